@@ -1,0 +1,117 @@
+"""Configs: one frozen dataclass of plain fields per kind of model; the flags of the command line and the recipes."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from .spec import known, split
+
+ACTIVATIONS = ("relu", "gelu", "silu", "squared_relu", "geglu", "swiglu")
+NORMS = ("layer", "rms")
+POSITIONS = ("none", "sinusoidal", "learned", "rotary")
+POOLS = ("none", "mean")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _choose(field: str, value: str, choices: tuple[str, ...]) -> None:
+    known(value, dict.fromkeys(choices), field)
+
+
+class _Fields:
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from plain values. Raises ValueError for a field that does not exist, naming those that do."""
+        names = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+        for name in values:
+            known(name, names, f"field of {cls.__name__}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, ready for JSON or YAML."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class StackConfig(_Fields):
+    """A stack of blocks, each one attention and one feed-forward network (Vaswani et al. 2017, section 3)."""
+
+    dim: int = 256
+    """width of the residual stream"""
+    depth: int = 4
+    """number of blocks"""
+    heads: int = 8
+    """attention heads; dim must be a multiple of it"""
+    attention: str = "linear"
+    """one spec, or several separated by ';' and tiled over the depth: 'linear; linear; softmax'"""
+    feedforward: int = 1024
+    """inner width of the feed-forward network"""
+    activation: str = "gelu"
+    """relu | gelu | silu | squared_relu | geglu | swiglu (the last two are gated: three matrices)"""
+    norm: str = "layer"
+    """layer | rms"""
+    prenorm: bool = True
+    """normalise before each sub-layer (and once at the end) instead of after it"""
+    dropout: float = 0.0
+    """dropout on the embedding and each sub-layer's output; attention weights have theirs: 'softmax(dropout=0.1)'"""
+
+    def __post_init__(self):
+        for name in ("dim", "depth", "heads", "feedforward"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        _require(self.dim % self.heads == 0, f"dim={self.dim} is not a multiple of heads={self.heads}")
+        _require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
+        _choose("activation", self.activation, ACTIVATIONS)
+        _choose("norm", self.norm, NORMS)
+        split(self.attention)
+
+
+@dataclass(frozen=True)
+class Config(StackConfig):
+    """A decoder: predicts each token of a sequence from the ones before it."""
+
+    vocab: int = 256
+    """number of different tokens; the start token comes on top of it"""
+    likelihood: str = "categorical"
+    """categorical | logistics(mixtures=10): the distribution of the next token"""
+    positions: str = "learned"
+    """none | sinusoidal | learned | rotary"""
+    length: int = 1024
+    """tokens in the table of learned positions; other positions have no limit and do not read it"""
+    tied: bool = False
+    """use the embedding as output matrix too (categorical only)"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _require(self.vocab >= 2, f"vocab={self.vocab} must be at least 2")
+        _require(self.length >= 1, f"length={self.length} must be at least 1")
+        _choose("positions", self.positions, POSITIONS)
+        _require(
+            not self.tied or self.likelihood.startswith("categorical"),
+            f"tied=True needs one output per token, so likelihood='categorical', not {self.likelihood!r}",
+        )
+
+
+@dataclass(frozen=True)
+class EncoderConfig(StackConfig):
+    """An encoder: every token sees every other one. Tokens or vectors in, features or outputs out."""
+
+    vocab: int = 0
+    """number of different tokens; 0: the input is vectors (B, N, dim)"""
+    outputs: int = 0
+    """outputs of a linear head; 0: no head, the features themselves"""
+    pool: str = "none"
+    """none: one output per token; mean: one per sequence, the mean over its real tokens"""
+    positions: str = "sinusoidal"
+    """none | sinusoidal | learned | rotary"""
+    length: int = 1024
+    """tokens in the table of learned positions; other positions have no limit and do not read it"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        _require(self.vocab >= 0, f"vocab={self.vocab} must not be negative")
+        _require(self.outputs >= 0, f"outputs={self.outputs} must not be negative")
+        _require(self.length >= 1, f"length={self.length} must be at least 1")
+        _choose("positions", self.positions, POSITIONS)
+        _choose("pool", self.pool, POOLS)

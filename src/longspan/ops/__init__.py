@@ -1,0 +1,51 @@
+"""Pure functions on tensors. Every op has a readable ``reference`` beside it; ``with backend("reference")`` selects it.
+
+Shapes, here and everywhere: ``B`` batch, ``H`` heads, ``N`` queries, ``M`` keys, ``D`` key dimension, ``E`` value
+dimension, ``F`` features, ``C`` chunk. The layout is that of ``F.scaled_dot_product_attention``: ``(B, H, N, D)``.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+from ..spec import known
+
+BACKENDS = {
+    "auto": "the fastest form for the device; chooses a kernel, never an answer",
+    "reference": "the definition, a loop or a full matrix that a student can read",
+    "torch": "chunked and made of matrix products, with a memory-bounded backward; any device",
+    "native": "C++ kernels for the CPU",
+    "triton": "kernels for the GPU",
+}
+
+# A plain global: Dynamo guards on it and recompiles; a ContextVar would break fullgraph compilation.
+_backend = "auto"
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force a backend inside a ``with`` block: ``auto | reference | torch | native | triton``.
+
+    A forced backend that cannot serve a call raises a ValueError with the reason. Not thread-safe: the choice holds
+    for the whole process. Raises ValueError for an unknown name.
+    """
+    global _backend
+    old, _backend = _backend, known(name, BACKENDS, "backend")
+    try:
+        yield
+    finally:
+        _backend = old
+
+
+def chosen(op: str, served: tuple[str, ...] = ("reference", "torch")) -> str:
+    """The backend that will run ``op``, one of those that it is ``served`` by.
+
+    Raises ValueError where the forced one does not serve it.
+    """
+    if _backend == "auto":
+        return "torch"
+    if _backend not in served:
+        raise ValueError(
+            f"backend {_backend!r} ({BACKENDS[_backend]}) does not serve {op} in this version; "
+            f"it is served by: auto, {', '.join(served)}"
+        )
+    return _backend

@@ -1,0 +1,55 @@
+"""Feature maps: functions whose inner products stand in for the softmax kernel."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..spec import known
+
+FeatureMap = Callable[[Tensor], Tensor]
+
+
+def elu(x: Tensor) -> Tensor:
+    """elu(x) + 1: x + 1 above zero, e^x below; positive (Katharopoulos et al. 2020, eq. 7). (..., D) -> (..., D)."""
+    return F.elu(x) + 1
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0). A query and a key may be orthogonal, so a row of weights can vanish. (..., D) -> (..., D)."""
+    return F.relu(x)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2: sharper than relu. (..., D) -> (..., D)."""
+    return F.relu(x).square()
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^min(x, 30): positive; the bound keeps sums of 1e5 products finite in float32. (..., D) -> (..., D)."""
+    return x.clamp(max=30.0).exp()
+
+
+MAPS: dict[str, FeatureMap] = {"elu": elu, "relu": relu, "squared_relu": squared_relu, "exp": exp}
+
+
+def feature_map(choice: str | FeatureMap, dim: int) -> FeatureMap:
+    """A feature map by name, or a callable of your own, ``(..., D) -> (..., F)``, for heads of ``dim`` channels.
+
+    Raises ValueError for an unknown name, for something that is neither, and for a callable with negative values: a
+    normalised mechanism divides by a sum of products of features, which could vanish or change sign.
+    """
+    if isinstance(choice, str):
+        return MAPS[known(choice, MAPS, "feature map")]
+    if not callable(choice):
+        raise ValueError(f"feature_map is a name ({', '.join(MAPS)}) or a callable, not {type(choice).__name__}")
+    with torch.no_grad():
+        probe = torch.cat([torch.linspace(-30, 30, 241), torch.tensor([-1e-4, 1e-4])])[:, None].expand(-1, dim)
+        lowest = choice(probe).min().item()
+    if not lowest >= 0:
+        raise ValueError(
+            f"feature map {getattr(choice, '__name__', choice)!r} reaches {lowest:.3g}; a normalised mechanism divides "
+            f"by a sum of products of features, so they must not be negative"
+        )
+    return choice

@@ -1,0 +1,66 @@
+"""What holds in every test: uninitialised memory is never zero by luck, and tests that need a device say so."""
+
+import functools
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests whose hardware or compiler is absent."""
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    skips = {
+        "cuda": None if torch.cuda.is_available() else pytest.mark.skip(reason="needs a GPU"),
+        "inductor": None if compiler else pytest.mark.skip(reason="needs a C++ compiler"),
+    }
+    for item in items:
+        for marker, skip in skips.items():
+            if skip and item.get_closest_marker(marker):
+                item.add_marker(skip)
+
+
+def spoil(tensor: Tensor) -> Tensor:
+    """Overwrite with what no computation survives unnoticed: NaN, or the far end of an integer's range."""
+    if tensor.layout != torch.strided or tensor.dtype == torch.bool:
+        return tensor
+    integer = not (tensor.is_floating_point() or tensor.is_complex())
+    with torch.no_grad():
+        if not integer:
+            return tensor.fill_(float("nan"))
+        limits = torch.iinfo(tensor.dtype)
+        return tensor.fill_(limits.min or limits.max)
+
+
+def spoiled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``make``, with its result spoilt."""
+
+    @functools.wraps(make)
+    def wrapper(*args, **kwargs):
+        return spoil(make(*args, **kwargs))
+
+    return wrapper
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_is_zero_by_luck() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("empty", "empty_like"):
+            patch.setattr(torch, name, spoiled(getattr(torch, name)))
+        patch.setattr(Tensor, "new_empty", spoiled(Tensor.new_empty))
+        yield
+
+
+@pytest.fixture(scope="session")
+def blocks() -> Callable[[Path, str], list[str]]:
+    """``blocks(page, language)``: the fenced blocks of a Markdown page in that language, in order."""
+
+    def read(page: Path, language: str) -> list[str]:
+        return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+    return read

@@ -1,0 +1,177 @@
+"""The recurrence: chunks, spans, segments and derivatives against the loop that defines it."""
+
+import pytest
+import torch
+
+from longspan import backend, linear_attention
+from longspan.ops import recurrence
+
+
+def numbers(n, seed=0, dtype=torch.float64, b=2, h=2, d=3, e=5):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(b, h, n, d), (b, h, n, d), (b, h, n, e), (b, h, d, e)]
+    return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+def loss(out):
+    return out[0].sin().sum() + out[1].cos().sum()
+
+
+SEGMENTS = torch.tensor([[0] * 7 + [2] * 11 + [5] * 11, [1] * 29])
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one sequence", "packed"])
+def test_any_chunk_equals_the_loop(chunk, segments, monkeypatch):
+    monkeypatch.setattr(recurrence, "SPAN", 8)  # several spans in 29 tokens
+    inputs = numbers(29)
+    out = recurrence.scan(*inputs, segments=segments, chunk=chunk)
+    expected = recurrence.reference(*inputs, segments)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
+    found, wanted = (torch.autograd.grad(loss(o), inputs) for o in (out, expected))
+    torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-11)
+
+
+@pytest.mark.parametrize("segments", [None, torch.tensor([[0, 0, 1, 1, 1]])], ids=["one sequence", "packed"])
+def test_first_and_second_derivatives(segments):
+    inputs = numbers(5, b=1, h=1, d=2, e=2)
+
+    def scan(*inputs):
+        return recurrence.scan(*inputs, segments=segments, chunk=2)
+
+    assert torch.autograd.gradcheck(scan, inputs)
+    assert torch.autograd.gradgradcheck(scan, inputs)
+
+
+def test_several_true_spans():
+    inputs = numbers(2053)
+    torch.testing.assert_close(recurrence.scan(*inputs), recurrence.reference(*inputs), atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1023, 1024, 1025, 1100, 4097])
+def test_spans_cover_every_token_once(n):
+    spans = recurrence._spans(n, recurrence.CHUNK)
+    covered = [t for start, groups, chunk in spans for t in range(start, start + groups * chunk)]
+    assert covered == list(range(n))
+    assert max(groups * chunk for _, groups, chunk in spans) <= recurrence.SPAN
+
+
+def test_backward_keeps_no_states_per_token():
+    """What forward saves grows with N (D + E), not with N D E: inputs, and one state per span."""
+    n, d, e = 3 * recurrence.SPAN, 16, 16
+    saved = []
+    inputs = numbers(n, b=1, h=1, d=d, e=e, dtype=torch.float32)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        recurrence.scan(*inputs)
+    assert sum(saved) <= n * (2 * d + e) + 3 * d * e
+
+
+def test_total_is_the_sum_over_all_keys():
+    q, k, v, _ = numbers(29)
+    out, sums = recurrence.total(q, k, v)
+    torch.testing.assert_close(sums, torch.einsum("bhnd,bhne->bhde", k, v))
+    torch.testing.assert_close(out, torch.einsum("bhnd,bhde->bhne", q, sums))
+    packed, _ = recurrence.total(q, k, v, SEGMENTS)
+    same = (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])[:, None]
+    torch.testing.assert_close(packed, ((q @ k.mT) * same) @ v)
+
+
+def test_a_step_writes_its_state_only_when_it_was_given():
+    q, k, v, s = (t.detach() for t in numbers(1))
+    before = s.clone()
+    _, after = recurrence.step(q, k, v, s)
+    assert torch.equal(s, before)
+    _, given = recurrence.step(q, k, v, s, donate=True)
+    assert given.data_ptr() == s.data_ptr()
+    torch.testing.assert_close(given, after)
+
+
+@pytest.mark.parametrize("name", ["native", "triton"])
+def test_a_forced_backend_that_cannot_serve_says_so(name):
+    q, k, v, _ = numbers(5)
+    with backend(name), pytest.raises(ValueError, match=f"backend '{name}' .* does not serve scan"):
+        linear_attention(q, k, v)
+
+
+def test_an_unknown_backend_is_refused_and_the_choice_ends_with_the_block():
+    from longspan import ops
+
+    with pytest.raises(ValueError, match=r"unknown backend 'torhc' \(did you mean 'torch'\?\)"), backend("torhc"):
+        pass
+    with backend("reference"):
+        assert ops._backend == "reference"
+    assert ops._backend == "auto"
+
+
+class TestLinearAttention:
+    def test_equals_the_dense_form(self):
+        q, k, v, _ = numbers(29)
+        phi = lambda x: torch.where(x > 0, x + 1, x.exp())  # noqa: E731
+        weights = (phi(q) @ phi(k).mT).tril()
+        expected = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
+        torch.testing.assert_close(linear_attention(q, k, v), expected, atol=1e-12, rtol=1e-12)
+
+    def test_one_token_by_hand(self):
+        """One token attends to itself alone: phi(q)phi(k) v / (phi(q)phi(k) + eps)."""
+        one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+        out = linear_attention(one, 2 * one, 5 * one, eps=0.5)
+        assert out.item() == pytest.approx(6 * 5 / 6.5)
+
+    def test_two_tokens_by_hand(self):
+        x = torch.tensor([1.0, 3.0], dtype=torch.float64).view(1, 1, 2, 1)
+        out, state = linear_attention(x, x, x, eps=0.0, return_state=True)
+        # phi = 2, 4: the second row weighs 8 and 16.
+        torch.testing.assert_close(out.flatten(), torch.tensor([1.0, (8 * 1 + 16 * 3) / 24], dtype=torch.float64))
+        torch.testing.assert_close(state.flatten(), torch.tensor([2 * 1 + 4 * 3, 2 + 4], dtype=torch.float64))
+
+    def test_constant_values_come_back(self):
+        q, k, v, _ = numbers(29)
+        out = linear_attention(q, k, torch.ones_like(v), eps=0.0)
+        torch.testing.assert_close(out, torch.ones_like(v), atol=1e-12, rtol=0)
+
+    def test_state_goes_on(self):
+        q, k, v, _ = numbers(29)
+        _, state = linear_attention(*(t[:, :, :11] for t in (q, k, v)), return_state=True)
+        rest = linear_attention(*(t[:, :, 11:] for t in (q, k, v)), state=state)
+        torch.testing.assert_close(rest, linear_attention(q, k, v)[:, :, 11:])
+
+    def test_cross_attention_reads_all_real_keys(self):
+        q, k, v, _ = numbers(29)
+        mask = torch.arange(29).expand(2, -1) < torch.tensor([[29], [11]])
+        out = linear_attention(q[:, :, :5], k, v, causal=False, mask=mask)
+        torch.testing.assert_close(out[1:], linear_attention(q[1:, :, :5], k[1:, :, :11], v[1:, :, :11], causal=False))
+
+    def test_half_precision_sums_are_float32(self):
+        q, k, v, _ = numbers(29, dtype=torch.float16)
+        out, state = linear_attention(q, k, v, return_state=True)
+        assert (out.dtype, state.dtype) == (torch.float16, torch.float32)
+
+    def test_a_callable_map(self):
+        q, k, v, _ = numbers(29)
+        torch.testing.assert_close(
+            linear_attention(q, k, v, feature_map=torch.nn.functional.softplus),
+            linear_attention(q.exp().log1p().log(), k.exp().log1p().log(), v, feature_map="exp"),
+        )
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                {"query": torch.zeros(2, 5, 3)},
+                r"query must be a floating-point \(B, H, N, D\), not torch.float32 \(2, 5",
+            ),
+            ({"key": torch.zeros(2, 2, 5, 4)}, "do not fit"),
+            ({"query": torch.zeros(2, 2, 4, 3)}, "needs as many queries as keys, not 4 and 5"),
+            ({"mask": torch.ones(2, 5)}, r"mask must be bool \(2, 5\)"),
+            ({"segments": torch.ones(2, 4)}, r"segments must be \(2, 5\), not \(2, 4\)"),
+            ({"state": torch.zeros(2, 2, 3, 5)}, r"state \(2, 2, 3, 5\) does not fit"),
+            ({"state": torch.zeros(2, 2, 3, 6), "causal": False}, "causal=False sees all keys in one call"),
+            ({"feature_map": "cos"}, "unknown feature map 'cos'"),
+            ({"feature_map": torch.tanh}, "feature map 'tanh' reaches -1; a normalised mechanism divides"),
+            ({"feature_map": 3}, "feature_map is a name .* or a callable, not int"),
+        ],
+    )
+    def test_bad_arguments(self, change, message):
+        good = {"query": torch.zeros(2, 2, 5, 3), "key": torch.zeros(2, 2, 5, 3), "value": torch.zeros(2, 2, 5, 5)}
+        with pytest.raises(ValueError, match=message):
+            linear_attention(**(good | change))
