@@ -1,0 +1,140 @@
+"""The arguments of a call, checked once: what came, what would be right."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from .base import Attention
+
+
+def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) -> None:
+    """Raise ValueError for an argument of a wrong kind or shape, or one that this attention does not support."""
+    check_x(attention, attention.dim, x)
+    for name in given:
+        if name not in attention.takes:
+            raise ValueError(
+                f"{attention.name} does not support {name}=; it supports: {', '.join(sorted(attention.takes))}"
+            )
+    batch, n = x.shape[:2]
+    if (mask := given.get("mask")) is not None:
+        check_mask("mask", mask, (batch, n))
+    if (segments := given.get("segments")) is not None:
+        _check_segments(segments, mask, (batch, n))
+    if (context := given.get("context")) is not None:
+        _check_context(attention, context, x, state, segments)
+        if (seen := given.get("context_mask")) is not None:
+            check_mask("context_mask", seen, tuple(context.shape[:2]))
+    elif "context_mask" in given:
+        raise ValueError("context_mask= came without context=; a state of cross attention keeps its own mask")
+    if "record" in given and not isinstance(given["record"], dict):
+        raise ValueError(f"record must be a dict to write into, not {type(given['record']).__name__}")
+    if state is not None:
+        check_state(attention, state, batch)
+        if isinstance(state, attention.contexts) and segments is not None:
+            raise ValueError("segments= packs one sequence's own tokens; a state of cross attention has none")
+    if "donate" in given:
+        _check_donate(attention, x, state)
+
+
+def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``mask`` is bool of this shape."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != shape:
+        raise ValueError(f"{name} must be bool {shape}, True on real tokens, not {_what(mask)}")
+
+
+def check_x(module: nn.Module, dim: int, x: Tensor) -> None:
+    """Raise ValueError unless x is (B, N, dim) in the dtype of the module's weights (any under autocast)."""
+    if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
+        raise ValueError(f"x must be floating-point (B, N, {dim}), not {_what(x)}")
+    weight = next(module.parameters(), x)
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ValueError(f"x is {x.dtype} and the weights are {weight.dtype}; convert one, or use torch.autocast")
+
+
+def _check_segments(segments: Tensor, mask: Tensor | None, shape: tuple[int, ...]) -> None:
+    if not isinstance(segments, Tensor) or segments.dtype != torch.int64 or tuple(segments.shape) != shape:
+        raise ValueError(f"segments must be int64 {shape}, one id per token, not {_what(segments)}")
+    if torch.compiler.is_compiling():
+        return  # the values are not known yet
+    falls = segments < real_segments(segments, mask).cummax(1).values
+    if mask is not None:
+        falls = falls & mask
+    if falls.any():
+        raise ValueError(f"segments must never decrease along a row; row {int(falls.any(1).nonzero()[0])} does")
+
+
+def _check_context(attention: "Attention", context: Tensor, x: Tensor, state: Any, segments: Tensor | None) -> None:
+    if state is not None:
+        raise ValueError("context= and state came together; the state of cross attention already keeps its context")
+    if segments is not None:
+        raise ValueError("segments= packs one sequence's own tokens; with context= give each sequence a row of its own")
+    width = getattr(attention, "context_dim", 0) or attention.dim
+    if not isinstance(context, Tensor) or context.dim() != 3 or len(context) != len(x) or context.shape[-1] != width:
+        raise ValueError(f"context must be ({len(x)}, M, {width}), not {_what(context)}")
+    if context.dtype != x.dtype:
+        raise ValueError(f"context is {context.dtype} and x is {x.dtype}; they must agree")
+
+
+def check_state(attention: "Attention", state: Any, batch: int) -> None:
+    """Raise ValueError unless ``state`` is one of this attention's, for ``batch`` sequences."""
+    if not isinstance(state, attention.states + attention.contexts):
+        raise ValueError(
+            f"{attention.name} cannot continue {_kind(state)}; its states are "
+            f"{', '.join(_kind(kind) for kind in attention.states + attention.contexts)}, made by init_state or a call"
+        )
+    leaves = pytree.tree_leaves(state)
+    if len(leaves[0]) != batch:
+        raise ValueError(f"state is for {len(leaves[0])} sequences, x has {batch}")
+    if isinstance(state, attention.contexts):
+        return
+    if not attention.causal:
+        raise ValueError(f"a bidirectional {attention.name} sees whole sequences; it continues states of context= only")
+    for leaf, expected in zip(leaves, _shapes(attention), strict=True):
+        # A dimension that starts at zero grows, so any size fits.
+        if leaf.dim() != len(expected) or any(
+            e not in (0, s) for s, e in zip(leaf.shape[1:], expected[1:], strict=True)
+        ):
+            raise ValueError(
+                f"state has a part of shape {tuple(leaf.shape)} where {attention.name} with dim={attention.dim}, "
+                f"heads={attention.heads} has {(batch, *expected[1:])}; it belongs to an attention of another size"
+            )
+
+
+def _shapes(attention: "Attention") -> list[tuple[int, ...]]:
+    shapes = attention.__dict__.get("_state_shapes")
+    if shapes is None:
+        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(attention.start(1, 0))]
+        attention.__dict__["_state_shapes"] = shapes
+    return shapes
+
+
+def _check_donate(attention: "Attention", x: Tensor, state: Any) -> None:
+    if state is None:
+        raise ValueError("donate=True gives a state away, but no state came")
+    tensors = (x, *pytree.tree_leaves(state), *attention.parameters())
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise ValueError(
+            "donate=True overwrites the state, which gradients still need; use torch.no_grad() or donate=False"
+        )
+
+
+def real_segments(segments: Tensor, mask: Tensor | None) -> Tensor:
+    """Ids (B,N) with those of masked tokens replaced by their neighbours', since a masked token does not exist."""
+    if mask is None or not segments.shape[1]:
+        return segments
+    limits = torch.iinfo(torch.int64)
+    ids = segments.masked_fill(~mask, limits.min).cummax(1).values
+    first = segments.masked_fill(~mask, limits.max).amin(1, keepdim=True)
+    return torch.where(ids == limits.min, first, ids)
+
+
+def _what(value: Any) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _kind(value: Any) -> str:
+    cls = value if isinstance(value, type) else type(value)
+    return f"{cls.__module__.rsplit('.', 1)[-1]}.{cls.__name__}"

@@ -1,0 +1,211 @@
+"""The contract that every attention keeps, and the registry that finds it by name."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from .. import spec
+from . import arguments
+
+REGISTRY: dict[str, type["Attention"]] = {}
+
+# Given by the stack, never by a spec.
+PLACE = ("dim", "heads", "causal", "layer", "depth")
+# What a mechanism's ``attend`` may ask for, besides x and state.
+ARGUMENTS = ("mask", "segments", "context", "context_mask", "carry", "record", "donate")
+
+
+class Attention(nn.Module):
+    """``y, state = attention(x, state)``: a whole sequence, a segment or a single token, in one signature.
+
+    A mechanism is one file with one final subclass: the facts below, ``__init__`` whose keyword-only options are the
+    config (each kept as an attribute of the same name), ``start`` and ``attend``. Having a ``name`` registers it.
+
+    ``attend(self, x, state, *, ...)`` names those of ``mask, segments, context, context_mask, carry, record, donate``
+    that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with arguments
+    that have been checked, and a call with an argument that it does not name has been refused.
+    """
+
+    name: ClassVar[str]
+    """how specs call it"""
+    paper: ClassVar[str]
+    """arXiv number"""
+    citation: ClassVar[tuple[str, str, int]]
+    """authors in BibTeX form, title, year"""
+    cost: ClassVar[str]
+    """time for one sequence, in N (tokens) and D (head size)"""
+    examples: ClassVar[tuple[str, ...]] = ()
+    """specs small enough that 29 tokens leave any window; default: the bare name"""
+    exempt: ClassVar[dict[str, str]] = {}
+    """law -> why it cannot hold; strict: a law that holds after all must not be listed"""
+    directions: ClassVar[tuple[str, ...]] = ("causal", "bidirectional")
+    """the forms that exist"""
+    carries: ClassVar[bool] = False
+    """takes and returns ``carry``, something handed from layer to layer"""
+    states: ClassVar[tuple[type, ...]] = ()
+    """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
+    contexts: ClassVar[tuple[type, ...]] = ()
+
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """the arguments that ``attend`` names; filled in by the class statement"""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            return
+        if cls.name in REGISTRY:
+            raise ValueError(
+                f"two attentions are named {cls.name!r}: {REGISTRY[cls.name].__qualname__}, {cls.__qualname__}"
+            )
+        missing = [fact for fact in ("paper", "citation", "cost") if not hasattr(cls, fact)]
+        if not (cls.__dict__.get("__doc__") or "").strip():
+            missing.append("a docstring, whose first line is its row in the docs")
+        if missing:
+            raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
+        cls.examples = cls.__dict__.get("examples") or (cls.name,)
+        asked = list(inspect.signature(cls.attend).parameters)[3:]
+        for argument in asked:
+            spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
+        cls.takes = frozenset(asked)
+        REGISTRY[cls.name] = cls
+
+    def __init__(self, dim: int, heads: int, *, causal: bool = True):
+        super().__init__()
+        if dim < 1 or heads < 1 or dim % heads:
+            raise ValueError(f"dim={dim} is not a multiple of heads={heads}")
+        direction = "causal" if causal else "bidirectional"
+        if direction not in self.directions:
+            raise ValueError(f"{self.name} has no {direction} form; it has: {', '.join(self.directions)}")
+        self.dim, self.heads, self.causal = dim, heads, causal
+
+    def start(self, batch: int, capacity: int) -> Any:
+        """The state before the first token; ``capacity`` is the number of tokens to make room for, where it grows."""
+        raise NotImplementedError(f"{type(self).__name__} defines no start")
+
+    def attend(self, x: Tensor, state: Any) -> Any:
+        """The mechanism itself; see the class."""
+        raise NotImplementedError(f"{type(self).__name__} defines no attend")
+
+    def init_state(self, batch: int, capacity: int | None = None) -> Any:
+        """The state before the first token, for ``batch`` sequences.
+
+        ``capacity``: tokens to make room for in a state that grows (keys and values); other states have one size.
+        Raises ValueError for a bidirectional attention, which sees whole sequences only.
+        """
+        if not self.causal:
+            raise ValueError(
+                f"a bidirectional {self.name} sees whole sequences and has no recurrent state; "
+                f"build it with causal=True, or call it with context= and keep the state that it returns"
+            )
+        if batch < 0 or (capacity or 0) < 0:
+            raise ValueError(f"batch={batch} and capacity={capacity} must not be negative")
+        return self.start(batch, capacity or 0)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        carry: Any = None,
+        record: dict | None = None,
+        donate: bool = False,
+    ) -> Any:
+        """x (B,N,dim), state -> y (B,N,dim), state; a class that ``carries`` returns a given ``carry`` too.
+
+        ``state=None`` starts from nothing and returns None (training builds no state); start from ``init_state(B)`` to
+        go on later. The given state is left as it was, unless ``donate=True`` allows the call to overwrite it.
+
+        mask (B,N) bool: True = a real token. A masked token does not exist: no key, no position, no write; its y is 0.
+        segments (B,N) int64: packed sequences; equal id = same sequence, never decreasing along a row. The state
+        starts anew where it changes; a given state belongs to the first segment, the returned one to the last.
+        context (B,M,context_dim), context_mask (B,M) bool: cross attention; every query sees every real context token
+        and ``causal`` plays no part. The returned state keeps the projected context: later calls pass it alone.
+        record: an empty dict to be filled with what this call can tell (``matrix``, ``mask``, ...); costs O(N M).
+
+        Raises ValueError where an argument has the wrong rank, shape or dtype, is not supported by the mechanism, or
+        does not go with another one.
+        """
+        given: dict[str, Any] = {
+            "mask": mask,
+            "segments": segments,
+            "context": context,
+            "context_mask": context_mask,
+            "carry": carry,
+            "record": record,
+            "donate": donate or None,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        arguments.check(self, x, state, given)
+        if segments is not None:
+            given["segments"] = arguments.real_segments(segments, mask)
+        result = self.attend(x, state, **given)
+        return result if mask is None else (result[0].masked_fill(~mask[..., None], 0.0), *result[1:])
+
+    @property
+    def positional(self) -> bool:
+        """Whether outputs depend on the order of the keys (beyond causality)."""
+        return bool(getattr(self, "rotary", 0.0))
+
+    @property
+    def spec(self) -> str:
+        """The spec that builds this attention again: its name and the options that differ from their defaults."""
+        changed = {
+            name: getattr(self, name) for name, p in own_options(type(self)).items() if getattr(self, name) != p.default
+        }
+        return self.name + (f"({', '.join(f'{k}={v!r}' for k, v in changed.items())})" if changed else "")
+
+    def extra_repr(self) -> str:
+        return f"{self.spec}, dim={self.dim}, heads={self.heads}, causal={self.causal}"
+
+
+def own_options(cls: type[Attention]) -> dict[str, inspect.Parameter]:
+    """The options of a mechanism: the keyword-only parameters of its ``__init__`` that a spec may set."""
+    return {name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE}
+
+
+def build(
+    text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, rotary: float = 0.0
+) -> Attention:
+    """Build an attention from its spec: ``build("linear(feature_map='relu')", dim=64, heads=4)``.
+
+    ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
+    depend on it; ``rotary`` is the base of rotary positions where the spec itself gives none (0: none).
+
+    Raises ValueError for an unknown mechanism or option, naming the known ones, and for values that do not fit.
+    """
+
+    def maker(cls: type[Attention]) -> Callable[..., Attention]:
+        taken = spec.options(cls.__init__)
+
+        def make(**options: Any) -> Attention:
+            place = {"causal": causal, "layer": layer, "depth": depth}
+            options |= {name: value for name, value in place.items() if name in taken}
+            if rotary and "rotary" not in taken:
+                raise ValueError(f"{cls.name} has no rotary positions; choose other positions or another mechanism")
+            if rotary:
+                options.setdefault("rotary", rotary)
+            return cls(dim, heads, **options)
+
+        make.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
+        return make
+
+    built = spec.parse(text, {name: maker(cls) for name, cls in REGISTRY.items()})
+    if not isinstance(built, Attention):
+        raise ValueError(f"{text!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
+    return built
+
+
+def names() -> list[str]:
+    """The registered mechanisms, sorted."""
+    return sorted(REGISTRY)
+
+
+def examples(name: str) -> tuple[str, ...]:
+    """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one."""
+    return REGISTRY[spec.known(name, REGISTRY, "attention")].examples

@@ -1,0 +1,88 @@
+"""Attention with a similarity of your choice, written out: the definition that the other mechanisms approximate."""
+
+from torch import nn
+
+from .. import cache
+from ..cache import Context, KeyValues
+from ..layers import merge, split
+from ..ops import similarity as op
+from ..spec import known
+from .base import Attention
+
+
+class Kernel(Attention):
+    """Any non-negative similarity in place of e^(q.k): quadratic, plain, the oracle of its faster relatives.
+
+    ``similarity``: exp = e^(q.k / sqrt D); polynomial = (q.k / sqrt D + constant)^degree, of even degree;
+    rbf = e^(-|q-k|^2 / (2 bandwidth^2 sqrt D)). ``degree`` and ``constant`` belong to polynomial, ``bandwidth`` to rbf.
+    ``dropout``: probability of dropping a weight in training. ``context_dim``: width of the context of cross attention
+    (0: dim).
+
+    Source: Katharopoulos et al. 2020, eq. 3; the view of attention as a kernel smoother is Tsai et al. 2019.
+    """
+
+    name, paper, cost = "kernel", "1908.11775", "N^2 D"
+    citation = (
+        "Tsai, Yao-Hung Hubert and Bai, Shaojie and Yamada, Makoto and Morency, Louis-Philippe and "
+        "Salakhutdinov, Ruslan",
+        "Transformer Dissection: A Unified Understanding of Transformer's Attention via the Lens of Kernel",
+        2019,
+    )
+    examples = ("kernel", "kernel(similarity='polynomial', degree=4)", "kernel(similarity='rbf', bandwidth=2.0)")
+    states, contexts = (KeyValues,), (Context,)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        similarity: str = "exp",
+        degree: int = 2,
+        constant: float = 1.0,
+        bandwidth: float = 1.0,
+        dropout: float = 0.0,
+        context_dim: int = 0,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        known(similarity, op.SIMILARITIES, "similarity")
+        if similarity != "polynomial" and (degree, constant) != (2, 1.0):
+            raise ValueError(f"degree and constant belong to similarity='polynomial', not {similarity!r}")
+        if similarity != "rbf" and bandwidth != 1.0:
+            raise ValueError(f"bandwidth belongs to similarity='rbf', not {similarity!r}")
+        if degree < 2 or degree % 2:
+            raise ValueError(f"degree={degree} must be even and positive: an odd power gives negative weights")
+        if bandwidth <= 0:
+            raise ValueError(f"bandwidth={bandwidth} must be positive")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} must be in [0, 1)")
+        self.similarity, self.degree, self.constant, self.bandwidth = similarity, degree, constant, bandwidth
+        self.dropout, self.context_dim = dropout, context_dim
+        self.query = nn.Linear(dim, dim)
+        self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
+        self.out = nn.Linear(dim, dim)
+
+    def start(self, batch, capacity):
+        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
+
+    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+        q = split(self.query(x), self.heads)
+        if context is not None:
+            keys, values = split(self.key(context), self.heads), split(self.value(context), self.heads)
+            state = cache.context(keys, values, context_mask)
+        if isinstance(state, Context):
+            sight = state.sight()
+        else:
+            k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
+            if state is None:
+                sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments)
+            else:
+                sight, state = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+        allowed = sight.allowed(q.shape[2])
+        p = op.weights(
+            q, sight.keys, allowed, similarity=self.similarity, degree=self.degree,
+            constant=self.constant, bandwidth=self.bandwidth,
+        )  # fmt: skip
+        if record is not None:
+            record.update(mask=allowed, matrix=p)
+        return self.out(merge(op.attend(p, sight.values, self.dropout if self.training else 0.0))), state

@@ -1,0 +1,122 @@
+"""Linear attention with a feature map and a normaliser."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import check_rotary, merge, positions, rotate, split, visible
+from ..ops import linear
+from ..ops.features import FeatureMap
+from ..ops.features import feature_map as choose
+from .base import Attention
+
+
+class State(NamedTuple):
+    """float32 at least."""
+
+    sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
+
+
+class RotaryState(NamedTuple):
+    sums: Tensor  # (B,H,F,E+1) as above, but only the last column from unrotated keys
+    position: Tensor  # (B,) int64, real tokens so far
+
+
+class Context(NamedTuple):
+    """All that queries need of a context, whatever its length."""
+
+    sums: Tensor  # (B,H,F,E+1)
+
+
+class Linear(Attention):
+    """Softmax replaced by a product of feature maps, so that a fixed-size sum stands for all keys and values.
+
+    o_i = phi(q_i)^T S_i / (phi(q_i)^T z_i + eps) with S_i = sum_{j<=i} phi(k_j) v_j^T, z_i = sum_{j<=i} phi(k_j).
+
+    ``feature_map``: elu (elu(x)+1), relu, squared_relu, exp, or a callable (..., D) -> (..., F) without negative
+    values. ``rotary``: base of rotary positions, applied to phi(q) and phi(k) in the numerator only, as the denominator
+    must stay positive (0: none). ``context_dim``: width of the context of cross attention (0: dim).
+
+    Source: Katharopoulos et al. 2020, section 3.2-3.4; rotary positions as in Su et al. 2021, eq. 19.
+    """
+
+    name, paper, cost = "linear", "2006.16236", "N D^2"
+    citation = (
+        "Katharopoulos, Angelos and Vyas, Apoorv and Pappas, Nikolaos and Fleuret, Francois",
+        "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention",
+        2020,
+    )
+    examples = (
+        "linear",
+        "linear(feature_map='squared_relu', eps=0.01)",
+        "linear(feature_map='exp')",
+        "linear(rotary=100.0)",
+    )
+    states, contexts = (State, RotaryState), (Context,)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        feature_map: str | FeatureMap = "elu",
+        eps: float = 1e-6,
+        rotary: float = 0.0,
+        context_dim: int = 0,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        if eps < 0:
+            raise ValueError(f"eps={eps} is added to the denominator and must not be negative")
+        check_rotary(rotary, dim // heads)
+        self.feature_map, self.eps, self.rotary, self.context_dim = feature_map, eps, rotary, context_dim
+        self.phi = choose(feature_map, dim // heads)
+        self.query = nn.Linear(dim, dim)
+        self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
+        self.out = nn.Linear(dim, dim)
+
+    def start(self, batch, capacity):
+        size = self.dim // self.heads
+        features = self.phi(self.out.weight.new_zeros(1, size)).shape[-1]
+        sums = linear.widen(self.out.weight.new_zeros(batch, self.heads, features, size + 1))
+        if not self.rotary:
+            return State(sums)
+        return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
+
+    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+        q = self._features(self.query, x)
+        if isinstance(state, Context):
+            return self.out(merge(linear.normalise(q @ state.sums, self.eps).to(x.dtype))), state
+        if context is not None:
+            return self._cross(q, context, context_mask, record)
+        k, v = self._features(self.key, x), split(self.value(x), self.heads)
+        sums, numerator, position = (None if state is None else state.sums), None, None
+        if self.rotary:
+            at, position = positions(x, state and state.position, mask=mask, segments=segments)
+            numerator = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
+        if record is not None:
+            allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
+            matrix = linear.matrix(q, k, allowed, eps=self.eps, state=sums, numerator=numerator)
+            record.update(mask=allowed, matrix=matrix)
+        o, sums = linear.attend(
+            q, k, v, causal=self.causal, eps=self.eps, mask=mask, segments=segments,
+            state=sums, numerator=numerator, donate=donate,
+        )  # fmt: skip
+        if state is not None:
+            state = RotaryState(sums, position) if self.rotary else State(sums)
+        return self.out(merge(o)), state
+
+    def _cross(self, q, context, context_mask, record):
+        if self.rotary:
+            raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
+        k, v = self._features(self.key, context), split(self.value(context), self.heads)
+        if record is not None:
+            allowed = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            allowed = allowed if context_mask is None else allowed & context_mask[:, None, None, :]
+            record.update(mask=allowed, matrix=linear.matrix(q, k, allowed, eps=self.eps))
+        o, sums = linear.attend(q, k, v, causal=False, eps=self.eps, mask=context_mask)
+        return self.out(merge(o)), Context(sums)
+
+    def _features(self, projection, x):
+        return self.phi(linear.widen(split(projection(x), self.heads)))

@@ -1,0 +1,90 @@
+"""Softmax attention with keys and values kept: the transformer's own, and the baseline of all others."""
+
+from torch import nn
+
+from .. import cache
+from ..cache import Context, KeyValues
+from ..layers import check_rotary, merge, positions, rotate, split
+from ..ops import softmax
+from .base import Attention
+
+
+class Softmax(Attention):
+    """Softmax over all keys: exact, quadratic in the length, with a state of keys and values that grows.
+
+    ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
+    ``dropout``: probability of dropping a weight in training. ``rotary``: base of rotary positions (0: none).
+    ``context_dim``: width of the context of cross attention (0: dim).
+
+    Its RNN form keeps every key and value ("stateful softmax" in Katharopoulos et al. 2020, appendix C.1).
+
+    Source: Vaswani et al. 2017, section 3.2; shared key heads as in Ainslie et al. 2023 (2305.13245).
+    """
+
+    name, paper, cost = "softmax", "1706.03762", "N^2 D"
+    citation = (
+        "Vaswani, Ashish and Shazeer, Noam and Parmar, Niki and Uszkoreit, Jakob and Jones, Llion and "
+        "Gomez, Aidan N. and Kaiser, Lukasz and Polosukhin, Illia",
+        "Attention Is All You Need",
+        2017,
+    )
+    examples = ("softmax", "softmax(kv_heads=1)", "softmax(rotary=100.0)")
+    states, contexts = (KeyValues,), (Context,)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        kv_heads: int = 0,
+        dropout: float = 0.0,
+        rotary: float = 0.0,
+        context_dim: int = 0,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        groups = kv_heads or heads
+        if groups < 0 or heads % groups:
+            raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout={dropout} must be in [0, 1)")
+        check_rotary(rotary, dim // heads)
+        self.kv_heads, self.dropout, self.rotary, self.context_dim = kv_heads, dropout, rotary, context_dim
+        self.groups = groups
+        width = dim // heads * groups
+        self.query = nn.Linear(dim, dim)
+        self.key, self.value = (nn.Linear(context_dim or dim, width) for _ in range(2))
+        self.out = nn.Linear(dim, dim)
+
+    def start(self, batch, capacity):
+        return cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.out.weight)
+
+    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+        q = split(self.query(x), self.heads)
+        if context is not None:
+            state = self._project(context, context_mask)
+        if isinstance(state, Context):
+            return self._read(q, state.sight(), record), state
+        k, v = split(self.key(x), self.groups), split(self.value(x), self.groups)
+        if self.rotary:
+            at, _ = positions(x, state and state.length, mask=mask, segments=segments)
+            q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
+        if state is None:
+            sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments)
+        else:
+            sight, state = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+        return self._read(q, sight, record), state
+
+    def _project(self, context, mask):
+        if self.rotary:
+            raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
+        return cache.context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
+
+    def _read(self, q, sight, record):
+        q = q.to(sight.keys.dtype)
+        if record is not None:
+            matrix, lse = softmax.weights(q, sight.keys, mask=sight.mask, causal=sight.causal)
+            record.update(mask=sight.allowed(q.shape[2]), matrix=matrix, lse=lse)
+        dropout = self.dropout if self.training else 0.0
+        o = softmax.attend(q, sight.keys, sight.values, mask=sight.mask, causal=sight.causal, dropout=dropout)
+        return self.out(merge(o))
