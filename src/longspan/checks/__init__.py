@@ -1,0 +1,115 @@
+"""The laws that every attention keeps; ``check_attention(spec)`` measures all that apply. Public: certify your own."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..attention import REGISTRY, examples
+from . import numeric, recurrent, software
+from .gauge import Broken, Gauge, Subject
+
+# law -> (its function, the facts that a mechanism needs for it to apply)
+_LAWS = {
+    "causal": (recurrent.causal, ("causal",)),
+    "prefix": (recurrent.prefix, ("causal",)),
+    "parallel_is_recurrent": (recurrent.parallel_is_recurrent, ("causal",)),
+    "state": (recurrent.state, ("causal",)),
+    "padding": (recurrent.padding, ("mask",)),
+    "rows_independent": (recurrent.rows_independent, ()),
+    "packed": (recurrent.packed, ("segments",)),
+    "oracle": (numeric.oracle, ()),
+    "attention_matrix": (numeric.attention_matrix, ("record",)),
+    "gradients": (numeric.gradients, ()),
+    "dtypes": (numeric.dtypes, ()),
+    "adversarial": (numeric.adversarial, ()),
+    "arguments": (software.arguments, ()),
+    "rebuilds": (software.rebuilds, ()),
+    "compiles": (software.compiles, ()),
+    "exports": (software.exports, ("causal",)),
+    "bidirectional": (software.bidirectional, ("bidirectional",)),
+    "cross": (software.cross, ("context",)),
+    "carry": (software.carry, ("carry",)),
+}
+
+
+class Row(NamedTuple):
+    """One law of a report."""
+
+    law: str
+    status: str  # passed | failed | exempt | does not apply
+    error: float  # largest measured error, relative to the largest expected value (at least 1)
+    tolerance: float  # allowed error of that measurement
+    note: str  # what differs, why it does not apply, or what the law says
+
+
+@dataclass(frozen=True)
+class Report:
+    """What ``check_attention`` has measured."""
+
+    spec: str
+    rows: tuple[Row, ...]
+
+    @property
+    def ok(self) -> bool:
+        """No law failed."""
+        return not any(row.status == "failed" for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{self.spec}"]
+        for row in self.rows:
+            measured = f"{row.error:8.1e} of {row.tolerance:.0e}" if row.status == "passed" and row.tolerance else ""
+            lines.append(f"  {row.law:<22} {row.status:<15} {measured:<18} {row.note}".rstrip())
+        return "\n".join(lines)
+
+
+def laws() -> tuple[str, ...]:
+    """The names of all laws."""
+    return tuple(_LAWS)
+
+
+def check(law: str, spec: str, *, seed: int = 0) -> Row:
+    """Measure one law for one spec, or a stack of specs separated by ``;``.
+
+    An exemption on the class (``exempt = {law: reason}``) is strict: where the law holds after all, the check fails.
+    Raises ValueError for an unknown law, mechanism or option.
+    """
+    if law not in _LAWS:
+        raise ValueError(f"unknown law {law!r}; known: {', '.join(_LAWS)}")
+    function, needs = _LAWS[law]
+    subject, gauge = Subject(spec, seed), Gauge()
+    if missing := subject.why_not(needs):
+        return Row(law, "does not apply", 0.0, 0.0, missing)
+    reasons = [cls.exempt[law] for cls in subject.classes if law in cls.exempt]
+    subject.make()  # what cannot even be built is the caller's error, not a broken law
+    try:
+        function(subject, gauge)
+    except Exception as error:
+        if reasons:
+            return Row(law, "exempt", gauge.error, gauge.tolerance, reasons[0])
+        note = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
+        return Row(law, "failed", gauge.error, gauge.tolerance, note)
+    if reasons:
+        return Row(law, "failed", gauge.error, gauge.tolerance, f"holds after all; remove the exemption: {reasons[0]}")
+    return Row(law, "passed", gauge.error, gauge.tolerance, (function.__doc__ or "").strip())
+
+
+def check_attention(spec: str, *, seed: int = 0, raises: bool = True) -> Report:
+    """Measure every law for one spec, or a stack of specs separated by ``;``.
+
+    Raises AssertionError with the whole report where a law fails (unless ``raises=False``), and ValueError for an
+    unknown mechanism or option.
+
+    >>> check_attention("linear").ok
+    True
+    """
+    report = Report(spec, tuple(check(law, spec, seed=seed) for law in _LAWS))
+    if raises and not report.ok:
+        raise AssertionError(str(report))
+    return report
+
+
+def cases() -> list[tuple[str, str]]:
+    """All pairs (law, example spec) of the registry, for a parametrised test."""
+    return [(law, spec) for name in sorted(REGISTRY) for spec in examples(name) for law in _LAWS]
+
+
+__all__ = ["Broken", "Gauge", "Report", "Row", "Subject", "cases", "check", "check_attention", "laws"]

@@ -1,0 +1,114 @@
+"""What a law is: a function that measures a subject and fails where an error exceeds its tolerance."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..attention import REGISTRY, build
+from ..config import StackConfig
+from ..model import Stack
+from ..spec import known, split
+
+# Primes, so that no size is a multiple of a block; 29 tokens leave the windows of every example.
+BATCH, TOKENS, DIM, HEADS = 2, 29, 8, 2
+EXACT = 1e-10  # float64, relative to the largest expected value (at least 1)
+
+
+class Broken(AssertionError):
+    """A law does not hold; says which numbers differ by how much."""
+
+
+class Gauge:
+    """Collects the largest error that a law has measured, and fails where it exceeds its tolerance."""
+
+    def __init__(self):
+        self.error, self.tolerance = 0.0, 0.0
+
+    def close(self, actual: Any, expected: Any, what: str, tolerance: float = EXACT) -> None:
+        """Two tensors, or pytrees of them, are equal up to ``tolerance`` x the largest expected value (at least 1)."""
+        a, b = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
+        self.require(len(a) == len(b), f"{what}: {len(a)} tensors where {len(b)} are expected")
+        for x, y in zip(a, b, strict=True):
+            self.require(x.shape == y.shape, f"{what}: shape {tuple(x.shape)} where {tuple(y.shape)} is expected")
+            if x.numel() == 0:
+                continue
+            x, y = x.detach().double(), y.detach().double()
+            error = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
+            if not error <= tolerance:  # also where the error is NaN
+                raise Broken(f"{what}: differ by {error:.2e}, allowed {tolerance:.0e}")
+            if self.tolerance == 0 or error / max(tolerance, 1e-300) >= self.error / max(self.tolerance, 1e-300):
+                self.error, self.tolerance = error, tolerance
+
+    def require(self, condition: Any, message: str) -> None:
+        """A yes-or-no part of a law."""
+        if not condition:
+            raise Broken(message)
+
+    def raises(self, call: Callable[[], Any], what: str) -> None:
+        """``call`` refuses with a ValueError."""
+        try:
+            call()
+        except ValueError:
+            return
+        raise Broken(f"{what} is accepted; it must raise ValueError")
+
+
+_MISSING = {
+    "causal": "has no causal form",
+    "bidirectional": "has no bidirectional form",
+    "context": "has no cross attention",
+    "segments": "takes no packed segments",
+    "mask": "takes no mask",
+    "record": "records no matrix",
+    "carry": "hands nothing from layer to layer",
+    "below N^2": "its cost is quadratic",
+}
+
+
+class Subject:
+    """What is checked: the spec of one attention, or of a stack of several (separated by ``;``)."""
+
+    def __init__(self, spec: str, seed: int = 0):
+        self.spec, self.seed = spec, seed
+        self.specs = split(spec)
+        self.classes = [REGISTRY[known(part.split("(")[0].strip(), REGISTRY, "attention")] for part in self.specs]
+
+    def why_not(self, needs: tuple[str, ...]) -> str:
+        """The first of the needed facts that does not hold, in words; "" where all do."""
+        facts = {
+            "causal": all("causal" in cls.directions for cls in self.classes),
+            "bidirectional": all("bidirectional" in cls.directions for cls in self.classes),
+            "context": all("context" in cls.takes for cls in self.classes) and len(self.specs) == 1,
+            "segments": all("segments" in cls.takes for cls in self.classes),
+            "mask": all("mask" in cls.takes for cls in self.classes),
+            "record": all("record" in cls.takes for cls in self.classes) and len(self.specs) == 1,
+            "carry": all(cls.carries for cls in self.classes) and len(self.specs) == 1,
+            "below N^2": all(not cls.cost.startswith("N^2") for cls in self.classes),
+        }
+        missing = [need for need in needs if not facts[need]]
+        return _MISSING[missing[0]] if missing else ""
+
+    @property
+    def causal(self) -> bool:
+        """The direction to build where a law holds for both: causal where it exists."""
+        return not self.why_not(("causal",))
+
+    def make(self, *, causal: bool | None = None, dtype: torch.dtype = torch.float64) -> nn.Module:
+        """The module with weights from the seed, in eval mode: an attention, or a stack of blocks around several."""
+        causal = self.causal if causal is None else causal
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            if len(self.specs) == 1:
+                module: nn.Module = build(self.spec, DIM, HEADS, causal=causal)
+            else:
+                config = StackConfig(DIM, len(self.specs), HEADS, self.spec, feedforward=2 * DIM)
+                module = Stack(config, causal=causal)
+        return module.to(dtype).eval()
+
+    def data(self, seed: int = 1, n: int = TOKENS, dtype: torch.dtype = torch.float64, width: int = DIM) -> Tensor:
+        """Random numbers (BATCH, n, width), the same for the same seed."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + seed)
+        return torch.randn(BATCH, n, width, dtype=torch.float64, generator=generator).to(dtype)

@@ -1,0 +1,163 @@
+"""Laws of numbers: every backend and every precision gives the definition's answer, and its gradients."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import merge, split
+from ..ops import backend
+from ..ops.softmax import repeat
+from .gauge import BATCH, DIM, HEADS, TOKENS, Gauge, Subject
+from .recurrent import run
+
+SEVERAL = 131  # tokens, so that chunks of 64 end inside; a prime
+LONG = 100_003  # tokens, a prime
+
+
+def oracle(subject: Subject, gauge: Gauge) -> None:
+    """The outputs, states and all gradients of the default backend are those of ``backend("reference")``."""
+    module, x, before = subject.make(), subject.data(n=SEVERAL), subject.data(2, 7)
+    mask = torch.rand(BATCH, SEVERAL, generator=torch.Generator().manual_seed(3)) < 0.7
+    segments = torch.tensor([[0] * 61 + [1] * 68 + [2] * 2, [0] * 131])
+    cases: list[dict[str, Any]] = [{}]
+    cases += [] if subject.why_not(("mask",)) else [{"mask": mask}]
+    cases += [] if subject.why_not(("segments",)) else [{"segments": segments}]
+    cases += [] if subject.why_not(("context",)) or module.positional else [{"context": before}]
+    for arguments in cases:
+        found = []
+        for name in ("reference", "auto"):
+            inputs = [t.clone().requires_grad_() for t in (x, before)]
+            with backend(name):
+                state = None
+                if subject.causal and "context" not in arguments:
+                    _, state = module(inputs[1], module.init_state(BATCH))
+                y, _ = module(inputs[0], state, **arguments)
+                found.append((y, *_gradients(y, inputs, module)))
+        gauge.close(found[1], found[0], f"outputs and gradients with {', '.join(arguments) or 'no arguments'}")
+
+
+def _gradients(y: Tensor, inputs: list[Tensor], module: nn.Module) -> list[Tensor]:
+    wanted = [*inputs, *module.parameters()]
+    found = torch.autograd.grad((y * y.sin()).sum(), wanted, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
+
+
+def attention_matrix(subject: Subject, gauge: Gauge) -> None:
+    """``record["matrix"]`` times the values is the heads' output, and a value matters exactly where it is not zero."""
+    for causal in (True, False):
+        if subject.why_not(("causal" if causal else "bidirectional",)):
+            continue
+        module, x = subject.make(causal=causal), subject.data()
+        mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+        mask[0, 20:], mask[1, 5:9] = False, False
+        seen: dict[str, Tensor] = {}
+        hooks = [
+            module.value.register_forward_hook(lambda _m, _i, v, seen=seen: seen.setdefault("v", v)),  # type: ignore
+            module.out.register_forward_pre_hook(lambda _m, i, seen=seen: seen.update(o=i[0])),  # type: ignore
+        ]
+        record: dict[str, Tensor] = {}
+        module(x, mask=mask, record=record)
+        for hook in hooks:
+            hook.remove()
+        matrix, allowed = record["matrix"], record["mask"].expand(BATCH, 1, TOKENS, TOKENS)
+        groups = seen["v"].shape[-1] // (DIM // HEADS)
+        product = merge(matrix @ repeat(split(seen["v"], groups), HEADS))
+        gauge.close(product[mask], seen["o"][mask], "the recorded matrix times the values")
+        gauge.require(not matrix.masked_select(~allowed).any(), "the recorded matrix is not zero off its mask")
+        gauge.require(not allowed[0, 0, :, 20:].any(), "the recorded mask allows a masked key")
+        gauge.require(not causal or not allowed.triu(1).any(), "the recorded mask allows a future key")
+        for i in range(0, 20, 3):
+            (g,) = torch.autograd.grad(seen["o"][0, i].sum(), seen["v"], retain_graph=True)
+            moves, weighs = g[0].abs().sum(-1) > 0, matrix[0, :, i].abs().sum(0) > 0
+            gauge.require(torch.equal(moves, weighs), f"values that move output {i} are not those of the matrix")
+
+
+def gradients(subject: Subject, gauge: Gauge) -> None:
+    """Gradients equal finite differences, reach every parameter, and do not depend on the cut into calls."""
+    module, x = subject.make(), subject.data(n=5)[:1].requires_grad_()
+    names, values = zip(*module.named_parameters(), strict=True)
+
+    def call(x: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,))[0]
+
+    gauge.require(
+        torch.autograd.gradcheck(call, (x, *values), raise_exception=False, fast_mode=True), "gradcheck fails"
+    )
+    call(x, *values).sum().backward()
+    gauge.require(all(p.grad is not None for p in values), "a parameter gets no gradient")
+    if not subject.causal:
+        return
+    found = []
+    for cuts in ([TOKENS], [5, 8, 16]):
+        x = subject.data().requires_grad_()
+        y, _ = run(module, x, cuts, module.init_state(BATCH))
+        found.append(_gradients(y, [x], module))
+    gauge.close(found[1], found[0], "gradients through states")
+
+
+def dtypes(subject: Subject, gauge: Gauge) -> None:
+    """Each precision is kept and finite, with at most twice the error of the reference in the same precision."""
+    exact, x = subject.make(), subject.data()
+    expected = exact(x)[0]
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            module, low = subject.make(dtype=dtype), x.to(dtype)
+            with backend("reference"):
+                plain = (module(low)[0].double() - expected).abs().max().item()
+            allowed = 2 * plain + torch.finfo(dtype).eps
+            outputs = {"one call": module(low)[0]}
+            if subject.causal:
+                outputs["steps"] = run(module, low, [1] * TOKENS, module.init_state(BATCH))[0]
+            for how, y in outputs.items():
+                gauge.require(y.dtype is dtype and y.isfinite().all(), f"{dtype}, {how}: {y.dtype}, or not finite")
+                gauge.close(y, expected, f"{dtype}, {how}", allowed)
+        module = subject.make(dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16):
+            outputs = {"autocast": module(x.float())[0]}
+            if subject.causal:
+                outputs["autocast, steps"] = run(module, x.float(), [1] * TOKENS, module.init_state(BATCH))[0]
+        for how, y in outputs.items():
+            gauge.require(y.isfinite().all(), f"{how}: not finite")
+            gauge.close(y, expected, how, 0.05)
+
+
+def adversarial(subject: Subject, gauge: Gauge) -> None:
+    """Tiny and huge inputs, empty, single and fully masked sequences, and very long ones stay finite and consistent."""
+    module = subject.make(dtype=torch.float32)
+    for scale in (1e-4, 1.0, 30.0):
+        x = (subject.data(dtype=torch.float32) * scale).requires_grad_()
+        y = module(x)[0]
+        y.sum().backward()
+        gauge.require(y.isfinite().all() and x.grad.isfinite().all(), f"inputs of norm {scale}: not finite")  # type: ignore
+    for n in (0, 1):
+        y = module(subject.data(n=n, dtype=torch.float32))[0]
+        gauge.require(y.shape == (BATCH, n, DIM) and y.isfinite().all(), f"{n} tokens: {tuple(y.shape)}, or not finite")
+    if not subject.why_not(("mask",)):
+        x = subject.data(dtype=torch.float32).requires_grad_()
+        mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+        mask[0] = False
+        y = module(x, mask=mask)[0]
+        gauge.close(y[0], torch.zeros_like(y[0]), "a row of padding only", 0.0)
+        y.square().sum().backward()
+        gauge.require(x.grad.isfinite().all() and not x.grad[0].any(), "a row of padding only: its gradient")  # type: ignore
+    if subject.causal:
+        _empty_calls(subject, module, gauge)
+    if subject.causal and not subject.why_not(("below N^2",)):
+        with torch.no_grad():
+            x = subject.data(n=LONG, dtype=torch.float32)
+            y = module(x)[0]
+            _, state = module(x[:, :-1], module.init_state(BATCH))
+            gauge.require(y.isfinite().all(), f"{LONG} tokens: not finite")
+            gauge.close(module(x[:, -1:], state)[0], y[:, -1:], f"{LONG} tokens: the last one as a step", 1e-4)
+
+
+def _empty_calls(subject: Subject, module: nn.Module, gauge: Gauge) -> None:
+    x = subject.data(dtype=torch.float32)
+    with torch.no_grad():
+        _, state = module(x[:, :3], module.init_state(BATCH))
+        y, same = module(x[:, :0], state)
+        gauge.require(y.shape == (BATCH, 0, DIM), f"no tokens after a state: {tuple(y.shape)}")
+        gauge.close(module(x[:, 3:], same)[0], module(x[:, 3:], state)[0], "a call without tokens", 0.0)
+        _, state = module(x[:0], module.init_state(0))
+        gauge.require(module(x[:0, :1], state)[0].shape == (0, 1, DIM), "a batch without rows")

@@ -1,0 +1,208 @@
+"""The battery: every law for every example of every mechanism, and for a stack of two."""
+
+import pytest
+import torch
+
+import longspan
+from longspan import checks
+from longspan.attention import REGISTRY, Attention, base
+from longspan.ops import recurrence
+
+# Facts decide which laws apply, so a false fact would hide a law: they are frozen here.
+FACTS = {
+    "kernel": ("causal bidirectional", "context context_mask donate mask record segments", ""),
+    "linear": ("causal bidirectional", "context context_mask donate mask record segments", ""),
+    "softmax": ("causal bidirectional", "context context_mask donate mask record segments", ""),
+}
+OPTIONS = {
+    "kernel": {"similarity", "degree", "constant", "bandwidth", "dropout", "context_dim"},
+    "linear": {"feature_map", "eps", "rotary", "context_dim"},
+    "softmax": {"kv_heads", "dropout", "rotary", "context_dim"},
+}
+
+
+@pytest.mark.parametrize(("law", "spec"), [*checks.cases(), *((law, "linear; softmax") for law in checks.laws())])
+def test_law(law, spec):
+    row = checks.check(law, spec)
+    assert row.status != "failed", row.note
+
+
+def test_facts_are_frozen():
+    found = {
+        name: (" ".join(cls.directions), " ".join(sorted(cls.takes)), " ".join(sorted(cls.exempt)))
+        for name, cls in REGISTRY.items()
+    }
+    assert found == FACTS
+
+
+def test_options_are_frozen():
+    """An option is a cost: a new one changes this table in the same commit."""
+    assert {name: set(base.own_options(cls)) for name, cls in REGISTRY.items()} == OPTIONS
+
+
+@pytest.mark.parametrize("spec", [spec for name in longspan.names() for spec in longspan.examples(name)])
+def test_examples_build_their_own_spec(spec):
+    assert longspan.build(longspan.build(spec, 8, 2).spec, 8, 2).spec == longspan.build(spec, 8, 2).spec
+
+
+def test_an_exemption_is_strict(monkeypatch):
+    monkeypatch.setattr(REGISTRY["linear"], "exempt", {"causal": "not really"})
+    row = checks.check("causal", "linear")
+    assert row.status == "failed"
+    assert "remove the exemption" in row.note
+
+
+def test_an_exemption_excuses_a_law_that_fails(monkeypatch):
+    monkeypatch.setattr(REGISTRY["linear"], "exempt", {"causal": "leaks for the test"})
+    monkeypatch.setattr(recurrence, "_masked", lambda products, borders: products)
+    assert checks.check("causal", "linear").status == "exempt"
+
+
+def test_check_attention_raises_with_its_report(monkeypatch):
+    monkeypatch.setattr(recurrence, "_masked", lambda products, borders: products)
+    monkeypatch.setattr(checks, "_LAWS", {"causal": checks._LAWS["causal"]})
+    with pytest.raises(AssertionError, match="causal +failed.*outputs before token 1: differ by"):
+        checks.check_attention("linear")
+    assert not checks.check_attention("linear", raises=False).ok
+
+
+def test_unknown_laws_and_mechanisms_are_refused():
+    with pytest.raises(ValueError, match="unknown law 'causality'; known: causal, prefix"):
+        checks.check("causality", "linear")
+    with pytest.raises(
+        ValueError, match=r"unknown attention 'linaer' \(did you mean 'linear'\?\); known: kernel, linear"
+    ):
+        checks.check("causal", "linaer")
+
+
+class TestRegistry:
+    def test_a_name_is_taken_once(self):
+        with pytest.raises(ValueError, match="two attentions are named 'linear'"):
+            type("Other", (Attention,), {"name": "linear", "__doc__": "Another.", "__module__": __name__})
+
+    def test_facts_are_required(self):
+        with pytest.raises(TypeError, match=r"Bare needs paper, citation, cost, a docstring"):
+            type("Bare", (Attention,), {"name": "bare", "__module__": __name__})
+
+    def test_arguments_of_attend_are_known(self):
+        def attend(self, x, state, *, masks=None):
+            return x, state
+
+        facts = {"name": "odd", "paper": "", "citation": ("", "", 0), "cost": "N", "__doc__": "Odd.", "attend": attend}
+        with pytest.raises(ValueError, match=r"unknown argument of Odd.attend 'masks' \(did you mean 'mask'\?\)"):
+            type("Odd", (Attention,), facts)
+
+    def test_directions_are_refused_at_build(self, monkeypatch):
+        monkeypatch.setattr(REGISTRY["linear"], "directions", ("bidirectional",))
+        with pytest.raises(ValueError, match="linear has no causal form; it has: bidirectional"):
+            longspan.build("linear", 8, 2)
+
+
+class TestBuild:
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            ("linaer", r"unknown name 'linaer' \(did you mean 'linear'\?\); known: kernel, linear, softmax"),
+            ("linear(window=3)", "linear has no option 'window'; it has feature_map, eps, rotary, context_dim"),
+            ("linear(causal=False)", "linear has no option 'causal'"),
+            ("linear(feature_map='cosine')", "unknown feature map 'cosine'.*known: elu, exp, relu, squared_relu"),
+            ("linear(eps=-1.0)", "eps=-1.0 is added to the denominator and must not be negative"),
+            ("linear(rotary=-1.0)", "rotary=-1.0 is the base of the angles"),
+            ("softmax(kv_heads=3)", "kv_heads=3 must divide heads=2"),
+            ("softmax(dropout=1.0)", r"dropout=1.0 must be in \[0, 1\)"),
+            ("kernel(similarity='cosine')", "unknown similarity 'cosine'"),
+            ("kernel(similarity='polynomial', degree=3)", "degree=3 must be even and positive"),
+            ("kernel(degree=4)", "degree and constant belong to similarity='polynomial', not 'exp'"),
+            ("kernel(bandwidth=2.0)", "bandwidth belongs to similarity='rbf', not 'exp'"),
+            ("kernel(similarity='rbf', bandwidth=0.0)", "bandwidth=0.0 must be positive"),
+            ("kernel(dropout=2.0)", r"dropout=2.0 must be in \[0, 1\)"),
+            ("3", "'3' names no attention"),
+        ],
+    )
+    def test_bad_specs_are_refused(self, spec, message):
+        with pytest.raises(ValueError, match=message):
+            longspan.build(spec, 8, 2)
+
+    def test_heads_divide_the_width(self):
+        with pytest.raises(ValueError, match="dim=66 is not a multiple of heads=4"):
+            longspan.build("linear", 66, 4)
+
+    def test_rotary_needs_even_heads(self):
+        with pytest.raises(ValueError, match="heads need an even size, not 3"):
+            longspan.build("linear(rotary=10.0)", 6, 2)
+
+    def test_the_stack_gives_rotary_where_the_spec_does_not(self):
+        assert longspan.build("linear", 8, 2, rotary=7.0).spec == "linear(rotary=7.0)"
+        assert longspan.build("linear(rotary=3.0)", 8, 2, rotary=7.0).spec == "linear(rotary=3.0)"
+        with pytest.raises(ValueError, match="kernel has no rotary positions"):
+            longspan.build("kernel", 8, 2, rotary=7.0)
+
+
+class TestArguments:
+    """The messages; that wrong arguments are refused at all is the law ``arguments``."""
+
+    linear = longspan.build("linear", 8, 2)
+    x = torch.zeros(2, 5, 8)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (
+                {"mask": torch.ones(2, 5)},
+                r"mask must be bool \(2, 5\), True on real tokens, not torch.float32 \(2, 5\)",
+            ),
+            ({"segments": torch.ones(2, 5)}, r"segments must be int64 \(2, 5\), one id per token, not torch.float32"),
+            ({"segments": torch.tensor([[0] * 5, [1, 1, 0, 0, 0]])}, "segments must never decrease along a row; row 1"),
+            ({"context": torch.zeros(2, 3, 7)}, r"context must be \(2, M, 8\), not torch.float32 \(2, 3, 7\)"),
+            ({"context": torch.zeros(2, 3, 8).double()}, "context is torch.float64 and x is torch.float32"),
+            ({"context_mask": torch.ones(2, 3).bool()}, "context_mask= came without context="),
+            ({"carry": 1}, "linear does not support carry=; it supports: context, context_mask, donate, mask, record"),
+            ({"record": 1}, "record must be a dict to write into, not int"),
+            ({"donate": True}, "donate=True gives a state away, but no state came"),
+            ({"state": (1,)}, "linear cannot continue builtins.tuple; its states are linear.State, linear.RotaryState"),
+        ],
+    )
+    def test_message(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            self.linear(self.x, **arguments)
+
+    def test_x(self):
+        with pytest.raises(ValueError, match=r"x must be floating-point \(B, N, 8\), not torch.float32 \(2, 5, 7\)"):
+            self.linear(self.x[..., :7])
+        with pytest.raises(ValueError, match="x is torch.float64 and the weights are torch.float32"):
+            self.linear(self.x.double())
+
+    def test_states(self):
+        state = self.linear.init_state(3)
+        with pytest.raises(ValueError, match="state is for 3 sequences, x has 2"):
+            self.linear(self.x, state)
+        with pytest.raises(ValueError, match=r"a part of shape \(2, 4, 2, 3\) where linear with dim=8, heads=2 has"):
+            self.linear(self.x, longspan.build("linear", 8, 4).init_state(2))
+        with pytest.raises(ValueError, match="softmax cannot continue linear.State"):
+            longspan.build("softmax", 8, 2)(self.x, self.linear.init_state(2))
+        with pytest.raises(ValueError, match="a bidirectional linear sees whole sequences"):
+            longspan.build("linear", 8, 2, causal=False)(self.x, self.linear.init_state(2))
+        with pytest.raises(ValueError, match="donate=True overwrites the state, which gradients still need"):
+            self.linear(self.x, self.linear.init_state(2), donate=True)
+        with pytest.raises(ValueError, match="batch=-1 and capacity=None must not be negative"):
+            self.linear.init_state(-1)
+
+    def test_cross_states(self):
+        _, state = self.linear(self.x, context=self.x)
+        with pytest.raises(ValueError, match="context= and state came together"):
+            self.linear(self.x, state, context=self.x)
+        with pytest.raises(ValueError, match="a state of cross attention has none"):
+            self.linear(self.x, state, segments=torch.zeros(2, 5, dtype=torch.long))
+        with pytest.raises(ValueError, match="with context= give each sequence a row of its own"):
+            self.linear(self.x, context=self.x, segments=torch.zeros(2, 5, dtype=torch.long))
+        with pytest.raises(ValueError, match="rotary positions relate tokens of one sequence"):
+            longspan.build("linear(rotary=10.0)", 8, 2)(self.x, context=self.x)
+
+    def test_ids_of_masked_tokens_do_not_matter(self):
+        segments = torch.tensor([[9, 0, 0, -7, 1], [0, 0, 9, 0, 0]])
+        mask = torch.tensor([[False, True, True, False, True], [True, True, False, True, True]])
+        tidy = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]])
+        x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+        for spec in ("linear", "softmax"):
+            module = longspan.build(spec, 8, 2)
+            torch.testing.assert_close(module(x, mask=mask, segments=segments), module(x, mask=mask, segments=tidy))
