@@ -1,0 +1,124 @@
+"""Generation, one call per token on the same state; and the log-likelihood of given sequences."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .attention.arguments import check_mask
+from .model import Decoder, DecoderState
+
+
+@torch.no_grad()
+def prefill(
+    model: Decoder, prompt: Tensor, mask: Tensor | None = None, capacity: int = 0
+) -> tuple[Tensor, DecoderState]:
+    """Read the start token and a prompt in one call: prompt (B,P), mask (B,P) -> outputs (B,size), state.
+
+    The outputs are those of each row's last real token, so rows may differ in length, padded on either side.
+    """
+    begin = prompt.new_full((len(prompt), 1), model.start)
+    tokens = torch.cat([begin, prompt], 1)
+    if mask is not None:
+        mask = torch.cat([torch.ones_like(begin, dtype=torch.bool), mask], 1)
+    outputs, state = model(tokens, model.init_state(len(prompt), capacity), mask=mask, donate=True)
+    if mask is None:
+        return outputs[:, -1], state  # type: ignore[return-value]
+    last = mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
+    return outputs[torch.arange(len(last), device=last.device), last], state  # type: ignore[return-value]
+
+
+def generate(
+    model: Decoder,
+    prompt: Tensor | None = None,
+    *,
+    tokens: int,
+    batch: int = 1,
+    mask: Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: int | None = None,
+) -> Iterator[Tensor]:
+    """Yield ``tokens`` times the next token of every sequence, (B,) int64.
+
+    ``prompt`` (B,P) int64, with ``mask`` (B,P) where rows differ in length (either side may be padded); without a
+    prompt, ``batch`` sequences start from nothing. ``temperature`` sharpens below 1 and flattens above (0: the mode);
+    ``top_k`` keeps the k likeliest tokens (0: all); ``top_p`` keeps the likeliest ones that reach this mass (1: all).
+    ``seed`` makes the draws repeatable, independent of the global generator. A row that has drawn ``stop`` goes on
+    yielding ``stop``; when every row has, generation ends.
+
+    The prompt is read in one call and each token costs one more, on a state that only this generator holds.
+    Raises ValueError, at the call, for a prompt or sampling option out of range.
+    """
+    device = model.device
+    if prompt is None:
+        if batch < 1:
+            raise ValueError(f"batch={batch} must be at least 1")
+        prompt = torch.zeros(batch, 0, dtype=torch.long, device=device)
+    elif mask is not None:
+        check_mask("mask", mask, tuple(prompt.shape))
+    if tokens < 0:
+        raise ValueError(f"tokens={tokens} must not be negative")
+    if model.config.positions == "learned" and prompt.shape[1] + tokens > model.config.length:
+        raise ValueError(
+            f"{prompt.shape[1]} tokens of prompt and {tokens} new ones need {prompt.shape[1] + tokens} positions; "
+            f"the table of learned positions has {model.config.length}"
+        )
+    if stop is not None and not 0 <= stop < model.start:
+        raise ValueError(f"stop={stop} is no token; this model has 0 to {model.start - 1}")
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    # Draw once from a flat distribution, so that wrong options are refused now and not at the first token.
+    model.likelihood.sample(
+        torch.zeros(1, model.likelihood.size), **options, generator=torch.Generator().manual_seed(0)
+    )
+    outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens)
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    return _tokens(model, outputs, state, tokens, options, generator, stop)
+
+
+def _tokens(model, outputs, state, tokens, options, generator, stop) -> Iterator[Tensor]:
+    done = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
+    for i in range(tokens):
+        token = model.likelihood.sample(outputs, **options, generator=generator)
+        if stop is not None:
+            token = token.masked_fill(done, stop)
+            done = done | (token == stop)
+        yield token
+        if i + 1 == tokens or (stop is not None and bool(done.all())):
+            return
+        # Entered anew for each token: a generator must not hold a context open while its caller runs.
+        with torch.no_grad():
+            outputs, state = model(token[:, None], state, donate=True)
+            outputs = outputs[:, 0]
+
+
+@torch.no_grad()
+def score(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: int = 0) -> Tensor:
+    """Log-likelihood of each sequence in nats: tokens (B,N) int64, mask (B,N) -> (B,) float64, summed in float64.
+
+    ``chunk=0`` reads the whole sequence in one call; ``chunk=n`` reads n tokens a call, carrying the state
+    (n = 1: as an RNN). The answer is the same to rounding.
+    """
+    if chunk < 0:
+        raise ValueError(f"chunk={chunk} must be 0 (all at once) or a number of tokens")
+    if mask is not None:
+        check_mask("mask", mask, tuple(tokens.shape))
+        # Each token is predicted from the real one before it, which need not be its neighbour.
+        tokens, mask = _left_aligned(tokens, mask)
+    inputs = model.shift(tokens)
+    state = model.init_state(len(tokens), tokens.shape[1]) if chunk else None
+    total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+    for start in range(0, tokens.shape[1], chunk or max(tokens.shape[1], 1)):
+        part = slice(start, start + (chunk or tokens.shape[1]))
+        real = None if mask is None else mask[:, part]
+        outputs, state = model(inputs[:, part], state, mask=real, donate=bool(chunk))
+        nats = model.likelihood.log_prob(outputs, tokens[:, part]).double()
+        total += (nats if real is None else nats.masked_fill(~real, 0.0)).sum(1)
+    return total
+
+
+def _left_aligned(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    order = torch.argsort(~mask, dim=1, stable=True)
+    return tokens.gather(1, order), mask.gather(1, order)
