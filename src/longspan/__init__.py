@@ -1,10 +1,16 @@
 """longspan: efficient transformers behind one call, ``y, state = attention(x, state)``."""
 
 from .attention import Attention, build, clone, detach, examples, load_state, names, nbytes, save_state, select
+from .checkpoint import load, save
+from .checks import check_attention
+from .config import Config, EncoderConfig, StackConfig
+from .generate import generate, score
+from .model import Decoder, Encoder, Stack
 from .ops import backend
 from .ops.linear import linear_attention
 
 __all__ = [
-    "Attention", "backend", "build", "clone", "detach", "examples", "linear_attention", "load_state", "names",
-    "nbytes", "save_state", "select",
+    "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "Stack", "StackConfig", "backend", "build",
+    "check_attention", "clone", "detach", "examples", "generate", "linear_attention", "load", "load_state", "names",
+    "nbytes", "save", "save_state", "score", "select",
 ]  # fmt: skip

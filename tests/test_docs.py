@@ -1,0 +1,141 @@
+"""The pages: they build without a warning, their Python runs, and what they list is all there is."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import longspan
+from longspan import checks
+from longspan.attention.base import REGISTRY
+from longspan.config import Config
+from longspan.generate import generate
+from longspan.model import Decoder
+
+ROOT = Path(__file__).parents[1]
+DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
+WRITTEN = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ("encoder.md", "mechanisms.md")]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of pages, built as ``make docs`` builds them."""
+    if importlib.util.find_spec("sphinx") is None:
+        pytest.skip('building the pages needs: pip install "longspan[docs]"')
+    out = tmp_path_factory.mktemp("site")
+    build = [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "-d", str(out / "trees"), str(DOCS), str(out)]
+    result = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return out
+
+
+def test_every_mechanism_has_a_row_and_a_section(site):
+    page = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
+    for name in longspan.names():
+        cls = REGISTRY[name]
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| [`{name}`]")]
+        assert cls.paper in row
+        assert cls.cost in row
+        assert all(form in row for form in cls.directions)
+        assert f"\n## {name}\n" in page
+        assert all(f"`{spec}`" in page for spec in cls.examples)
+
+
+def test_every_public_name_is_on_the_api_page(site):
+    page = (site / "api.html").read_text(encoding="utf-8")
+    assert [name for name in longspan.__all__ if f'id="longspan.{name}"' not in page] == []
+
+
+def test_every_page_is_in_the_site(site):
+    for page in DOCS.glob("*.md"):
+        assert (site / page.with_suffix(".html").name).exists()
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
+def test_python_in_the_pages_runs(page, blocks):
+    namespace = {"__name__": page.stem}
+    for block in blocks(page, "python"):
+        exec(compile(block, page.name, "exec"), namespace)
+
+
+def encoder(blocks) -> str:
+    (code,) = blocks(DOCS / "encoder.md", "python")
+    assert "torch.rand(10, 4000, 768)" in code
+    return code
+
+
+def test_the_encoder_of_the_slide_maps_a_smaller_batch(blocks):
+    code = encoder(blocks).replace("10, 4000, 768", "2, 101, 768")
+    namespace: dict = {}
+    exec(compile(code, "encoder.md", "exec"), namespace)
+    model = namespace["encoder"]
+    assert namespace["y"].shape == (2, 101, 768)
+    attentions = [block.attention for block in model.stack.blocks]
+    assert len(attentions) == 12
+    assert {(a.name, a.heads, a.dim // a.heads, a.causal) for a in attentions} == {("linear", 12, 64, False)}
+    assert {block.feedforward.expand.out_features for block in model.stack.blocks} == {3072}
+
+
+@pytest.mark.slow
+def test_the_encoder_of_the_slide_maps_its_batch(blocks):
+    namespace: dict = {}
+    exec(compile(encoder(blocks), "encoder.md", "exec"), namespace)
+    assert namespace["y"].shape == (10, 4000, 768)
+
+
+@pytest.fixture
+def newcomer(blocks, tmp_path):
+    """The mechanism of CONTRIBUTING, as if its file lay beside the others; forgotten afterwards."""
+    (code,) = blocks(CONTRIBUTING, "python")
+    path = tmp_path / "running_mean.py"
+    path.write_text(code, encoding="utf-8")
+    name = "longspan.attention.running_mean"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+        yield "running_mean"
+    finally:
+        del sys.modules[name]
+        REGISTRY.pop("running_mean", None)
+
+
+def test_the_mechanism_of_contributing_obeys_every_law(newcomer):
+    assert newcomer in longspan.names()
+    report = checks.check_attention(newcomer, raises=False)
+    assert report.ok, str(report)
+    assert {row.law for row in report.rows if row.status == "passed"} >= {"parallel_is_recurrent", "state", "padding"}
+
+
+def test_the_mechanism_of_contributing_takes_the_mean_of_what_came(newcomer):
+    attention = longspan.build(newcomer, dim=2, heads=1).double()
+    eye, zero = torch.eye(2), torch.zeros(2)
+    attention.load_state_dict({"value.weight": eye, "value.bias": zero, "out.weight": eye, "out.bias": zero})
+    x = torch.tensor([[[2.0, 0.0], [4.0, 3.0], [0.0, 6.0]]], dtype=torch.float64)
+    y, _ = attention(x)
+    assert y.tolist() == [[[2.0, 0.0], [3.0, 1.5], [2.0, 3.0]]]
+
+
+def test_the_mechanism_of_contributing_generates_in_a_hybrid_stack(newcomer):
+    config = Config(dim=8, depth=2, heads=2, attention=f"{newcomer}; linear", feedforward=16, vocab=5, length=11)
+    tokens = list(generate(Decoder(config).eval(), tokens=7, batch=3, seed=0))
+    assert [token.shape for token in tokens] == [(3,)] * 7
+
+
+def test_the_example_of_contributing_is_gone_afterwards():
+    assert "running_mean" not in longspan.names()
+
+
+def test_every_law_is_explained_in_contributing():
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    table = text[text.index("| law |") :].split("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()))) == sorted(
+        checks.laws()
+    )

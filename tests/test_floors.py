@@ -1,0 +1,322 @@
+"""The house: imports look down, files stay small, and the tests stand on ground that is never zero by luck."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "longspan"
+
+# From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
+FLOORS = (
+    ("spec", "config"),
+    ("ops", "likelihood"),
+    ("layers", "cache"),
+    ("attention",),
+    ("model", "generate", "data", "tasks", "checkpoint", "checks", "pictures"),
+    ("train", "bench", "demo", "describe"),
+    ("cli", "commands", "__main__"),
+    ("__init__",),
+)
+FLOOR = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
+LINES, MECHANISM_LINES = 400, 200
+# Packages that `import longspan` must not need.
+HEAVY = ("lightning", "matplotlib", "sklearn", "triton", "PIL", "pooch", "tensorboard")
+
+
+def sources(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def unit(path: Path, package: Path) -> str:
+    """The module or package directly below ``package`` that a file belongs to."""
+    first = path.relative_to(package).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, wherever it stands, except those for type checkers only."""
+    here = (package.name, *path.relative_to(package).parent.parts)
+    for node in _running(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join((*here[: len(here) + 1 - node.level], node.module or "")) if node.level else node.module
+            yield from ((node.lineno, f"{str(base).rstrip('.')}.{alias.name}") for alias in node.names)
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _running(child)
+
+
+def imported_units(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """(line, unit) of every import of the package's own; a name that is no module comes from ``__init__``."""
+    known = {unit(other, package) for other in sources(package)}
+    for line, name in imports(path, package):
+        first, *rest = name.split(".")
+        if first == package.name:
+            yield line, rest[0] if rest and rest[0] in known else "__init__"
+
+
+def upward(package: Path) -> list[str]:
+    """Every import that looks up, and every file that is on no floor."""
+    found = []
+    for path in sources(package):
+        where = path.relative_to(package).as_posix()
+        own = unit(path, package)
+        if own not in FLOOR:
+            found.append(f"{where} is on no floor; give {own!r} its place in FLOORS")
+            continue
+        for line, other in imported_units(path, package):
+            if FLOOR.get(other, -1) > FLOOR[own]:
+                found.append(f"{where}:{line} imports {other}, which is on a higher floor")
+    return found
+
+
+def circles(package: Path) -> list[str]:
+    """Units that import each other, directly or around a corner."""
+    below: dict[str, set[str]] = {}
+    for path in sources(package):
+        own = unit(path, package)
+        below.setdefault(own, set()).update(other for _, other in imported_units(path, package) if other != own)
+    reach = {name: set(others) for name, others in below.items()}
+    for _ in below:
+        reach = {name: others.union(*(reach.get(o, set()) for o in others)) for name, others in reach.items()}
+    return sorted(name for name, others in reach.items() if name in others)
+
+
+def modules_in_ops(package: Path) -> list[str]:
+    """Uses of ``nn.Module`` classes by ops, which are pure functions: only ``torch.nn.functional`` is theirs."""
+    found = []
+    for path in sources(package / "ops"):
+        names = [(line, name) for line, name in imports(path, package) if name.startswith("torch.nn")]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names += [
+            (node.lineno, ast.unparse(node))
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.nn"
+        ]
+        found += [
+            f"{path.name}:{line} uses {name}" for line, name in names if not name.startswith("torch.nn.functional")
+        ]
+    return found
+
+
+def registering(package: Path) -> dict[str, int]:
+    """Files with a class that derives from ``Attention`` and has a ``name``, which registers it: how many each."""
+    found: dict[str, int] = {}
+    for path in sources(package):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any("Attention" in ast.unparse(base) for base in node.bases):
+                assigned = (target for child in node.body for target in _targets(child))
+                if "name" in assigned:
+                    where = path.relative_to(package).as_posix()
+                    found[where] = found.get(where, 0) + 1
+    return found
+
+
+def _targets(node: ast.stmt) -> Iterator[str]:
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from (n.id for n in ast.walk(target) if isinstance(n, ast.Name))
+    elif isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
+        yield node.target.id
+
+
+def too_long(folder: Path, lines: int) -> list[str]:
+    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(folder)}
+    return [
+        f"{path.relative_to(folder)} has {count} lines, budget {lines}"
+        for path, count in counts.items()
+        if count > lines
+    ]
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints, with every warning an error."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A function that plants ``path: text`` files as a package of our name."""
+
+    def plant(**files: str) -> Path:
+        package = tmp_path / "longspan"
+        for name, text in files.items():
+            path = package / f"{name.replace('__in__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        return package
+
+    return plant
+
+
+def test_imports_look_down():
+    assert upward(PACKAGE) == []
+
+
+def test_units_do_not_import_each_other_in_a_circle():
+    assert circles(PACKAGE) == []
+
+
+def test_ops_are_pure_functions():
+    assert modules_in_ops(PACKAGE) == []
+
+
+def test_one_mechanism_is_one_file_in_attention():
+    found = registering(PACKAGE)
+    assert found
+    assert all(count == 1 for count in found.values()), found
+    assert all(Path(where).parent == Path("attention") for where in found), found
+
+
+def test_files_stay_within_their_budget():
+    assert too_long(PACKAGE, LINES) + too_long(ROOT / "tests", LINES) == []
+
+
+def test_mechanisms_stay_within_theirs():
+    for where in registering(PACKAGE):
+        assert len((PACKAGE / where).read_text(encoding="utf-8").splitlines()) <= MECHANISM_LINES, where
+
+
+def test_only_ops_triton_knows_triton():
+    for path in sources(PACKAGE):
+        if "triton" not in path.relative_to(PACKAGE).parts:
+            assert not [name for _, name in imports(path, PACKAGE) if name.split(".")[0] == "triton"], path
+
+
+@pytest.mark.parametrize("module", ["longspan", "longspan.cli"])
+def test_importing_needs_nothing_heavy(module):
+    loaded = json.loads(run_python(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"))
+    assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
+
+
+def test_every_module_imports_and_registers_as_its_source_says():
+    listed = run_python(
+        "import importlib, pkgutil, longspan\n"
+        "for module in pkgutil.walk_packages(longspan.__path__, 'longspan.'):\n"
+        "    if not module.name.endswith('__main__'):\n"
+        "        importlib.import_module(module.name)\n"
+        "from longspan.attention import REGISTRY\n"
+        "print(*sorted(cls.__module__ for cls in REGISTRY.values()), sep='\\n')"
+    ).split()
+    files = sorted(f"longspan.{where.removesuffix('.py').replace('/', '.')}" for where in registering(PACKAGE))
+    assert listed == files
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from ..model import Decoder",
+        "from .. import model",
+        "from longspan.model import Decoder",
+        "import longspan.model",
+        "def late():\n    from ..model import Decoder",
+    ],
+)
+def test_a_planted_upward_import_is_found(tree, line):
+    package = tree(__init__="", model="class Decoder: ...", attention__in__wrong=line, spec="")
+    (found,) = upward(package)
+    assert "attention/wrong.py" in found
+    assert "model" in found
+
+
+def test_a_planted_import_of_the_whole_package_is_found(tree):
+    (found,) = upward(tree(__init__="from .spec import parse", spec="", demo="from . import build"))
+    assert "demo.py:1 imports __init__" in found
+
+
+def test_a_planted_file_on_no_floor_is_found(tree):
+    (found,) = upward(tree(__init__="", novelty=""))
+    assert "novelty.py is on no floor" in found
+
+
+def test_what_looks_down_or_only_serves_types_is_not_found(tree):
+    lines = "from typing import TYPE_CHECKING\nfrom . import spec\nif TYPE_CHECKING:\n    from . import cli"
+    assert upward(tree(__init__="from . import cli", cli="from .model import f", model=lines, spec="")) == []
+
+
+def test_a_planted_circle_is_found(tree):
+    package = tree(
+        __init__="", model="from .generate import a", generate="from .data import b", data="from . import model"
+    )
+    assert circles(package) == ["data", "generate", "model"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["from torch import nn", "import torch.nn as nn", "from torch.nn import Linear", "import torch\ntorch.nn.Linear"],
+)
+def test_a_planted_module_in_ops_is_found(tree, line):
+    assert len(modules_in_ops(tree(ops__in__wrong=line))) == 1
+
+
+def test_functional_in_ops_is_not_found(tree):
+    lines = "import torch\nimport torch.nn.functional as F\ntorch.nn.functional.relu\nfrom torch.nn import functional"
+    assert modules_in_ops(tree(ops__in__right=lines)) == []
+
+
+@pytest.mark.parametrize("fact", ["name = 'x'", "name, cost = 'x', 'N'", "name: str = 'x'"])
+def test_a_planted_registration_is_found(tree, fact):
+    text = f"class X(base.Attention):\n    {fact}\nclass Y(Attention):\n    name: str"
+    assert registering(tree(model=text)) == {"model.py": 1}
+
+
+def test_a_planted_long_file_is_found(tmp_path):
+    (tmp_path / "long.py").write_text("x = 1\n" * 401)
+    (tmp_path / "fits.py").write_text("x = 1\n" * 400)
+    assert too_long(tmp_path, 400) == ["long.py has 401 lines, budget 400"]
+
+
+MAKERS = {
+    "empty": lambda like: torch.empty(like.shape, dtype=like.dtype),
+    "empty_like": lambda like: torch.empty_like(like),
+    "new_empty": lambda like: like.new_empty(like.shape),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_uninitialised_numbers_are_nan(make, dtype):
+    assert make(torch.zeros(7, 3, dtype=dtype)).isnan().all()
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize(("dtype", "value"), [(torch.int64, -(2**63)), (torch.int32, -(2**31)), (torch.uint8, 255)])
+def test_uninitialised_integers_are_at_the_end_of_their_range(make, dtype, value):
+    assert (make(torch.zeros(7, dtype=dtype)) == value).all()
+
+
+def test_uninitialised_memory_keeps_its_kind():
+    assert torch.empty(0).shape == (0,)
+    assert torch.empty(5, dtype=torch.bool).dtype == torch.bool
+    assert torch.empty(3, device="meta").is_meta
+    assert torch.empty(3, requires_grad=True).requires_grad
+
+
+def test_compiled_code_meets_the_same_memory():
+    def half_written(x):
+        y = torch.empty_like(x)
+        y[:2] = x[:2]
+        return y
+
+    result = torch.compile(half_written, fullgraph=True, backend="aot_eager")(torch.ones(3))
+    assert result[:2].tolist() == [1.0, 1.0]
+    assert result[2].isnan()

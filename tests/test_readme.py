@@ -1,0 +1,215 @@
+"""What the README and the pages show is true: commands and examples run, the tree is the tree, figures are measured."""
+
+import doctest
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README, DOCS, SOURCE = ROOT / "README.md", ROOT / "docs", ROOT / "src" / "longspan"
+PAGES = [page for page in (README, *sorted(DOCS.glob("*.md"))) if "```console" in page.read_text(encoding="utf-8")]
+# Setting up is what the tests stand on, and the demo has a test of its own.
+SETUP = {
+    "make demo",
+    "make test",
+    "python3 -m venv .venv",
+    '.venv/bin/python -m pip install -e ".[demo]"',
+    ".venv/bin/longspan demo --out demo",
+    '.venv/bin/python -m pip install -e ".[dev]"',
+    ".venv/bin/python -m pytest",
+}
+
+
+def commands(console: list[str]) -> list[str]:
+    """The lines behind a prompt."""
+    return [line[2:] for block in console for line in block.splitlines() if line.startswith("$ ")]
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run one ``longspan`` command of this environment in ``folder``."""
+    program, *arguments = shlex.split(command)
+    assert Path(program).name == "longspan", f"{command!r} is neither set-up nor a longspan command"
+    script = Path(sys.executable).with_name("longspan")
+    return subprocess.run([script, *arguments], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def figures():
+    """The script docs/figures.py, as a module of its own, so that its paths can be changed."""
+    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FACTS = {
+    "bits_per_dim": {"linear": 1.23456, "softmax": 1.2, "histogram": 2.0},
+    "images_per_second": {
+        "digits": {"linear": 5000.0, "softmax_cached": 4000.0, "softmax_recompute": 100.5},
+        "mnist_784": {"linear": 20.0, "softmax_cached": 5.0, "softmax_recompute": 0.125},
+    },
+    "state_bytes": {"digits": {"linear": 1024, "softmax_cached": 2048}},
+    "machine": {"cores": 2, "torch": "2.13.0"},
+    "seconds": 321.5,
+    "mnist_784": {"how": "steps timed and integrated"},
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_run(page, blocks, tmp_path):
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    for command in commands(blocks(page, "console")):
+        if command not in SETUP:
+            result = run(command, tmp_path)
+            assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+
+
+def test_readme_shows_both_ways_to_set_up(blocks):
+    assert set(commands(blocks(README, "console"))) >= SETUP
+
+
+def test_lines_without_make_are_those_that_make_runs():
+    if shutil.which("make") is None:
+        pytest.skip("make is not installed")
+    # Neither a make around these tests nor its variables may change the plan.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTHON"))
+    }
+    plan = subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo", "test"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    missing = [line for line in SETUP if not line.startswith("make ") and line not in plan]
+    assert missing == []
+    assert plan[-1] == ".venv/bin/python -m pytest"
+
+
+def test_python_in_the_readme_runs(blocks):
+    (example,) = blocks(README, "python")
+    exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.demo
+def test_demo_runs_and_its_figures_fit_the_readme(tmp_path):
+    result = run("longspan demo --out demo", tmp_path)
+    assert result.returncode == 0, result.stderr
+    script = figures()
+    for name in (*script.PICTURES, "samples_softmax.png", "demo.csv"):
+        assert (tmp_path / "demo" / name).stat().st_size > 0
+    facts = json.loads((tmp_path / "demo" / "demo.json").read_text(encoding="utf-8"))
+    assert "bits per pixel" in script.render(facts)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted(SOURCE.rglob("*.py")) if ">>> " in path.read_text(encoding="utf-8")],
+    ids=lambda path: path.relative_to(SOURCE).as_posix(),
+)
+def test_examples_in_docstrings_run(path):
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in doctest.DocTestFinder(exclude_empty=True).find(module, module.__name__):
+        runner.run(test)
+    assert runner.tries > 0
+    assert runner.failures == 0
+
+
+def test_tree_in_the_readme_is_the_tree(blocks):
+    (tree,) = [block for block in blocks(README, "text") if block.startswith("src/longspan/")]
+    shown, folders = [], []
+    for line in tree.splitlines():
+        match = re.fullmatch(r"( *)(\S+) {2,}(\S.*)", line)
+        assert match, f"{line!r} is no name with a phrase"
+        depth = len(match[1]) // 2
+        folders[depth:] = [match[2]]
+        shown.append("".join(folders))
+    files = [path.relative_to(ROOT) for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    # A folder's line is about its __init__.py.
+    there = [f"{path.parent.as_posix()}/" if path.name == "__init__.py" else path.as_posix() for path in files]
+    assert {"absent": set(there) - set(shown), "invented": set(shown) - set(there)} == {
+        "absent": set(),
+        "invented": set(),
+    }
+    assert len(set(shown)) == len(shown)
+
+
+def test_figures_in_the_readme_are_measured():
+    script = figures()
+    if not (script.IMAGES / "demo.json").exists():
+        pytest.skip("no demo has been recorded yet: longspan demo --out demo && python docs/figures.py demo/demo.json")
+    text = README.read_text(encoding="utf-8")
+    assert script.place(text, script.render(json.loads((script.IMAGES / "demo.json").read_text()))) == text
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert (ROOT / picture).exists()
+
+
+def test_no_page_shows_a_picture_that_the_figures_do_not_bring():
+    shown = re.findall(r"!\[.*?\]\(docs/images/(.*?)\)", README.read_text(encoding="utf-8"))
+    assert sorted(shown) == sorted(figures().PICTURES)
+
+
+def test_figures_become_lines():
+    text = figures().render(FACTS)
+    for line in (
+        "| linear | 1.235 |",
+        "| a histogram per pixel, no model | 2.000 |",
+        "| digits, 64 pixels, trained | 5,000 | 4,000 | 100 |",
+        "| MNIST's size, 784 pixels, untrained | 20.0 | 5.00 | 0.125 |",
+        "| digits, linear | 1,024 |",
+        "Machine: cores 2; torch 2.13.0.",
+        "At 784 pixels: steps timed and integrated.",
+        "Time: 322 s.",
+    ):
+        assert line in text.splitlines()
+    assert "`linear` makes 4.00 times as many images per second" in text
+    assert "160 times as many" in text
+
+
+@pytest.mark.parametrize("key", ["bits_per_dim", "images_per_second"])
+def test_missing_figures_are_named(key):
+    with pytest.raises(ValueError, match=f"no number {key}"):
+        figures().render({name: value for name, value in FACTS.items() if name != key})
+
+
+def test_figures_are_copied_and_placed(tmp_path, monkeypatch):
+    script = figures()
+    monkeypatch.setattr(script, "README", tmp_path / "README.md")
+    monkeypatch.setattr(script, "IMAGES", tmp_path / "images")
+    demo = tmp_path / "demo"
+    demo.mkdir()
+    (demo / "demo.json").write_text(json.dumps(FACTS))
+    for name in script.PICTURES:
+        (demo / name).write_bytes(name.encode())
+    script.README.write_text(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n")
+    script.main([str(demo / "demo.json")])
+    first = script.README.read_text()
+    assert first == f"before\n{script.BEGIN}\n{script.render(FACTS)}\n{script.END}\nafter\n"
+    assert all((tmp_path / "images" / name).read_bytes() == name.encode() for name in script.PICTURES)
+    script.main([])
+    assert script.README.read_text() == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["nowhere/demo.json"], r"cannot read nowhere.demo\.json: .*longspan demo"), (["a", "b"], "usage: python docs")],
+)
+def test_figures_from_nowhere_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        figures().main(arguments)
+
+
+@pytest.mark.parametrize("text", ["none", "<!-- demo:begin -->", "<!-- demo:end --> <!-- demo:begin -->"])
+def test_a_readme_without_markers_is_refused(text):
+    with pytest.raises(ValueError, match="needs the markers"):
+        figures().place(text, "")
