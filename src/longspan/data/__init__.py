@@ -1,0 +1,45 @@
+"""Data: real images and text by name, each with a held-out part that never changes.
+
+| name | tokens | training / validation / test |
+|---|---|---|
+| ``digits`` | 8x8 images, 17 grey levels, inside scikit-learn | of each class's images in the file's order, the ninth of every ten to validation, the tenth to test |
+| ``mnist``, ``mnist:FOLDER`` | 28x28 images, 256 grey levels | the last 5000 training images to validation; the official test set |
+| ``cifar10``, ``cifar10:FOLDER`` | 32x32x3 images, 256 levels, red, green, blue of each pixel in turn | the last tenth of the training images (5000 of the whole set) to validation; the official test set |
+| ``text:stdlib`` | bytes of the running Python's standard library | the first 90 %, the next 5 %, the last 5 % |
+| ``text:PATH`` | bytes of a file (plain, .gz, .xz), or of a folder of such .txt files | the same |
+"""  # noqa: E501 - a table's rows cannot be broken
+
+from ..spec import known
+from . import images, text
+from .dataset import Dataset
+from .download import cache_folder, fetch
+from .order import batch_indices
+
+__all__ = ["Dataset", "batch_indices", "cache_folder", "fetch", "load"]
+
+_IMAGES = {"digits": images.digits, "mnist": images.mnist, "cifar10": images.cifar10}
+
+
+def load(name: str, length: int = 0) -> Dataset:
+    """Load the data set ``name``, one of the names in the table above.
+
+    ``length`` is the tokens per example: any window for text (0 means 256); images have their own, which 0 stands for.
+    Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder
+    (see ``download.cache_folder``). Nothing depends on a random number generator.
+
+    Raises ValueError for an unknown name, a missing, truncated or foreign file, a download that fails, a length that
+    images do not have, and a text whose held-out parts are shorter than one window; ImportError where an optional
+    package is missing.
+    """
+    kind, colon, source = name.partition(":")
+    kind = known(kind, {**_IMAGES, "text": text.load}, "data set")
+    if colon and not source:
+        raise ValueError(f"nothing follows the colon of {name!r}; write e.g. {kind}:FOLDER")
+    if length < 0:
+        raise ValueError(f"length={length}: must be >= 0; 0 means the data set's own")
+    if kind == "text":
+        return text.load(source, length)
+    data = _IMAGES[kind](source)
+    if length not in (0, data.length):
+        raise ValueError(f"length={length}: {kind} has {data.length} tokens per image; leave length at 0")
+    return data

@@ -1,0 +1,73 @@
+"""Text as bytes: a file, a folder of text files, or the sources of the running Python's standard library."""
+
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .dataset import Dataset, sha256
+from .download import read
+
+_SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
+_STDLIB_BYTES = 8_000_000
+# Foreign packages, tests, tables of code points, and files that differ between builds of one version.
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+_SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
+
+
+def load(source: str, length: int) -> Dataset:
+    """The bytes of ``source`` ("stdlib" or a path), in windows of ``length`` (0 means 256).
+
+    The files of a folder (.txt, .txt.gz, .txt.xz, at any depth) follow one another in the order of their paths. Of the
+    whole, the first 90 % are for training, the next 5 % for validation, the last 5 % for the test.
+
+    Raises ValueError without a source, for a missing or unreadable path, a folder without text, and a text that is too
+    short for one window in each held-out part.
+    """
+    if not source:
+        raise ValueError("text needs a source: text:stdlib, or text:PATH with a file or a folder of .txt files")
+    length = length or 256
+    data = stdlib() if source == "stdlib" else _read(Path(source).expanduser())
+    held = len(data) // 20
+    if held < length:
+        raise ValueError(
+            f"text:{source} has {len(data)} bytes; windows of {length} need at least {20 * length}, so that each "
+            "held-out part (5 %) has one; choose a smaller length"
+        )
+    content = np.frombuffer(bytearray(data), np.uint8)
+    train, validation, test = torch.from_numpy(content).split([len(data) - 2 * held, held, held])
+    splits = {"train": train, "validation": validation, "test": test}
+    return Dataset(f"text:{source}", 256, length, (), "byte", sha256([content]), splits, {})
+
+
+def stdlib() -> bytes:
+    """The first 8,000,000 bytes of the standard library's Python sources: modules first, then packages, by path.
+
+    Left out are tests, the encodings' tables, installed packages and files that a build generates.
+
+    Raises ValueError where Python comes without its sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = sorted((len(p.parts) > 1, p.as_posix()) for p in (p.relative_to(root) for p in root.rglob("*.py")))
+    data = bytearray()
+    for _, name in found:
+        parts = name.split("/")
+        if not _SKIPPED.intersection(parts) and not parts[0].startswith(_SKIPPED_PREFIXES):
+            data += read(root / name)
+        if len(data) >= _STDLIB_BYTES:
+            break
+    if not data:
+        raise ValueError(f"no Python sources in {root}; use text:PATH")
+    return bytes(data[:_STDLIB_BYTES])
+
+
+def _read(path: Path) -> bytes:
+    if not path.exists():
+        raise ValueError(f"no text at {path}: there is no such file or folder")
+    if not path.is_dir():
+        return read(path)
+    files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.name.endswith(_SUFFIXES))
+    if not files:
+        raise ValueError(f"no text in the folder {path}: looked for {', '.join('*' + s for s in _SUFFIXES)}")
+    return b"".join(read(path / name) for name in files)
