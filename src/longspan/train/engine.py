@@ -1,0 +1,324 @@
+"""The engine: Lightning's loop, with our checkpoints, our order of examples and our reports in place of its own."""
+
+import contextlib
+import logging
+import math
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from .. import checkpoint as checkpoints
+from ..data import Dataset
+from ..data.order import batch_indices
+from ..model import Decoder
+from .evaluate import roomy, total
+from .report import EVERY, Bar, Clock, Table
+from .run import Run, rate, step_seed
+
+# Lightning 2.6 on torch 2.13; each is a regular expression for the beginning of a message.
+REMARKS = ((r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),)
+
+
+class Batches:
+    """An endless row of (index, tokens), each a function of its index: all that is to be known of it is one integer."""
+
+    def __init__(self, dataset: Dataset, run: Run, start: int, rank: int, world: int):
+        self.dataset, self.run, self.start, self.rank, self.world = dataset, run, start, rank, world
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        count, index = self.dataset.count("train"), self.start
+        while True:
+            indices = batch_indices(count, self.run.seed, index, self.run.batch, self.rank, self.world)
+            yield index, self.dataset.take("train", indices)
+            index += 1
+
+
+class Task(LightningModule):
+    """What is to be minimised: the mean negative log-likelihood, in nats per token."""
+
+    def __init__(self, model: Decoder, run: Run, dataset: Dataset):
+        super().__init__()
+        self.model, self.run, self.dataset = model, run, dataset
+        # Micro-batches, not steps: a loader that looks ahead or a step that accumulates cannot shift it.
+        self.micro = 0
+        self.best, self.evaluated = math.inf, 0
+        self.losses: list[Tensor] = []
+        self.norm = math.nan
+
+    def train_dataloader(self) -> Batches:
+        return Batches(self.dataset, self.run, self.micro, self.global_rank, self.trainer.world_size)
+
+    def on_train_batch_start(self, batch: tuple[int, Tensor], batch_idx: int) -> None:
+        torch.manual_seed(step_seed(self.run.seed, batch[0], self.global_rank))
+
+    def training_step(self, batch: tuple[int, Tensor], batch_idx: int) -> Tensor:
+        index, tokens = batch
+        outputs, _ = self.model(self.model.shift(tokens))
+        loss = -self.model.likelihood.log_prob(outputs, tokens).mean()
+        self.losses.append(loss.detach())
+        self.micro = index + 1
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.run.weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        if self.run.optimizer == "radam":
+            return torch.optim.RAdam(groups, lr=self.run.learning_rate, decoupled_weight_decay=True)
+        return torch.optim.AdamW(groups, lr=self.run.learning_rate, betas=(0.9, 0.95))
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        # The gradient is the ranks' mean, so that all of them stop here together.
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip or math.inf)
+        self.norm = float(norm)
+        if not math.isfinite(self.norm):
+            loss = float(torch.stack(self.losses).mean())
+            what = f"the gradient's norm became {self.norm}" if math.isfinite(loss) else f"the loss became {loss}"
+            raise ValueError(self.broken(what))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(self.run, self.trainer.global_step)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["longspan"] = {"micro": self.micro, "best": self.best, "evaluated": self.evaluated}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        ours = checkpoint["longspan"]
+        self.micro, self.best, self.evaluated = ours["micro"], ours["best"], ours["evaluated"]
+
+    def broken(self, what: str) -> str:
+        last = Path(self.run.out) / "checkpoints" / "last"
+        kept = f"the last good checkpoint is {last.read_text().strip()}" if last.exists() else "nothing was saved yet"
+        return (
+            f"{what} at step {self.trainer.global_step}; {kept}; a lower learning_rate, clip or precision=32 may help"
+        )
+
+
+class FolderIO(CheckpointIO):
+    """Lightning's checkpoints as our folders; no pickle of its own is ever written or read."""
+
+    def __init__(self, model: Decoder, extra: dict[str, Any]):
+        self.model, self.extra = model, extra
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        training = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+        extra = self.extra | {"step": checkpoint["global_step"]}
+        checkpoints.save(path, self.model, training=training, extra=extra)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        training = checkpoints.load_training(path)
+        checkpoints.load_weights(path, self.model)
+        return training | {"state_dict": {f"model.{name}": value for name, value in self.model.state_dict().items()}}
+
+    def remove_checkpoint(self, path: Any) -> None:
+        shutil.rmtree(path)
+
+
+class Keeper(Callback):
+    """After each step: report, evaluate, save, stop."""
+
+    def __init__(self, run: Run, interrupt: "Interrupt", bar: Bar | None):
+        self.run, self.interrupt, self.bar = run, interrupt, bar
+        self.folder = Path(run.out) / "checkpoints"
+        self.window: list[float] = []
+        self.stopped = ""
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:  # type: ignore[override]
+        run, step = self.run, trainer.global_step
+        self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.dataset.length)
+        if trainer.is_global_zero:
+            self.table = Table(Path(run.out) / "metrics.csv", step)
+        if self.bar:
+            self.bar.start(step)
+        if step and step % run.evaluate_every == 0 and task.evaluated < step:
+            _, improved = self._evaluate(trainer, task)
+            if improved:
+                self._save(trainer, step, improved)
+        self.clock.resume()
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, *_: Any) -> None:  # type: ignore[override]
+        if task.micro % self.run.accumulate:
+            return
+        run, step, speed = self.run, trainer.global_step, self.clock.lap()
+        loss, pressed, late = self._agree(trainer, task)
+        # An infinite loss can have a finite gradient: that of a term that does not depend on the weights.
+        if not math.isfinite(loss):
+            raise ValueError(task.broken(f"the loss became {loss}"))
+        self.window.append(loss)
+        last = step >= run.steps
+        if self.bar:
+            recent = sum(self.window) / len(self.window)
+            self.bar.step(step, recent, recent / math.log(2), speed)
+        evaluated, improved = None, False
+        # Who interrupts does not want to wait for an evaluation: on_train_start of the resumed run makes up for it.
+        if last or (not pressed and (late or step % run.evaluate_every == 0)):
+            evaluated, improved = self._evaluate(trainer, task)
+        if step % EVERY == 0 or evaluated is not None:
+            self._report(trainer, task, speed, evaluated, improved)
+        if last or pressed or late or improved or step % run.save_every == 0:
+            self._save(trainer, step, improved)
+        if pressed or (late and not last):
+            self.stopped = "interrupted" if pressed else "out of time"
+            trainer.should_stop = True
+        self.clock.resume()
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:  # type: ignore[override]
+        if self.bar:
+            self.bar.stop()
+
+    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:  # type: ignore[override]
+        if self.bar:
+            self.bar.stop()
+
+    def _agree(self, trainer: Trainer, task: Task) -> tuple[float, bool, bool]:
+        """The ranks' mean loss, and whether any of them is to stop: all must take the same decisions."""
+        loss = torch.stack(task.losses).double().mean()
+        task.losses.clear()
+        late = 0 < self.run.seconds <= self.clock.seconds
+        flags = torch.tensor([self.interrupt.presses > 0, late], dtype=torch.float64, device=loss.device)
+        values = trainer.strategy.reduce(torch.cat([loss[None], flags]), reduce_op="sum")
+        loss, pressed, late = values.tolist()
+        return loss / trainer.world_size, pressed > 0, late > 0
+
+    def _evaluate(self, trainer: Trainer, task: Task) -> tuple[float, bool]:
+        """Bits on the validation split, and whether they are the fewest so far."""
+        data, rank, world = task.dataset, trainer.global_rank, trainer.world_size
+        share = total(task.model, data, "validation", roomy(data.length), self.run.evaluate_examples, rank, world)
+        nats, tokens = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum").tolist()
+        evaluated = nats / tokens / math.log(2)
+        improved = evaluated < task.best
+        task.best, task.evaluated = min(evaluated, task.best), trainer.global_step
+        return evaluated, improved
+
+    def _report(self, trainer: Trainer, task: Task, speed: float, evaluated: float | None, improved: bool) -> None:
+        loss = sum(self.window) / len(self.window)
+        self.window.clear()
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        row = {"loss": loss, "bits": loss / math.log(2), "learning_rate": rate(self.run, step - 1)}
+        row |= {"gradient_norm": task.norm, "tokens_per_second": speed, "seconds": self.clock.seconds}
+        if evaluated is not None:
+            row["validation_bits"] = evaluated
+        self.table.write({"step": step, **row})
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step)
+        if self.bar and evaluated is not None:
+            star = "  (best so far)" if improved else ""
+            train = f"training {loss / math.log(2):.3f}, validation {evaluated:.3f} bits/{task.dataset.unit}"
+            self.bar.line(f"step {step}: {train}{star}")
+
+    def _save(self, trainer: Trainer, step: int, improved: bool) -> None:
+        name = f"step-{step:08d}"
+        trainer.save_checkpoint(self.folder / name)
+        if not trainer.is_global_zero:
+            return
+        # The best first: a run killed in between goes on from the older `last`, and meets this step again.
+        if improved:
+            checkpoints.write_text(self.folder / "best", name + "\n")
+        checkpoints.write_text(self.folder / "last", name + "\n")
+        self._prune()
+
+    def _prune(self) -> None:
+        pointed = {(self.folder / p).read_text().strip() for p in ("best", "last") if (self.folder / p).exists()}
+        names = sorted(path.name for path in self.folder.glob("step-*"))
+        for name in names[: -self.run.keep]:
+            if name not in pointed:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        for path in self.folder.glob(".step-*"):
+            # What a kill has left half-written or half-removed; an older one still counts while it is the only one.
+            if (self.folder / path.name[1:].rpartition(".")[0]).exists() or path.suffix == ".tmp":
+                shutil.rmtree(path, ignore_errors=True)
+
+
+class Interrupt:
+    """Ctrl-C: at the first the step in hand is finished and a checkpoint written, at the second all ends at once."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self.presses, self.say = 0, say
+
+    def __enter__(self) -> "Interrupt":
+        self.ours = threading.current_thread() is threading.main_thread()
+        if self.ours:
+            self.previous = signal.signal(signal.SIGINT, self._press)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.ours:
+            signal.signal(signal.SIGINT, self.previous)
+
+    def _press(self, *_: Any) -> None:
+        self.presses += 1
+        if self.presses > 1:
+            raise KeyboardInterrupt
+        self.say("interrupted: finishing the step and saving; press Ctrl-C again to stop at once")
+
+
+def train(
+    model: Decoder, run: Run, dataset: Dataset, extra: dict[str, Any], start: Path | None, bar: Bar | None
+) -> tuple[int, str, bool]:
+    """Train ``model`` in place, from the checkpoint ``start`` if there is one; ``extra`` goes into each config.json.
+
+    -> (steps done since the very beginning, why it stopped early or "", whether this process is rank 0).
+    """
+    gpu = torch.cuda.is_available()
+    distributed = DDPStrategy(process_group_backend="nccl" if gpu else "gloo")
+    done = int(checkpoints.read_config(start)["step"]) if start else 0
+    with quiet(), Interrupt(bar.line if bar else lambda text: None) as interrupt:
+        keeper = Keeper(run, interrupt, bar)
+        trainer = Trainer(
+            accelerator="gpu" if gpu else "cpu",
+            devices=run.devices,
+            strategy=distributed if run.devices > 1 else "auto",
+            precision="bf16-mixed" if run.precision == "bf16" else "32-true",
+            max_steps=run.steps,
+            max_epochs=-1,
+            accumulate_grad_batches=run.accumulate,
+            logger=TensorBoardLogger(run.out, name="tensorboard", version="", purge_step=done + 1 if done else None),
+            callbacks=[keeper],
+            plugins=[FolderIO(model, extra)],
+            default_root_dir=run.out,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_autolog_hparams=False,
+        )
+        try:
+            trainer.fit(Task(model, run, dataset), ckpt_path=start)
+        except SystemExit:
+            # Lightning turns the KeyboardInterrupt of a second Ctrl-C into an exit.
+            if interrupt.presses < 2:
+                raise
+            return trainer.global_step, "stopped at once", trainer.is_global_zero
+        return trainer.global_step, keeper.stopped, trainer.is_global_zero
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Lightning's advertisements and its remarks on what we do on purpose stay unsaid; errors do not."""
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for message, category in REMARKS:
+                warnings.filterwarnings("ignore", message, category)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,50 @@
+"""Every recipe is a config and a run that fit each other, and trains."""
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from longspan import checkpoint
+from longspan.config import Config
+from longspan.spec import split
+from longspan.train import Run, fit
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+# The data sets that are downloaded otherwise.
+FOLDERS = {name: ROOT.parent / "shared" / "data" / name for name in ("mnist", "cifar10")}
+
+
+@pytest.fixture(params=RECIPES, ids=lambda path: path.stem)
+def recipe(request):
+    return yaml.safe_load(request.param.read_text(encoding="utf-8"))
+
+
+def test_there_are_recipes():
+    assert {path.stem for path in RECIPES} >= {"digits", "mnist", "cifar10", "text"}
+
+
+def test_fields_are_known_and_the_run_is_long_enough(recipe):
+    assert set(recipe) == {"model", "run"}
+    Config(**recipe["model"])
+    run = Run(**recipe["run"])
+    assert run.warmup < run.steps
+    assert run.evaluate_every <= run.steps
+    assert run.save_every <= run.steps
+
+
+def test_trains(recipe, tmp_path):
+    model, run = recipe["model"], recipe["run"]
+    folder = FOLDERS.get(run["data"])
+    if folder and not folder.is_dir():
+        pytest.skip(f"needs the files of {run['data']} in {folder.relative_to(ROOT.parent)}")
+    config = Config(**model | {"depth": len(split(model["attention"]))})
+    short = {"steps": 2, "warmup": 1, "batch": 1, "evaluate_examples": 1, "out": str(tmp_path / "run")}
+    result = fit(
+        config, Run(**run | short | {"data": f"{run['data']}:{folder}" if folder else run["data"]}), progress=False
+    )
+    assert result.steps == 2
+    assert all(math.isfinite(bits) for bits in result.bits.values())
+    assert checkpoint.load(tmp_path / "run").config == config

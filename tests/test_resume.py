@@ -1,0 +1,345 @@
+"""Interrupted, killed and resumed, on one process and on two: the same bits as if nothing had happened."""
+
+import csv
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from longspan import checkpoint, data, train
+from longspan.config import Config
+from longspan.train import engine, fit
+from longspan.train.report import COLUMNS, Table
+from training_process import TINY, best_at, checkpoints, tiny, weights
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run from beginning to end, to which interrupted ones are compared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("whole")
+    fit(TINY, tiny(folder), progress=False)
+    torch.set_num_threads(threads)
+    return folder
+
+
+def press_at(monkeypatch, index, times=1):
+    """Ctrl-C while micro-batch number ``index`` is being worked on."""
+    seed = engine.step_seed
+
+    def pressed(run_seed, micro, rank):
+        for _ in range(times if micro == index else 0):
+            signal.raise_signal(signal.SIGINT)
+        return seed(run_seed, micro, rank)
+
+    monkeypatch.setattr(engine, "step_seed", pressed)
+
+
+class TestStopAndResume:
+    # Step 5: between two checkpoints. Step 8: an evaluation would be due, which the resumed run makes up for.
+    @pytest.mark.parametrize("step", [5, 8])
+    def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, whole, monkeypatch, step):
+        handler = signal.getsignal(signal.SIGINT)
+        with monkeypatch.context() as patch:
+            press_at(patch, step - 1)
+            with pytest.raises(KeyboardInterrupt, match=f"interrupted at step {step}; step-0000000{step} is saved in"):
+                fit(TINY, tiny(tmp_path), progress=False)
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert fit(TINY, tiny(tmp_path), resume=True, progress=False).steps == 11
+        assert weights(tmp_path) == weights(whole)
+        assert (tmp_path / "run/checkpoints/best").read_text() == (whole / "run/checkpoints/best").read_text()
+
+    # At the best step itself, whose evaluation is made up for, and after it, when its figure is remembered.
+    @pytest.mark.parametrize("step", [4, 6])
+    def test_goes_on_from_the_last_and_the_best_stays_the_best(self, tmp_path, monkeypatch, step):
+        best_at(monkeypatch, 4)
+        run = tiny(tmp_path, evaluate_every=2)
+        with monkeypatch.context() as patch:
+            press_at(patch, step - 1)
+            with pytest.raises(KeyboardInterrupt):
+                fit(TINY, run, progress=False)
+        with monkeypatch.context() as patch:
+            done = []
+            seed = engine.step_seed
+            patch.setattr(engine, "step_seed", lambda *arguments: done.append(arguments[1]) or seed(*arguments))
+            fit(TINY, run, resume=True, progress=False)
+        assert done == list(range(step, 11))
+        assert (tmp_path / "run/checkpoints/best").read_text() == "step-00000004\n"
+
+    def test_a_second_press_ends_at_once_and_the_last_checkpoint_stays(self, tmp_path, whole, monkeypatch):
+        with monkeypatch.context() as patch:
+            press_at(patch, 7, times=2)
+            with pytest.raises(KeyboardInterrupt, match=r"stopped at once at step 7; step-00000006 is saved in"):
+                fit(TINY, tiny(tmp_path), progress=False)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        fit(TINY, tiny(tmp_path), resume=True, progress=False)
+        assert weights(tmp_path) == weights(whole)
+
+    def test_stopped_before_anything_is_saved(self, tmp_path, whole, monkeypatch):
+        with monkeypatch.context() as patch:
+            press_at(patch, 1, times=2)
+            with pytest.raises(KeyboardInterrupt, match="at step 1; nothing was saved in"):
+                fit(TINY, tiny(tmp_path), progress=False)
+        fit(TINY, tiny(tmp_path), resume=True, progress=False)
+        assert weights(tmp_path) == weights(whole)
+
+    def test_accumulation_is_not_cut_in_the_middle(self, tmp_path, monkeypatch):
+        fit(TINY, tiny(tmp_path / "a", accumulate=3, steps=5), progress=False)
+        with monkeypatch.context() as patch:
+            press_at(patch, 7)
+            with pytest.raises(KeyboardInterrupt, match=r"interrupted at step 3"):
+                fit(TINY, tiny(tmp_path / "b", accumulate=3, steps=5), progress=False)
+        fit(TINY, tiny(tmp_path / "b", accumulate=3, steps=5), resume=True, progress=False)
+        assert weights(tmp_path / "a") == weights(tmp_path / "b")
+
+    def test_out_of_time_evaluates_saves_and_can_go_on(self, tmp_path, whole):
+        result = fit(TINY, tiny(tmp_path, seconds=1e-9), progress=False)
+        assert result.steps == 1
+        assert set(result.bits) == {"validation", "test"}
+        assert fit(TINY, tiny(tmp_path), resume=True, progress=False).steps == 11
+        assert weights(tmp_path) == weights(whole)
+
+    def test_lines_name_the_reason(self, tmp_path, capfd):
+        fit(TINY, tiny(tmp_path, seconds=1e-9))
+        assert capfd.readouterr().err.splitlines()[-1].startswith("1 steps (out of time); best checkpoint: validation ")
+        fit(TINY, tiny(tmp_path / "b", seconds=1e-9, steps=1))
+        assert capfd.readouterr().err.splitlines()[-1].startswith("1 steps; best checkpoint: validation ")
+
+    def test_steps_may_grow(self, tmp_path):
+        constant = {"schedule": "constant"}
+        fit(TINY, tiny(tmp_path / "a", **constant), progress=False)
+        fit(TINY, tiny(tmp_path / "b", steps=5, **constant), progress=False)
+        fit(TINY, tiny(tmp_path / "b", **constant), resume=True, progress=False)
+        assert weights(tmp_path / "a") == weights(tmp_path / "b")
+        assert yaml.safe_load((tmp_path / "b/run/config.yaml").read_text())["run"]["steps"] == 11
+
+    def test_resuming_what_is_finished_changes_nothing(self, tmp_path):
+        first = fit(TINY, tiny(tmp_path, steps=2), progress=False)
+        before = weights(tmp_path)
+        again = fit(TINY, tiny(tmp_path, steps=2), resume=True, progress=False)
+        assert weights(tmp_path) == before
+        assert (again.steps, again.bits) == (first.steps, first.bits)
+
+    def test_metrics_of_steps_done_again_are_not_there_twice(self, tmp_path):
+        fit(TINY, tiny(tmp_path, steps=8, schedule="constant"), progress=False)
+        (tmp_path / "run/checkpoints/last").write_text("step-00000006\n")
+        fit(TINY, tiny(tmp_path, steps=11, schedule="constant"), resume=True, progress=False)
+        with (tmp_path / "run/metrics.csv").open(newline="") as file:
+            assert [row["step"] for row in csv.DictReader(file)] == ["4", "8", "10", "11"]
+
+    def test_a_row_cut_off_by_a_kill_is_dropped(self, tmp_path):
+        row = "5," + ",".join("1" * (len(COLUMNS) - 1))
+        (tmp_path / "m.csv").write_text(",".join(COLUMNS) + f"\n{row}\n6,2.5,3")
+        Table(tmp_path / "m.csv", 9).write(dict.fromkeys(COLUMNS, 7))
+        assert [line.split(",")[0] for line in (tmp_path / "m.csv").read_text().splitlines()] == ["step", "5", "7"]
+
+    def test_what_a_kill_left_half_written_is_removed(self, tmp_path):
+        for name in (".step-00000003.tmp", ".step-00000003.old"):
+            (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "run" / "config.yaml").write_text(
+            yaml.safe_dump({"model": TINY.to_dict(), "run": vars(tiny(tmp_path, steps=5))})
+        )
+        fit(TINY, tiny(tmp_path, steps=5), resume=True, progress=False)
+        assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+class TestRefused:
+    def test_taken_folder(self, whole):
+        with pytest.raises(ValueError, match=r"is not empty; go on with its run by resume, or choose another folder"):
+            fit(TINY, tiny(whole), progress=False)
+
+    def test_nothing_to_resume(self, tmp_path):
+        with pytest.raises(ValueError, match="nothing to resume in"):
+            fit(TINY, tiny(tmp_path), resume=True, progress=False)
+
+    def test_no_run_to_resume(self, tmp_path):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "notes.txt").write_text("mine")
+        with pytest.raises(ValueError, match=r"holds no run: it has no config.yaml"):
+            fit(TINY, tiny(tmp_path), resume=True, progress=False)
+
+    @pytest.mark.parametrize("text", ["- 1\n", "{", "run: {}\n", "model: 1\nrun: 2\n"])
+    def test_corrupt_config(self, tmp_path, text):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=r"config.yaml is corrupt: it holds no model and run"):
+            fit(TINY, tiny(tmp_path), resume=True, progress=False)
+
+    def test_other_settings_are_named(self, whole):
+        config = Config(**TINY.to_dict() | {"depth": 3})
+        with pytest.raises(ValueError, match=r"cannot resume .* with other settings") as error:
+            fit(config, tiny(whole, batch=7, keep=5, seconds=9.0), resume=True, progress=False)
+        assert str(error.value).endswith("model.depth (1 -> 3), run.batch (5 -> 7)")
+
+    def test_fewer_steps(self, whole):
+        with pytest.raises(ValueError, match=r"run.steps \(11 -> 5; it may only grow\)"):
+            fit(TINY, tiny(whole, steps=5), resume=True, progress=False)
+
+    def test_folder_that_cannot_be_written_before_any_work(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(data, "load", None)
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ValueError, match=r"cannot write the run's folder .*: Not a directory"):
+            fit(TINY, tiny(tmp_path / "file"), progress=False)
+
+    def test_levels_that_are_not_the_datas(self, tmp_path):
+        with pytest.raises(ValueError, match="vocab=256 does not fit digits, whose tokens have 17 levels"):
+            fit(Config(), tiny(tmp_path), progress=False)
+        # The folder is still free for a second try.
+        fit(TINY, tiny(tmp_path, steps=1), progress=False)
+
+    def test_positions_that_are_too_few(self, tmp_path):
+        config = Config(**TINY.to_dict() | {"length": 63})
+        with pytest.raises(ValueError, match="length=63 learned positions are too few for digits: 64 tokens"):
+            fit(config, tiny(tmp_path), progress=False)
+
+    def test_without_lightning(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+        monkeypatch.delitem(sys.modules, "longspan.train.engine")
+        monkeypatch.delattr(train, "engine")
+        with pytest.raises(ImportError, match=r'training needs lightning.*: pip install "longspan\[train\]"'):
+            fit(TINY, tiny(tmp_path), progress=False)
+
+    def test_diverged_run_keeps_the_last_good_checkpoint(self, tmp_path):
+        run = tiny(tmp_path, learning_rate=1e30, clip=0.0, warmup=0, save_every=1, schedule="constant")
+        with pytest.raises(ValueError, match=r"the (loss|gradient's norm) became (nan|inf) at step \d+; .* may help"):
+            fit(TINY, run, progress=False)
+        kept = checkpoint.load(checkpoint.resolve(tmp_path / "run", prefer="last"))
+        assert all(p.isfinite().all() for p in kept.parameters())
+
+    @pytest.mark.parametrize("gradient", [True, False])
+    def test_loss_that_is_not_finite(self, tmp_path, monkeypatch, gradient):
+        step = engine.Task.training_step
+
+        def broken(task, batch, batch_idx):
+            loss = step(task, batch, batch_idx)
+            if batch[0] < 4:
+                return loss
+            loss = loss * math.nan if gradient else loss + math.inf
+            task.losses[-1] = loss.detach()
+            return loss
+
+        monkeypatch.setattr(engine.Task, "training_step", broken)
+        with pytest.raises(
+            ValueError, match=r"the loss became .* at step .; the last good checkpoint is step-00000003"
+        ):
+            fit(TINY, tiny(tmp_path, evaluate_every=99), progress=False)
+        assert checkpoints(tmp_path) == ["step-00000003"]
+
+    def test_gradient_that_is_not_finite(self, tmp_path, monkeypatch):
+        step = engine.Task.training_step
+
+        def broken(task, batch, batch_idx):
+            loss = step(task, batch, batch_idx)
+            loss.register_hook(lambda gradient: gradient * math.inf)
+            return loss
+
+        monkeypatch.setattr(engine.Task, "training_step", broken)
+        with pytest.raises(ValueError, match=r"the gradient's norm became .* at step 0; nothing was saved yet"):
+            fit(TINY, tiny(tmp_path), progress=False)
+
+
+def start(folder, *, resume=False, pause=0.0, dropout=0.1, **fields):
+    """A process that trains in ``folder``, in a group of its own; what it says goes to the files out and err."""
+    folder.mkdir(exist_ok=True)
+    job = {
+        "model": TINY.to_dict() | {"dropout": dropout},
+        "run": vars(tiny(folder, **fields)),
+        "resume": resume,
+        "pause": pause,
+    }
+    command = [
+        sys.executable,
+        Path(__file__).with_name("training_process.py"),
+        json.dumps(job | {"record": str(folder)}),
+    ]
+    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+
+
+def finish(process, folder):
+    assert process.wait(timeout=120) == 0, (folder / "err").read_text()
+    assert (folder / "out").read_text() == ""
+    for line in (folder / "err").read_text().splitlines():
+        assert re.match(r"step \d+: training|\d+ steps; best checkpoint: ", line), line
+
+
+def wait_for(folder, process, step):
+    """Until the checkpoint of ``step`` is the last one, or the process ends."""
+    last = folder / "run" / "checkpoints" / "last"
+    while process.poll() is None and not (last.exists() and int(last.read_text()[5:]) >= step):
+        time.sleep(0.005)
+    assert process.poll() is None, (folder / "err").read_text()
+
+
+class TestProcesses:
+    def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path):
+        fields = {"steps": 40, "accumulate": 2, "optimizer": "radam", "schedule": "drop", "drop_at": 20, "batch": 3}
+        whole, killed = tmp_path / "whole", tmp_path / "killed"
+        uninterrupted = start(whole, **fields)
+        process = start(killed, pause=0.05, **fields)
+        wait_for(killed, process, 12)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert int((killed / "run/checkpoints/last").read_text()[5:]) < 40
+        finish(start(killed, resume=True, **fields), killed)
+        finish(uninterrupted, whole)
+        assert weights(killed) == weights(whole)
+        for name in ("best", "last"):
+            one, other = (checkpoint.resolve(folder / "run", prefer=name) for folder in (whole, killed))
+            assert one.name == other.name
+            assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+            states = [checkpoint.load_training(folder)["optimizer_states"][0] for folder in (one, other)]
+            for index, moments in states[0]["state"].items():
+                for key, value in moments.items():
+                    assert torch.equal(value, states[1]["state"][index][key])
+
+    def test_two_processes_are_one_with_the_double_batch(self, tmp_path):
+        config = {"batch": 3, "steps": 6, "devices": 2, "dropout": 0.0}
+        two = start(tmp_path / "two", **config)
+        finish(two, tmp_path / "two")
+        one = start(tmp_path / "one", **config | {"batch": 6, "devices": 1})
+        finish(one, tmp_path / "one")
+        first, second = (torch.load(tmp_path / "two" / f"weights-{rank}.pt") for rank in (0, 1))
+        alone = torch.load(tmp_path / "one" / "weights-0.pt")
+        for name, value in first.items():
+            assert torch.equal(value, second[name]), f"the replicas differ in {name}"
+            # Six steps of Adam at 1e-3 move a weight by up to 6e-3; rounding moves it by far less.
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-5)
+        taken = [json.loads((tmp_path / name).read_text()) for name in ("two/taken-0.json", "two/taken-1.json")]
+        together = json.loads((tmp_path / "one/taken-0.json").read_text())
+        for index in map(str, range(6)):
+            assert not set(taken[0][index]) & set(taken[1][index])
+            assert sorted(taken[0][index] + taken[1][index]) == sorted(together[index])
+
+    def test_two_processes_stop_together_at_ctrl_c_and_go_on(self, tmp_path):
+        config = {"batch": 3, "steps": 30, "devices": 2}
+        process = start(tmp_path / "two", pause=0.05, **config)
+        wait_for(tmp_path / "two", process, 3)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        said = (tmp_path / "two" / "err").read_text()
+        assert len(re.findall(r"interrupted at step \d+; step-\d+ is saved in", said)) == 1
+        assert "Traceback" not in said
+        finish(start(tmp_path / "two", resume=True, **config), tmp_path / "two")
+        first, second = (torch.load(tmp_path / "two" / f"weights-{rank}.pt") for rank in (0, 1))
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+        assert checkpoints(tmp_path / "two")[-1] == "step-00000030"

@@ -1,0 +1,311 @@
+"""Training: the pure functions of the step, what a run learns and leaves in its folder, and what it reports."""
+
+import csv
+import io
+import itertools
+import math
+
+import pytest
+import torch
+import yaml
+
+from longspan import checkpoint, data
+from longspan.config import Config
+from longspan.data import batch_indices
+from longspan.model import Decoder
+from longspan.train import Run, bits, engine, fit, rate
+from longspan.train.evaluate import roomy, total
+from longspan.train.report import COLUMNS, Bar, _short
+from longspan.train.run import step_seed
+from training_process import TINY, best_at, checkpoints, tiny, weights
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run from beginning to end, to which interrupted ones are compared."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("whole")
+    fit(TINY, tiny(folder), progress=False)
+    torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return data.load("digits")
+
+
+class TestRate:
+    def test_warm_up_is_linear_and_reaches_the_rate(self):
+        for schedule in ({"schedule": "constant"}, {"schedule": "cosine"}, {"schedule": "drop", "drop_at": 9}):
+            run = Run(steps=20, warmup=4, learning_rate=0.5, **schedule)
+            assert [rate(run, step) for step in range(4)] == [0.125, 0.25, 0.375, 0.5]
+            assert rate(run, 4) == 0.5
+
+    def test_cosine_falls_to_nothing_by_way_of_a_half(self):
+        run = Run(steps=25, warmup=5, learning_rate=2.0)
+        rates = [rate(run, step) for step in range(5, 26)]
+        assert all(a > b for a, b in itertools.pairwise(rates))
+        assert rates[10] == pytest.approx(1.0)
+        assert rates[20] == pytest.approx(0.0, abs=1e-12)
+
+    def test_drop_is_to_a_tenth_after_drop_at_steps(self):
+        run = Run(schedule="drop", drop_at=7, learning_rate=1e-3)
+        assert [rate(run, step) for step in (0, 6, 7, 999)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+
+    def test_constant(self):
+        assert {rate(Run(schedule="constant"), step) for step in range(5)} == {1e-3}
+
+    def test_a_warm_up_as_long_as_the_run(self):
+        assert math.isfinite(rate(Run(steps=3, warmup=3), 3))
+
+
+def test_step_seeds_differ_by_seed_index_and_rank():
+    seeds = {step_seed(seed, index, rank) % 2**32 for seed in range(5) for index in range(50) for rank in range(3)}
+    assert len(seeds) == 750
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"steps": 0}, "steps=0 must be at least 1"),
+    ({"batch": 0}, "batch=0 must be at least 1"),
+    ({"accumulate": 0}, "accumulate=0 must be at least 1"),
+    ({"evaluate_every": 0}, "evaluate_every=0 must be at least 1"),
+    ({"save_every": 0}, "save_every=0 must be at least 1"),
+    ({"keep": 0}, "keep=0 must be at least 1"),
+    ({"devices": 0}, "devices=0 must be at least 1"),
+    ({"length": -1}, "length=-1 must be a finite number, at least 0"),
+    ({"warmup": -1}, "warmup=-1 must be a finite number, at least 0"),
+    ({"clip": -0.5}, "clip=-0.5 must be a finite number, at least 0"),
+    ({"weight_decay": math.nan}, "weight_decay=nan must be a finite number, at least 0"),
+    ({"seconds": math.inf}, "seconds=inf must be a finite number, at least 0"),
+    ({"evaluate_examples": -1}, "evaluate_examples=-1 must be a finite number, at least 0"),
+    ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive and finite"),
+    ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; known: adamw, radam"),
+    ({"schedule": "cosin"}, r"unknown schedule 'cosin' \(did you mean 'cosine'\?\)"),
+    ({"precision": "16"}, "unknown precision '16'.*; known: 32, bf16"),
+    ({"schedule": "drop"}, "schedule='drop' needs drop_at"),
+    ({"drop_at": 3}, "drop_at=3 is read by schedule='drop' only, not 'cosine'"),
+    ({"out": " "}, "out is empty"),
+])  # fmt: skip
+def test_run_refuses(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Run(**fields)
+
+
+class TestBits:
+    @pytest.fixture
+    def model(self):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return Decoder(TINY)
+
+    def test_a_model_that_knows_nothing_needs_the_logarithm_of_the_levels(self, model, digits):
+        torch.nn.init.zeros_(model.head.weight)
+        assert bits(model, digits, "test", examples=11) == pytest.approx(math.log2(17), rel=1e-6)
+
+    def test_is_the_mean_over_all_tokens_whatever_the_batch(self, model, digits):
+        rows = digits.take("validation", torch.arange(digits.count("validation")))
+        with torch.no_grad():
+            chances = model.eval().likelihood.log_prob(model(model.shift(rows))[0], rows).double()
+        for batch in (1, 7, 64, 1000):
+            assert bits(model, digits, "validation", batch) == pytest.approx(-chances.mean().item() / math.log(2))
+
+    def test_examples_are_evenly_spaced(self, model, digits):
+        count = digits.count("test")
+        rows = digits.take("test", torch.tensor([i * count // 3 for i in range(3)]))
+        with torch.no_grad():
+            chances = model.eval().likelihood.log_prob(model(model.shift(rows))[0], rows).double()
+        assert bits(model, digits, "test", examples=3) == pytest.approx(-chances.mean().item() / math.log(2))
+
+    def test_the_ranks_shares_make_the_whole(self, model, digits):
+        parts = [total(model, digits, "test", 5, 11, rank, 3) for rank in range(3)]
+        torch.testing.assert_close(sum(parts), total(model, digits, "test", 5, 11), rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_dropout_is_off_and_the_mode_as_before(self, model, digits, training):
+        model.train(training)
+        assert bits(model, digits, "test", examples=3) == bits(model, digits, "test", examples=3)
+        assert model.training is training
+
+    def test_refuses(self, model, digits):
+        with pytest.raises(ValueError, match="batch=0: must be >= 1"):
+            bits(model, digits, "test", 0)
+        with pytest.raises(ValueError, match="unknown split 'tset'"):
+            bits(model, digits, "tset")
+
+    def test_refuses_an_empty_split(self, model, digits, monkeypatch):
+        monkeypatch.setitem(digits.splits, "test", digits.splits["test"][:0])
+        with pytest.raises(ValueError, match="split 'test' of digits has no examples"):
+            bits(model, digits, "test")
+
+    def test_long_examples_come_in_small_batches(self):
+        assert [roomy(length) for length in (64, 3072, 10**6)] == [64, 21, 1]
+
+
+class TestFolder:
+    def test_config_is_a_recipe_that_gives_the_same_run(self, whole):
+        recipe = yaml.safe_load((whole / "run" / "config.yaml").read_text())
+        assert (Config(**recipe["model"]), Run(**recipe["run"])) == (TINY, tiny(whole))
+
+    def test_metrics_hold_a_row_per_evaluation_and_per_ten_steps(self, whole):
+        with (whole / "run" / "metrics.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert tuple(rows[0]) == COLUMNS
+        assert [int(row["step"]) for row in rows] == [4, 8, 10, 11]
+        assert [bool(row["validation_bits"]) for row in rows] == [True, True, False, True]
+        for row in rows:
+            assert float(row["bits"]) == pytest.approx(float(row["loss"]) / math.log(2))
+            assert float(row["learning_rate"]) == rate(tiny(whole), int(row["step"]) - 1)
+
+    def test_best_is_the_one_with_the_fewest_validation_bits(self, whole):
+        with (whole / "run" / "metrics.csv").open(newline="") as file:
+            scores = {int(r["step"]): float(r["validation_bits"]) for r in csv.DictReader(file) if r["validation_bits"]}
+        best = min(scores, key=scores.__getitem__)
+        assert (whole / "run" / "checkpoints" / "best").read_text() == f"step-{best:08d}\n"
+
+    def test_the_latest_are_kept(self, whole):
+        assert checkpoints(whole)[-2:] == ["step-00000009", "step-00000011"]
+        assert len(checkpoints(whole)) <= 3
+
+    def test_tensorboard_has_events_and_nothing_is_a_pickle_of_lightning(self, whole):
+        assert list((whole / "run" / "tensorboard").glob("events.*"))
+        assert not list(whole.rglob("*.ckpt"))
+
+    def test_checkpoint_says_where_it_comes_from(self, whole):
+        header = checkpoint.read_config(checkpoint.resolve(whole / "run", prefer="last"))
+        assert header["step"] == 11
+        assert Run(**header["run"]) == tiny(whole)
+
+    def test_result_is_the_best_models(self, tmp_path, digits):
+        result = fit(TINY, tiny(tmp_path, steps=4), progress=False)
+        model = checkpoint.load(tmp_path / "run")
+        assert (result.folder, result.steps) == (tmp_path / "run", 4)
+        for split in ("validation", "test"):
+            assert result.bits[split] == pytest.approx(bits(model, digits, split, examples=7), rel=1e-9)
+
+    def test_a_worse_one_does_not_become_the_best(self, tmp_path, monkeypatch):
+        best_at(monkeypatch, 4)
+        fit(TINY, tiny(tmp_path, steps=9, evaluate_every=1, keep=1), progress=False)
+        with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+            scores = {int(row["step"]): float(row["validation_bits"]) for row in csv.DictReader(file)}
+        assert min(scores, key=scores.__getitem__) == 4
+        assert checkpoints(tmp_path) == ["step-00000004", "step-00000009"]
+        assert checkpoint.resolve(tmp_path / "run").name == "step-00000004"
+
+
+class TestTraining:
+    def test_learns(self, tmp_path):
+        run = tiny(tmp_path, steps=60, batch=32, evaluate_every=60, save_every=60, learning_rate=0.02)
+        assert fit(TINY, run, progress=False).bits["test"] < math.log2(17) - 0.5
+
+    def test_the_callers_random_numbers_are_left_alone(self, tmp_path):
+        before = torch.get_rng_state()
+        fit(TINY, tiny(tmp_path, steps=1), progress=False)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_same_run_same_bits_and_another_seed_others(self, tmp_path, whole):
+        torch.manual_seed(5)
+        fit(TINY, tiny(tmp_path), progress=False)
+        assert weights(tmp_path) == weights(whole)
+        fit(TINY, tiny(tmp_path / "b", seed=1), progress=False)
+        assert weights(tmp_path / "b") != weights(whole)
+
+    def test_accumulating_is_a_larger_batch(self, tmp_path):
+        config = Config(**TINY.to_dict() | {"dropout": 0.0})
+        for name, batch, accumulate in (("a", 6, 1), ("b", 2, 3)):
+            fit(config, tiny(tmp_path / name, batch=batch, accumulate=accumulate, steps=5), progress=False)
+        one, other = checkpoint.load(tmp_path / "a/run"), checkpoint.load(tmp_path / "b/run")
+        for a, b in zip(one.parameters(), other.parameters(), strict=True):
+            # Five steps of Adam at 1e-3 move a weight by up to 5e-3; rounding moves it by far less.
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("fields", [{"optimizer": "radam"}, {"precision": "bf16"}, {"weight_decay": 0.9}])
+    def test_options_change_the_result(self, tmp_path, whole, fields):
+        fit(TINY, tiny(tmp_path, **fields), progress=False)
+        assert weights(tmp_path) != weights(whole)
+        dtypes = {p.dtype for p in checkpoint.load(tmp_path / "run").parameters()}
+        assert dtypes == {torch.float32}
+
+    def test_batches_are_those_of_the_order_from_any_start(self, digits):
+        batches = iter(engine.Batches(digits, Run(seed=3, batch=5), 7, 1, 2))
+        for index in (7, 8, 9):
+            found, tokens = next(batches)
+            expected = digits.take("train", batch_indices(digits.count("train"), 3, index, 5, 1, 2))
+            assert found == index
+            assert torch.equal(tokens, expected)
+
+    def test_the_optimiser_uses_the_rate(self, tmp_path, monkeypatch):
+        used = []
+        step = torch.optim.AdamW.step
+
+        def watched(optimizer, *arguments, **keywords):
+            result = step(optimizer, *arguments, **keywords)
+            used.append([group["lr"] for group in optimizer.param_groups])
+            return result
+
+        monkeypatch.setattr(torch.optim.AdamW, "step", watched)
+        run = tiny(tmp_path, steps=6, accumulate=2)
+        fit(TINY, run, progress=False)
+        assert used == [[rate(run, step)] * 2 for step in range(6)]
+
+    def test_clip_bounds_the_gradient(self, tmp_path, monkeypatch):
+        norms = []
+        clip = engine.Task.configure_gradient_clipping
+
+        def watched(task, *arguments, **keywords):
+            clip(task, *arguments, **keywords)
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in task.parameters()]).item())
+
+        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", watched)
+        fit(TINY, tiny(tmp_path, steps=3, clip=0.01), progress=False)
+        fit(TINY, tiny(tmp_path / "b", steps=3, clip=0.0), progress=False)
+        assert norms[:3] == pytest.approx([0.01] * 3, rel=1e-3)
+        assert min(norms[3:]) > 0.1
+
+    def test_only_matrices_decay(self):
+        groups = engine.Task(Decoder(TINY), Run(weight_decay=0.3), None).configure_optimizers().param_groups
+        assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+        assert {p.ndim for p in groups[0]["params"]} == {2}
+        assert {p.ndim for p in groups[1]["params"]} == {1}
+        assert sum(len(group["params"]) for group in groups) == len(list(Decoder(TINY).parameters()))
+
+
+class TestReport:
+    def test_lines_and_nothing_else_where_nobody_watches(self, tmp_path, capfd):
+        fit(TINY, tiny(tmp_path))
+        out, err = capfd.readouterr()
+        assert out == ""
+        lines = err.splitlines()
+        assert [line.split(":")[0] for line in lines[:-1]] == ["step 4", "step 8", "step 11"]
+        assert "bits/dim" in lines[0]
+        assert lines[-1].startswith("11 steps; best checkpoint: validation ")
+
+    def test_silence(self, tmp_path, capfd):
+        fit(TINY, tiny(tmp_path, steps=1), progress=False)
+        assert capfd.readouterr() == ("", "")
+
+    def test_bar_shows_loss_bits_speed_and_time_left(self):
+        from rich.console import Console
+
+        screen = io.StringIO()
+        bar = Bar(100, "byte", Console(file=screen, force_terminal=True, width=100))
+        bar.start(40)
+        bar.step(50, 1.25, 1.8034, 12345.0)
+        bar.line("step 50: [better] than before")
+        bar.progress.refresh()
+        bar.stop()
+        shown = screen.getvalue()
+        for part in ("50/100", "loss 1.2500", "1.803 bits/byte", "12.3k tokens/s", "ETA", "[better] than"):
+            assert part in shown
+
+    def test_large_numbers_are_short(self):
+        assert [_short(n) for n in (7.0, 1234.0, 5.678e6)] == ["7", "1.23k", "5.68M"]

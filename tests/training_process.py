@@ -1,0 +1,81 @@
+"""Tiny runs for the tests; and one in a process of its own, to be killed or doubled: ``python THIS_FILE JOB``.
+
+JOB is JSON: ``model`` and ``run`` (fields), ``resume``, ``pause`` (seconds before each micro-batch), ``record`` (a
+folder to which each rank writes the examples it took and its weights at the end).
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from longspan.config import Config
+from longspan.train import Run, engine, fit
+
+TINY = Config(dim=10, depth=1, heads=2, feedforward=14, vocab=17, length=64, dropout=0.1)
+
+
+def tiny(folder, **fields):
+    return Run(**{
+        "steps": 11, "batch": 5, "evaluate_every": 4, "evaluate_examples": 7, "save_every": 3, "warmup": 2,
+        "out": str(folder / "run"),
+    } | fields)  # fmt: skip
+
+
+def weights(folder, name=None):
+    at = folder / "run" / "checkpoints"
+    return (at / (name or (at / "last").read_text().strip()) / "model.safetensors").read_bytes()
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-*"))
+
+
+def best_at(monkeypatch, step):
+    """Make the validation bits of a run fall until ``step`` and rise from there."""
+    evaluate = engine.Keeper._evaluate
+
+    def scripted(keeper, trainer, task):
+        nats = abs(trainer.global_step - step) + 1.0
+        monkeypatch.setattr(engine, "total", lambda *_: torch.tensor([nats, 1.0]))
+        return evaluate(keeper, trainer, task)
+
+    monkeypatch.setattr(engine.Keeper, "_evaluate", scripted)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    job = {"resume": False, "pause": 0.0, "record": ""} | json.loads(sys.argv[1])
+    seed, order, train = engine.step_seed, engine.batch_indices, engine.train
+    taken: dict[int, list[int]] = {}
+
+    def slow(*arguments):
+        time.sleep(job["pause"])
+        return seed(*arguments)
+
+    def recorded(count, run_seed, index, *rest):
+        indices = order(count, run_seed, index, *rest)
+        taken[index] = indices.tolist()
+        return indices
+
+    def kept(model, *rest):
+        result = train(model, *rest)
+        if job["record"]:
+            rank = os.environ.get("LOCAL_RANK", "0")
+            (Path(job["record"]) / f"taken-{rank}.json").write_text(json.dumps(taken))
+            torch.save(model.state_dict(), Path(job["record"]) / f"weights-{rank}.pt")
+        return result
+
+    engine.step_seed, engine.batch_indices, engine.train = slow, recorded, kept
+    try:
+        fit(Config(**job["model"]), Run(**job["run"]), resume=job["resume"])
+    except KeyboardInterrupt as interruption:
+        print(interruption, file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
