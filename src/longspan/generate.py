@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .attention.arguments import check_mask
 from .model import Decoder, DecoderState
+from .ops.pages import reuse_pages
 
 
 @torch.no_grad()
@@ -53,6 +54,7 @@ def generate(
     Raises ValueError, at the call, for a prompt or sampling option out of range.
     """
     device = model.device
+    reuse_pages()
     if prompt is None:
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")

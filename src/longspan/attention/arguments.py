@@ -49,9 +49,17 @@ def check_x(module: nn.Module, dim: int, x: Tensor) -> None:
     """Raise ValueError unless x is (B, N, dim) in the dtype of the module's weights (any under autocast)."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
         raise ValueError(f"x must be floating-point (B, N, {dim}), not {_what(x)}")
-    weight = next(module.parameters(), x)
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+    weight = _weight(module)
+    if weight is not None and weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"x is {x.dtype} and the weights are {weight.dtype}; convert one, or use torch.autocast")
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    """Some parameter, found quickly: a token step cannot afford the walk of ``parameters()``."""
+    for part in module._modules.values():
+        if part is not None and (weight := part._parameters.get("weight")) is not None:
+            return weight
+    return next(module.parameters(), None)
 
 
 def _check_segments(segments: Tensor, mask: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -114,8 +122,9 @@ def _shapes(attention: "Attention") -> list[tuple[int, ...]]:
 def _check_donate(attention: "Attention", x: Tensor, state: Any) -> None:
     if state is None:
         raise ValueError("donate=True gives a state away, but no state came")
-    tensors = (x, *pytree.tree_leaves(state), *attention.parameters())
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if not torch.is_grad_enabled():
+        return
+    if any(t.requires_grad for t in (x, *pytree.tree_leaves(state), *attention.parameters())):
         raise ValueError(
             "donate=True overwrites the state, which gradients still need; use torch.no_grad() or donate=False"
         )

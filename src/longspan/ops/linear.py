@@ -1,6 +1,7 @@
 """Normalised linear attention: phi(q)^T sum phi(k) v^T / (phi(q)^T sum phi(k) + eps)."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import recurrence
@@ -96,7 +97,7 @@ def widen(x: Tensor) -> Tensor:
 
 def with_ones(v: Tensor) -> Tensor:
     """(..., E) -> (..., E+1): a last column of ones, whose weighted sum is the normaliser."""
-    return torch.cat([v, torch.ones_like(v[..., :1])], -1)
+    return F.pad(v, (0, 1), value=1.0)
 
 
 def normalise(read: Tensor, eps: float) -> Tensor:

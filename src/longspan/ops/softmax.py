@@ -63,6 +63,6 @@ def repeat(x: Tensor, heads: int) -> Tensor:
 def _one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A decoding step: query heads that share a key head become rows of one small product."""
     batch, heads, _, dim = q.shape
-    rows = q.reshape(batch, k.shape[1], heads // k.shape[1], dim)
-    p = (rows @ k.mT * dim**-0.5).softmax(-1)
+    rows = q.reshape(batch, k.shape[1], heads // k.shape[1], dim) * dim**-0.5
+    p = (rows @ k.mT).softmax(-1)
     return (p @ v).reshape(batch, heads, 1, v.shape[-1])

@@ -25,6 +25,7 @@ from .. import checkpoint, data
 from ..config import Config
 from ..data import Dataset
 from ..model import Decoder
+from ..ops.pages import reuse_pages
 from .evaluate import bits, roomy
 from .run import Run, rate
 
@@ -64,6 +65,7 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
     """
     begin, folder = time.monotonic(), Path(run.out)
     engine = _engine()
+    reuse_pages()
     first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
     recipe = {"model": asdict(config), "run": asdict(run)}
     if first:

@@ -1,0 +1,1 @@
+"""Measurements that mean something: interleaved candidates, contention noticed, ratios within one run."""

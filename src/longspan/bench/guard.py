@@ -1,0 +1,93 @@
+"""Timing on a machine that may be busy with something else: samples taken meanwhile are rejected, and counted."""
+
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+LIMIT = 1e-3  # seconds; a copy of 512 kB takes about a tenth of that on an idle machine
+PATIENCE = 5  # further tries for one sample, before a disturbed one is taken
+
+
+class Guard:
+    """Tells whether all threads get their cores now: times a small copy that every thread takes part in."""
+
+    def __init__(self, limit: float = LIMIT):
+        self.limit = limit
+        self.source, self.target = torch.ones(131072), torch.zeros(131072)
+
+    def quiet(self) -> bool:
+        """Whether the copy took less than the limit."""
+        begin = time.perf_counter()
+        self.target.copy_(self.source)
+        return time.perf_counter() - begin <= self.limit
+
+
+@dataclass
+class Timing:
+    """Samples of one candidate, in seconds."""
+
+    samples: list[float] = field(default_factory=list)
+    rejected: int = 0
+    """samples thrown away because the machine was busy"""
+    disturbed: int = 0
+    """samples kept although it was, since it stayed so"""
+
+    @property
+    def seconds(self) -> float:
+        """The median."""
+        return median(self.samples)
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], object]], rounds: int, guard: Guard | None = None, patience: int = PATIENCE
+) -> dict[str, Timing]:
+    """Time every candidate once per round, in turn, so that a drift of the machine meets all of them alike.
+
+    Each is called once before the first round, to warm up. A sample counts if the guard finds the machine quiet right
+    before and right after it; otherwise it is rejected and taken again, at most ``patience`` times.
+    """
+    guard = guard or Guard()
+    timings = {name: Timing() for name in candidates}
+    for call in candidates.values():
+        call()
+    for _ in range(rounds):
+        for name, call in candidates.items():
+            timing = timings[name]
+            for attempt in range(patience + 1):
+                before = guard.quiet()
+                begin = time.perf_counter()
+                call()
+                seconds = time.perf_counter() - begin
+                if (before and guard.quiet()) or attempt == patience:
+                    timing.disturbed += attempt == patience and not before
+                    timing.samples.append(seconds)
+                    break
+                timing.rejected += 1
+    return timings
+
+
+def machine() -> dict[str, object]:
+    """What the figures were measured on."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    return {
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": None if load is None else round(load, 2),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,107 @@
+"""The command line: finds the command, and turns what goes wrong into one line and an exit code."""
+
+import contextlib
+import importlib
+import importlib.metadata
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from .spec import known
+
+# command -> (module in commands/, what it does)
+COMMANDS = {
+    "demo": ("demo", "train linear and softmax attention on images of digits, and compare how fast they generate"),
+    "train": ("train", "train a model from a recipe or from flags"),
+    "eval": ("evaluate", "bits per dimension or byte of a trained model"),
+    "generate": ("generate", "pictures or text from a trained model"),
+    "list": ("listing", "the mechanisms that there are"),
+    "show": ("show", "one mechanism: options, parameters, FLOPs, state, backend"),
+    "cite": ("cite", "BibTeX of the papers behind a spec or a trained model"),
+    "check": ("check", "measure the laws that every attention keeps"),
+}
+
+OK, WRONG, INTERRUPTED, PIPE_CLOSED = 0, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command: ``main(["list"])``; ``None`` reads the process's own arguments.
+
+    -> exit code: 0 done; 1 a law of ``check`` failed; 2 a mistake of the caller, said in one line on stderr; 130 after
+    Ctrl-C; 141 where nobody reads the output any more. ``--debug`` shows the traceback as well.
+
+    >>> main(["--version"])  # doctest: +ELLIPSIS
+    longspan ...
+    0
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except SystemExit as exit_:
+        # --help and --print_config leave this way, having printed what was asked for.
+        return exit_.code if isinstance(exit_.code, int) else OK
+    except KeyboardInterrupt as error:
+        return _say(str(error) or "interrupted", INTERRUPTED, debug)
+    except BrokenPipeError:
+        # Python would complain when it flushes stdout at its end, so that goes where nobody reads either.
+        with contextlib.suppress(OSError, ValueError):
+            stdout = sys.stdout.fileno()
+            with open(os.devnull, "wb") as nobody:
+                os.dup2(nobody.fileno(), stdout)
+        return PIPE_CLOSED
+    except ImportError as error:
+        # Only a missing extra is the caller's; it says what to install.
+        if "pip install" not in str(error):
+            raise
+        return _say(f"error: {error}", WRONG, debug)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _say(f"error: {where}{error.strerror or error}", WRONG, debug)
+    except ValueError as error:
+        return _say(f"error: {error}", WRONG, debug)
+
+
+def _run(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return OK
+    if words[0] == "--version":
+        print(f"longspan {importlib.metadata.version('longspan')}")
+        return OK
+    if words[0].startswith("-"):
+        raise ValueError(f"unknown option {words[0]!r}; known: --debug, --help, --version; see longspan --help")
+    module, _ = COMMANDS[known(words[0], COMMANDS, "command")]
+    # Imported now, so that each command pays for its own imports only.
+    command = importlib.import_module(f".commands.{module}", __package__)
+    return command.run(command.parser().read(words[1:]))
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        (
+            "usage: longspan COMMAND [options]",
+            "",
+            "Efficient transformers behind one call: train as a transformer, run as an RNN.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "longspan COMMAND --help    the command's options and an example",
+            "longspan --version         the version",
+            "longspan COMMAND --debug   shows the traceback of an error",
+        )
+    )
+
+
+def _say(text: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"longspan: {' '.join(text.split())}", file=sys.stderr)
+    return code

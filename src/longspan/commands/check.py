@@ -1,0 +1,27 @@
+"""``longspan check``: the laws that every attention keeps, measured."""
+
+from .parser import Parser, make
+
+
+def parser() -> Parser:
+    parser = make(
+        "check",
+        "Measure the laws that every attention keeps: each with its largest error, the error allowed, and whether it "
+        "passed, failed or does not apply, and why. The exit code is 1 if one failed.",
+        "longspan check linear",
+        'longspan check "linear; softmax"',
+    )
+    parser.add_argument("spec", type=str, help="a spec or a stack of specs")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights and inputs")
+    return parser
+
+
+def run(args) -> int:
+    from .. import checks
+    from .progress import track
+
+    laws = checks.laws()
+    rows = [checks.check(law, args.spec, seed=args.seed) for law in track(laws, len(laws), "laws")]
+    report = checks.Report(args.spec, tuple(rows))
+    print(report)
+    return 0 if report.ok else 1

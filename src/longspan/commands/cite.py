@@ -1,0 +1,32 @@
+"""``longspan cite``: BibTeX of the papers behind specs and trained models."""
+
+from pathlib import Path
+
+from .parser import Parser, make
+
+
+def parser() -> Parser:
+    parser = make(
+        "cite",
+        "BibTeX of the papers behind mechanisms, stacks of them, and trained models.",
+        "longspan cite linear",
+        'longspan cite "linear; softmax"',
+        "longspan cite runs/digits",
+    )
+    parser.add_argument(
+        "specs", nargs="+", type=str, metavar="SPEC", help="a spec, a stack of specs, or the folder of a trained model"
+    )
+    return parser
+
+
+def run(args) -> int:
+    from .. import checkpoint, describe
+
+    found = []
+    for text in args.specs:
+        # A spec has no slash outside brackets, so that a folder that is not there is told from a misspelt name.
+        if Path(text).is_dir() or "/" in text.partition("(")[0]:
+            text = checkpoint.read_config(checkpoint.resolve(text))["config"]["attention"]
+        found += [cls for _, cls in describe.parts(text)]
+    print("\n\n".join(describe.bibtex(cls) for cls in dict.fromkeys(found)))
+    return 0

@@ -1,0 +1,35 @@
+"""``longspan demo``: linear and softmax attention at equal size, trained on digits and compared."""
+
+from pathlib import Path
+
+from .parser import Parser, make, positive
+
+
+def parser() -> Parser:
+    parser = make(
+        "demo",
+        "Train linear and softmax attention at equal size on images of digits, then measure how fast each generates. "
+        "Writes demo.json, demo.csv, samples_linear.png, samples_softmax.png and throughput.png.",
+        "longspan demo",
+        "longspan demo --out demo --seed 1",
+    )
+    parser.add_argument("--out", type=str, default="demo", help="folder for the figures and the pictures")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of each of the two models")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the order of the data and the samples")
+    return parser
+
+
+def run(args) -> int:
+    from .. import pictures
+
+    positive(args, "steps")
+    out = Path(args.out)
+    pictures.claim_folder(out)
+    from .. import demo
+
+    try:
+        demo.run(out, steps=args.steps, seed=args.seed)
+    except KeyboardInterrupt as error:
+        said = str(error).removesuffix("; go on with resume") or "interrupted"
+        raise KeyboardInterrupt(f"{said}; the same command goes on from there") from error
+    return 0

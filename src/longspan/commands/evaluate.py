@@ -1,0 +1,90 @@
+"""``longspan eval``: bits per dimension or byte of a trained model."""
+
+import json
+import math
+
+from .parser import Parser, make, positive
+
+
+def parser() -> Parser:
+    parser = make(
+        "eval",
+        "Bits per dimension (images) or per byte (text) of a trained model on a held-out split.",
+        "longspan eval runs/digits",
+        "longspan eval runs/digits --split validation --stepwise 20 --json",
+    )
+    parser.add_argument("folder", type=str, help="a training run (its best checkpoint) or a checkpoint")
+    parser.add_argument(
+        "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER"
+    )
+    parser.add_argument("--split", type=str, default="test", help="train, validation or test")
+    parser.add_argument("--batch", type=int, default=64, help="examples per call; changes speed and memory only")
+    parser.add_argument(
+        "--stepwise", nargs="?", type=int, const=100, default=0, metavar="N",
+        help="also score N examples (100 without a number) token by token, as an RNN, and print the largest difference",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    return parser
+
+
+def run(args) -> int:
+    from . import trained
+
+    positive(args, "batch")
+    if args.stepwise < 0:
+        raise ValueError(f"--stepwise={args.stepwise} must not be negative")
+    model, name, length = trained.decoder(args.folder, args.data)
+    data = trained.dataset(model, name, length)
+    result = _bits(model, data, args.split, args.batch)
+    if args.stepwise:
+        result["stepwise"] = _stepwise(model, data, args.split, args.stepwise)
+    if args.json:
+        print(json.dumps({"folder": args.folder, **result}, indent=2))
+        return 0
+    print(f"{result['bits']:.4f} bits/{data.unit} on {result['examples']} examples of {data.name}, {args.split}")
+    if step := result.get("stepwise"):
+        print(
+            f"stepwise: {step['largest_difference']:.1e} nats at most between one pass and {data.length} steps, "
+            f"of {step['mean']:.1f} nats on average ({step['examples']} examples)"
+        )
+    return 0
+
+
+def _bits(model, data, split: str, batch: int) -> dict:
+    from ..train.evaluate import total
+    from .progress import track
+
+    count = data.count(split)
+    if not count:
+        raise ValueError(f"{split} of {data.name} has no examples")
+    parts = -(-count // batch)
+    # Every parts-th example from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
+    sums = [total(model, data, split, batch, 0, i, parts) for i in track(range(parts), parts, "batches")]
+    nats, tokens = (math.fsum(column) for column in zip(*(s.tolist() for s in sums), strict=True))
+    bits = nats / tokens / math.log(2)
+    return {
+        "data": data.name,
+        "split": split,
+        "examples": count,
+        "tokens": int(tokens),
+        "bits": bits,
+        "unit": data.unit,
+    }
+
+
+def _stepwise(model, data, split: str, examples: int) -> dict:
+    import torch
+
+    from ..generate import score
+    from .progress import track
+
+    count = data.count(split)
+    chosen = min(examples, count)
+    parts = (torch.arange(chosen) * count).div(chosen, rounding_mode="floor").split(25)
+    nats, worst = 0.0, 0.0
+    for indices in track(parts, len(parts), "stepwise"):
+        tokens = data.take(split, indices)
+        whole = score(model, tokens)
+        worst = max(worst, (whole - score(model, tokens, chunk=1)).abs().max().item())
+        nats -= whole.sum().item()
+    return {"examples": chosen, "largest_difference": worst, "mean": nats / chosen}

@@ -1,0 +1,130 @@
+"""``longspan generate``: pictures or text from a trained model."""
+
+import codecs
+import math
+import sys
+from pathlib import Path
+
+from .parser import Parser, make, positive
+
+
+def parser() -> Parser:
+    parser = make(
+        "generate",
+        "Pictures or text from a trained model, one step per token. Images go into a PNG; text streams to stdout.",
+        "longspan generate runs/digits --out samples.png --count 64",
+        "longspan generate runs/digits --complete test --top 0.5 --count 16",
+        'longspan generate runs/text --prompt "def " --tokens 500 --temperature 0.8',
+    )
+    parser.add_argument("folder", type=str, help="a training run (its best checkpoint) or a checkpoint")
+    parser.add_argument(
+        "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER"
+    )
+    parser.add_argument("--out", type=str, default="", help="images: the PNG file (samples.png)")
+    parser.add_argument("--count", type=int, default=64, help="images: how many")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws; the same seed gives the same samples")
+    parser.add_argument("--temperature", type=float, default=1.0, help="sharper below 1, flatter above; 0: the mode")
+    parser.add_argument("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0: all")
+    parser.add_argument(
+        "--top_p", type=float, default=1.0, help="keep the likeliest tokens that reach this mass; 1: all"
+    )
+    parser.add_argument(
+        "--complete", type=str, default="", metavar="SPLIT",
+        help="images: complete examples of this split; the PNG shows what was given, its completion and the original",
+    )  # fmt: skip
+    parser.add_argument("--top", type=float, default=0.5, help="with --complete: the part of each image that is given")
+    parser.add_argument("--prompt", type=str, default="", help="text: how it begins")
+    parser.add_argument(
+        "--tokens", type=int, default=0, help="text: bytes to add; 0: 256, or as many as the model has room for"
+    )
+    return parser
+
+
+def run(args) -> int:
+    from . import trained
+
+    positive(args, "count")
+    model, name, length = trained.decoder(args.folder, args.data)
+    options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    shape = trained.shape(model, name)
+    if not shape.grid:
+        _text(model, args, options)
+        return 0
+    if args.prompt or args.tokens:
+        raise ValueError(f"--prompt and --tokens are for text; {name} has images, see --complete")
+    _images(model, args, options, trained.dataset(model, name, length) if args.complete else shape)
+    return 0
+
+
+def _images(model, args, options, data) -> None:
+    import torch
+
+    from .. import pictures
+    from ..generate import generate
+    from .progress import track
+
+    path = Path(args.out or "samples.png")
+    pictures.check(path)
+    if not args.complete:
+        drawn = generate(model, batch=args.count, tokens=data.length, **options)
+        tokens = torch.stack(list(track(drawn, data.length, "tokens")), 1)
+        pictures.save(path, data.picture(tokens))
+        print(f"{path}: {args.count} samples")
+        return
+    originals, known = _examples(args, data)
+    prompt, hidden = originals[:, :known], torch.full_like(originals[:, known:], data.vocab // 2)
+    drawn = generate(model, prompt, tokens=hidden.shape[1], **options)
+    tokens = torch.stack(list(track(drawn, hidden.shape[1], "tokens")), 1)
+    # What was not given is shown in a middle grey.
+    shown = (torch.cat([prompt, hidden], 1), torch.cat([prompt, tokens], 1), originals)
+    columns = 3 * math.ceil((args.count / 3) ** 0.5)
+    pictures.save(path, data.picture(torch.stack(shown, 1).flatten(0, 1)), columns=columns)
+    print(f"{path}: {args.count} images, each as it was given, completed, and as it was")
+
+
+def _examples(args, data):
+    """-> evenly spaced examples of a split (count, length), and how many tokens of each are given."""
+    import torch
+
+    if not 0 < args.top < 1:
+        raise ValueError(f"--top={args.top} must lie between 0 and 1: the part of each image that is given")
+    if args.count > (count := data.count(args.complete)):
+        raise ValueError(f"--count={args.count}: {args.complete} of {data.name} has {count} examples")
+    height = data.grid[0]
+    rows = min(max(round(args.top * height), 1), height - 1)
+    chosen = (torch.arange(args.count) * count).div(args.count, rounding_mode="floor")
+    return data.take(args.complete, chosen), rows * data.length // height
+
+
+def _text(model, args, options) -> None:
+    import torch
+
+    from ..generate import generate
+
+    if args.complete or args.out:
+        raise ValueError("--complete and --out are for images; text continues a --prompt and goes to stdout")
+    data = args.prompt.encode("utf-8", "surrogateescape")
+    config = model.config
+    room = config.length - len(data) if config.positions == "learned" else None
+    steps = args.tokens or (256 if room is None else min(256, max(room, 1)))
+    if steps < 0:
+        raise ValueError(f"--tokens={args.tokens} must not be negative")
+    if room is not None and steps > room:
+        raise ValueError(
+            f"a prompt of {len(data)} bytes and {steps} more exceed the model's {config.length} learned positions; "
+            "shorten one of them, or train with other positions"
+        )
+    prompt = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()[None] if data else None
+    # Bytes that are no UTF-8 are shown as replacement characters; a character's bytes come in several steps.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    tokens = generate(model, prompt, tokens=steps, **options)
+    _write(decoder.decode(data))
+    for token in tokens:
+        _write(decoder.decode(bytes(token.tolist())))
+    _write(decoder.decode(b"", final=True) + "\n")
+
+
+def _write(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()

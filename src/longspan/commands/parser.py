@@ -1,0 +1,57 @@
+"""Parsers whose errors are one line, and which name the known options where an unknown one comes."""
+
+import argparse
+import re
+import textwrap
+from typing import Any, NoReturn
+
+import jsonargparse
+
+from ..spec import known
+
+
+class _Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Shows types and defaults, and leaves the examples' lines as they are."""
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """An argument parser that raises ValueError, with one line, instead of printing its usage and leaving."""
+
+    def read(self, words: list[str]) -> jsonargparse.Namespace:
+        """Parse the words of a command line. Raises ValueError for what cannot be read; --help raises SystemExit."""
+        options = dict.fromkeys(self._option_string_actions)
+        for word in words:
+            if word == "--":
+                break
+            name = word.partition("=")[0]
+            if word.startswith("--") and name not in options:
+                # A recipe has some forty fields; those of the same group are enough to find the right one.
+                group = name.partition(".")[0] + "."
+                near = {option: None for option in options if option.startswith(group)} or options
+                known(name, {option: None for option in near if option.startswith("--")}, "option")
+        return self.parse_args(words)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise ValueError with the message on one line."""
+        message = re.sub(r'[Pp]arser key "([^"]*)":', r"--\1:", " ".join(message.split()))
+        message = re.sub(r"Expected an? <class '(\w+)'>\. Got value: ", r"expected \1, got ", message)
+        raise ValueError(f"{message}; see {self.prog} --help") from ex
+
+
+def make(command: str, description: str, *examples: str, cls: type[Parser] = Parser) -> Parser:
+    """A parser for ``longspan COMMAND``, with examples under its help."""
+    lines = "\n".join(f"  {example}" for example in examples)
+    return cls(
+        prog=f"longspan {command}",
+        description=textwrap.fill(description, 100),
+        epilog=f"examples:\n{lines}\n\n--debug, anywhere on the line, shows the traceback of an error.",
+        formatter_class=_Formatter,
+        allow_abbrev=False,
+    )
+
+
+def positive(args: Any, *names: str) -> None:
+    """Raise ValueError unless each of these options is at least 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")

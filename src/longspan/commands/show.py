@@ -1,0 +1,78 @@
+"""``longspan show``: all that is known of one mechanism, or of each one in a stack."""
+
+import json
+import textwrap
+
+from .parser import Parser, make
+
+
+def parser() -> Parser:
+    parser = make(
+        "show",
+        "One mechanism: its options and what they mean, paper, cost, parameters, the FLOPs of attention against those "
+        "of the feed-forward network and the bytes of the recurrent state by length, and the backend that serves it.",
+        "longspan show linear",
+        "longspan show \"linear(feature_map='relu'); softmax\" --dim 512 --heads 8 --json",
+    )
+    parser.add_argument("spec", type=str, help="a spec, or a stack of specs of which each distinct one is shown")
+    parser.add_argument("--dim", type=int, default=256, help="width of the model")
+    parser.add_argument("--heads", type=int, default=8, help="attention heads")
+    parser.add_argument("--device", type=str, default="cpu", help="where it would run: cpu, cuda, ...")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    return parser
+
+
+def run(args) -> int:
+    from .. import describe
+
+    described = describe.facts(args.spec, args.dim, args.heads, args.device)
+    if args.json:
+        print(json.dumps(described, indent=2, default=str))
+    else:
+        print("\n\n".join(_text(one) for one in described))
+    return 0
+
+
+def _text(one: dict) -> str:
+    paper, counts, sizes = one["paper"], one["counts"], one["parameters"]
+    lines = [
+        f"{one['spec']}: {one['summary']}",
+        f"  paper       {paper['title']} ({paper['year']}), https://arxiv.org/abs/{paper['arxiv']}",
+        f"  cost        {one['cost']} for a sequence of N tokens with heads of size D",
+        f"  forms       {', '.join(one['forms'])}",
+        f"  backend     {one['backend']['name']} on {one['backend']['device']}: {one['backend']['reason']}",
+        f"  parameters  attention {sizes['attention']:,}, feed-forward {sizes['feedforward']:,} "
+        f"(dim={one['dim']}, heads={one['heads']}, {4 * one['dim']} inner units)",
+        "  options",
+    ]
+    width = max((len(f"{o['name']}={o['value']!r}") for o in one["options"]), default=0)
+    for option in one["options"]:
+        default = "" if option["value"] == option["default"] else f"(default {option['default']!r}) "
+        start = f"    {option['name']}={option['value']!r}".ljust(width + 6)
+        text = f"{default}{option['meaning']}"
+        lines += textwrap.wrap(start + text, 118, subsequent_indent=" " * (width + 6)) or [start.rstrip()]
+    form = "causal" if one["causal"] else "bidirectional"
+    lines += [
+        f"  FLOPs of one layer for one sequence ({form}, parallel form, matrix products), and its recurrent state",
+        f"    {'tokens':>8} {'projections':>12} {'mixing':>12} {'feed-forward':>13} {'mixing share':>13} {'state':>11}",
+    ]
+    for row in counts:
+        share = row["mixing"] / (row["projections"] + row["mixing"] + row["feedforward"])
+        state = "none" if row["state"] is None else f"{_short(row['state'], 1024, ('', 'Ki', 'Mi', 'Gi'))}B"
+        lines.append(
+            f"    {row['tokens']:>8} {_short(row['projections']):>12} {'' if row['measured'] else '~'}"
+            f"{_short(row['mixing']):>{12 if row['measured'] else 11}} {_short(row['feedforward']):>13} "
+            f"{share:>12.0%} {state:>11}"
+        )
+    if not all(row["measured"] for row in counts):
+        longest = max(row["tokens"] for row in counts if row["measured"])
+        lines.append(f"    ~ continued from counts up to {longest} tokens")
+    return "\n".join(lines)
+
+
+def _short(number: float, base: int = 1000, letters: tuple[str, ...] = ("", "k", "M", "G", "T", "P")) -> str:
+    for letter in letters:
+        if number < base or letter == letters[-1]:
+            return f"{number:.4g} {letter}".strip() if not letter else f"{number:.3g} {letter}"
+        number /= base
+    raise AssertionError("the last letter always serves")

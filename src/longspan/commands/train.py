@@ -1,0 +1,93 @@
+"""``longspan train``: train a model from a recipe or from flags."""
+
+import dataclasses
+import itertools
+import shlex
+from pathlib import Path
+
+import jsonargparse
+import yaml
+
+from ..config import Config
+from ..spec import known
+from .parser import Parser, make
+
+SECTIONS = ("model", "run", "resume")
+
+
+class _Parser(Parser):
+    def read(self, words: list[str]) -> jsonargparse.Namespace:
+        for here, after in itertools.pairwise((*words, "")):
+            name, equals, value = here.partition("=")
+            if name == "--config":
+                _check(value if equals else after)
+        return super().read(words)
+
+
+def parser() -> Parser:
+    from ..train import Run
+
+    # The docstrings under the fields become the flags' help.
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = make(
+        "train",
+        "Train a decoder. A recipe is a YAML file with the two entries model and run; every field of it is also a "
+        "flag, and flags win over the recipes before them. The run's folder gets config.yaml, checkpoints and metrics. "
+        "Ctrl-C saves a checkpoint from which --resume goes on to the very same result.",
+        "longspan train --config recipes/digits.yaml --run.steps 100 --run.out runs/digits",
+        "longspan train --config runs/digits/config.yaml --resume",
+        "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
+        cls=_Parser,
+    )
+    parser.add_argument("--config", action="config", help="recipe: a YAML file with model and run")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in run.out")
+    parser.add_class_arguments(Config, "model")
+    parser.add_class_arguments(Run, "run")
+    return parser
+
+
+def run(args) -> int:
+    from ..train import Run, fit
+
+    config, run = Config.from_dict(args.model.as_dict()), Run(**args.run.as_dict())
+    try:
+        result = fit(config, run, resume=args.resume)
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(_how_to_go_on(str(error), Path(run.out) / "config.yaml")) from error
+    # Of several processes only the first one has the result.
+    if result.bits:
+        bits = ", ".join(f"{split} {value:.3f}" for split, value in result.bits.items())
+        unit = "byte" if run.data.startswith("text") else "dim"
+        print(f"{result.folder}: {result.steps} steps, {result.seconds:.1f} s, bits/{unit}: {bits}")
+    return 0
+
+
+def _how_to_go_on(said: str, recipe: Path) -> str:
+    if not recipe.exists():
+        return said or "interrupted; nothing was saved"
+    said = said.removesuffix("; go on with resume") or "interrupted"
+    return f"{said}; go on with: longspan train --config {shlex.quote(str(recipe))} --resume"
+
+
+def _check(path: str) -> None:
+    """Raise ValueError for a recipe that is missing or has an entry that is not known, were it empty."""
+    from ..train import Run
+
+    try:
+        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ValueError(f"--config: cannot read {path!r}: {reason}") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config: {path} is no YAML: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"--config: {path} is no recipe, which has the entries model and run")
+    for section, values in recipe.items():
+        known(str(section), dict.fromkeys(SECTIONS), f"entry of {path}")
+        if section == "resume":
+            continue
+        if not isinstance(values, dict):
+            raise ValueError(f"--config: {section} of {path} must map fields to values, not be {values!r}")
+        fields = dataclasses.fields(Config if section == "model" else Run)
+        for name in values:
+            known(str(name), {field.name: None for field in fields}, f"field of {section} in {path}")

@@ -1,0 +1,277 @@
+"""Facts about mechanisms, taken from their classes or measured: what ``list``, ``show`` and ``cite`` print."""
+
+import contextlib
+import inspect
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import ops, spec
+from .attention import REGISTRY, Attention, build, nbytes
+from .attention.base import own_options
+from .layers import FeedForward
+
+TOKENS = (256, 1024, 4096, 16384, 65536)
+
+
+def mechanisms() -> list[dict[str, Any]]:
+    """Each registered mechanism: name, summary, cost, forms, paper (arXiv number)."""
+    return [
+        {"name": name, "summary": summary(cls), "cost": cls.cost, "forms": forms(cls), "paper": cls.paper}
+        for name, cls in sorted(REGISTRY.items())
+    ]
+
+
+def summary(cls: type[Attention]) -> str:
+    """The first line of the docstring."""
+    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+
+
+def forms(cls: type[Attention]) -> list[str]:
+    """Those of causal, bidirectional, cross and packed that a mechanism has."""
+    more = {"context": "cross", "segments": "packed"}
+    return [*cls.directions, *(form for argument, form in more.items() if argument in cls.takes)]
+
+
+def parts(text: str) -> list[tuple[str, type[Attention]]]:
+    """The distinct specs of a stack, each with its class; nothing is built.
+
+    Raises ValueError for an unknown mechanism or option.
+
+    >>> [(text, cls.__name__) for text, cls in parts("linear; softmax(kv_heads=1); linear")]
+    [('linear', 'Linear'), ('softmax(kv_heads=1)', 'Softmax')]
+    """
+
+    def maker(cls: type[Attention]) -> Callable[..., type[Attention]]:
+        def found(**options: Any) -> type[Attention]:
+            return cls
+
+        found.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
+        return found
+
+    makers = {name: maker(cls) for name, cls in REGISTRY.items()}
+    classes = {part: spec.parse(part, makers) for part in dict.fromkeys(spec.split(text))}
+    for part, cls in classes.items():
+        if not inspect.isclass(cls):
+            raise ValueError(f"{part!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
+    return list(classes.items())
+
+
+def options(attention: Attention) -> list[dict[str, Any]]:
+    """Each option of a mechanism: name, value, default, meaning (the docstring's words)."""
+    cls = type(attention)
+    return [
+        {"name": name, "value": getattr(attention, name), "default": p.default, "meaning": meaning(cls, name)}
+        for name, p in own_options(cls).items()
+    ]
+
+
+def meaning(cls: type[Attention], option: str) -> str:
+    """What the class docstring says of an option: after its name and a colon, or else where its name occurs."""
+    said = []
+    for paragraph in inspect.cleandoc(cls.__doc__ or "").split("\n\n")[1:]:
+        # A sentence ends before a capital letter or the next option; the stops inside "(..., D)" end none.
+        said += re.split(r"(?<=[^.]\.)\s+(?=``|[A-Z])", " ".join(paragraph.split()))
+    for pattern in (rf"^``{option}``:\s*", rf"``{option}``()", rf"\b{option}\b()"):
+        for sentence in said:
+            if re.search(pattern, sentence):
+                return (re.sub(pattern, "", sentence) if pattern[0] == "^" else sentence).replace("``", "")
+    return ""
+
+
+def bibtex(cls: type[Attention]) -> str:
+    """The paper as a BibTeX entry."""
+    authors, title, year = cls.citation
+    family = _letters(re.split(r",| and ", authors)[0])
+    # The first word of the title that is no article or preposition.
+    word = next((w for w in map(_letters, title.split()) if len(w) > 3), _letters(title))
+    fields = {
+        "author": f"{{{authors}}}",
+        "title": f"{{{{{title}}}}}",
+        "year": f"{{{year}}}",
+        "eprint": f"{{{cls.paper}}}",
+        "archivePrefix": "{arXiv}",
+        "url": f"{{https://arxiv.org/abs/{cls.paper}}}",
+    }
+    lines = ",\n".join(f"  {name} = {value}" for name, value in fields.items())
+    return f"@misc{{{family}{year}{word},\n{lines},\n}}"
+
+
+def backend(device: str) -> tuple[str, str]:
+    """The backend that serves on a device, and why. Raises ValueError for something that is no device."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is no device; known are e.g. cpu, cuda, mps") from error
+    served = [name for name in ops.BACKENDS if name not in ("auto", "reference") and _serves(name)]
+    name = ops.chosen("attention")
+    absent = [other for other in ops.BACKENDS if other not in ("auto", "reference", *served)]
+    reason = ops.BACKENDS[name] + (f"; not in this version: {', '.join(absent)}" if absent else "")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind != "cpu" and (accelerator is None or kind != accelerator.type):
+        reason += f"; this machine has no {kind}"
+    return name, reason
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one layer costs for one sequence. FLOPs are those of matrix products, multiply and add counted as two."""
+
+    tokens: int
+    projections: int
+    """FLOPs of the attention's linear projections"""
+    mixing: int
+    """FLOPs of what is between them: how tokens reach one another"""
+    feedforward: int
+    """FLOPs of the feed-forward network"""
+    state: int | None
+    """bytes of the recurrent state after so many tokens; None where there is none (bidirectional)"""
+    measured: bool
+    """counted at this length; otherwise extrapolated from shorter ones"""
+
+
+def counts(attention: Attention, *, inner: int = 0, tokens: Sequence[int] = TOKENS) -> list[Count]:
+    """Count the FLOPs of an attention's parallel form, and of a feed-forward network with ``inner`` units (0: 4 dim).
+
+    PyTorch's own counter watches a call on tensors without contents, at each length up to 4096; beyond, the quadratic
+    through the three longest counts is continued, which is exact wherever time is a polynomial up to N^2. A mechanism
+    whose course depends on its input is run for real, up to 1024 tokens. The fused softmax kernels count as the
+    products that they stand for, without the half that a causal mask spares some of them.
+    """
+    network = _feedforward(attention.dim, inner or 4 * attention.dim)
+    measure, longest = _measure(attention)
+    rows = []
+    for n in tokens:
+        if n <= longest:
+            projections, mixing = measure(n)
+        else:
+            known = [(m, measure(m)) for m in (longest // 4, longest // 2, longest)]
+            projections, mixing = (_continue([(m, found[i]) for m, found in known], n) for i in (0, 1))
+        state = _state_bytes(attention, n) if attention.causal else None
+        rows.append(Count(n, projections, mixing, sum(_flops(network, 1)) * n, state, n <= longest))
+    return rows
+
+
+def _feedforward(dim: int, inner: int) -> FeedForward:
+    # Its random weights are for nobody, so the caller's random numbers stay as they are.
+    with torch.random.fork_rng(devices=[]):
+        return FeedForward(dim, inner, "gelu")
+
+
+def _measure(attention: Attention) -> tuple[Callable[[int], tuple[int, int]], int]:
+    """-> a function that counts (projections, mixing) for a number of tokens, and the largest number that it is for."""
+    found: dict[int, tuple[int, int]] = {}
+    try:
+        found[256] = _flops(attention, 256)
+        fake, longest = True, 4096
+    except RuntimeError:
+        fake, longest = False, 1024
+
+    def measure(n: int) -> tuple[int, int]:
+        if n not in found:
+            found[n] = _flops(attention, n, fake=fake)
+        return found[n]
+
+    return measure, longest
+
+
+def _flops(module: nn.Module, n: int, *, fake: bool = True) -> tuple[int, int]:
+    """FLOPs of one call on one sequence of n tokens: inside the module's nn.Linear parts, and the rest."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    width = getattr(module, "dim", None) or next(module.parameters()).shape[-1]
+    # The counter knows the products of the plain form, but not every fused kernel.
+    with contextlib.ExitStack() as stack:
+        for context in (torch.no_grad(), torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH)):
+            stack.enter_context(context)
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            x = torch.zeros(1, n, width)
+        else:
+            x = torch.randn(1, n, width, generator=torch.Generator().manual_seed(0))
+        counter = stack.enter_context(FlopCounterMode(display=False))
+        module(x)
+        by_name = counter.get_flop_counts()
+        inside = sum(sum(by_name.get(f"{type(module).__name__}.{name}", {}).values()) for name in linears)
+        return inside, counter.get_total_flops() - inside
+
+
+def _continue(points: Sequence[tuple[int, int]], n: int) -> int:
+    """The value at n of the polynomial through these points (Lagrange), in exact fractions."""
+    value = Fraction(0)
+    for i, (x, y) in enumerate(points):
+        term = Fraction(y)
+        for j, (other, _) in enumerate(points):
+            if j != i:
+                term *= Fraction(n - other, x - other)
+        value += term
+    return round(value)
+
+
+def _state_bytes(attention: Attention, n: int) -> int:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        return nbytes(attention.init_state(1, n))
+
+
+def parameters(module: nn.Module) -> int:
+    """Numbers that are learnt."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad)
+
+
+def facts(text: str, dim: int, heads: int, device: str = "cpu") -> list[dict[str, Any]]:
+    """All of the above for each distinct spec of a stack, as plain values; what ``longspan show`` prints.
+
+    Attention of width ``dim`` with ``heads`` heads, causal where it has that form; feed-forward network of 4 dim units.
+    Raises ValueError for a spec, a size or a device that is not possible.
+    """
+    name, reason = backend(device)
+    described = []
+    for part, cls in parts(text):
+        with torch.random.fork_rng(devices=[]):
+            attention = build(part, dim, heads, causal="causal" in cls.directions)
+        authors, title, year = cls.citation
+        described.append(
+            {
+                "spec": part,
+                "summary": summary(cls),
+                "paper": {"arxiv": cls.paper, "authors": authors, "title": title, "year": year},
+                "cost": cls.cost,
+                "forms": forms(cls),
+                "options": options(attention),
+                "dim": dim,
+                "heads": heads,
+                "causal": attention.causal,
+                "parameters": {
+                    "attention": parameters(attention),
+                    "feedforward": parameters(_feedforward(dim, 4 * dim)),
+                },
+                "backend": {"device": device, "name": name, "reason": reason},
+                "counts": [vars(count) for count in counts(attention)],
+            }
+        )
+    return described
+
+
+def _serves(name: str) -> bool:
+    try:
+        with ops.backend(name):
+            ops.chosen("attention")
+    except ValueError:
+        return False
+    return True
+
+
+def _letters(text: str) -> str:
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[^a-z0-9]", "", plain.lower())

@@ -1,0 +1,97 @@
+"""Measurements: what is counted, what is rejected, and how steps become whole runs. Nothing here is timed."""
+
+import pytest
+import torch
+
+from longspan.bench import guard, throughput
+from longspan.config import Config
+from longspan.generate import generate
+from longspan.model import Decoder
+
+
+class Scripted(guard.Guard):
+    """A guard that answers from a list, then always that it is quiet."""
+
+    def __init__(self, answers):
+        super().__init__()
+        self.answers = list(answers)
+
+    def quiet(self):
+        return self.answers.pop(0) if self.answers else True
+
+
+def decoder(attention):
+    torch.manual_seed(0)
+    return Decoder(Config(dim=8, depth=2, heads=2, attention=attention, feedforward=8, vocab=5, length=20)).eval()
+
+
+def test_candidates_take_turns():
+    calls = []
+    timings = guard.interleave({n: lambda n=n: calls.append(n) for n in "ab"}, 3, Scripted([]))
+    assert "".join(calls) == "ab" + "ababab"  # the first pair warms up
+    assert [len(t.samples) for t in timings.values()] == [3, 3]
+
+
+@pytest.mark.parametrize("answers", [[False], [True, False]], ids=["busy before", "busy after"])
+def test_a_disturbed_sample_is_taken_again_and_counted(answers):
+    calls = []
+    timing = guard.interleave({"a": lambda: calls.append(1)}, 2, Scripted(answers))["a"]
+    assert (len(timing.samples), timing.rejected, timing.disturbed) == (2, 1, 0)
+    assert len(calls) == 1 + 2 + 1
+
+
+def test_patience_ends():
+    timing = guard.interleave({"a": lambda: None}, 1, Scripted([False] * 100), patience=3)["a"]
+    assert (len(timing.samples), timing.rejected, timing.disturbed) == (1, 3, 1)
+
+
+def test_a_guard_with_no_patience_for_copies_finds_every_moment_busy():
+    assert not guard.Guard(limit=0.0).quiet()
+
+
+def test_a_timing_is_a_median():
+    assert guard.Timing([3.0, 1.0, 100.0]).seconds == 3.0
+
+
+def test_integral_of_a_line_is_its_sum():
+    at = throughput.positions(784)
+    assert (len(at), at[0], at[-1]) == (9, 0, 783)
+    seconds = [2.0 + 0.5 * p for p in at]
+    assert throughput.integrate(at, seconds, 784) == pytest.approx(sum(2.0 + 0.5 * p for p in range(784)))
+
+
+def test_short_lengths_have_fewer_positions():
+    assert throughput.positions(4) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax", "linear; softmax"])
+def test_a_state_at_a_position_is_as_large_as_a_true_one(attention):
+    model = decoder(attention)
+    state = throughput.state_at(model, 3, 7, 20)
+    assert state.position.tolist() == [7] * 3
+    with torch.no_grad():
+        _, after = model(torch.zeros(3, 1, dtype=torch.long), state)
+    _, true = model(torch.zeros(3, 8, dtype=torch.long), model.init_state(3))
+    shapes = [[t.shape for t in layer] for layer in after.layers]
+    assert shapes == [[t.shape for t in layer] for layer in true.layers]
+    throughput.stepper(model, state, 7)()
+    assert state.position.tolist() == [7] * 3
+
+
+def test_a_recomputed_run_draws_from_the_same_model():
+    model = decoder("softmax")
+    assert throughput.whole(model, 5, 2) > 0
+    assert throughput.whole_recomputed(model, 5, 2) > 0
+    assert len(list(generate(model, tokens=5, batch=2))) == 5
+
+
+def test_every_model_is_timed_at_every_position():
+    models = {"linear": decoder("linear"), "softmax_recompute": decoder("softmax")}
+    ticks = []
+    found = throughput.by_position(models, 5, 2, 1, lambda: ticks.append(1))
+    assert {name: list(timings) for name, timings in found.items()} == {name: [0, 1, 2, 3, 4] for name in models}
+    assert len(ticks) == 5
+
+
+def test_machine_names_what_matters():
+    assert {"processor", "cores", "threads", "load", "python", "torch"} <= set(guard.machine())

@@ -1,0 +1,278 @@
+"""What the commands are made of: facts about mechanisms, pictures, bars."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import longspan
+from longspan import data, describe, pictures
+from longspan.attention import REGISTRY, Attention
+from longspan.commands import trained
+from longspan.commands.progress import track
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def test_every_mechanism_has_its_row():
+    rows = describe.mechanisms()
+    assert [row["name"] for row in rows] == longspan.names()
+    for row in rows:
+        assert row["summary"].endswith((".", ":"))
+        assert set(row["forms"]) <= {"causal", "bidirectional", "cross", "packed"}
+        assert "causal" in row["forms"] or "bidirectional" in row["forms"]
+
+
+def test_parts_are_distinct_specs_with_their_classes():
+    found = describe.parts("linear; softmax(kv_heads=1); linear; softmax")
+    assert [text for text, _ in found] == ["linear", "softmax(kv_heads=1)", "softmax"]
+    assert [cls.name for _, cls in found] == ["linear", "softmax", "softmax"]
+    # Nothing is built, so sizes that would not fit do not matter.
+    assert describe.parts("softmax(kv_heads=997)")[0][1].name == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("linaer", "unknown name 'linaer'"), ("linear(foo=1)", "no option 'foo'"), ("7", "names no attention")],
+)
+def test_parts_refuse_what_is_no_stack(text, message):
+    with pytest.raises(ValueError, match=message):
+        describe.parts(text)
+
+
+def test_options_tell_value_default_and_meaning():
+    options = {o["name"]: o for o in describe.options(longspan.build("softmax(kv_heads=2)", 8, 4))}
+    assert list(options) == ["kv_heads", "dropout", "rotary", "context_dim"]
+    assert (options["kv_heads"]["value"], options["kv_heads"]["default"]) == (2, 0)
+    assert options["kv_heads"]["meaning"].startswith("heads of keys and values")
+    assert options["rotary"]["meaning"] == "base of rotary positions (0: none)."
+
+
+@pytest.mark.parametrize("name", longspan.names())
+def test_every_option_means_something(name):
+    attention = longspan.build(name, 8, 2)
+    for option in describe.options(attention):
+        assert option["meaning"], f"the docstring of {name} does not say what {option['name']} is"
+        assert "``" not in option["meaning"]
+
+
+class Documented(Attention):
+    """First line with ``alpha``.
+
+    ``alpha``: maps (..., D) to (..., F). ``beta``: another one. Then ``gamma`` and ``delta`` share a sentence.
+
+    x = y + epsilon
+    """
+
+
+@pytest.mark.parametrize(
+    ("option", "meaning"),
+    [
+        ("alpha", "maps (..., D) to (..., F)."),
+        ("beta", "another one."),
+        ("gamma", "Then gamma and delta share a sentence."),
+        ("epsilon", "x = y + epsilon"),
+        ("zeta", ""),
+    ],
+)
+def test_meanings_are_the_docstrings_words(option, meaning):
+    assert describe.meaning(Documented, option) == meaning
+
+
+def test_softmax_counts_are_those_of_its_formula():
+    dim = 12
+    for count in describe.counts(longspan.build("softmax", dim, 3), inner=7, tokens=(11, 256, 8191)):
+        n = count.tokens
+        assert count.projections == 2 * 4 * n * dim**2
+        assert count.mixing == 2 * 2 * n**2 * dim
+        assert count.feedforward == 2 * 2 * n * dim * 7
+        # Keys and values in float32, and one int64 for the length.
+        assert count.state == 2 * n * dim * 4 + 8
+        assert count.measured == (n <= 4096)
+
+
+@pytest.mark.parametrize("spec", ["linear", "linear(rotary=100.0)", "kernel"])
+def test_continued_counts_equal_measured_ones(spec):
+    attention = longspan.build(spec, 8, 2)
+    (count,) = describe.counts(attention, tokens=(16384,))
+    assert not count.measured
+    assert (count.projections, count.mixing) == describe._flops(attention, 16384)
+
+
+def test_linear_costs_linear_time_and_a_constant_state():
+    first, second = describe.counts(longspan.build("linear", 8, 2), tokens=(2048, 4096))
+    assert second.mixing == 2 * first.mixing
+    assert second.state == first.state == longspan.nbytes(longspan.build("linear", 8, 2).init_state(1))
+
+
+def test_bidirectional_attention_has_no_state():
+    (count,) = describe.counts(longspan.build("linear", 8, 2, causal=False), tokens=(29,))
+    assert count.state is None
+
+
+class Peeking(Attention):
+    """Looks at its input before it decides what to do, so that it cannot run on tensors without contents."""
+
+    def __init__(self, dim, heads):
+        super().__init__(dim, heads)
+        self.out = nn.Linear(dim, dim)
+
+    def start(self, batch, capacity):
+        return self.out.weight.new_zeros(batch, 3)
+
+    def attend(self, x, state):
+        if x.abs().max().item() == 0:
+            return x, state
+        return self.out(x @ (x.mT @ x)), state
+
+
+def test_a_course_that_depends_on_the_input_is_counted_by_running():
+    dim = 6
+    for count in describe.counts(Peeking(dim, 2), tokens=(29, 4096)):
+        assert count.projections == 2 * count.tokens * dim**2
+        assert count.mixing == 2 * 2 * count.tokens * dim**2
+        assert count.measured == (count.tokens <= 1024)
+
+
+def test_counting_leaves_the_random_numbers_alone():
+    before = torch.get_rng_state()
+    describe.facts("softmax(dropout=0.5)", 6, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_facts_are_plain_and_complete():
+    (one,) = describe.facts("linear(feature_map='relu')", 10, 2)
+    assert one["spec"] == "linear(feature_map='relu')"
+    assert one["parameters"] == {"attention": 4 * 110, "feedforward": 10 * 40 + 40 + 40 * 10 + 10}
+    assert one["paper"]["arxiv"] == "2006.16236"
+    assert one["backend"]["name"] == "torch"
+
+
+def test_backend_gives_its_reason():
+    name, reason = describe.backend("cpu")
+    assert name == "torch"
+    assert longspan.ops.BACKENDS["torch"] in reason
+    with longspan.backend("reference"):
+        assert describe.backend("cpu")[0] == "reference"
+    absent = "xpu" if torch.cuda.is_available() else "cuda"
+    assert f"this machine has no {absent}" in describe.backend(absent)[1]
+    with pytest.raises(ValueError, match="device='oven' is no device"):
+        describe.backend("oven")
+
+
+def test_bibtex_entries_are_whole_and_their_keys_differ():
+    entries = [describe.bibtex(cls) for cls in REGISTRY.values()]
+    assert len({entry.partition(",")[0] for entry in entries}) == len(entries)
+    for cls, entry in zip(REGISTRY.values(), entries, strict=True):
+        assert entry.count("{") == entry.count("}")
+        assert cls.citation[0] in entry
+        assert cls.citation[1] in entry
+        assert f"eprint = {{{cls.paper}}}" in entry
+
+
+def test_bibtex_keys_are_plain_letters():
+    class Cited(Attention):
+        """Not registered."""
+
+        citation, paper = ("Çağla-Öz, Ada and Other, Bob", "On the Düal of It", 2021), "2101.00001"
+
+    assert describe.bibtex(Cited).startswith("@misc{caglaoz2021dual,")
+
+
+def test_a_grid_shows_each_image_sharp_and_in_order(tmp_path):
+    from PIL import Image
+
+    images = torch.arange(5 * 2 * 3, dtype=torch.uint8).view(5, 2, 3)
+    pictures.save(tmp_path / "a.png", images, columns=2, size=5)
+    with Image.open(tmp_path / "a.png") as image:
+        canvas = np.asarray(image)
+    # Factor 3 makes 6x9 pixels of 2x3, and gaps are 4 wide.
+    assert canvas.shape == (3 * 10 + 4, 2 * 13 + 4)
+    for i, picture in enumerate(images.numpy()):
+        top, left = 4 + i // 2 * 10, 4 + i % 2 * 13
+        np.testing.assert_array_equal(canvas[top : top + 6, left : left + 9], picture.repeat(3, 0).repeat(3, 1))
+
+
+def test_colours_stay_and_large_images_are_not_enlarged(tmp_path):
+    from PIL import Image
+
+    images = torch.randint(256, (3, 7, 5, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pictures.save(tmp_path / "a.png", images, size=7)
+    with Image.open(tmp_path / "a.png") as image:
+        canvas = np.asarray(image)
+    assert canvas.shape == (2 * 11 + 4, 2 * 9 + 4, 3)
+    np.testing.assert_array_equal(canvas[4:11, 13:18], images[1].numpy())
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.png"]
+
+
+@pytest.mark.parametrize(
+    "images", [torch.zeros(2, 3, 3), torch.zeros(3, 3, dtype=torch.uint8), torch.zeros(0, 3, 3).byte()]
+)
+def test_other_things_are_no_pictures(images, tmp_path):
+    with pytest.raises(ValueError, match="images must be uint8"):
+        pictures.save(tmp_path / "a.png", images)
+
+
+def test_places_that_cannot_be_written_are_refused_at_once(tmp_path, monkeypatch):
+    for name, message in (("a.gif", "end in .png"), ("none/a.png", "no folder"), ("d.png", "it is a folder")):
+        (tmp_path / "d.png").mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match=message):
+            pictures.check(tmp_path / name)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot make the folder"):
+        pictures.claim_folder(tmp_path / "file" / "below")
+
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(ValueError, match="cannot write into .*No space left"):
+        pictures.check(tmp_path / "a.png")
+    with pytest.raises(ValueError, match="cannot write into"):
+        pictures.claim_folder(Path(tmp_path))
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(ValueError, match=r"cannot write .*a\.png: Input/output error"):
+        pictures.save(tmp_path / "a.png", torch.zeros(1, 2, 2, dtype=torch.uint8))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "cifar10"])
+def test_shapes_are_those_of_the_data(name):
+    folder = SHARED / name
+    if name != "digits" and not folder.is_dir():
+        pytest.skip(f"no {name} files beside the repository")
+    found = data.load(name if name == "digits" else f"{name}:{folder}")
+    assert trained.SHAPES[name] == (found.grid, found.vocab)
+
+
+class Terminal:
+    """A terminal that keeps what is written."""
+
+    def __init__(self, watched: bool):
+        self.watched, self.text = watched, ""
+
+    def isatty(self) -> bool:
+        return self.watched
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("watched", "tick", "drawn"), [(True, 1.0, True), (True, 0.01, False), (False, 1.0, False)])
+def test_a_bar_is_drawn_on_terminals_after_a_second(watched, tick, drawn):
+    terminal, times = Terminal(watched), iter(range(99))
+    items = list(track("abcde", 5, "letters", stream=terminal, clock=lambda: next(times) * tick))  # type: ignore
+    assert items == list("abcde")
+    assert ("letters 3/5 [############" in terminal.text) == drawn
+    assert terminal.text.endswith("\r\x1b[K") == drawn
