@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longspan.bench import guard, throughput
+from longspan.bench import guard, memory, throughput
 from longspan.config import Config
 from longspan.generate import generate
 from longspan.model import Decoder
@@ -95,3 +95,29 @@ def test_every_model_is_timed_at_every_position():
 
 def test_machine_names_what_matters():
     assert {"processor", "cores", "threads", "load", "python", "torch"} <= set(guard.machine())
+
+
+class TestMemory:
+    def test_the_state_grows_for_softmax_only(self):
+        sizes = {s: [memory.state_bytes(s, n) for n in (100, 200, 400)] for s in ("linear", "softmax")}
+        assert len(set(sizes["linear"])) == 1
+        assert [s - 8 for s in sizes["softmax"]] == [2 * 512 * 4 * n for n in (100, 200, 400)]  # 8: the length
+
+    def test_exponent_of_a_power(self):
+        assert memory.exponent({n: 3.0 * n**1.5 for n in (10, 100, 1000)}) == pytest.approx(1.5)
+
+    @pytest.mark.slow
+    def test_forward_and_backward_grow_linearly(self):
+        """Four times the tokens take at most 4.4 times the memory beyond what the smallest takes, up to 65536."""
+        found = memory.measure("linear", "train", (4096, 16384, 65536))
+        first, second = found[16384] - found[4096], found[65536] - found[16384]
+        assert second <= 4.4 * first
+
+    @pytest.mark.slow
+    def test_generation_does_not_grow(self):
+        found = memory.measure("linear", "decode", (256, 2048))
+        assert found[2048] <= found[256] + 4
+        grown = memory.measure("softmax", "decode", (256, 2048))
+        # Keys and values of 4 layers; a part of them lies in memory that was freed before.
+        cache = (2048 - 256) * 16 * 128 * 2 * 4 * 4 / 2**20
+        assert grown[2048] >= grown[256] + cache / 2

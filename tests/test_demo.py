@@ -5,16 +5,20 @@ import json
 import math
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("lightning", reason="the demo trains: pip install longspan[demo]")
 pytest.importorskip("matplotlib", reason="the demo draws: pip install longspan[demo]")
 
-from longspan import data, demo
+from longspan import checkpoint, data, demo, score
 from longspan.attention import nbytes
+from longspan.config import Config
 from longspan.model import Decoder
+from longspan.train import Run
 
 TINY = replace(demo.PAPER, dim=16, depth=2, heads=2, feedforward=16, length=11)
 KINDS = {"linear", "softmax_cached", "softmax_recompute"}
@@ -100,6 +104,27 @@ def test_held_out_images_look_like_the_data_and_noise_does_not():
     assert demo.likeness(noise, dataset)["distance_ratio"] > 1.5
 
 
+def test_the_recipe_is_the_demos_training():
+    recipe = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "digits.yaml").read_text(encoding="utf-8"))
+    assert Config(**recipe["model"]) == demo.DIGITS
+    assert Run(**recipe["run"]) == replace(demo.TRAINING, out=recipe["run"]["out"])
+
+
+def same_likelihood(folder, spec, tolerance=1e-4):
+    """100 held-out digits read in one pass and by stepping: nats per image, summed in float64."""
+    dataset = data.load("digits")
+    images = dataset.take("test", torch.arange(100))
+    model = checkpoint.load(folder / spec)
+    whole, stepped = score(model, images), score(model, images, chunk=1)
+    assert 50 < -whole.mean() < 64 * math.log(17)
+    assert (whole - stepped).abs().max().item() <= tolerance
+
+
+@pytest.mark.parametrize("spec", demo.SPECS)
+def test_a_trained_model_scores_the_same_as_an_rnn(result, spec):
+    same_likelihood(result[0], spec)
+
+
 @pytest.mark.demo
 def test_the_whole_demo(tmp_path):
     """What the demo must show: it learns, the samples look like digits, and linear is faster by what it should be."""
@@ -110,6 +135,8 @@ def test_the_whole_demo(tmp_path):
     for sample in found["samples"].values():
         assert sample["smallest_class"] >= 0.03
         assert sample["distance_ratio"] <= 1.5
+    for spec in demo.SPECS:
+        same_likelihood(tmp_path, spec)
     speed = found["images_per_second"]["mnist_784"]
     assert speed["linear"] >= 3 * speed["softmax_cached"]
     assert speed["linear"] >= 100 * speed["softmax_recompute"]

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "longspan"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
-    ("spec", "config"),
+    ("spec", "config", "folders"),
     ("ops", "likelihood"),
     ("layers", "cache"),
     ("attention",),

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from longspan.config import ACTIVATIONS
-from longspan.layers import FeedForward, merge, norm, positions, rotate, sinusoid, split, visible
+from longspan.layers import FeedForward, norm, positions, rotate, sinusoid, visible
+from longspan.ops.heads import merge, split
 
 
 def randn(*shape, seed=0):

@@ -16,6 +16,7 @@ from . import ops, spec
 from .attention import REGISTRY, Attention, build, nbytes
 from .attention.base import own_options
 from .layers import FeedForward
+from .ops.native import build as kernels
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
 
@@ -103,20 +104,28 @@ def bibtex(cls: type[Attention]) -> str:
     return f"@misc{{{family}{year}{word},\n{lines},\n}}"
 
 
-def backend(device: str) -> tuple[str, str]:
-    """The backend that serves on a device, and why. Raises ValueError for something that is no device."""
+def backend(device: str, cls: type[Attention] | None = None) -> tuple[str, str]:
+    """The backend that serves (a mechanism) on a device, and why. Raises ValueError for something that is no device."""
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise ValueError(f"device={device!r} is no device; known are e.g. cpu, cuda, mps") from error
-    served = [name for name in ops.BACKENDS if name not in ("auto", "reference") and _serves(name)]
-    name = ops.chosen("attention")
-    absent = [other for other in ops.BACKENDS if other not in ("auto", "reference", *served)]
-    reason = ops.BACKENDS[name] + (f"; not in this version: {', '.join(absent)}" if absent else "")
+    name = ops.chosen("attention", tuple(ops.BACKENDS))
+    reason = ops.BACKENDS[name]
+    if cls and cls.native and kind == "cpu" and name == "torch":
+        reason += f"; native for {cls.native}: {_kernels()}"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind != "cpu" and (accelerator is None or kind != accelerator.type):
         reason += f"; this machine has no {kind}"
     return name, reason
+
+
+def _kernels() -> str:
+    try:
+        kernels.load()
+    except kernels.Unavailable as error:
+        return f"not here, since {error}"
+    return "compiled and ready"
 
 
 @dataclass(frozen=True)
@@ -235,9 +244,9 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu") -> list[dict[str
     Attention of width ``dim`` with ``heads`` heads, causal where it has that form; feed-forward network of 4 dim units.
     Raises ValueError for a spec, a size or a device that is not possible.
     """
-    name, reason = backend(device)
     described = []
     for part, cls in parts(text):
+        name, reason = backend(device, cls)
         with torch.random.fork_rng(devices=[]):
             attention = build(part, dim, heads, causal="causal" in cls.directions)
         authors, title, year = cls.citation
@@ -261,15 +270,6 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu") -> list[dict[str
             }
         )
     return described
-
-
-def _serves(name: str) -> bool:
-    try:
-        with ops.backend(name):
-            ops.chosen("attention")
-    except ValueError:
-        return False
-    return True
 
 
 def _letters(text: str) -> str:

@@ -1,18 +1,8 @@
-"""Parts that several mechanisms and models share: heads, positions, normalisation, the feed-forward network."""
+"""Parts that several mechanisms and models share: positions, normalisation, the feed-forward network."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-
-def split(x: Tensor, heads: int) -> Tensor:
-    """(B,N,H*D) -> (B,H,N,D)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def merge(x: Tensor) -> Tensor:
-    """(B,H,N,D) -> (B,N,H*D)."""
-    return x.transpose(1, 2).flatten(-2)
 
 
 def positions(

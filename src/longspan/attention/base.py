@@ -44,6 +44,8 @@ class Attention(nn.Module):
     """the forms that exist"""
     carries: ClassVar[bool] = False
     """takes and returns ``carry``, something handed from layer to layer"""
+    native: ClassVar[str] = ""
+    """what the native CPU kernels serve, in words; "" for nothing"""
     states: ClassVar[tuple[type, ...]] = ()
     """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
     contexts: ClassVar[tuple[type, ...]] = ()

@@ -4,8 +4,8 @@ from torch import nn
 
 from .. import cache
 from ..cache import Context, KeyValues
-from ..layers import merge, split
 from ..ops import similarity as op
+from ..ops.heads import merge, split
 from ..spec import known
 from .base import Attention
 

@@ -5,10 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import check_rotary, merge, positions, rotate, split, visible
+from ..layers import check_rotary, positions, rotate, visible
 from ..ops import linear
 from ..ops.features import FeatureMap
 from ..ops.features import feature_map as choose
+from ..ops.heads import merge, split
 from .base import Attention
 
 
@@ -53,6 +54,7 @@ class Linear(Attention):
         "linear(feature_map='exp')",
         "linear(rotary=100.0)",
     )
+    native = "one token at a time, in float32 and without gradients, unless rotary or masked"
     states, contexts = (State, RotaryState), (Context,)
 
     def __init__(
@@ -85,6 +87,8 @@ class Linear(Attention):
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+        if isinstance(state, State) and x.shape[1] == 1 and mask is None and record is None:
+            return self._step(x, state, donate)
         q = self._features(self.query, x)
         if isinstance(state, Context):
             return self.out(merge(linear.normalise(q @ state.sums, self.eps).to(x.dtype))), state
@@ -106,6 +110,13 @@ class Linear(Attention):
         if state is not None:
             state = RotaryState(sums, position) if self.rotary else State(sums)
         return self.out(merge(o)), state
+
+    def _step(self, x, state, donate):
+        o, sums = linear.step(
+            self.query(x), self.key(x), self.value(x), state.sums,
+            feature_map=self.feature_map, eps=self.eps, donate=donate,
+        )  # fmt: skip
+        return self.out(o), State(sums)
 
     def _cross(self, q, context, context_mask, record):
         if self.rotary:

@@ -4,8 +4,9 @@ from torch import nn
 
 from .. import cache
 from ..cache import Context, KeyValues
-from ..layers import check_rotary, merge, positions, rotate, split
+from ..layers import check_rotary, positions, rotate
 from ..ops import softmax
+from ..ops.heads import merge, split
 from .base import Attention
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import merge, split
 from ..ops import backend
+from ..ops.heads import merge, split
 from ..ops.softmax import repeat
 from .gauge import BATCH, DIM, HEADS, TOKENS, Gauge, Subject
 from .recurrent import run

@@ -9,10 +9,11 @@
 | ``text:PATH`` | bytes of a file (plain, .gz, .xz), or of a folder of such .txt files | the same |
 """  # noqa: E501 - a table's rows cannot be broken
 
+from ..folders import cache_folder
 from ..spec import known
 from . import images, text
 from .dataset import Dataset
-from .download import cache_folder, fetch
+from .download import fetch
 from .order import batch_indices
 
 __all__ = ["Dataset", "batch_indices", "cache_folder", "fetch", "load"]
@@ -25,7 +26,7 @@ def load(name: str, length: int = 0) -> Dataset:
 
     ``length`` is the tokens per example: any window for text (0 means 256); images have their own, which 0 stands for.
     Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder
-    (see ``download.cache_folder``). Nothing depends on a random number generator.
+    (see ``folders.cache_folder``). Nothing depends on a random number generator.
 
     Raises ValueError for an unknown name, a missing, truncated or foreign file, a download that fails, a length that
     images do not have, and a text whose held-out parts are shorter than one window; ImportError where an optional

@@ -3,21 +3,11 @@
 import gzip
 import hashlib
 import importlib.util
-import os
 import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-
-def cache_folder() -> Path:
-    """Where downloads are kept: the environment variable LONGSPAN_CACHE, or the platform's cache folder.
-
-    Raises ImportError where LONGSPAN_CACHE is not set and pooch is not installed.
-    """
-    chosen = os.environ.get("LONGSPAN_CACHE", "")
-    return Path(chosen).expanduser() if chosen else Path(_pooch().os_cache("longspan"))
 
 
 def fetch(urls: Sequence[str], sha256: str, folder: Path, seconds: float = 30.0) -> Path:

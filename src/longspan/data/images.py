@@ -8,9 +8,10 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from ..folders import cache_folder
 from .dataset import Dataset
 from .dataset import images as dataset
-from .download import cache_folder, describe, fetch, read
+from .download import describe, fetch, read
 
 _MNIST_MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",

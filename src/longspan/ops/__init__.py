@@ -36,13 +36,13 @@ def backend(name: str) -> Iterator[None]:
         _backend = old
 
 
-def chosen(op: str, served: tuple[str, ...] = ("reference", "torch")) -> str:
-    """The backend that will run ``op``, one of those that it is ``served`` by.
+def chosen(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
+    """The backend that will run ``op``, one of those that it is ``served`` by; ``prefer`` is what ``auto`` takes.
 
     Raises ValueError where the forced one does not serve it.
     """
     if _backend == "auto":
-        return "torch"
+        return prefer
     if _backend not in served:
         raise ValueError(
             f"backend {_backend!r} ({BACKENDS[_backend]}) does not serve {op} in this version; "

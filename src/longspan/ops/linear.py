@@ -4,9 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import recurrence
+from . import chosen, native, recurrence
 from .features import FeatureMap
 from .features import feature_map as choose
+from .heads import merge, split
 
 
 def linear_attention(
@@ -72,6 +73,31 @@ def attend(
             below, z = _sum(q, k, torch.ones_like(k[..., :1]), causal, real, segments, parts[1], False)
             read, state = torch.cat([above, below], -1), torch.cat([s, z], -1)
         return normalise(read, eps).to(v.dtype), state
+
+
+def step(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str | FeatureMap, eps: float, donate: bool
+) -> tuple[Tensor, Tensor]:
+    """One token per sequence, its heads still side by side: what a decoder does most.
+
+    q, k (B,1,H*D) before the feature map, v (B,1,H*E), state (B,H,F,E+1) -> o (B,1,H*E) in v's dtype, state.
+
+    ``auto`` takes the native kernel where there is one for these operands. Raises ValueError where ``native`` is forced
+    and there is none.
+    """
+    why_not = native.why_not(feature_map, q, k, v, state)
+    match chosen("a token of linear attention", ("reference", "torch", "native"), "torch" if why_not else "native"):
+        case "native":
+            if why_not:
+                raise ValueError(f"backend 'native' cannot serve this token of linear attention: {why_not}")
+            state = state if donate else state.clone()
+            return native.linear_step(q, k, v, state, feature_map=str(feature_map), eps=eps), state
+        case _:
+            heads = state.shape[1]
+            phi = choose(feature_map, q.shape[-1] // heads)
+            fq, fk = (phi(widen(split(t, heads))) for t in (q, k))
+            o, state = attend(fq, fk, split(v, heads), causal=True, eps=eps, state=state, donate=donate)
+            return merge(o), state
 
 
 def _sum(q, k, v, causal, real, segments, state, donate):
