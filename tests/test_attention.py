@@ -6,6 +6,9 @@ import torch
 import longspan
 from longspan import checks
 from longspan.attention import REGISTRY, Attention, base
+from longspan.attention.linear import Linear
+from longspan.config import StackConfig
+from longspan.model import Stack
 from longspan.ops import recurrence
 
 # Facts decide which laws apply, so a false fact would hide a law: they are frozen here.
@@ -206,3 +209,59 @@ class TestArguments:
         for spec in ("linear", "softmax"):
             module = longspan.build(spec, 8, 2)
             torch.testing.assert_close(module(x, mask=mask, segments=segments), module(x, mask=mask, segments=tidy))
+
+
+def test_a_feature_map_of_your_own():
+    torch.manual_seed(0)
+    module, x = Linear(8, 2, feature_map=torch.nn.functional.softplus), torch.randn(2, 7, 8)
+    outputs, state = [], module.init_state(2)
+    for token in x.split(1, 1):
+        y, state = module(token, state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), module(x)[0])
+    with pytest.raises(ValueError, match="feature map 'tanh' reaches -1"):
+        Linear(8, 2, feature_map=torch.tanh)
+
+
+@pytest.fixture
+def counter():
+    """A mechanism that hands on how many layers there were below it, and adds that to its output."""
+
+    class Counter(Attention):
+        """Counts layers."""
+
+        name, paper, cost = "counter", "0000.00000", "N"
+        citation, directions, carries = ("Nobody", "Nothing", 2000), ("bidirectional",), True
+
+        def init_carry(self, x, mask):
+            return 0
+
+        def attend(self, x, state, *, mask=None, segments=None, carry=None):
+            y = x * 0 + (carry or 0)
+            return (y, state) if carry is None else (y, state, carry + 1)
+
+    yield Counter
+    del REGISTRY["counter"]
+
+
+def test_a_stack_hands_on_what_its_layers_carry(counter):
+    stack = Stack(StackConfig(dim=4, depth=5, heads=1, feedforward=4, attention="counter; linear"), causal=False)
+    seen, handed = [], []
+    for attention in stack.attentions():
+        attention.register_forward_hook(lambda module, _, out: seen.append((module.name, len(out))))
+        attention.register_forward_hook(lambda module, _, out: handed.append(out[2]) if len(out) == 3 else None)
+    stack(torch.randn(2, 3, 4))
+    assert handed == [1, 2, 3]
+    assert seen == [("counter", 3), ("linear", 2), ("counter", 3), ("linear", 2), ("counter", 3)]
+
+
+def test_the_law_of_carrying(counter):
+    assert checks.check("carry", "counter").status == "passed"
+
+    def ignorant(self, x, state, *, mask=None, segments=None, carry=None):
+        return (x * 0, state) if carry is None else (x * 0 + 1, state, carry)
+
+    counter.attend = ignorant
+    assert checks.check("carry", "counter").status == "failed"
+    with pytest.raises(ValueError, match="linear hands nothing from layer to layer"):
+        longspan.build("linear", 8, 2).init_carry(torch.zeros(1, 1, 8), None)

@@ -26,15 +26,23 @@ class Block(nn.Module):
         self.norm1, self.norm2 = norm(config.norm, config.dim), norm(config.norm, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, state: Any = None, **arguments: Any) -> tuple[Tensor, Any]:
-        """x (B,N,dim), the attention's state and arguments -> x (B,N,dim), state."""
+    def forward(self, x: Tensor, state: Any = None, *, carry: Any = None, **arguments: Any) -> tuple[Tensor, Any, Any]:
+        """x (B,N,dim), the attention's state, carry and arguments -> x (B,N,dim), state, carry.
+
+        An attention that carries gets what the layer below handed on, or as the first one its own beginning.
+        """
+        read = self.norm1(x) if self.prenorm else x
+        if not self.attention.carries:
+            y, state = self.attention(read, state, **arguments)
+        else:
+            if carry is None:
+                carry = self.attention.init_carry(read, arguments.get("mask"))
+            y, state, carry = self.attention(read, state, carry=carry, **arguments)
         if self.prenorm:
-            y, state = self.attention(self.norm1(x), state, **arguments)
             x = x + self.dropout(y)
-            return x + self.dropout(self.feedforward(self.norm2(x))), state
-        y, state = self.attention(x, state, **arguments)
+            return x + self.dropout(self.feedforward(self.norm2(x))), state, carry
         x = self.norm1(x + self.dropout(y))
-        return self.norm2(x + self.dropout(self.feedforward(x))), state
+        return self.norm2(x + self.dropout(self.feedforward(x))), state, carry
 
 
 class Stack(nn.Module):
@@ -91,10 +99,12 @@ class Stack(nn.Module):
         if state is not None and (not isinstance(state, tuple) or len(state) != len(self.blocks)):
             came = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"the state of this stack is a tuple of {len(self.blocks)} states, not {came}")
-        new = []
+        new, carries = [], {}
         for i, block in enumerate(self.blocks):
-            before = None if state is None else state[i]
-            x, after = block(x, before, mask=mask, segments=segments, donate=donate)
+            before, kind = None if state is None else state[i], block.attention.name  # type: ignore[union-attr]
+            x, after, carry = block(x, before, carry=carries.get(kind), mask=mask, segments=segments, donate=donate)
+            # What a layer hands on is for the next one of its own kind.
+            carries[kind] = carry
             new.append(after)
         x = self.norm(x)
         if mask is not None:

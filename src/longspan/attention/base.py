@@ -90,6 +90,10 @@ class Attention(nn.Module):
         """The mechanism itself; see the class."""
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
+    def init_carry(self, x: Tensor, mask: Tensor | None) -> Any:
+        """What the first layer of a stack gets as ``carry``: x (B,N,dim), mask (B,N). For classes that ``carries``."""
+        raise ValueError(f"{self.name} hands nothing from layer to layer, so it has no first carry")
+
     def init_state(self, batch: int, capacity: int | None = None) -> Any:
         """The state before the first token, for ``batch`` sequences.
 

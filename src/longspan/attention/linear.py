@@ -1,5 +1,6 @@
 """Linear attention with a feature map and a normaliser."""
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -36,8 +37,9 @@ class Linear(Attention):
     o_i = phi(q_i)^T S_i / (phi(q_i)^T z_i + eps) with S_i = sum_{j<=i} phi(k_j) v_j^T, z_i = sum_{j<=i} phi(k_j).
 
     ``feature_map``: elu (elu(x)+1), relu, squared_relu, exp, or a callable (..., D) -> (..., F) without negative
-    values. ``rotary``: base of rotary positions, applied to phi(q) and phi(k) in the numerator only, as the denominator
-    must stay positive (0: none). ``context_dim``: width of the context of cross attention (0: dim).
+    values. ``eps`` is added to the denominator. ``rotary``: base of rotary positions, applied to phi(q) and phi(k) in
+    the numerator only, as the denominator must stay positive (0: none). ``context_dim``: width of the context of cross
+    attention (0: dim).
 
     Source: Katharopoulos et al. 2020, section 3.2-3.4; rotary positions as in Su et al. 2021, eq. 19.
     """
@@ -95,9 +97,11 @@ class Linear(Attention):
         if context is not None:
             return self._cross(q, context, context_mask, record)
         k, v = self._features(self.key, x), split(self.value(x), self.heads)
-        sums, numerator, position = (None if state is None else state.sums), None, None
+        sums, numerator, make = (None if state is None else state.sums), None, State
         if self.rotary:
-            at, position = positions(x, state and state.position, mask=mask, segments=segments)
+            start = state.position if isinstance(state, RotaryState) else None
+            at, end = positions(x, start, mask=mask, segments=segments)
+            make = partial(RotaryState, position=end)
             numerator = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
         if record is not None:
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
@@ -107,9 +111,7 @@ class Linear(Attention):
             q, k, v, causal=self.causal, eps=self.eps, mask=mask, segments=segments,
             state=sums, numerator=numerator, donate=donate,
         )  # fmt: skip
-        if state is not None:
-            state = RotaryState(sums, position) if self.rotary else State(sums)
-        return self.out(merge(o)), state
+        return self.out(merge(o)), None if state is None else make(sums)
 
     def _step(self, x, state, donate):
         o, sums = linear.step(

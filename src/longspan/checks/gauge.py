@@ -96,7 +96,7 @@ class Subject:
         """The direction to build where a law holds for both: causal where it exists."""
         return not self.why_not(("causal",))
 
-    def make(self, *, causal: bool | None = None, dtype: torch.dtype = torch.float64) -> nn.Module:
+    def make(self, *, causal: bool | None = None, dtype: torch.dtype = torch.float64) -> Any:
         """The module with weights from the seed, in eval mode: an attention, or a stack of blocks around several."""
         causal = self.causal if causal is None else causal
         with torch.random.fork_rng(devices=[]):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import chosen, native, recurrence
-from .features import FeatureMap
+from .features import MAPS, FeatureMap
 from .features import feature_map as choose
 from .heads import merge, split
 
@@ -82,6 +82,7 @@ def step(
 
     q, k (B,1,H*D) before the feature map, v (B,1,H*E), state (B,H,F,E+1) -> o (B,1,H*E) in v's dtype, state.
 
+    ``feature_map`` is a known name or a callable that has been checked.
     ``auto`` takes the native kernel where there is one for these operands. Raises ValueError where ``native`` is forced
     and there is none.
     """
@@ -94,7 +95,7 @@ def step(
             return native.linear_step(q, k, v, state, feature_map=str(feature_map), eps=eps), state
         case _:
             heads = state.shape[1]
-            phi = choose(feature_map, q.shape[-1] // heads)
+            phi = MAPS[feature_map] if isinstance(feature_map, str) else feature_map
             fq, fk = (phi(widen(split(t, heads))) for t in (q, k))
             o, state = attend(fq, fk, split(v, heads), causal=True, eps=eps, state=state, donate=donate)
             return merge(o), state
