@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def spoil(tensor: Tensor) -> Tensor:
     """Overwrite with what no computation survives unnoticed: NaN, or the far end of an integer's range."""
-    if tensor.layout != torch.strided or tensor.dtype == torch.bool:
+    # Inside a traced autograd.Function Dynamo knows no layouts; what it traces is strided.
+    if tensor.dtype == torch.bool or (not torch.compiler.is_compiling() and tensor.layout != torch.strided):
         return tensor
     integer = not (tensor.is_floating_point() or tensor.is_complex())
     with torch.no_grad():
@@ -42,8 +43,7 @@ def spoiled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def wrapper(*args, **kwargs):
-        # A traced function may do less than a run one, and the compiler's own memory is not ours to spoil.
-        return make(*args, **kwargs) if torch.compiler.is_compiling() else spoil(make(*args, **kwargs))
+        return spoil(make(*args, **kwargs))
 
     return wrapper
 

@@ -20,7 +20,7 @@ from longspan.train import bits
 
 # The module; the package has a function of that name.
 GENERATE = importlib.import_module("longspan.generate")
-TINY = [f"--model.{k}={v}" for k, v in {"dim": 6, "depth": 1, "heads": 2, "feedforward": 7, "vocab": 17}.items()]
+TINY = [f"--model.{k}={v}" for k, v in {"dim": 6, "depth": 1, "heads": 2, "feedforward": 7}.items()]
 
 
 @pytest.fixture(scope="module")
@@ -364,6 +364,7 @@ def test_train_evaluates_and_goes_on(at, capfd):
     assert main(["train", *flags]) == 0
     line = capfd.readouterr().out
     assert line.startswith("a b: 2 steps, ")
+    assert "vocab: 17" in Path("a b/config.yaml").read_text()  # the data's, since no flag said another
     assert line.count("\n") == 1
     assert "bits/dim: validation " in line
     assert main(["eval", "a b"]) == 0

@@ -113,14 +113,15 @@ def backend(device: str, cls: type[Attention] | None = None) -> tuple[str, str]:
     name = ops.chosen("attention", tuple(ops.BACKENDS))
     reason = ops.BACKENDS[name]
     if cls and cls.native and kind == "cpu" and name == "torch":
-        reason += f"; native for {cls.native}: {_kernels()}"
+        reason += f"; native for {cls.native}: {kernels_status()}"
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind != "cpu" and (accelerator is None or kind != accelerator.type):
         reason += f"; this machine has no {kind}"
     return name, reason
 
 
-def _kernels() -> str:
+def kernels_status() -> str:
+    """Whether the native kernels are there, compiled now if need be; otherwise why not."""
     try:
         kernels.load()
     except kernels.Unavailable as error:

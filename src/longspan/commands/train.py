@@ -32,8 +32,9 @@ def parser() -> Parser:
     parser = make(
         "train",
         "Train a decoder. A recipe is a YAML file with the two entries model and run; every field of it is also a "
-        "flag, and flags win over the recipes before them. The run's folder gets config.yaml, checkpoints and metrics. "
-        "Ctrl-C saves a checkpoint from which --resume goes on to the very same result.",
+        "flag, and flags win over the recipes before them; model.vocab 0 takes that of the data. The run's folder gets "
+        "config.yaml, checkpoints and metrics. Ctrl-C saves a checkpoint from which --resume goes on to the very same "
+        "result.",
         "longspan train --config recipes/digits.yaml --run.steps 100 --run.out runs/digits",
         "longspan train --config runs/digits/config.yaml --resume",
         "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
@@ -43,13 +44,19 @@ def parser() -> Parser:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in run.out")
     parser.add_class_arguments(Config, "model")
     parser.add_class_arguments(Run, "run")
+    parser.set_defaults({"model.vocab": 0})
     return parser
 
 
 def run(args) -> int:
     from ..train import Run, fit
 
-    config, run = Config.from_dict(args.model.as_dict()), Run(**args.run.as_dict())
+    fields, run = args.model.as_dict(), Run(**args.run.as_dict())
+    if fields["vocab"] == 0:
+        from .. import data
+
+        fields["vocab"] = data.load(run.data, run.length).vocab
+    config = Config.from_dict(fields)
     try:
         result = fit(config, run, resume=args.resume)
     except KeyboardInterrupt as error:

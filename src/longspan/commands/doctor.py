@@ -1,0 +1,75 @@
+"""``longspan doctor``: what runs on this machine and why, and what the caches hold."""
+
+import importlib.metadata
+import shutil
+from pathlib import Path
+
+from .parser import Parser, make
+
+EXTRAS = {"lightning": "train", "sklearn": "train", "matplotlib": "plot", "PIL": "data", "pooch": "data"}
+
+
+def parser() -> Parser:
+    parser = make(
+        "doctor",
+        "Tell what runs on this machine and why: versions, devices, the native CPU kernels (compiled if need be), "
+        "optional packages, and the cache folder, which the environment variable LONGSPAN_CACHE can move.",
+        "longspan doctor",
+        "longspan doctor --clear",
+    )
+    parser.add_argument("--clear", action="store_true", help="delete the compiled kernels; data sets stay")
+    return parser
+
+
+def run(args) -> int:
+    from ..folders import cache_folder
+
+    folder = cache_folder()
+    if args.clear:
+        freed = size(folder / "native")
+        shutil.rmtree(folder / "native", ignore_errors=True)
+        print(f"deleted the compiled kernels in {folder / 'native'}: {freed:,} bytes")
+        return 0
+    for name, value in facts(folder).items():
+        print(f"{name:<16}{value}")
+    return 0
+
+
+def facts(folder: Path) -> dict[str, str]:
+    """What to tell, by name."""
+    import torch
+
+    from .. import describe
+    from ..bench import guard
+
+    machine = guard.machine()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "longspan": importlib.metadata.version("longspan"),
+        "torch": f"{machine['torch']}, {machine['threads']} threads",
+        "python": str(machine["python"]),
+        "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['system']}",
+        "accelerator": str(device or "none"),
+        "native kernels": describe.kernels_status(),
+        "cache": f"{folder} ({', '.join(parts(folder)) or 'empty'})",
+        "extras": ", ".join(f"{name}: {state}" for name, state in extras().items()),
+    }
+
+
+def extras() -> dict[str, str]:
+    """Optional packages: there, or how to get them."""
+    from importlib.util import find_spec
+
+    return {name: "there" if find_spec(name) else f"pip install longspan[{extra}]" for name, extra in EXTRAS.items()}
+
+
+def parts(folder: Path) -> list[str]:
+    """What a cache holds, with sizes."""
+    if not folder.is_dir():
+        return []
+    return [f"{path.name}: {size(path):,} bytes" for path in sorted(folder.iterdir())]
+
+
+def size(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    return sum(p.stat().st_size for p in (path, *path.rglob("*")) if p.is_file())
