@@ -172,7 +172,20 @@ class TestCache:
     def test_a_folder_that_cannot_be_made_is_replaced_by_a_temporary_one(self, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
         monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
-        assert build.load().longspan_linear_step
+        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
+        kernels = build.load()
+        assert [path.name for path in tmp_path.iterdir()] == ["file"]
+        q, k, v, state = operands(1, 1, 2, 3)
+        out = torch.empty_like(v)
+        pointers = (t.data_ptr() for t in (state, q, k, v, out))
+        assert kernels.longspan_linear_step(*pointers, 1, 2, 3, 0, 1e-6, 1) == 0
+
+    def test_nowhere_to_store_it(self, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
+        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "file"))
+        with pytest.raises(build.Unavailable, match="the compiled kernels cannot be stored or loaded: "):
+            build.load()
 
     def test_two_processes_at_once(self, folder):
         environment = os.environ | {"LONGSPAN_CACHE": str(folder.parent)}

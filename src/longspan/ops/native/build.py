@@ -48,13 +48,14 @@ def library() -> ctypes.CDLL | None:
 def load() -> ctypes.CDLL:
     """The kernels from the cache, else compiled into it. Raises Unavailable with the reason."""
     compiler = find_compiler()
-    # Where the folder cannot be written, a library of this process's own has to do.
-    for folder in (cache_folder() / "native", None):
-        try:
-            return _open(_cached(compiler, folder))
-        except OSError as error:
-            reason = f"{error.strerror or error}"
-    raise Unavailable(f"the compiled kernels cannot be stored or loaded: {reason}")
+    with contextlib.suppress(OSError):
+        return _open(_cached(compiler, cache_folder() / "native"))
+    # That folder cannot be used: a library of this process's own, whose file is not needed once it is loaded.
+    try:
+        with tempfile.TemporaryDirectory(prefix="longspan-") as folder:
+            return _open(_cached(compiler, Path(folder)))
+    except OSError as error:
+        raise Unavailable(f"the compiled kernels cannot be stored or loaded: {error.strerror or error}") from error
 
 
 def find_compiler() -> str:
@@ -78,9 +79,7 @@ def key(compiler: str) -> str:
     return digest.hexdigest()[:24]
 
 
-def _cached(compiler: str, folder: Path | None) -> Path:
-    if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="longspan-"))
+def _cached(compiler: str, folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / f"{key(compiler)}.so"
     if not _trusted(path):

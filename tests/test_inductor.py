@@ -1,0 +1,32 @@
+"""Compiled by inductor, which writes C++ of its own: the same outputs and gradients."""
+
+import warnings
+
+import pytest
+import torch
+
+from longspan.checks import Subject
+
+
+@pytest.fixture
+def _plain_memory(monkeypatch):
+    """Inductor cannot place the writes that spoil fresh memory in tests."""
+    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(place, name, getattr(place, name).__wrapped__)
+
+
+@pytest.mark.inductor
+@pytest.mark.usefixtures("_plain_memory")
+@pytest.mark.parametrize("spec", ["linear", "linear(rotary=100.0)", "softmax", "kernel", "linear; softmax"])
+def test_inductor(spec):
+    subject = Subject(spec)
+    module, x = subject.make(), subject.data(n=131).requires_grad_()
+    torch._dynamo.reset()
+    found = []
+    with warnings.catch_warnings():
+        # Inductor and Dynamo warn of their own insides.
+        warnings.simplefilter("ignore")
+        for call in (torch.compile(lambda x: module(x)[0], fullgraph=True), lambda x: module(x)[0]):
+            y = call(x)
+            found.append((y, *torch.autograd.grad(y.square().sum(), (x, *module.parameters()))))
+    torch.testing.assert_close(found[0], found[1], atol=1e-9, rtol=1e-9)
