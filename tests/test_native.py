@@ -201,9 +201,9 @@ class TestWithout:
     @pytest.fixture(autouse=True)
     def _fresh(self, tmp_path, monkeypatch):
         monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
-        build.library.cache_clear()
+        build.loaded.cache_clear()
         yield
-        build.library.cache_clear()
+        build.loaded.cache_clear()
 
     def script(self, tmp_path, text):
         path = tmp_path / "compiler"

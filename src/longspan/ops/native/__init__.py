@@ -19,7 +19,7 @@ def why_not(feature_map: object, *tensors: Tensor) -> str:
         return "it takes float32 on the CPU"
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return "gradients are recorded"
-    return "" if build.library() else "the kernels could not be compiled"
+    return "" if build.loaded() else "the kernels could not be compiled"
 
 
 def linear_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float) -> Tensor:
@@ -32,7 +32,7 @@ def linear_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: 
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     assert state.is_contiguous()
     out = torch.empty_like(v)
-    kernels = build.library()
+    kernels = build.loaded()
     assert kernels is not None
     if kernels.longspan_linear_step(
         state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), batch * heads, keys, width - 1,

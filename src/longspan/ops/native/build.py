@@ -36,7 +36,7 @@ class Unavailable(Exception):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
+def loaded() -> ctypes.CDLL | None:
     """The kernels, compiled if need be; None, after one warning, where that cannot be done."""
     try:
         return load()
