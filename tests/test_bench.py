@@ -118,6 +118,6 @@ class TestMemory:
         found = memory.measure("linear", "decode", (256, 2048))
         assert found[2048] <= found[256] + 4
         grown = memory.measure("softmax", "decode", (256, 2048))
-        # Keys and values of 4 layers; a part of them lies in memory that was freed before.
+        # Keys and values of 4 layers, in MB.
         cache = (2048 - 256) * 16 * 128 * 2 * 4 * 4 / 2**20
-        assert grown[2048] >= grown[256] + cache / 2
+        assert grown[2048] >= grown[256] + 0.8 * cache

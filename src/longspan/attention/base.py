@@ -84,10 +84,12 @@ class Attention(nn.Module):
 
     def start(self, batch: int, capacity: int) -> Any:
         """The state before the first token; ``capacity`` is the number of tokens to make room for, where it grows."""
+        # Abstract: every mechanism defines it. A bidirectional one never needs it, so it is no error to lack it.
         raise NotImplementedError(f"{type(self).__name__} defines no start")
 
     def attend(self, x: Tensor, state: Any) -> Any:
         """The mechanism itself; see the class."""
+        # Abstract: every mechanism defines it.
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Any:
