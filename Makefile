@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow lint docs clean
+.PHONY: demo test slow lint docs wheel peers clean
 
 demo: .venv/demo.stamp
 	$(BIN)/longspan demo --out demo
@@ -22,8 +22,15 @@ lint: .venv/dev.stamp
 docs: .venv/docs.stamp
 	$(BIN)/sphinx-build -W -b html docs docs/_build
 
+# For this system, with the kernels compiled; pip install needs no compiler then. Into dist/.
+wheel: .venv/dev.stamp
+	LONGSPAN_PREBUILT=1 $(BIN)/python -m hatchling build -t wheel -d dist
+
+# Other libraries to be measured beside ours, in an environment of their own; the first compiles for some minutes.
+peers: .venv-peers/peers.stamp
+
 clean:
-	rm -rf .venv docs/_build docs/mechanisms.md .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers dist docs/_build docs/mechanisms.md .pytest_cache .ruff_cache
 
 .venv/%.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[$*]"
@@ -32,6 +39,17 @@ clean:
 # Together with dev, which says which torch.
 .venv/docs.stamp: .venv/dev.stamp
 	$(BIN)/python -m pip install -e ".[dev,docs]"
+	@touch $@
+
+# Its setup asks for torch, so torch comes first, in the version that dev pins, and is not hidden by build isolation;
+# and it would compile for CUDA where it finds nvcc. The other one then finds what it needs.
+.venv-peers/peers.stamp: benchmarks/peers-build.txt benchmarks/peers-compiled.txt benchmarks/peers.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install "$$(sed -n 's/^demo = \["\(torch==[^"]*\)".*/\1/p' pyproject.toml)" -r benchmarks/peers-build.txt
+	path=$$(printf %s "$$PATH" | tr ':' '\n' | while read -r folder; do [ -e "$$folder/nvcc" ] || printf '%s:' "$$folder"; done); \
+	CC=$$(command -v cc) CXX=$$(command -v c++) PATH="$$path" \
+	.venv-peers/bin/python -m pip install --no-build-isolation --no-deps -r benchmarks/peers-compiled.txt
+	.venv-peers/bin/python -m pip install -r benchmarks/peers.txt
 	@touch $@
 
 $(BIN)/python:

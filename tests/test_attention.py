@@ -9,7 +9,6 @@ from longspan.attention import REGISTRY, Attention, base
 from longspan.attention.linear import Linear
 from longspan.config import StackConfig
 from longspan.model import Stack
-from longspan.ops import recurrence
 
 # Facts decide which laws apply, so a false fact would hide a law: they are frozen here.
 FACTS = {
@@ -57,12 +56,12 @@ def test_an_exemption_is_strict(monkeypatch):
 
 def test_an_exemption_excuses_a_law_that_fails(monkeypatch):
     monkeypatch.setattr(REGISTRY["linear"], "exempt", {"causal": "leaks for the test"})
-    monkeypatch.setattr(recurrence, "_masked", lambda products, borders: products)
+    monkeypatch.setattr(torch.Tensor, "tril", lambda products: products)
     assert checks.check("causal", "linear").status == "exempt"
 
 
 def test_check_attention_raises_with_its_report(monkeypatch):
-    monkeypatch.setattr(recurrence, "_masked", lambda products, borders: products)
+    monkeypatch.setattr(torch.Tensor, "tril", lambda products: products)
     monkeypatch.setattr(checks, "_LAWS", {"causal": checks._LAWS["causal"]})
     with pytest.raises(AssertionError, match="causal +failed.*outputs before token 1: differ by"):
         checks.check_attention("linear")

@@ -156,7 +156,8 @@ def test_backend_gives_its_reason():
     assert longspan.ops.BACKENDS["torch"] in reason
     with longspan.backend("reference"):
         assert describe.backend("cpu")[0] == "reference"
-    assert "native for one token at a time" in describe.backend("cpu", longspan.attention.REGISTRY["linear"])[1]
+    linear = longspan.attention.REGISTRY["linear"]
+    assert "native for causal, in float32 or bfloat16" in describe.backend("cpu", linear)[1]
     assert "native" not in describe.backend("cpu", longspan.attention.REGISTRY["softmax"])[1]
     absent = "xpu" if torch.cuda.is_available() else "cuda"
     assert f"this machine has no {absent}" in describe.backend(absent)[1]

@@ -1,9 +1,13 @@
 """The doctor: tells whether the kernels are there, why not, and clears what it may."""
 
+import ctypes
+import hashlib
+import json
+
 import pytest
 
 from longspan.cli import main
-from longspan.ops.native import build
+from longspan.ops.native import build, openmp
 
 
 @pytest.fixture
@@ -13,14 +17,37 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_tells_of_kernels_that_are_there(cache, capsys, monkeypatch):
-    monkeypatch.setattr(build, "load", lambda: None)
+    kernels = build.Kernels(ctypes.CDLL(None), "compiled here by c++ 12", "-O3 -g", "/some/where.so", "none prebuilt")
+    monkeypatch.setattr(build, "find", lambda: kernels)
+    monkeypatch.setattr(openmp, "share", lambda: "/torch/libgomp.so")
     (cache / "mnist").mkdir()
     (cache / "mnist" / "images").write_bytes(bytes(1234))
     assert main(["doctor"]) == 0
-    told = capsys.readouterr().out
-    assert "native kernels  compiled and ready" in told
-    assert f"{cache} (mnist: 1,234 bytes)" in told
-    assert "lightning: there" in told
+    told = capsys.readouterr().out.splitlines()
+    assert [line for line in told if line.startswith(("native", " "))] == [
+        "native kernels  compiled here by c++ 12",
+        "  flags         -O3 -g",
+        "  file          /some/where.so",
+        "  why these     none prebuilt",
+        "  OpenMP        /torch/libgomp.so",
+        "  compiled      nothing",
+    ]
+    assert f"cache           {cache} (mnist: 1,234 bytes)" in told
+    assert "lightning: there" in told[-1]
+
+
+def test_tells_what_was_compiled(cache, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (cache / "native").mkdir()
+    library, good, bad = (cache / "native" / name for name in ("0a.so", "0.json", "1.json"))
+    library.write_bytes(b"code")
+    digest = hashlib.sha256(b"code").hexdigest()
+    good.write_text(json.dumps({"compiler": "c++ 12", "flags": "-O3", "library": "0a.so", "sha256": digest}))
+    bad.write_text(json.dumps({"compiler": "c++ 13", "failed": "it does not end"}))
+    for path in (library, good, bad):
+        path.chmod(0o600)
+    assert main(["doctor"]) == 0
+    assert "  compiled      c++ 12: 0a.so; c++ 13: it does not end\n" in capsys.readouterr().out
 
 
 def test_tells_why_they_are_not(cache, capsys, monkeypatch):

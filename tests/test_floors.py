@@ -20,7 +20,7 @@ FLOORS = (
     ("ops", "likelihood"),
     ("layers", "cache"),
     ("attention",),
-    ("model", "generate", "data", "tasks", "checkpoint", "checks", "pictures"),
+    ("model", "engine", "generate", "data", "tasks", "checkpoint", "checks", "pictures"),
     ("train", "bench", "demo", "describe"),
     ("cli", "commands", "__main__"),
     ("__init__",),

@@ -7,11 +7,57 @@ from longspan import cache, checks
 from longspan.attention import linear as linear_module
 from longspan.cache import Sight
 from longspan.layers import positions
-from longspan.ops import linear, recurrence, softmax
+from longspan.ops import buffers, linear, native, plain, recurrence, softmax, spans
+from longspan.ops.native import sequence
 
 
 def leaky_scan(products, borders):
     return products.tril_(1) if borders is None else products.tril_(1).mul_(borders.same)
+
+
+def leaky_triangle(products, diagonal=0, original=torch.Tensor.tril):
+    return original(products, diagonal + 1)
+
+
+def no_padding_in_the_quadratic_form(q, k, v, feature_map, mask, original=plain._mapped):
+    return original(q, k, v, feature_map, None)
+
+
+def wrong_eps_in_the_quadratic_form(q, k, v, state, feature_map, eps, mask, segments, original=plain.quadratic):
+    return original(q, k, v, state, feature_map, 1e3 * eps, mask, segments)
+
+
+def no_padding_in_spans(self, x):
+    return x
+
+
+def leaky_span(self, products):
+    return products
+
+
+def segments_never_end(self, keys):
+    return keys
+
+
+def state_of_the_span_unread(self, parts, name, *, reverse=False, original=buffers.Rows.running):
+    return original(self, parts, name, reverse=reverse).mul_(0.9 if reverse else 1.0)
+
+
+def last_token_unwritten_by_spans(q, k, v, *, state=None, mask=None, original=spans.attend, **options):
+    out, after = original(q, k, v, state=state, mask=mask, **options)
+    if q.shape[2] > 1:
+        mask = None if mask is None else mask[:, :-1]
+        after = original(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], state=state, mask=mask, **options)[1]
+    return out, after
+
+
+def natively_without(position, original):
+    """A kernel that never sees one of its arguments."""
+    return lambda *arguments: original(*arguments[:position], None, *arguments[position + 1 :])
+
+
+def native_gradient_of_the_state_lost(*arguments, original=sequence._backward):
+    return original(arguments[0], torch.zeros_like(arguments[1]), *arguments[2:])
 
 
 def leaky_softmax(q, k, v, *, mask=None, causal=False, dropout=0.0, original=softmax.attend):
@@ -70,25 +116,60 @@ def blind_to_itself(cache_, k, v, used, donate, original=cache._extend_even):
 
 
 CUT = "parallel_is_recurrent"
+ROTARY = "linear(rotary=100.0)"  # goes by the scan; others have forms of their own
 MUTANTS = {
-    "a leaky mask in the scan": (recurrence, "_masked", leaky_scan, "linear", "causal"),
+    "a leaky mask in the scan": (recurrence, "_masked", leaky_scan, ROTARY, "causal"),
+    "a leaky mask in the quadratic form": (torch.Tensor, "tril", leaky_triangle, "linear", "causal"),
+    "a leaky mask in a span": (buffers.Rows, "causal", leaky_span, "linear", "oracle"),
     "a leaky mask in softmax": (softmax, "attend", leaky_softmax, "softmax", "causal"),
-    "a dropped padding mask in the sums": (linear, "_sum", no_padding_in_sums, "linear", "padding"),
+    "a dropped padding mask in the sums": (linear, "_sum", no_padding_in_sums, ROTARY, "padding"),
+    "a dropped padding mask in the quadratic form": (
+        plain, "_mapped", no_padding_in_the_quadratic_form, "linear", "padding",
+    ),
+    "a dropped padding mask in a span": (buffers.Rows, "_hide", no_padding_in_spans, "linear", "oracle"),
     "a dropped padding mask in softmax": (cache, "look", no_padding_in_sight, "softmax", "padding"),
+    "a span that keeps the keys of ended segments": (buffers.Rows, "written", segments_never_end, "linear", "oracle"),
+    "a span that forgets gradients from later ones": (
+        buffers.Rows, "running", state_of_the_span_unread, "linear", "oracle",
+    ),
     "a state changed in place by a step": (recurrence, "step", step_in_place, "linear", "state"),
     "a cache changed in place": (cache, "_extend_even", cache_in_place, "softmax", "state"),
-    "a wrong normaliser": (linear, "normalise", mean_instead_of_normaliser, "linear", "attention_matrix"),
+    "a wrong normaliser": (linear, "normalise", mean_instead_of_normaliser, ROTARY, "attention_matrix"),
+    "a wrong eps in the quadratic form": (
+        spans, "quadratic", wrong_eps_in_the_quadratic_form, "linear", "attention_matrix",
+    ),
     "a wrong eps in the matrix": (linear, "matrix", forgotten_past, "linear", "attention_matrix"),
-    "a prefill that forgets its last token": (recurrence, "scan", last_token_unwritten, "linear", CUT),
-    "a prefill one position off": (linear_module, "positions", positions_from_one, "linear(rotary=100.0)", CUT),
+    "a prefill that forgets its last token": (recurrence, "scan", last_token_unwritten, ROTARY, CUT),
+    "a prefill of spans that forgets its last token": (spans, "attend", last_token_unwritten_by_spans, "linear", CUT),
+    "a prefill one position off": (linear_module, "positions", positions_from_one, ROTARY, CUT),
     "a cache one slot short": (cache, "_extend_even", cache_one_short, "softmax", CUT),
     "a step blind to its own token": (cache, "_extend_even", blind_to_itself, "softmax", CUT),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_law_catches(mutant, monkeypatch):
-    module, name, replacement, spec, law = MUTANTS[mutant]
+NATIVE = {
+    "no first state": (sequence, "_forward", natively_without(3, sequence._forward)),
+    "no padding": (sequence, "_forward", natively_without(4, sequence._forward)),
+    "no segments": (sequence, "_forward", natively_without(5, sequence._forward)),
+    "no first state in the gradients": (sequence, "_backward", natively_without(5, sequence._backward)),
+    "no padding in the gradients": (sequence, "_backward", natively_without(6, sequence._backward)),
+    "no segments in the gradients": (sequence, "_backward", natively_without(7, sequence._backward)),
+    "no gradient through the last state": (sequence, "_backward", native_gradient_of_the_state_lost),
+}
+
+
+def catches(mutant, monkeypatch, module, name, replacement, spec, law):
     assert checks.check(law, spec).status == "passed"
     monkeypatch.setattr(module, name, replacement)
-    assert checks.check(law, spec).status == "failed"
+    assert checks.check(law, spec).status == "failed", mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_law_catches(mutant, monkeypatch):
+    catches(mutant, monkeypatch, *MUTANTS[mutant])
+
+
+@pytest.mark.skipif(not native.available(), reason="there are no native kernels here")
+@pytest.mark.parametrize("mutant", NATIVE)
+def test_a_law_catches_natively(mutant, monkeypatch):
+    catches(mutant, monkeypatch, *NATIVE[mutant], "linear", "oracle")

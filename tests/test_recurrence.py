@@ -50,7 +50,7 @@ def test_several_true_spans():
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1023, 1024, 1025, 1100, 4097])
 def test_spans_cover_every_token_once(n):
-    spans = recurrence._spans(n, recurrence.CHUNK)
+    spans = recurrence.cut(n, recurrence.CHUNK, recurrence.SPAN)
     covered = [t for start, groups, chunk in spans for t in range(start, start + groups * chunk)]
     assert covered == list(range(n))
     assert max(groups * chunk for _, groups, chunk in spans) <= recurrence.SPAN
@@ -90,7 +90,7 @@ def test_a_step_writes_its_state_only_when_it_was_given():
 def test_a_forced_backend_that_cannot_serve_says_so(name):
     q, k, v, _ = numbers(5)
     with backend(name), pytest.raises(ValueError, match=f"backend '{name}' .* does not serve scan"):
-        linear_attention(q, k, v)
+        linear_attention(q, k, v, feature_map=torch.exp)
 
 
 def test_an_unknown_backend_is_refused_and_the_choice_ends_with_the_block():
@@ -163,8 +163,19 @@ class TestLinearAttention:
             ({"key": torch.zeros(2, 2, 5, 4)}, "do not fit"),
             ({"query": torch.zeros(2, 2, 4, 3)}, "needs as many queries as keys, not 4 and 5"),
             ({"mask": torch.ones(2, 5)}, r"mask must be bool \(2, 5\)"),
-            ({"segments": torch.ones(2, 4)}, r"segments must be \(2, 5\), not \(2, 4\)"),
-            ({"state": torch.zeros(2, 2, 3, 5)}, r"state \(2, 2, 3, 5\) does not fit"),
+            ({"segments": torch.ones(2, 4).long()}, r"segments must be int64 \(2, 5\), not torch.int64 \(2, 4\)"),
+            ({"segments": torch.ones(2, 5).int()}, r"segments must be int64 \(2, 5\), not torch.int32"),
+            (
+                {"state": torch.zeros(2, 2, 3, 5)},
+                r"state must be torch.float32 \(B, H, F, E\+1\) = \(2, 2, 3, 6\), not torch.float32 \(2, 2, 3, 5\)",
+            ),
+            ({"state": torch.zeros(2, 2, 2, 6)}, r"= \(2, 2, 3, 6\), not torch.float32 \(2, 2, 2, 6\)"),
+            ({"state": torch.zeros(2, 3, 6)}, r"= \(2, 2, 3, 6\), not torch.float32 \(2, 3, 6\)"),
+            ({"state": torch.zeros(2, 2, 3, 6).double()}, r"must be torch.float32 .*, not torch.float64"),
+            (
+                {"state": torch.zeros(2, 2, 3, 6), "feature_map": lambda x: torch.cat([x.exp(), (-x).exp()], -1)},
+                r"= \(2, 2, 6, 6\), not torch.float32 \(2, 2, 3, 6\)",
+            ),
             ({"state": torch.zeros(2, 2, 3, 6), "causal": False}, "causal=False sees all keys in one call"),
             ({"feature_map": "cos"}, "unknown feature map 'cos'"),
             ({"feature_map": torch.tanh}, "feature map 'tanh' reaches -1; a normalised mechanism divides"),

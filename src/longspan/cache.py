@@ -107,7 +107,7 @@ def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool
     """Every row has as many tokens and gets as many: slots are slices, and only the causal mask is needed."""
     n, total = k.shape[2], used + k.shape[2]
     if donate:
-        cache = _with_room(cache, total)
+        cache = with_room(cache, total)
         cache.keys[:, :, used:total] = k
         cache.values[:, :, used:total] = v
         added = KeyValues(cache.keys, cache.values, cache.length + n)
@@ -123,7 +123,8 @@ def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool
     return Sight(keys, values, allowed, False), added
 
 
-def _with_room(cache: KeyValues, slots: int) -> KeyValues:
+def with_room(cache: KeyValues, slots: int) -> KeyValues:
+    """The cache with at least so many slots: itself, or a copy with twice as many."""
     capacity = cache.keys.shape[2]
     if slots <= capacity:
         return cache
@@ -133,7 +134,7 @@ def _with_room(cache: KeyValues, slots: int) -> KeyValues:
 
 
 def _scatter_in_place(cache: KeyValues, k: Tensor, v: Tensor, at: Tensor, mask: Tensor | None, length: Tensor):
-    cache = _with_room(cache, int(length.max()))
+    cache = with_room(cache, int(length.max()))
     real = torch.ones_like(at, dtype=torch.bool) if mask is None else mask
     rows, tokens = real.nonzero(as_tuple=True)
     slots = at[rows, tokens]

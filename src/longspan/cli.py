@@ -19,6 +19,7 @@ COMMANDS = {
     "list": ("listing", "the mechanisms that there are"),
     "show": ("show", "one mechanism: options, parameters, FLOPs, state, backend"),
     "cite": ("cite", "BibTeX of the papers behind a spec or a trained model"),
+    "bench": ("bench", "time and memory, beside other libraries and against the machine's limits"),
     "doctor": ("doctor", "what runs here and why: backends, kernels, caches"),
     "check": ("check", "measure the laws that every attention keeps"),
 }

@@ -17,6 +17,7 @@ from .attention import REGISTRY, Attention, build, nbytes
 from .attention.base import own_options
 from .layers import FeedForward
 from .ops.native import build as kernels
+from .ops.native import openmp
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
 
@@ -121,12 +122,23 @@ def backend(device: str, cls: type[Attention] | None = None) -> tuple[str, str]:
 
 
 def kernels_status() -> str:
-    """Whether the native kernels are there, compiled now if need be; otherwise why not."""
+    """Which native kernels are there, compiled now if need be; otherwise why there are none."""
+    return next(iter(kernels_facts().values()))
+
+
+def kernels_facts() -> dict[str, str]:
+    """The same with all that is known of them, by name; what ``longspan doctor`` prints."""
     try:
-        kernels.load()
+        found = kernels.find()
     except kernels.Unavailable as error:
-        return f"not here, since {error}"
-    return "compiled and ready"
+        return {"native kernels": f"not here, since {error}"}
+    return {
+        "native kernels": found.origin,
+        "  flags": found.flags,
+        "  file": found.path,
+        "  why these": found.why,
+        "  OpenMP": openmp.share() or "torch has none to share",
+    }
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from .attention.arguments import check_mask
+from .engine import Engine
 from .model import Decoder, DecoderState
 from .ops.pages import reuse_pages
+
+FEW = 8  # tokens for which the decode engine is not worth its preparation
 
 
 @torch.no_grad()
@@ -50,7 +53,8 @@ def generate(
     ``seed`` makes the draws repeatable, independent of the global generator. A row that has drawn ``stop`` goes on
     yielding ``stop``; when every row has, generation ends.
 
-    The prompt is read in one call and each token costs one more, on a state that only this generator holds.
+    The prompt is read in one call and each token costs one more, on a state that only this generator holds. Where the
+    decode engine serves the model it makes these steps, with the weights as they were at the call.
     Raises ValueError, at the call, for a prompt or sampling option out of range.
     """
     device = model.device
@@ -76,11 +80,13 @@ def generate(
         torch.zeros(1, model.likelihood.size), **options, generator=torch.Generator().manual_seed(0)
     )
     outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens)
+    # Packing the weights takes as long as a few tokens.
+    engine = Engine(model) if tokens > FEW and not Engine.why_not(model) else None
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    return _tokens(model, outputs, state, tokens, options, generator, stop)
+    return _tokens(model, engine, outputs, state, tokens, options, generator, stop)
 
 
-def _tokens(model, outputs, state, tokens, options, generator, stop) -> Iterator[Tensor]:
+def _tokens(model, engine, outputs, state, tokens, options, generator, stop) -> Iterator[Tensor]:
     done = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
     for i in range(tokens):
         token = model.likelihood.sample(outputs, **options, generator=generator)
@@ -92,7 +98,7 @@ def _tokens(model, outputs, state, tokens, options, generator, stop) -> Iterator
             return
         # Entered anew for each token: a generator must not hold a context open while its caller runs.
         with torch.no_grad():
-            outputs, state = model(token[:, None], state, donate=True)
+            outputs, state = engine(token[:, None], state) if engine else model(token[:, None], state, donate=True)
             outputs = outputs[:, 0]
 
 

@@ -56,7 +56,7 @@ class Linear(Attention):
         "linear(feature_map='exp')",
         "linear(rotary=100.0)",
     )
-    native = "one token at a time, in float32 and without gradients, unless rotary or masked"
+    native = "causal, in float32 or bfloat16, unless rotary"
     states, contexts = (State, RotaryState), (Context,)
 
     def __init__(
@@ -89,47 +89,45 @@ class Linear(Attention):
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
-        if isinstance(state, State) and x.shape[1] == 1 and mask is None and record is None:
-            return self._step(x, state, donate)
-        q = self._features(self.query, x)
+        q = split(self.query(x), self.heads)
         if isinstance(state, Context):
-            return self.out(merge(linear.normalise(q @ state.sums, self.eps).to(x.dtype))), state
+            read = self.phi(linear.widen(q)) @ state.sums
+            return self.out(merge(linear.normalise(read, self.eps).to(x.dtype))), state
         if context is not None:
             return self._cross(q, context, context_mask, record)
-        k, v = self._features(self.key, x), split(self.value(x), self.heads)
+        k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
         sums, numerator, make = (None if state is None else state.sums), None, State
         if self.rotary:
             start = state.position if isinstance(state, RotaryState) else None
             at, end = positions(x, start, mask=mask, segments=segments)
             make = partial(RotaryState, position=end)
-            numerator = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
+            fq, fk = (self.phi(linear.widen(t)) for t in (q, k))
+            numerator = rotate(fq, at, self.rotary), rotate(fk, at, self.rotary)
         if record is not None:
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
-            matrix = linear.matrix(q, k, allowed, eps=self.eps, state=sums, numerator=numerator)
+            fq, fk = (self.phi(linear.widen(t)) for t in (q, k))
+            matrix = linear.matrix(fq, fk, allowed, eps=self.eps, state=sums, numerator=numerator)
             record.update(mask=allowed, matrix=matrix)
-        o, sums = linear.attend(
-            q, k, v, causal=self.causal, eps=self.eps, mask=mask, segments=segments,
-            state=sums, numerator=numerator, donate=donate,
-        )  # fmt: skip
+        arguments = {"causal": self.causal, "mask": mask, "segments": segments, "state": sums, "donate": donate}
+        if self.rotary:
+            o, sums = linear.attend(fq, fk, v, eps=self.eps, numerator=numerator, **arguments)
+        else:
+            o, sums = self._read(q, k, v, **arguments)
         return self.out(merge(o)), None if state is None else make(sums)
 
-    def _step(self, x, state, donate):
-        o, sums = linear.step(
-            self.query(x), self.key(x), self.value(x), state.sums,
-            feature_map=self.feature_map, eps=self.eps, donate=donate,
-        )  # fmt: skip
-        return self.out(o), State(sums)
+    def _read(self, q, k, v, **arguments):
+        if isinstance(self.feature_map, str):
+            return linear.named(q, k, v, feature_map=self.feature_map, eps=self.eps, **arguments)
+        return linear.attend(self.phi(linear.widen(q)), self.phi(linear.widen(k)), v, eps=self.eps, **arguments)
 
     def _cross(self, q, context, context_mask, record):
         if self.rotary:
             raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
-        k, v = self._features(self.key, context), split(self.value(context), self.heads)
+        k, v = split(self.key(context), self.heads), split(self.value(context), self.heads)
         if record is not None:
             allowed = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
             allowed = allowed if context_mask is None else allowed & context_mask[:, None, None, :]
-            record.update(mask=allowed, matrix=linear.matrix(q, k, allowed, eps=self.eps))
-        o, sums = linear.attend(q, k, v, causal=False, eps=self.eps, mask=context_mask)
+            fq, fk = (self.phi(linear.widen(t)) for t in (q, k))
+            record.update(mask=allowed, matrix=linear.matrix(fq, fk, allowed, eps=self.eps))
+        o, sums = self._read(q, k, v, causal=False, mask=context_mask)
         return self.out(merge(o)), Context(sums)
-
-    def _features(self, projection, x):
-        return self.phi(linear.widen(split(projection(x), self.heads)))

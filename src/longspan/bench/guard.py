@@ -5,12 +5,16 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
 
+from .worker import timed
+
 LIMIT = 1e-3  # seconds; a copy of 512 kB takes about a tenth of that on an idle machine
 PATIENCE = 5  # further tries for one sample, before a disturbed one is taken
+WASTE = 10.0  # seconds of rejected samples in a row, before a disturbed one is taken
 
 
 class Guard:
@@ -48,23 +52,35 @@ def interleave(
 ) -> dict[str, Timing]:
     """Time every candidate once per round, in turn, so that a drift of the machine meets all of them alike.
 
-    Each is called once before the first round, to warm up. A sample counts if the guard finds the machine quiet right
-    before and right after it; otherwise it is rejected and taken again, at most ``patience`` times.
+    Each is called once before the first round, to warm up; samples as in ``take_turns``.
     """
-    guard = guard or Guard()
-    timings = {name: Timing() for name in candidates}
     for call in candidates.values():
         call()
+    return take_turns({name: partial(timed, call) for name, call in candidates.items()}, rounds, guard, patience)
+
+
+def take_turns(
+    samplers: Mapping[str, Callable[[], float]], rounds: int, guard: Guard | None = None, patience: int = PATIENCE
+) -> dict[str, Timing]:
+    """Take one sample of every candidate per round; each sampler returns the seconds that it measured.
+
+    A sample counts if the guard finds the machine quiet right before and right after it; otherwise it is rejected and
+    taken again, at most ``patience`` times and not after ``WASTE`` seconds of such samples.
+    """
+    guard = guard or Guard()
+    timings = {name: Timing() for name in samplers}
     for _ in range(rounds):
-        for name, call in candidates.items():
+        for name, sample in samplers.items():
             timing = timings[name]
+            wasted = 0.0
             for attempt in range(patience + 1):
                 before = guard.quiet()
                 begin = time.perf_counter()
-                call()
-                seconds = time.perf_counter() - begin
-                if (before and guard.quiet()) or attempt == patience:
-                    timing.disturbed += attempt == patience and not before
+                seconds = sample()
+                wasted += time.perf_counter() - begin
+                quiet = before and guard.quiet()
+                if quiet or attempt == patience or wasted > WASTE:
+                    timing.disturbed += not quiet
                     timing.samples.append(seconds)
                     break
                 timing.rejected += 1

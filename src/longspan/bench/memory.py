@@ -7,7 +7,6 @@ and generation by a decoder; peaks are resident memory beyond that of the inputs
 import argparse
 import contextlib
 import json
-import math
 import resource
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from ..checkpoint import write_text
 from ..config import Config
 from ..generate import generate
 from ..model import Decoder
+from . import figures
 from .guard import machine
 
 LENGTHS = (4096, 8192, 16384, 32768, 65536)
@@ -75,10 +75,9 @@ def measure(spec: str, what: str, lengths: tuple[int, ...]) -> dict[int, float]:
 
 
 def exponent(found: dict[int, float]) -> float:
-    """The growth exponent: slope of log MB by log tokens, least squares."""
-    xs, ys = [math.log(n) for n in found], [math.log(max(mb, 1e-3)) for mb in found.values()]
-    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+    """The growth exponent of MB by tokens; see ``figures.exponent``."""
+    # No growth at all is measured as nothing, whose logarithm is none.
+    return figures.exponent({n: max(mb, 1e-3) for n, mb in found.items()})
 
 
 def main() -> None:

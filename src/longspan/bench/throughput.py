@@ -17,7 +17,8 @@ from .guard import Guard, Timing, interleave
 def state_at(model: Decoder, batch: int, position: int, capacity: int) -> DecoderState:
     """A state as large as the one after ``position`` tokens, made of random numbers: timing does not need true ones.
 
-    Every slot is written, since memory that was never touched would be read faster than a real cache.
+    Every slot is written, since memory that was never touched would be read faster than a real cache. The sequences
+    and heads share their numbers, which are many: drawing each would take longer than the timing.
     """
     fresh = model.init_state(batch, capacity)
     return move(DecoderState(fresh.position, tuple(_filled(layer) for layer in fresh.layers)), position)
@@ -26,7 +27,8 @@ def state_at(model: Decoder, batch: int, position: int, capacity: int) -> Decode
 def _filled(state: Any) -> Any:
     if not isinstance(state, KeyValues):
         return state
-    return state._replace(keys=state.keys.normal_(), values=state.values.normal_())
+    keys, values = (t.copy_(torch.randn_like(t[:1, :1]).expand_as(t)) for t in (state.keys, state.values))
+    return state._replace(keys=keys, values=values)
 
 
 def move(state: DecoderState, position: int) -> DecoderState:

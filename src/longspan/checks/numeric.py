@@ -1,45 +1,73 @@
 """Laws of numbers: every backend and every precision gives the definition's answer, and its gradients."""
 
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from ..ops import backend
+from ..ops import BACKENDS, backend
 from ..ops.heads import merge, split
 from ..ops.softmax import repeat
-from .gauge import BATCH, DIM, HEADS, TOKENS, Gauge, Subject
+from .gauge import BATCH, DIM, EXACT, HEADS, TOKENS, Gauge, Subject
 from .recurrent import run
 
-SEVERAL = 131  # tokens, so that chunks of 64 end inside; a prime
+# Tokens, a prime: chunks end inside, and the forms for short sequences have ended.
+SEVERAL = 139
 LONG = 100_003  # tokens, a prime
+ROUNDED = 1e-5  # float32, relative like EXACT: about as many roundings in a row as there are tokens
 
 
 def oracle(subject: Subject, gauge: Gauge) -> None:
-    """The outputs, states and all gradients of the default backend are those of ``backend("reference")``."""
-    module, x, before = subject.make(), subject.data(n=SEVERAL), subject.data(2, 7)
+    """Every backend that serves a call gives the outputs, states and all gradients of ``backend("reference")``."""
+    # Numbers that float32 holds, so that errors are those of the computation.
+    x, before = subject.data(n=SEVERAL, dtype=torch.float32), subject.data(2, 7, torch.float32)
+    exact = subject.make(dtype=torch.float32).double()
     mask = torch.rand(BATCH, SEVERAL, generator=torch.Generator().manual_seed(3)) < 0.7
-    segments = torch.tensor([[0] * 61 + [1] * 68 + [2] * 2, [0] * 131])
+    segments = torch.tensor([[0] * 61 + [1] * 68 + [2] * 10, [0] * SEVERAL])
     cases: list[dict[str, Any]] = [{}]
     cases += [] if subject.why_not(("mask",)) else [{"mask": mask}]
     cases += [] if subject.why_not(("segments",)) else [{"segments": segments}]
-    cases += [] if subject.why_not(("context",)) or module.positional else [{"context": before}]
+    cases += [] if subject.why_not(("context",)) or exact.positional else [{"context": before}]
     for arguments in cases:
-        found = []
-        for name in ("reference", "auto"):
-            inputs = [t.clone().requires_grad_() for t in (x, before)]
-            with backend(name):
-                state = None
-                if subject.causal and "context" not in arguments:
-                    _, state = module(inputs[1], module.init_state(BATCH))
-                y, _ = module(inputs[0], state, **arguments)
-                found.append((y, *_gradients(y, inputs, module)))
-        gauge.close(found[1], found[0], f"outputs and gradients with {', '.join(arguments) or 'no arguments'}")
+        expected = _outcome("reference", subject, exact, x, before, arguments)
+        given = ", ".join(arguments) or "no arguments"
+        for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, ROUNDED)):
+            module = copy.deepcopy(exact).to(dtype)
+            for name in [name for name in BACKENDS if name != "reference"]:
+                found = _outcome(name, subject, module, x, before, arguments)
+                if found is not None:
+                    gauge.close(found, expected, f"{name} in {dtype} with {given}", tolerance)
 
 
-def _gradients(y: Tensor, inputs: list[Tensor], module: nn.Module) -> list[Tensor]:
+def _outcome(
+    name: str, subject: Subject, module: Any, x: Tensor, before: Tensor, arguments: dict[str, Any]
+) -> list[Tensor] | None:
+    """Outputs, the state and all gradients on a backend, in the dtype of the weights; None where it does not serve."""
+    dtype = next(module.parameters()).dtype
+    inputs = [t.to(dtype, copy=True).requires_grad_() for t in (x, before)]
+    arguments = {key: t.to(dtype) if t.is_floating_point() else t for key, t in arguments.items()}
+    try:
+        with backend(name):
+            state = None
+            if subject.causal and "context" not in arguments:
+                _, state = module(inputs[1], module.init_state(BATCH))
+            y, state = module(inputs[0], state, **arguments)
+    except ValueError as error:
+        if f"backend {name!r}" in str(error):
+            return None
+        raise
+    outputs = [y, *pytree.tree_leaves(state)]
+    return outputs + _gradients([t for t in outputs if t.requires_grad], inputs, module)
+
+
+def _gradients(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) -> list[Tensor]:
+    """Those of the inputs and the weights, from random ones of the outputs."""
+    generator = torch.Generator().manual_seed(4)
+    upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
     wanted = [*inputs, *module.parameters()]
-    found = torch.autograd.grad((y * y.sin()).sum(), wanted, allow_unused=True)
+    found = torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
     return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
 
 
@@ -92,7 +120,7 @@ def gradients(subject: Subject, gauge: Gauge) -> None:
     for cuts in ([TOKENS], [5, 8, 16]):
         x = subject.data().requires_grad_()
         y, _ = run(module, x, cuts, module.init_state(BATCH))
-        found.append(_gradients(y, [x], module))
+        found.append(_gradients([y], [x], module))
     gauge.close(found[1], found[0], "gradients through states")
 
 

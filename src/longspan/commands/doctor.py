@@ -12,12 +12,17 @@ EXTRAS = {"lightning": "train", "sklearn": "train", "matplotlib": "plot", "PIL":
 def parser() -> Parser:
     parser = make(
         "doctor",
-        "Tell what runs on this machine and why: versions, devices, the native CPU kernels (compiled if need be), "
-        "optional packages, and the cache folder, which the environment variable LONGSPAN_CACHE can move.",
+        "Tell what runs on this machine and why: versions, devices, the native CPU kernels (those of the installation, "
+        "else compiled now if need be), optional packages, and the cache folder, which the environment variable "
+        "LONGSPAN_CACHE can move.",
         "longspan doctor",
         "longspan doctor --clear",
     )
-    parser.add_argument("--clear", action="store_true", help="delete the compiled kernels; data sets stay")
+    parser.add_argument(
+        "--clear",
+        action="store_true",
+        help="delete the kernels compiled here, and what is remembered of failures; data sets stay",
+    )
     return parser
 
 
@@ -50,8 +55,9 @@ def facts(folder: Path) -> dict[str, str]:
         "python": str(machine["python"]),
         "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['system']}",
         "accelerator": str(device or "none"),
-        "native kernels": describe.kernels_status(),
+        **describe.kernels_facts(),
         "cache": f"{folder} ({', '.join(parts(folder)) or 'empty'})",
+        "  compiled": "; ".join(compiled(folder / "native")) or "nothing",
         "extras": ", ".join(f"{name}: {state}" for name, state in extras().items()),
     }
 
@@ -61,6 +67,13 @@ def extras() -> dict[str, str]:
     from importlib.util import find_spec
 
     return {name: "there" if find_spec(name) else f"pip install longspan[{extra}]" for name, extra in EXTRAS.items()}
+
+
+def compiled(folder: Path) -> list[str]:
+    """Each compilation in a folder of kernels: the compiler, and what became of it."""
+    from ..ops.native import store
+
+    return [f"{seal.compiler}: {seal.failed or seal.library}" for seal in store.seals(folder)]
 
 
 def parts(folder: Path) -> list[str]:

@@ -13,7 +13,8 @@ FeatureMap = Callable[[Tensor], Tensor]
 
 def elu(x: Tensor) -> Tensor:
     """elu(x) + 1: x + 1 above zero, e^x below; positive (Katharopoulos et al. 2020, eq. 7). (..., D) -> (..., D)."""
-    return F.elu(x) + 1
+    # As a sum, since (e^x - 1) + 1 has no digits left where e^x is small.
+    return F.relu(x) + x.clamp(max=0.0).exp()
 
 
 def relu(x: Tensor) -> Tensor:
@@ -32,6 +33,33 @@ def exp(x: Tensor) -> Tensor:
 
 
 MAPS: dict[str, FeatureMap] = {"elu": elu, "relu": relu, "squared_relu": squared_relu, "exp": exp}
+
+
+def _elu_into(x: Tensor, out: Tensor, spare: Tensor) -> Tensor:
+    torch.clamp(x, min=0.0, out=spare)
+    return torch.clamp(x, max=0.0, out=out).exp_().add_(spare)
+
+
+def _squared_relu_into(x: Tensor, out: Tensor, spare: Tensor) -> Tensor:
+    return torch.clamp(x, min=0.0, out=out).square_()
+
+
+# (x, out, spare) -> out = phi(x): the same maps, written where they are wanted. ``spare``, of the same shape, is
+# overwritten; x may be ``out`` itself.
+WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "elu": _elu_into,
+    "relu": lambda x, out, spare: torch.clamp(x, min=0.0, out=out),
+    "squared_relu": _squared_relu_into,
+    "exp": lambda x, out, spare: torch.clamp(x, max=30.0, out=out).exp_(),
+}
+
+# (x, y) -> phi'(x), written over y = phi(x). Where a masked key has y = 0, so is its slope.
+SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "elu": lambda x, y: y.clamp_(max=1.0),
+    "relu": lambda x, y: y.sign_(),
+    "squared_relu": lambda x, y: y.sqrt_().mul_(2.0),
+    "exp": lambda x, y: y.masked_fill_(x > 30.0, 0.0),
+}
 
 
 def feature_map(choice: str | FeatureMap, dim: int) -> FeatureMap:

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chosen, native, recurrence
+from . import chosen, native, recurrence, spans
 from .features import MAPS, FeatureMap
 from .features import feature_map as choose
-from .heads import merge, split
+from .native import sequence
 
 
 def linear_attention(
@@ -39,9 +39,65 @@ def linear_attention(
     """
     _check(query, key, value, causal, mask, segments, state)
     phi = choose(feature_map, query.shape[-1])
-    q, k = phi(widen(query)), phi(widen(key))
-    out, state = attend(q, k, value, causal=causal, eps=eps, mask=mask, segments=segments, state=state, donate=donate)
+    if state is not None:
+        size = query.shape[-1]
+        features = size if isinstance(feature_map, str) else phi(widen(query.new_zeros(1, size))).shape[-1]
+        expected, wide = (*key.shape[:2], features, value.shape[-1] + 1), widen(query[:0]).dtype
+        if state.shape != expected or state.dtype != wide:
+            found = f"{state.dtype} {tuple(state.shape)}"
+            raise ValueError(f"state must be {wide} (B, H, F, E+1) = {expected}, not {found}")
+    if isinstance(feature_map, str):
+        out, state = named(
+            query, key, value, causal=causal, feature_map=feature_map, eps=eps, mask=mask, segments=segments,
+            state=state, donate=donate,
+        )  # fmt: skip
+    else:
+        q, k = phi(widen(query)), phi(widen(key))
+        out, state = attend(
+            q, k, value, causal=causal, eps=eps, mask=mask, segments=segments, state=state, donate=donate
+        )
     return (out, state) if return_state else out
+
+
+def named(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    feature_map: str,
+    eps: float,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same on raw queries and keys with a feature map of ``features.MAPS``, by the fastest form for the operands.
+
+    q (B,H,N,D), k (B,H,M,D), v (B,H,M,E), of any strides -> o (B,H,N,E) in v's dtype, state (B,H,D,E+1).
+    Raises ValueError where a forced backend cannot serve the call.
+    """
+    token = causal and q.shape[2] == 1 and mask is None
+    why_not = sequence.why_not(q, k, v, state, mask, segments) if causal else "they are for causal attention"
+    options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
+    match chosen("linear attention", ("reference", "torch", "native"), "torch" if why_not else "native"):
+        case "native":
+            if why_not:
+                raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
+            if token and state is not None and native.steps(q, k, v, state):
+                state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
+                return native.linear_step(q, k, v, state, feature_map=feature_map, eps=eps), state
+            return sequence.attend(q, k, v, state=state, **options)
+        case "torch" if causal and not (token and state is not None):
+            return spans.attend(q, k, v, state=state, **options)
+        case "torch" if not causal:
+            return spans.bidirectional(q, k, v, **options)
+        case _:
+            phi = MAPS[feature_map]
+            return attend(
+                phi(widen(q)), phi(widen(k)), v, causal=causal, eps=eps, mask=mask, segments=segments, state=state,
+                donate=donate,
+            )  # fmt: skip
 
 
 def attend(
@@ -73,32 +129,6 @@ def attend(
             below, z = _sum(q, k, torch.ones_like(k[..., :1]), causal, real, segments, parts[1], False)
             read, state = torch.cat([above, below], -1), torch.cat([s, z], -1)
         return normalise(read, eps).to(v.dtype), state
-
-
-def step(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str | FeatureMap, eps: float, donate: bool
-) -> tuple[Tensor, Tensor]:
-    """One token per sequence, its heads still side by side: what a decoder does most.
-
-    q, k (B,1,H*D) before the feature map, v (B,1,H*E), state (B,H,F,E+1) -> o (B,1,H*E) in v's dtype, state.
-
-    ``feature_map`` is a known name or a callable that has been checked.
-    ``auto`` takes the native kernel where there is one for these operands. Raises ValueError where ``native`` is forced
-    and there is none.
-    """
-    why_not = native.why_not(feature_map, q, k, v, state)
-    match chosen("a token of linear attention", ("reference", "torch", "native"), "torch" if why_not else "native"):
-        case "native":
-            if why_not:
-                raise ValueError(f"backend 'native' cannot serve this token of linear attention: {why_not}")
-            state = state if donate else state.clone()
-            return native.linear_step(q, k, v, state, feature_map=str(feature_map), eps=eps), state
-        case _:
-            heads = state.shape[1]
-            phi = MAPS[feature_map] if isinstance(feature_map, str) else feature_map
-            fq, fk = (phi(widen(split(t, heads))) for t in (q, k))
-            o, state = attend(fq, fk, split(v, heads), causal=True, eps=eps, state=state, donate=donate)
-            return merge(o), state
 
 
 def _sum(q, k, v, causal, real, segments, state, donate):
@@ -146,9 +176,7 @@ def _check(query, key, value, causal, mask, segments, state):
         raise ValueError(f"causal or packed attention needs as many queries as keys, not {query.shape[2]} and {keys}")
     if mask is not None and (mask.shape != (batch, keys) or mask.dtype != torch.bool):
         raise ValueError(f"mask must be bool {(batch, keys)}, not {mask.dtype} {tuple(mask.shape)}")
-    if segments is not None and segments.shape != (batch, keys):
-        raise ValueError(f"segments must be {(batch, keys)}, not {tuple(segments.shape)}")
+    if segments is not None and (segments.shape != (batch, keys) or segments.dtype != torch.int64):
+        raise ValueError(f"segments must be int64 {(batch, keys)}, not {segments.dtype} {tuple(segments.shape)}")
     if state is not None and not causal:
         raise ValueError("a state continues a causal sequence; causal=False sees all keys in one call and takes none")
-    if state is not None and (state.shape[:2] != key.shape[:2] or state.shape[-1] != value.shape[-1] + 1):
-        raise ValueError(f"state {tuple(state.shape)} does not fit: (B, H, F, E+1) with {tuple(value.shape)} as value")

@@ -1,8 +1,14 @@
-"""Memory that is used again instead of fetched anew: fresh pages cost a CPU more than many an operation."""
+"""Memory that is used again, or fetched in large pages: fresh pages cost a CPU more than many an operation."""
 
+import ctypes
 import functools
+import mmap
 
 import torch
+from torch import Tensor
+
+KEPT = 32 * 2**20  # bytes: the largest block that the C library can be made to keep
+ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # known on Linux only
 
 
 @functools.cache
@@ -12,4 +18,26 @@ def reuse_pages() -> None:
     glibc serves large blocks by new pages, which the kernel must clear one by one, until a block of that size has been
     freed once; then it keeps such blocks. So one is taken and freed, untouched. Elsewhere this does nothing.
     """
-    torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
+    torch.empty(KEPT - 2**16, dtype=torch.uint8)
+
+
+def fresh_like(x: Tensor) -> Tensor:
+    """``torch.empty_like(x)``, whose pages will be large ones where it is too large to come from freed memory.
+
+    A page fault then brings 2 MB instead of 4 kB. That is only advice: where the system gives none, nothing changes.
+    """
+    out = torch.empty_like(x)
+    # Tensors of other classes, and those that a compiler traces, may have no memory.
+    real = not torch.compiler.is_compiling() and type(out) is Tensor and out.device.type == "cpu"
+    if ADVICE is not None and real and out.nbytes > KEPT:
+        start = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (out.data_ptr() + out.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        _madvise()(start, end - start, ADVICE)
+    return out
+
+
+@functools.cache
+def _madvise():
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function

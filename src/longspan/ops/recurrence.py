@@ -75,7 +75,7 @@ def total(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> tu
     return past + later.flip(2) - (q * k).sum(-1, keepdim=True) * v, sums
 
 
-class _Borders(NamedTuple):
+class Borders(NamedTuple):
     """What segments mean inside one span of G chunks of C tokens; every mask is 0 or 1 in the data's dtype."""
 
     same: Tensor  # (B,1,G,C,C) query and key lie in one segment
@@ -84,18 +84,22 @@ class _Borders(NamedTuple):
     whole: Tensor  # (B,1,G,1,1) the segment that reaches in is also the one that the chunk ends with
 
 
-def _borders(segments: Tensor, start: int, groups: int, chunk: int, like: Tensor) -> _Borders:
+def borders_of(segments: Tensor, start: int, groups: int, chunk: int, like: Tensor) -> Borders:
+    """What segments (B,N) mean in the span of ``groups`` chunks that begins at ``start``."""
     ids = segments[:, start : start + groups * chunk].unflatten(1, (groups, chunk))[:, None]  # (B,1,G,C)
     before = torch.cat([segments[:, max(start - 1, 0)].view(-1, 1, 1), ids[:, :, :-1, -1]], 2)  # (B,1,G)
     first, last = ids == before[..., None], ids == ids[..., -1:]
     same = ids[..., :, None] == ids[..., None, :]
-    return _Borders(*(mask.to(like) for mask in (same, first[..., None], last[..., None], first[..., -1, None, None])))
+    return Borders(*(mask.to(like) for mask in (same, first[..., None], last[..., None], first[..., -1, None, None])))
 
 
-def _spans(n: int, chunk: int) -> list[tuple[int, int, int]]:
-    """Cut n tokens into (start, chunks, tokens per chunk): whole spans, then the whole chunks left, then the rest."""
+def cut(n: int, chunk: int, tokens: int) -> list[tuple[int, int, int]]:
+    """Cut n tokens into spans (start, chunks, tokens per chunk): whole ones, then the whole chunks left, then the rest.
+
+    ``tokens``: how many a span may have at most; one chunk fits in any case.
+    """
     chunk = min(chunk, n)
-    groups = max(SPAN // chunk, 1)
+    groups = max(tokens // chunk, 1)
     spans = [(start, groups, chunk) for start in range(0, n - groups * chunk + 1, groups * chunk)]
     done = len(spans) * groups * chunk
     whole, rest = divmod(n - done, chunk)
@@ -119,7 +123,7 @@ def _prefix(parts: Tensor, start: Tensor, whole: Tensor | None, reverse: bool = 
     return out, running
 
 
-def _masked(products: Tensor, borders: _Borders | None) -> Tensor:
+def _masked(products: Tensor, borders: Borders | None) -> Tensor:
     products = products.tril_()
     return products if borders is None else products.mul_(borders.same)
 
@@ -130,13 +134,13 @@ class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, state, segments, chunk):
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-        spans, starts, first = _spans(q.shape[2], chunk), [], state
+        spans, starts, first = cut(q.shape[2], chunk, SPAN), [], state
         with torch.autocast(q.device.type, enabled=False):
             for start, groups, width in spans:
                 starts.append(state)
                 rows = slice(start, start + groups * width)
                 qs, ks, vs = (t[:, :, rows].unflatten(2, (groups, width)) for t in (q, k, v))
-                borders = None if segments is None else _borders(segments, start, groups, width, q)
+                borders = None if segments is None else borders_of(segments, start, groups, width, q)
                 written = ks if borders is None else ks * borders.last
                 states, state = _prefix(written.mT @ vs, state, borders and borders.whole)
                 carried = qs @ states
@@ -154,13 +158,13 @@ class _Scan(torch.autograd.Function):
         if torch.is_grad_enabled():
             return (*_differentiable_backward(q, k, v, starts[0], segments, grad, grad_state, ctx.chunk), None, None)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        spans = _spans(q.shape[2], ctx.chunk)
+        spans = cut(q.shape[2], ctx.chunk, SPAN)
         with torch.autocast(q.device.type, enabled=False):
             for i in reversed(range(len(spans))):
                 start, groups, width = spans[i]
                 rows = slice(start, start + groups * width)
                 qs, ks, vs, gs = (t[:, :, rows].unflatten(2, (groups, width)) for t in (q, k, v, grad))
-                borders = None if segments is None else _borders(segments, start, groups, width, q)
+                borders = None if segments is None else borders_of(segments, start, groups, width, q)
                 written, read = (ks, qs) if borders is None else (ks * borders.last, qs * borders.first)
                 whole = borders and borders.whole
                 states, _ = _prefix(written.mT @ vs, starts[i], whole)

@@ -4,29 +4,34 @@ import torch
 from torch import Tensor
 
 from . import build
+from .openmp import threads
 
-MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in step.cpp
-LARGEST = 1024  # head size; step.cpp's limit
+MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in maps.h
+LARGEST = 1024  # channels of a head, plus one; below step.cpp's limit
 
 
-def why_not(feature_map: object, *tensors: Tensor) -> str:
-    """Why the native step cannot serve these operands; "" where it can. Compiles the kernels on first use."""
-    if torch.compiler.is_compiling():
-        return "torch.compile traces tensors, not C calls"
-    if not isinstance(feature_map, str):
-        return "the feature map is a Python callable"
-    if any(t.device.type != "cpu" or t.dtype != torch.float32 for t in tensors):
-        return "it takes float32 on the CPU"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        return "gradients are recorded"
-    return "" if build.loaded() else "the kernels could not be compiled"
+@torch.compiler.assume_constant_result
+def available() -> bool:
+    """Whether there are kernels, compiled now if need be; a compiler takes the answer as it finds it."""
+    return build.loaded() is not None
+
+
+def steps(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
+    """Whether ``linear_step`` can take this token, where ``sequence`` could: no gradients, no compiler, float32."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(t.dtype == torch.float32 for t in (q, k, v))
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, state)))
+        and max(state.shape[-2:]) <= LARGEST
+    )
 
 
 def linear_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float) -> Tensor:
     """One token, its feature map, the sums and the normaliser, in one pass over ``state``, which is overwritten.
 
-    q, k (B,1,H*D), v (B,1,H*E) before the feature map, state (B,H,D,E+1), contiguous -> o (B,1,H*E).
-    Equal to the torch form up to float32 rounding. Raises ValueError for heads larger than 1024.
+    q, k (B,1,H*D), v (B,1,H*E) before the feature map, or (B,H,1,D) and (B,H,1,E), which is the same memory;
+    state (B,H,D,E+1), contiguous -> o shaped like v.
+    Equal to the torch form up to float32 rounding. Only for operands that ``steps`` agrees to.
     """
     batch, heads, keys, width = state.shape
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -34,9 +39,9 @@ def linear_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: 
     out = torch.empty_like(v)
     kernels = build.loaded()
     assert kernels is not None
-    if kernels.longspan_linear_step(
+    failed = kernels.longspan_linear_step(
         state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), batch * heads, keys, width - 1,
-        MAPS[feature_map], eps, torch.get_num_threads(),
-    ):  # fmt: skip
-        raise ValueError(f"heads of {keys} and {width - 1} channels are larger than the native step's {LARGEST}")
+        MAPS[feature_map], eps, threads(),
+    )  # fmt: skip
+    assert not failed
     return out

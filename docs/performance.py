@@ -1,0 +1,56 @@
+"""Put benchmarks' figures and pictures into docs/performance.md.
+
+    longspan bench KIND --out FOLDER
+    python docs/performance.py FOLDER
+
+copies the JSON, CSV and PNG files of the kinds that FOLDER has to ``benchmarks/results/MACHINE``, where MACHINE is the
+folder that docs/performance.md shows, and writes the tables between the page's markers. Without an argument it only
+writes them again.
+"""
+
+import importlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from longspan.bench import report
+
+DOCS = Path(__file__).resolve().parent
+PAGE, RESULTS = DOCS / "performance.md", DOCS.parent / "benchmarks" / "results" / "xeon-avx512-2-cores"
+# What is measured -> the module of longspan.bench that can tell it.
+KINDS = {"limits": "limits", "attention": "attention", "step": "step", "generate": "decoding"}
+BLOCK = "<!-- {}:begin -->\n{}<!-- {}:end -->"
+
+
+def block(name: str) -> str:
+    """The tables of one benchmark, as they were printed, and its picture."""
+    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    kind = result["benchmark"]
+    text = report.show(result, importlib.import_module(f"longspan.bench.{KINDS[kind]}").text)
+    picture = f"../benchmarks/results/{RESULTS.name}/{name}.png"
+    return f"\n![{name}]({picture})\n\n```text\n{text}\n```\n\n"
+
+
+def page(text: str) -> str:
+    """The page with every marked block written anew."""
+    return re.sub(
+        r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->",
+        lambda found: BLOCK.format(found[1], block(found[1]), found[1]),
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main(folders: list[str]) -> None:
+    """Copy what is new, write the page."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    for path in (path for folder in folders for path in sorted(Path(folder).iterdir())):
+        if path.suffix in (".json", ".csv", ".png"):
+            shutil.copyfile(path, RESULTS / path.name)
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

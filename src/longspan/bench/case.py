@@ -1,0 +1,89 @@
+"""One comparison: candidates timed in turns, with the limits of the machine among them."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from . import worker
+from .candidates import Refused, Sampler, repeated
+from .guard import Guard, Timing, take_turns
+
+T = TypeVar("T")
+Watch = Callable[[Iterable[T], int, str], Iterable[T]]
+"""items, how many, label -> the items, while a bar shows them"""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The time of one candidate in one case."""
+
+    seconds: float
+    """of one call, the median over the samples"""
+    fastest: float
+    samples: int
+    calls: int
+    """in a row, in each sample"""
+    rejected: int
+    """samples thrown away because the machine was busy"""
+    disturbed: int
+    """samples kept although it was"""
+
+    def row(self) -> dict[str, Any]:
+        """As columns of a table."""
+        return asdict(self)
+
+
+def bound(call: worker.Call) -> Sampler:
+    """A limit of the machine as a sampler, for the same turns."""
+    return partial(worker.timed, call)
+
+
+def take(
+    samplers: dict[str, Sampler], rounds: int, label: str, watch: Watch, *, warm: bool = True
+) -> tuple[dict[str, Figure], dict[str, str]]:
+    """Time every sampler -> figures, and the errors of those that failed.
+
+    ``warm=False`` takes single calls and none before the first sample, for those that take long.
+    """
+    ready, calls, failed = {}, {}, {}
+    for name, sampler in samplers.items():
+        try:
+            sample, calls[name] = repeated(sampler) if warm else (partial(sampler, 1), 1)
+        except Refused as error:
+            failed[name] = str(error)
+            continue
+        ready[name] = partial(_sample, sample, name, failed)
+    timings = {name: Timing() for name in ready}
+    guard = Guard()
+    for _ in watch(range(rounds), rounds, label):
+        for name, timing in take_turns(ready, 1, guard).items():
+            whole = timings[name]
+            whole.samples += timing.samples
+            whole.rejected += timing.rejected
+            whole.disturbed += timing.disturbed
+    figures = {
+        name: Figure(t.seconds, min(t.samples), len(t.samples), calls[name], t.rejected, t.disturbed)
+        for name, t in timings.items()
+        if name not in failed
+    }
+    return figures, failed
+
+
+def _sample(sample: Callable[[], float], name: str, failed: dict[str, str]) -> float:
+    """A sample; one that fails ends the candidate, not the case."""
+    if name not in failed:
+        try:
+            return sample()
+        except Refused as error:
+            failed[name] = str(error)
+    return math.nan
+
+
+def available() -> float:
+    """MB of memory that can still be had; infinite where the system does not tell."""
+    with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo", encoding="utf-8") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("MemAvailable:"))
+    return math.inf

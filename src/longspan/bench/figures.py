@@ -1,0 +1,58 @@
+"""What measurements amount to: ratios, growth exponents, crossovers. Pure functions on numbers."""
+
+import math
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+
+
+def exponent(found: Mapping[int, float]) -> float:
+    """The growth exponent: slope of log value by log size, least squares.
+
+    >>> round(exponent({10: 2.0, 20: 8.0, 40: 32.0}), 6)
+    2.0
+    """
+    xs, ys = [math.log(n) for n in found], [math.log(value) for value in found.values()]
+    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+
+
+def declared(cost: str) -> float:
+    """The power of N in a mechanism's declared cost; a logarithm counts as none.
+
+    >>> declared("N D^2"), declared("N^2 D"), declared("N^1.5 D"), declared("N log N D")
+    (1.0, 2.0, 1.5, 1.0)
+    """
+    powers = re.findall(r"(?<!log )\bN(?:\^(\d+(?:\.\d+)?))?", cost)
+    return max((float(power or 1) for power in powers), default=0.0)
+
+
+def ratios(seconds: Mapping[str, float], baseline: str) -> dict[str, float]:
+    """How many times as fast as the baseline each candidate is.
+
+    >>> ratios({"a": 1.0, "b": 4.0}, "b")
+    {'a': 4.0, 'b': 1.0}
+    """
+    return {name: seconds[baseline] / value for name, value in seconds.items()}
+
+
+def crossover(one: Mapping[int, float], other: Mapping[int, float]) -> str:
+    """From which size on ``one`` takes less than ``other``: straight lines between the logarithms of common sizes.
+
+    >>> crossover({10: 2.0, 1000: 20.0}, {10: 1.0, 1000: 100.0})
+    'from 40'
+    >>> crossover({10: 1.0}, {10: 2.0})
+    'at every size'
+    >>> crossover({10: 2.0, 20: 4.0}, {10: 1.0, 20: 3.0})
+    'at no size'
+    """
+    sizes = sorted(set(one) & set(other))
+    gaps = [math.log(one[n] / other[n]) for n in sizes]
+    if all(gap < 0 for gap in gaps):
+        return "at every size"
+    if not gaps or gaps[-1] >= 0:
+        return "at no size"
+    # The last change of sides: from there on it stays ahead.
+    i = max(i for i, gap in enumerate(gaps) if gap >= 0)
+    (m, a), (n, b) = list(pairwise(zip(sizes, gaps, strict=True)))[i]
+    return f"from {round(math.exp(math.log(m) + a / (a - b) * math.log(n / m)))}"

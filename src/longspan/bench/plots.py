@@ -1,0 +1,116 @@
+"""Pictures of measurements, on double logarithmic axes."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+MODES = ("forward", "forward+backward")
+MARKS = "osD^vP*X<>"
+
+
+def pyplot() -> Any:
+    """matplotlib, without a screen. Raises ImportError where it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError('the benchmarks draw with matplotlib: pip install "longspan[plot]"') from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Draw the result of a benchmark as one PNG, whole or not at all."""
+    plt = pyplot()
+    figure = PICTURES[result["benchmark"]](plt, result)
+    facts = result["machine"]
+    figure.suptitle(f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}", fontsize=9)
+    temporary = path.with_name(f".{path.name}.part")
+    figure.savefig(temporary, dpi=120, format="png")
+    plt.close(figure)
+    os.replace(temporary, path)
+
+
+def _panels(plt: Any, count: int) -> tuple[Any, list[Any]]:
+    """A figure with up to three panels side by side, or more in rows of two."""
+    columns = count if count < 4 else 2
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 4.4 * rows), layout="constrained", squeeze=False)
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return figure, list(axes.flat)
+
+
+def _lines(axis: Any, rows: Iterable[dict[str, Any]], x: str, y: str, title: str, xlabel: str, ylabel: str) -> None:
+    """One line per candidate, in the order in which they come; the same candidate looks the same in every panel."""
+    from matplotlib.ticker import LogLocator
+
+    rows = [row for row in rows if row.get(y) is not None]
+    names = list(dict.fromkeys(row["candidate"] for row in rows))
+    for name in names:
+        points = sorted((row[x], row[y]) for row in rows if row["candidate"] == name)
+        colour, mark = _look(axis, name)
+        # What does other work than the rest of the panel is dashed.
+        module = any(row.get("group") == "module" for row in rows if row["candidate"] == name)
+        label, style = (f"{name.removesuffix('@module')}, whole module", "--") if module else (name, "-")
+        axis.plot(*zip(*points, strict=True), style, marker=mark, color=colour, label=label, markersize=5)
+    axis.set(xscale="log", yscale="log", title=title, xlabel=xlabel, ylabel=ylabel)
+    ticks = sorted({row[x] for row in rows})
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
+    axis.grid(alpha=0.3)
+    if names:
+        axis.legend(fontsize=8)
+
+
+def _look(axis: Any, name: str) -> tuple[str, str]:
+    """Colour and mark: the next ones, kept for the whole figure."""
+    looks = axis.figure.__dict__.setdefault("looks", {})
+    return looks.setdefault(name, (f"C{len(looks) % 10}", MARKS[len(looks) % len(MARKS)]))
+
+
+def _attention(plt: Any, result: dict[str, Any]) -> Any:
+    modes = [mode for mode in MODES if any(row["mode"] == mode for row in result["rows"])]
+    figure, axes = _panels(plt, 2 * len(modes))
+    for i, mode in enumerate(modes):
+        rows = [{**row, "ms": 1e3 * row["seconds"]} for row in result["rows"] if row["mode"] == mode]
+        _lines(axes[i], rows, "length", "ms", mode, "tokens", "ms")
+        _lines(axes[len(modes) + i], rows, "length", "mb", f"peak memory, {mode}", "tokens", "MB beyond the inputs")
+    return figure
+
+
+def _step(plt: Any, result: dict[str, Any]) -> Any:
+    figure, (left, right) = _panels(plt, 2)
+    rows = [{**row, "us": 1e6 * row["seconds"]} for row in result["rows"]]
+    _lines(left, rows, "batch", "us", "one token of one layer", "batch", "us")
+    _lines(right, rows, "batch", "to_bound", "against the bound", "batch", "time / scaling the state in place")
+    return figure
+
+
+def _generate(plt: Any, result: dict[str, Any]) -> Any:
+    steps = [{**row, "ms": 1e3 * row["seconds"]} for row in result["rows"] if row["what"] == "step"]
+    images = [row for row in result["rows"] if row["what"] == "images"]
+    batches = list(dict.fromkeys(row["batch"] for row in steps))
+    figure, axes = _panels(plt, len(batches) + bool(images))
+    for axis, batch in zip(axes, batches, strict=False):
+        rows = [row for row in steps if row["batch"] == batch]
+        _lines(axis, rows, "position", "ms", f"one token, batch {batch}", "position", "ms")
+    if images:
+        _lines(axes[-1], images, "batch", "images_per_second", "whole images", "batch", "images per second")
+    return figure
+
+
+def _limits(plt: Any, result: dict[str, Any]) -> Any:
+    figure, (left, right) = _panels(plt, 2)
+    products = [{**row, "candidate": row["dtype"]} for row in result["rows"] if row["limit"] == "gemm"]
+    traffic = [{**row, "candidate": row["limit"]} for row in result["rows"] if row["limit"] != "gemm"]
+    _lines(left, products, "size", "value", "square matrix products", "size", "GFLOP/s")
+    _lines(right, traffic, "size", "value", "moving bytes", "MB of array", "GB/s")
+    return figure
+
+
+PICTURES = {"attention": _attention, "step": _step, "generate": _generate, "limits": _limits}

@@ -1,0 +1,70 @@
+"""Results as files and as text: JSON with everything, CSV with the rows, PNG with a picture, tables on the screen."""
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import checkpoint, pictures
+from . import plots
+
+Result = dict[str, Any]
+Table = list[list[str]]
+
+
+def claim(out: Path, benchmark: str) -> None:
+    """See to it, before any measurement, that the files can be written. Raises ValueError, ImportError."""
+    pictures.claim_folder(out)
+    pictures.check(out / f"{benchmark}.png")
+    plots.pyplot()
+
+
+def write(out: Path, result: Result) -> None:
+    """Write ``BENCHMARK.json``, ``.csv`` and ``.png`` into the folder; each whole or not at all."""
+    name = result["benchmark"]
+    checkpoint.write_text(out / f"{name}.json", json.dumps(result, indent=2) + "\n")
+    checkpoint.write_text(out / f"{name}.csv", rows_csv(result["rows"]))
+    plots.draw(out / f"{name}.png", result)
+
+
+def rows_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """CSV of rows that need not have the same columns."""
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def show(result: Result, tables: Callable[[Result], list[Table]]) -> str:
+    """The result as text: its tables, how it was measured, what is missing and why."""
+    parts = [aligned(table) for table in tables(result)]
+    notes = [f"How: {result['how']}."]
+    notes += [f"Refused: {one['candidate']}: {one['reason']}" for one in result.get("refused", [])]
+    notes += [f"Left out: {one['candidate']}: {one['reason']}" for one in result.get("left_out", [])]
+    rejected, disturbed = (sum(row.get(name) or 0 for row in result["rows"]) for name in ("rejected", "disturbed"))
+    samples = sum(row.get("samples") or 0 for row in result["rows"])
+    notes.append(f"Samples: {samples} kept, {rejected} rejected on a busy machine, {disturbed} kept although it was.")
+    notes.append("Machine: " + "; ".join(f"{name} {value}" for name, value in result["machine"].items()) + ".")
+    return "\n\n".join([*parts, "\n".join(notes)])
+
+
+def aligned(table: Table) -> str:
+    """Columns of equal width, the first to the left, the others to the right."""
+    columns = max(map(len, table))
+    widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(columns)]
+    lines = [[f"{row[0]:<{widths[0]}}", *map("{:>{}}".format, row[1:], widths[1:])] for row in table]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def duration(seconds: float) -> str:
+    """With a unit that leaves few digits.
+
+    >>> duration(0.0123), duration(4.3e-6), duration(12.0)
+    ('12.3 ms', '4.3 us', '12 s')
+    """
+    factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
+    return f"{seconds * factor:.3g} {unit}"

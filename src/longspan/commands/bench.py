@@ -1,0 +1,242 @@
+"""``longspan bench``: time and memory, beside other libraries and against the limits of the machine."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonargparse
+
+from ..spec import known
+from .parser import Parser, make, positive
+
+COMMON = (
+    "Candidates take turns round by round; samples on a busy machine are rejected and counted; figures are medians, "
+    "and ratios are of one run. Every candidate first has to agree with a float64 definition; one that does not is "
+    "named and gets no figure. Writes a JSON, a CSV and a PNG file."
+)
+
+
+class Kind(NamedTuple):
+    """One of the benchmarks."""
+
+    about: str
+    examples: tuple[str, ...]
+    options: Callable[[Parser], None]
+    measure: Callable[[Any], tuple[dict, Callable[[dict], list]]]
+
+
+class _Bench(Parser):
+    def read(self, words: list[str]) -> jsonargparse.Namespace:
+        if not words or words[0].startswith("-"):
+            return super().read(words)
+        kind = known(words[0], KINDS, "benchmark")
+        args = subparser(kind).read(words[1:])
+        args.kind = kind
+        return args
+
+
+def parser() -> Parser:
+    parser = make(
+        "bench",
+        f"Measure this machine and what runs on it. {COMMON} longspan bench KIND --help has the options of each kind.",
+        *(example for kind in KINDS.values() for example in kind.examples[:1]),
+        cls=_Bench,
+    )
+    lines = ";\n".join(f"{name}: {kind.about}" for name, kind in KINDS.items())
+    parser.add_argument("kind", type=str, help=f"one of: {lines}")
+    return parser
+
+
+def subparser(name: str) -> Parser:
+    """The parser of ``longspan bench NAME``."""
+    kind = KINDS[name]
+    parser = make(f"bench {name}", f"{kind.about[0].upper()}{kind.about[1:]}. {COMMON}", *kind.examples)
+    kind.options(parser)
+    parser.add_argument("--out", type=str, default="bench", help="folder for the files")
+    return parser
+
+
+def run(args) -> int:
+    from ..bench import report
+
+    out = Path(args.out)
+    result, tables = KINDS[args.kind].measure(args)
+    report.write(out, result)
+    print(report.show(result, tables))
+    print(f"Files: {', '.join(str(out / (args.kind + ending)) for ending in ('.json', '.csv', '.png'))}")
+    return 1 if any(one["ours"] for one in result.get("refused", [])) else 0
+
+
+def _candidates(parser: Parser, default: str) -> None:
+    parser.add_argument(
+        "candidates", type=str, nargs="*", help=f"what to measure, other libraries too; without any: {default}"
+    )
+    parser.add_argument("--peers", action="store_true", help="ft and performer too, or those of the two that are named")
+    parser.add_argument(
+        "--peers-python",
+        type=str,
+        default="",
+        help="the Python that has them after make peers (LONGSPAN_PEERS, else .venv-peers/bin/python)",
+    )
+
+
+def _attention_options(parser: Parser) -> None:
+    _candidates(
+        parser,
+        "linear linear@torch sdpa; a candidate is SPEC, SPEC@BACKEND, either with @module for the whole module with "
+        "its projections (specs that no function serves are always measured so), or sdpa",
+    )
+    parser.add_argument("--lengths", type=str, default="1024,4096,16384,65536", help="tokens, separated by commas")
+    parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--heads", type=int, default=8, help="heads")
+    parser.add_argument("--size", type=int, default=64, help="channels of a head")
+    parser.add_argument("--dtype", type=str, default="float32", help="float32 or bfloat16")
+    parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate")
+    parser.add_argument("--no-backward", action="store_true", help="forward only")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds; leave out calls expected to take longer")
+
+
+def _attention(args) -> tuple[dict, Callable]:
+    from ..bench import attention, oracle
+
+    positive(args, "batch", "heads", "size", "rounds")
+    known(args.dtype, oracle.ALLOWED, "dtype")
+    options = attention.Options(
+        lengths=_numbers(args, "lengths"), batch=args.batch, heads=args.heads, size=args.size, dtype=args.dtype,
+        rounds=args.rounds, backward=not args.no_backward, limit=_seconds(args),
+    )  # fmt: skip
+    return _compared(args, attention, options)
+
+
+def _step_options(parser: Parser) -> None:
+    _candidates(parser, "kernel linear linear@torch; kernel is the native function alone")
+    parser.add_argument("--batches", type=str, default="1,64,1024", help="sequences, separated by commas")
+    parser.add_argument("--heads", type=int, default=8, help="heads")
+    parser.add_argument("--size", type=int, default=64, help="channels of a head")
+    parser.add_argument("--rounds", type=int, default=21, help="samples of each candidate")
+
+
+def _step(args) -> tuple[dict, Callable]:
+    from ..bench import step
+
+    positive(args, "heads", "size", "rounds")
+    options = step.Options(_numbers(args, "batches"), args.heads, args.size, args.rounds)
+    return _compared(args, step, options)
+
+
+def _generate_options(parser: Parser) -> None:
+    _candidates(
+        parser,
+        "linear@engine linear@plain linear@engine@bf16 softmax@engine softmax@plain; @engine is the decode engine, "
+        "@plain the model called layer by layer, @bf16 has bfloat16 weights",
+    )
+    parser.add_argument("--positions", type=str, default="784,3072,16384", help="tokens before the one that is timed")
+    parser.add_argument("--batches", type=str, default="1,256", help="sequences, separated by commas")
+    parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate")
+    parser.add_argument("--images", type=int, default=3, help="samples of whole images; 0: none")
+    parser.add_argument("--tokens", type=int, default=784, help="tokens of an image")
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds; leave out images expected to take longer")
+    for field, default, what in (
+        ("dim", 256, "width"), ("depth", 8, "layers"), ("heads", 8, "heads"), ("feedforward", 1024, "inner width")
+    ):  # fmt: skip
+        parser.add_argument(f"--{field}", type=int, default=default, help=f"{what} of the decoder")
+
+
+def _generate(args) -> tuple[dict, Callable]:
+    from dataclasses import replace
+
+    from ..bench import decoding
+
+    positive(args, "rounds", "tokens")
+    if args.images < 0:
+        raise ValueError(f"--images={args.images} must not be negative; 0 measures no whole images")
+    shape = {field: getattr(args, field) for field in ("dim", "depth", "heads", "feedforward")}
+    options = decoding.Options(
+        positions=_numbers(args, "positions"), batches=_numbers(args, "batches"), rounds=args.rounds,
+        images=args.images, tokens=args.tokens, limit=_seconds(args), shape=replace(decoding.SHAPE, **shape),
+    )  # fmt: skip
+    return _compared(args, decoding, options)
+
+
+def _limits_options(parser: Parser) -> None:
+    parser.add_argument("--rounds", type=int, default=7, help="samples of each figure")
+
+
+def _limits(args) -> tuple[dict, Callable]:
+    from ..bench import limits, report
+    from .progress import track
+
+    positive(args, "rounds")
+    report.claim(Path(args.out), args.kind)
+    return limits.run(args.rounds, track), limits.text
+
+
+def _compared(args, benchmark: Any, options: Any) -> tuple[dict, Callable]:
+    """Measure candidates, with the processes that this needs."""
+    from ..bench import candidates, peers, report
+    from .progress import track
+
+    named = [name for name in args.candidates if name in peers.SUBJECTS]
+    if args.peers_python and not (args.peers or named):
+        raise ValueError("--peers-python says where the other libraries are; measure them by --peers")
+    ours = [name for name in args.candidates if name not in peers.SUBJECTS]
+    names = tuple(dict.fromkeys(ours if args.candidates else benchmark.DEFAULT))
+    report.claim(Path(args.out), args.kind)
+    with contextlib.ExitStack() as stack:
+        others = tuple(named or peers.SUBJECTS) if args.peers or named else ()
+        remotes = candidates.find_peers(args.peers_python, others) if others else []
+        weigher = candidates.weigher()
+        for process in (*remotes, weigher):
+            stack.callback(process.close)
+        about = candidates.versions(remotes)
+        result = benchmark.run(names, remotes, weigher, options, track)
+    result["machine"] |= about
+    return result, benchmark.text
+
+
+def _numbers(args: Any, name: str) -> tuple[int, ...]:
+    """Numbers separated by commas, each once, in order. Raises ValueError for anything else."""
+    text = getattr(args, name)
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise ValueError(f"--{name}={text}: expected whole numbers from 1 on, separated by commas: 1,64,1024")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def _seconds(args: Any) -> float:
+    if not args.limit > 0:
+        raise ValueError(f"--limit={args.limit} must be a positive number of seconds")
+    return args.limit
+
+
+KINDS = {
+    "attention": Kind(
+        "time and peak memory of attention by length, forward and with backward",
+        (
+            "longspan bench attention --lengths 256,512 --rounds 2",
+            "longspan bench attention linear linear@native softmax@module linear@module --lengths 4096",
+            "longspan bench attention --peers",
+        ),
+        _attention_options,
+        _attention,
+    ),
+    "step": Kind(
+        "one layer's token step by batch, against scaling its state in place",
+        ("longspan bench step --peers", "longspan bench step kernel linear --batches 64"),
+        _step_options,
+        _step,
+    ),
+    "generate": Kind(
+        "tokens and images per second of whole decoders, by position and batch",
+        ("longspan bench generate --peers", "longspan bench generate linear@plain --positions 784 --images 0"),
+        _generate_options,
+        _generate,
+    ),
+    "limits": Kind(
+        "what this machine can do at most: matrix products, and moving bytes",
+        ("longspan bench limits",),
+        _limits_options,
+        _limits,
+    ),
+}

@@ -1,0 +1,202 @@
+"""The decode engine: a decoder's token step without Python between its layers."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import cache, ops
+from .attention.linear import Linear, RotaryState, State
+from .attention.softmax import Softmax
+from .cache import KeyValues
+from .layers import FeedForward
+from .model import Block, Decoder, DecoderState, Embedding, Stack, check_tokens
+from .ops import native
+from .ops.native import decode
+
+
+class Engine:
+    """``outputs, state = engine(tokens, state)``: as ``decoder(tokens, state, donate=True)`` for one token, but faster.
+
+    tokens (B,1) int64 -> outputs (B,1,likelihood.size) in the decoder's dtype; the state is the decoder's own, may go
+    from one to the other at any token, and is overwritten. Sums, norms and activations are float32, also where the
+    weights are bfloat16. The engine keeps a copy of the weights as they are now (later training does not reach it) and
+    the state that it returned last.
+
+    Serves decoders on the CPU, in float32 or bfloat16, of ``linear`` and ``softmax`` layers; ``why_not`` tells.
+    Raises ValueError for a decoder that it does not serve, and for the tokens and positions that a decoder refuses.
+    """
+
+    def __init__(self, model: Decoder):
+        if reason := self.why_not(model):
+            raise ValueError(f"the decode engine does not serve this decoder: {reason}")
+        config, self.model = model.config, model
+        parts: Any = model  # whose modules torch types as tensors, perhaps
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.weights = decode.Weights(self.dtype)
+        self.sinusoidal = config.positions == "sinusoidal"
+        self.layers = (decode.Layer * config.depth)(*(self._layer(block) for block in parts.stack.blocks))
+        table = self.weights.table(parts.embedding.table.weight) if config.positions == "learned" else None
+        final = self._norm(parts.stack.norm) if config.prenorm else decode.Norm()
+        tied = config.tied
+        head = parts.embedding.tokens.weight[:-1] if tied else parts.head.weight
+        self.outputs = len(head)
+        self.last: tuple[DecoderState, ctypes.Array] | None = None
+        self.plan = decode.Model(
+            ctypes.addressof(self.layers), self.weights.table(parts.embedding.tokens.weight), table, final,
+            self.weights.linear([head], [None if tied else parts.head.bias]),
+            config.depth, config.dim, config.heads, config.vocab + 1, config.length, decode.TYPES[self.dtype],
+            config.prenorm,
+        )  # fmt: skip
+
+    @staticmethod
+    def why_not(model: Decoder) -> str:
+        """Why the engine cannot serve a decoder as it is now; "" where it can. Compiles the kernels on first use."""
+        if ops.chosen("a decoder's step", ("reference", "torch", "native"), "native") != "native":
+            return "another backend is forced"
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast is on"
+        kinds = {p.dtype for p in model.parameters()}
+        if any(p.device.type != "cpu" for p in model.parameters()) or len(kinds) > 1 or not kinds <= set(decode.TYPES):
+            return "it takes weights on the CPU, all of them float32 or all bfloat16"
+        if model.training and (model.config.dropout or any(getattr(a, "dropout", 0) for a in model.stack.attentions())):
+            return "dropout is active; call model.eval()"
+        if odd := next(filter(None, (_odd(name, module) for name, module in model.named_modules())), ""):
+            return odd
+        return "" if native.available() else "the native kernels could not be compiled"
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """See the class."""
+        batch = len(state.position)
+        if tokens.shape != (batch, 1) or tokens.dtype != torch.int64:
+            raise ValueError(f"tokens must be int64 {(batch, 1)}, not {tokens.dtype} {tuple(tokens.shape)}")
+        # The state that the last call returned is nearly always the one that the next call brings.
+        if self.last is None or state is not self.last[0]:
+            self._check(state, batch)
+            state = state._replace(layers=tuple(map(_whole, state.layers)), position=state.position.contiguous())
+            addresses = _addresses(state)
+        else:
+            addresses = self.last[1]
+        self.last, embedded = None, None
+        if self.sinusoidal:
+            check_tokens(tokens, self.model.start, None)
+            embedded = self.model.embedding(tokens, state.position)[0].float().contiguous()
+        given = None if self.sinusoidal else tokens.contiguous()
+        out = torch.empty(batch, 1, self.outputs)
+        code = decode.step(self.plan, addresses, given, state.position, embedded, out)
+        if code == decode.NO_ROOM:
+            state = state._replace(layers=tuple(map(_with_room, state.layers)))
+            addresses = _addresses(state)
+            code = decode.step(self.plan, addresses, given, state.position, embedded, out)
+        if code != decode.FINE:
+            check_tokens(tokens, self.model.start, None)
+            self.model.embedding(tokens, state.position)
+            raise AssertionError(f"the kernel refused with code {code} what the decoder accepts")
+        state = _advance(state, addresses)
+        self.last = state, addresses
+        return (out if self.dtype == torch.float32 else out.to(self.dtype)), state
+
+    def _check(self, state: DecoderState, batch: int) -> None:
+        # The kernel trusts what it is given, so a state of another model must not reach it.
+        size, layers = self.model.config.dim // self.model.config.heads, self.layers
+        fits = isinstance(state.layers, tuple) and len(state.layers) == len(layers)
+        for given, layer in zip(state.layers, layers, strict=False):
+            heads = layer.groups
+            match given:
+                case KeyValues(keys, values, length):
+                    fits &= layer.kind == decode.SOFTMAX and keys.shape == values.shape and keys.dtype == values.dtype
+                    fits &= keys.dtype == self.dtype and (*keys.shape[:2], keys.shape[3]) == (batch, heads, size)
+                    fits &= len(length) == batch
+                case State(sums) | RotaryState(sums, _):
+                    fits &= layer.kind == decode.LINEAR and isinstance(given, RotaryState) == bool(layer.rates)
+                    fits &= sums.dtype == torch.float32 and sums.shape == (batch, heads, size, size + 1)
+                case _:
+                    fits = False
+        if not fits:
+            raise ValueError("the state does not fit this decoder; take it from its init_state, or from its calls")
+
+    def _layer(self, block: Any) -> decode.Layer:
+        attention, forward, weights = block.attention, block.feedforward, self.weights
+        parts = (attention.query, attention.key, attention.value)
+        linear = isinstance(attention, Linear)
+        rates = None
+        if attention.rotary:
+            half = attention.dim // attention.heads // 2
+            # As layers.rotate has them, so that the angles are the same to the last bit.
+            rates = weights.numbers(attention.rotary ** (torch.arange(half, dtype=torch.float32) / -half))
+        return decode.Layer(
+            self._norm(block.norm1), self._norm(block.norm2),
+            weights.linear([p.weight for p in parts], [p.bias for p in parts]),
+            *(weights.linear([p.weight], [p.bias]) for p in (attention.out, forward.expand, forward.contract)),
+            rates, decode.LINEAR if linear else decode.SOFTMAX,
+            attention.heads if linear else attention.groups,
+            native.MAPS[str(attention.feature_map)] if linear else 0,
+            decode.ACTIVATIONS[forward.activation], attention.eps if linear else 0.0,
+        )  # fmt: skip
+
+    def _norm(self, norm: Any) -> decode.Norm:
+        return self.weights.norm(norm.weight, getattr(norm, "bias", None), norm.eps)
+
+
+# What the engine can read the weights of; anything else, such as an adapter in place of a linear map, it would miss.
+PLAIN = (
+    Decoder, Embedding, Stack, Block, FeedForward, Linear, Softmax,
+    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ModuleList,
+)  # fmt: skip
+
+
+def _odd(name: str, module: nn.Module) -> str:
+    """What keeps the engine from serving this part of a decoder; "" for nothing."""
+    if type(module) not in PLAIN:
+        return f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return f"{name or 'it'} has a forward or hooks of its own"
+    if isinstance(module, Linear) and not isinstance(module.feature_map, str):
+        return f"{name}'s feature map is a Python callable"
+    return ""
+
+
+def _whole(layer: Any) -> Any:
+    """The state in one piece, as it nearly always is."""
+    return layer if all(t.is_contiguous() for t in layer) else type(layer)(*(t.contiguous() for t in layer))
+
+
+def _addresses(state: DecoderState) -> ctypes.Array:
+    """Where the kernel finds the layers' states."""
+    return (decode.State * len(state.layers))(*map(_address, state.layers))
+
+
+def _address(layer: Any) -> decode.State:
+    match layer:
+        case KeyValues(keys, values, length):
+            return decode.State(keys.data_ptr(), values.data_ptr(), length.data_ptr(), keys.shape[2])
+        case RotaryState(sums, position):
+            return decode.State(sums.data_ptr(), None, position.data_ptr(), 0)
+    return decode.State(layer.sums.data_ptr(), None, None, 0)
+
+
+def _with_room(layer: Any) -> Any:
+    return cache.with_room(layer, int(layer.length.max()) + 1) if isinstance(layer, KeyValues) else layer
+
+
+def _advance(state: DecoderState, addresses: ctypes.Array) -> DecoderState:
+    """The state one token later; ``addresses`` follow. Layers that shared a count of tokens share the next one."""
+    counts: dict[int, Tensor] = {}
+
+    def later(count: Tensor) -> Tensor:
+        if id(count) not in counts:
+            counts[id(count)] = count + 1
+        return counts[id(count)]
+
+    layers = list(state.layers)
+    for i, layer in enumerate(layers):
+        match layer:
+            case KeyValues(keys, values, length):
+                layers[i] = KeyValues(keys, values, later(length))
+                addresses[i].position = layers[i].length.data_ptr()
+            case RotaryState(sums, position):
+                layers[i] = RotaryState(sums, later(position))
+                addresses[i].position = layers[i].position.data_ptr()
+    return DecoderState(later(state.position), tuple(layers))

@@ -1,0 +1,151 @@
+// Causal normalised linear attention over a whole sequence: feature map, sums, mask and normaliser in one pass over the
+// tokens, C of them at a time. With f = phi(q), h = phi(k): o_i = sum_{j<=i} (f_i.h_j) v_j / (eps + sum_{j<=i} f_i.h_j).
+// Source: Katharopoulos et al. 2020 (2006.16236), eqs 9-12.
+#include "rows.h"
+
+namespace {
+
+template <class T>
+struct Forward {
+    Call call;
+    Tensor<const T> q, k, v;
+    Tensor<T> out;
+    float* below;  // (B, H, N): the denominators, eps included
+
+    long scratch() const { return C * (3 * call.kp() + 2 * call.vp() + C + W + 1); }
+    long matrix() const { return call.keys * call.vp(); }
+    long size() const { return matrix() + call.kp(); }
+
+    template <bool READ>
+    void fetch_chunk(long row, long begin, long n) const {
+        const long batch = row / call.heads, head = row % call.heads;
+        fetch(Rows<const T>(k, batch, head), begin, n, call.keys);
+        fetch(Rows<const T>(v, batch, head), begin, n, call.values);
+        if (READ) {
+            fetch(Rows<const T>(q, batch, head), begin, n, call.keys);
+            fetch(Rows<T>(out, batch, head), begin, n, call.values);
+        }
+    }
+
+    // n tokens of a row, from the sums s (D, vp) and z (kp), which go on to include them. Without READ only they do.
+    template <bool READ>
+    void chunk(long row, long begin, long n, float* s, float* z, Scratch scratch) const {
+        const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
+        const long batch = row / call.heads, head = row % call.heads;
+        const std::uint8_t* mask = call.mask_of(row);
+        float *fq = scratch.take(C * kp), *fk = scratch.take(C * kp), *turned = scratch.take(kp * C);
+        float *x = scratch.take(C * vp), *o = scratch.take(C * vp), *scores = scratch.take(C * C);
+        float *lanes = scratch.take(C * W), *sums = scratch.take(C);
+        read(Rows<const T>(k, batch, head), begin, n, keys, fk, kp);
+        features(call.map, fk, n, keys, kp);
+        read(Rows<const T>(v, batch, head), begin, n, values, x, vp);
+        clear_masked(mask, begin, n, fk, kp);
+        clear_masked(mask, begin, n, x, vp);
+        if (READ) {
+            read(Rows<const T>(q, batch, head), begin, n, keys, fq, kp);
+            features(call.map, fq, n, keys, kp);
+            transpose(fk, kp, turned, C, whole_vectors(n), kp);
+            for (long i = 0; i < n; ++i) store(lanes + i * W, dot_lanes(fq + i * kp, z, kp));
+            lower_product(n, keys, fq, kp, turned, C, scores, C);
+            finish_lower(scores, n, nullptr, lanes);
+            sum_lanes(lanes, n, sums);
+            gemm<false>(n, vp, keys, fq, kp, 1, s, vp, o, vp);
+            lower_times(n, vp, scores, C, x, vp, o, vp);
+            for (long i = 0; i < n; ++i) {
+                const float denominator = sums[i] + call.eps;
+                below[row * call.tokens + begin + i] = denominator;
+                const vec scale = splat(1.0f / denominator);
+                for (long j = 0; j < vp; j += W) store(o + i * vp + j, load(o + i * vp + j) * scale);
+            }
+            write(o, vp, Rows<T>(out, batch, head), begin, n, values);
+        }
+        gemm<true>(keys, vp, n, fk, 1, kp, x, vp, s, vp);
+        add_rows(fk, n, kp, z);
+    }
+
+    // One unit, whose row r has its sums at sums + r * stride.
+    template <bool READ>
+    void run(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
+        const long first = units.first_row(unit), last = units.last_row(unit);
+        const Part part = units.tokens(unit);
+        const std::int64_t* segments = call.segments_of(first);
+        for (long begin = part.begin, end; begin < part.end; begin = end) {
+            end = chunk_end(segments, begin, part.end);
+            for (long row = first; row < last; ++row) {
+                if (row + 1 < last)
+                    fetch_chunk<READ>(row + 1, begin, end - begin);
+                else
+                    fetch_chunk<READ>(first, end, part.end - end < C ? part.end - end : C);
+                float* s = sums + row * stride;
+                if (starts_anew(segments, begin)) std::memset(s, 0, sizeof(float) * size());
+                chunk<READ>(row, begin, end - begin, s, s + matrix(), scratch);
+            }
+        }
+    }
+};
+
+template <class T>
+int forward(const Forward<T>& pass, const float* first, float* last, int threads) {
+    const Call& call = pass.call;
+    const Units units(call, threads);
+    const long size = pass.size(), stride = units.parts * size, width = call.keys * (call.values + 1);
+    // The sums that every part begins with.
+    Memory sums(call.rows() * stride);
+    bool failed = !sums.ready();
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        Memory memory(pass.scratch());
+        if (!memory.ready()) failed = true;
+#pragma omp barrier
+        if (!failed) {
+#pragma omp for schedule(static)
+            for (long row = 0; row < call.rows(); ++row) {
+                float* s = sums.data() + row * stride;
+                if (first) unpack_state(first + row * width, call.keys, call.values, s, call.vp(), s + pass.matrix());
+            }
+            if (units.parts > 1) {
+#pragma omp for schedule(static)
+                for (long unit = 0; unit < units.count(); ++unit)
+                    if (units.part(unit) + 1 < units.parts)
+                        pass.template run<false>(units, unit, sums.data() + (units.part(unit) + 1) * size, stride,
+                                                 memory.scratch());
+#pragma omp for schedule(static)
+                for (long row = 0; row < call.rows(); ++row)
+                    for (float* s = sums.data() + row * stride + size; s < sums.data() + (row + 1) * stride; ++s)
+                        *s += s[-size];
+            }
+#pragma omp for schedule(static)
+            for (long unit = 0; unit < units.count(); ++unit)
+                pass.template run<true>(units, unit, sums.data() + units.part(unit) * size, stride, memory.scratch());
+#pragma omp for schedule(static)
+            for (long row = 0; row < call.rows(); ++row) {
+                const float* s = sums.data() + (row + 1) * stride - size;
+                pack_state(s, call.vp(), s + pass.matrix(), call.keys, call.values, last + row * width);
+            }
+        }
+    }
+    return failed;
+}
+
+}  // namespace
+
+// q, k (B,H,N,D), v, out (B,H,N,E), of type 0 float or 1 bfloat16, with 4 strides each, in this order; below (B,H,N),
+// first (or null) and last (B,H,D,E+1) float, contiguous; mask (B,N) bytes or null; segments (B,N) or null. Returns 0, or
+// 1 where memory is lacking.
+extern "C" int longspan_linear_forward(const void* q, const void* k, const void* v, void* out, float* below,
+                                       const float* first, float* last, const std::uint8_t* mask,
+                                       const std::int64_t* segments, const long* strides, long batch, long heads,
+                                       long tokens, long keys, long values, int map, int type, float eps, int threads) {
+    const Call call{batch, heads, tokens, keys, values, map, eps, mask, segments};
+    const auto pass = [&](auto element) {
+        using T = decltype(element);
+        const Forward<T> work{call,
+                              {static_cast<const T*>(q), strides},
+                              {static_cast<const T*>(k), strides + 4},
+                              {static_cast<const T*>(v), strides + 8},
+                              {static_cast<T*>(out), strides + 12},
+                              below};
+        return forward(work, first, last, threads);
+    };
+    return type == 0 ? pass(float{}) : pass(bfloat16{});
+}

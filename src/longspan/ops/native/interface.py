@@ -1,0 +1,23 @@
+"""The C functions of the kernels, as ctypes must know them; the .cpp files say what each argument means."""
+
+import ctypes
+
+POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+
+# name: (type of the result, types of the arguments)
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "longspan_linear_step": (INT, (*[POINTER] * 5, *[LONG] * 3, INT, FLOAT, INT)),
+    "longspan_linear_forward": (INT, (*[POINTER] * 10, *[LONG] * 5, INT, INT, FLOAT, INT)),
+    "longspan_packed_size": (LONG, (LONG, LONG)),
+    "longspan_pack": (None, (POINTER, LONG, LONG, INT, POINTER)),
+    "longspan_decode": (INT, (*[POINTER] * 5, LONG, POINTER, INT)),
+    "longspan_linear_backward": (INT, (*[POINTER] * 15, *[LONG] * 5, INT, INT, FLOAT, INT)),
+}
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """``library``, with its functions' types set. Raises AttributeError where it lacks one."""
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,100 @@
+"""The first calls of newly compiled kernels, in a process of their own: a crash there is nobody's crash."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import interface, openmp, toolchain
+
+PASSED, WRONG = "these kernels compute what they should", "these kernels are wrong: "
+# Of the largest number; a wrong kernel is farther off.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
+
+class Failed(toolchain.Unavailable):
+    """The kernels were compiled and do not work."""
+
+
+def run(library: Path) -> None:
+    """Try a library in a child process.
+
+    Raises Failed where the kernels crash, hang or compute something else, Unavailable where they cannot be tried.
+    """
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    code = f"import sys; from {__package__} import trial; trial.main(sys.argv[1])"
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code, str(library)]
+    try:
+        said = toolchain.run(command, os.environ | {"PYTHONPATH": path})
+    except (toolchain.Crashed, toolchain.Hangs) as error:
+        raise Failed(f"the compiled kernels failed their trial: {error}") from error
+    except toolchain.Unavailable as error:
+        raise toolchain.Unavailable(f"the compiled kernels cannot be tried: {error}") from error
+    if WRONG in said:
+        raise Failed(f"the compiled kernels failed their trial: {said.partition(WRONG)[2].strip()}")
+    if PASSED not in said:
+        raise toolchain.Unavailable(f"the compiled kernels cannot be tried: {sys.executable} is no Python")
+
+
+def main(library: str) -> None:
+    """Try a library in this process, and print PASSED or WRONG."""
+    from . import build
+
+    openmp.share()
+    kernels = interface.declare(ctypes.CDLL(library))
+    # All calls of this process are to use it.
+    build.loaded = lambda: kernels  # pyright: ignore[reportAttributeAccessIssue]
+    for name, found, right in comparisons():
+        error = ((found.double() - right).abs().max() / right.abs().max()).item()
+        if not error < TOLERANCES[found.dtype]:
+            print(f"{WRONG}{name} is off by {error:.1e} of its largest number")
+            return
+    print(PASSED)
+
+
+def comparisons() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(what, result, right result in float64) of tokens and sequences, on sizes that take several threads."""
+    from .. import backend, linear
+    from ..features import MAPS
+
+    generator = torch.Generator().manual_seed(0)
+    for width, dtype in ((64, torch.float32), (37, torch.float32), (64, torch.bfloat16)):
+        for name, phi in MAPS.items():
+            native = partial(linear.linear_attention, feature_map=name, return_state=True)
+            right = partial(_dense, phi)
+            where = f"for feature map {name}, heads of {width} and {dtype}"
+            for kind, batch, heads, tokens in (("a token", 9, 4, 1), ("a sequence", 2, 3, 300)):
+                parts = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
+                state = torch.rand(batch, heads, width, width + 1, generator=generator)
+                with backend("native"):
+                    results = _values(native, parts, state, gradients=tokens > 1)
+                expected = _values(right, [t.double() for t in parts], state.double(), gradients=tokens > 1)
+                for part, result, definition in zip(PARTS, results, expected, strict=False):
+                    yield f"{kind}'s {part} {where}", result, definition
+
+
+PARTS = ("output", "last state", "gradient of queries", "gradient of keys", "gradient of values", "gradient of state")
+
+
+def _dense(phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """By the definition, with all weights at once."""
+    q, k, v = phi(q), phi(k), torch.nn.functional.pad(v, (0, 1), value=1.0)
+    read = (q @ k.mT).tril() @ v + q @ state
+    return read[..., :-1] / (read[..., -1:] + 1e-6), state + k.mT @ v
+
+
+def _values(call: Callable[..., Any], parts: list[Tensor], state: Tensor, gradients: bool) -> list[Tensor]:
+    """The output, the last state, and if wanted the gradients of all operands."""
+    leaves = [t.detach().requires_grad_(gradients) for t in (*parts, state)]
+    q, k, v, first = leaves
+    output, last = call(q, k, v, state=first)
+    values = [output.detach(), last.detach()]
+    if gradients:
+        values += torch.autograd.grad(output.sin().sum() + last.sin().sum(), leaves)
+    return values

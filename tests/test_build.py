@@ -1,0 +1,398 @@
+"""Where native kernels come from: the installation, the cache, the compiler; and what happens where one is bad."""
+
+import ctypes
+import hashlib
+import platform
+import stat
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import longspan
+from longspan import backend
+from longspan.cli import main
+from longspan.ops.native import build, interface, openmp, prebuilt, store, toolchain, trial
+
+try:
+    COMPILER = toolchain.find_compiler()
+    REASON = ""
+except toolchain.Unavailable as error:
+    COMPILER, REASON = [], str(error)
+needs_compiler = pytest.mark.skipif(bool(REASON), reason=REASON)
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+
+TINY = 'extern "C" int longspan_answer() { return ANSWER; }\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A cache of this test's own, and a process that has loaded nothing yet."""
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_found", [])
+    return tmp_path / "cache" / "native"
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """One function in a file and a header instead of the kernels, and no trial; -> the source."""
+    source, header = tmp_path / "tiny.cpp", tmp_path / "tiny.h"
+    source.write_text('#include "tiny.h"\n' + TINY)
+    header.write_text("#define ANSWER 42\n")
+    monkeypatch.setattr(toolchain, "SOURCES", (source,))
+    monkeypatch.setattr(toolchain, "HEADERS", (header,))
+    monkeypatch.setattr(interface, "SIGNATURES", {"longspan_answer": (interface.INT, ())})
+    monkeypatch.setattr(trial, "run", lambda library: None)
+    return source
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def running(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def never(*_, **__):
+    pytest.fail("it was called")
+
+
+@needs_compiler
+class TestStore:
+    def test_is_private_and_used_again(self, tiny, folder, monkeypatch):
+        assert build.load().longspan_answer() == 42
+        files = sorted(folder.iterdir())
+        assert sorted(path.suffix for path in files) == [".json", ".so"]
+        assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        monkeypatch.setattr(toolchain, "compile", never)
+        assert build.load().longspan_answer() == 42
+
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda library, seal: library.write_bytes(library.read_bytes() + b"\0"),
+            lambda library, seal: library.unlink(),
+            lambda library, seal: library.chmod(0o666),
+            lambda library, seal: seal.unlink(),
+            lambda library, seal: seal.chmod(0o620),
+            lambda library, seal: seal.write_text(seal.read_text()[:40]),
+            lambda library, seal: seal.write_text('{"compiler": "x", "answer": 1}'),
+        ],
+        ids=["other bytes", "gone", "others may write", "no seal", "open seal", "half a seal", "another seal"],
+    )
+    def test_a_file_that_cannot_be_trusted_is_compiled_anew(self, damage, tiny, folder):
+        _, good = store.provide(COMPILER, folder)
+        (seal,) = folder.glob("*.json")
+        damage(folder / good.library, seal)
+        assert store.read(seal) is None if seal.exists() else True
+        path, again = store.provide(COMPILER, folder)
+        assert store.read(seal) == again
+        assert ctypes.CDLL(str(path)).longspan_answer() == 42
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda patch, tiny: tiny.write_text(TINY.replace("ANSWER", "41")),
+            lambda patch, tiny: tiny.with_suffix(".h").write_text("#define ANSWER 43\n"),
+            lambda patch, tiny: patch.setattr(store, "processor", lambda: "another processor"),
+            lambda patch, tiny: patch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-g")),
+            lambda patch, tiny: patch.setattr(toolchain, "version", lambda compiler: "another compiler"),
+            lambda patch, tiny: patch.setattr(openmp, "share", lambda: ""),
+        ],
+        ids=["source", "header", "processor", "flags", "compiler", "OpenMP"],
+    )
+    def test_what_the_code_depends_on_is_in_the_key(self, change, tiny, monkeypatch):
+        before = store.key(COMPILER)
+        assert store.key(COMPILER) == before
+        change(monkeypatch, tiny)
+        assert store.key(COMPILER) != before
+
+    def test_all_sources_count(self):
+        kernels = sorted(toolchain.FOLDER.iterdir())
+        assert set(toolchain.SOURCES) == {path for path in kernels if path.suffix == ".cpp"}
+        assert {*toolchain.SOURCES, *toolchain.HEADERS} == {path for path in kernels if path.suffix in (".cpp", ".h")}
+
+    def test_a_folder_that_cannot_be_made_is_replaced_by_a_temporary_one(self, tiny, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        before = sorted(tmp_path.iterdir())
+        monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
+        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
+        found = build.find()
+        assert found.library.longspan_answer() == 42
+        assert f"nothing can be kept in {tmp_path / 'file' / 'native'}" in found.why
+        assert sorted(tmp_path.iterdir()) == before
+
+    def test_a_folder_where_others_may_write_is_not_used(self, tiny, folder):
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+        with pytest.raises(PermissionError, match="another user may write there"):
+            store.provide(COMPILER, folder)
+        assert "nothing can be kept" in build.find().why
+        assert list(folder.iterdir()) == []
+
+    def test_nowhere_to_store_it(self, tiny, tmp_path, monkeypatch):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
+        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "file"))
+        with pytest.raises(build.Unavailable, match="the compiled kernels cannot be stored or loaded: "):
+            build.load()
+
+    def test_processes_at_once(self, tiny, folder):
+        code = (
+            "import ctypes, pathlib, sys\n"
+            "from longspan.ops.native import store, toolchain, trial\n"
+            "source, folder, *compiler = sys.argv[1:]\n"
+            "toolchain.SOURCES, trial.run = (pathlib.Path(source),), lambda library: None\n"
+            "path, seal = store.provide(compiler, pathlib.Path(folder))\n"
+            "sys.exit(ctypes.CDLL(str(path)).longspan_answer())\n"
+        )
+        command = [sys.executable, "-c", code, str(tiny), str(folder), *COMPILER]
+        processes = [subprocess.Popen(command) for _ in range(3)]
+        assert [process.wait(timeout=120) for process in processes] == [42] * 3
+        assert len(store.seals(folder)) == 1
+        assert len(list(folder.iterdir())) == 2
+
+    def test_a_compiler_with_options(self, tiny, tmp_path, monkeypatch):
+        monkeypatch.setenv("CXX", f"{COMPILER[0]} -DUNUSED=1")
+        assert toolchain.find_compiler() == [COMPILER[0], "-DUNUSED=1"]
+        assert build.load().longspan_answer() == 42
+
+
+class TestWithout:
+    """No compiler, or a bad one: one warning, and the torch path serves."""
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            (None, "no C.. compiler .* was found; install one, or set CXX"),
+            ("echo it is broken >&2; exit 3", "failed with code 3: it is broken"),
+            (
+                "echo 'a.cpp:1: error: no such thing\n 1 | x\n   | ^' >&2; exit 1",
+                "code 1: a.cpp:1: error: no such thing$",
+            ),
+            ("kill -SEGV $$", "was ended by SIGSEGV: it said nothing"),
+            ("sleep 600 & sleep 600", "does not end"),
+            ('case "$1" in --version) echo slow;; *) sleep 600 & sleep 600;; esac', "does not end"),
+        ],
+        ids=["absent", "failing", "wordy", "crashing", "hanging", "hanging at work"],
+    )
+    def test_one_warning_and_the_torch_path(self, text, reason, tmp_path, monkeypatch):
+        chosen = str(tmp_path / "none") if text is None else script(tmp_path / "compiler", text)
+        monkeypatch.setenv("CXX", chosen)
+        for limit in ("SECONDS", "SECONDS_TO_ANSWER"):
+            monkeypatch.setattr(toolchain, limit, 0.5)
+        module, x = longspan.build("linear", 8, 2), torch.randn(2, 1, 8)
+        with torch.no_grad():
+            with pytest.warns(RuntimeWarning, match=f"without its native CPU kernels: .*{reason}"):
+                y, _ = module(x, module.init_state(2))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                again, _ = module(x, module.init_state(2))
+        assert torch.equal(y, again)
+        torch.testing.assert_close(y, module(x)[0].detach(), atol=1e-6, rtol=1e-6)
+        with backend("native"), torch.no_grad(), pytest.raises(ValueError, match="cannot serve"):
+            module(x, module.init_state(2))
+
+    @needs_linux
+    def test_nothing_of_a_hanging_compiler_goes_on(self, tmp_path, monkeypatch):
+        pid = tmp_path / "pid"
+        compiler = script(tmp_path / "compiler", f"sleep 600 > {tmp_path}/out 2>&1 & echo $! > {pid}; wait")
+        monkeypatch.setattr(toolchain, "SECONDS_TO_ANSWER", 0.5)
+        with pytest.raises(toolchain.Hangs):
+            toolchain.version([compiler])
+        end = time.monotonic() + 20
+        while running(pid.read_text().strip()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+    def test_a_hanging_compiler_is_not_waited_for_twice(self, folder, tmp_path, monkeypatch):
+        count = tmp_path / "count"
+        text = f'case "$1" in --version) echo slow;; *) echo >> {count}; sleep 60;; esac'
+        monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+        monkeypatch.setattr(toolchain, "SECONDS", 1)
+        for _ in range(2):
+            with pytest.raises(build.Unavailable, match="does not end .longspan doctor --clear has it tried again"):
+                build.load()
+        assert len(count.read_text()) == len(toolchain.SOURCES)
+        assert main(["doctor", "--clear"]) == 0
+        assert not folder.exists()
+
+    def test_windows_is_not_served_yet(self, monkeypatch):
+        monkeypatch.setattr(sys, "platform", "win32")
+        with pytest.raises(build.Unavailable, match="not built on Windows yet"):
+            toolchain.find_compiler()
+
+    @needs_compiler
+    def test_a_compiler_without_openmp_serves_with_one_thread(self, folder, tmp_path, monkeypatch):
+        text = f'case "$*" in *-fopenmp*) echo no OpenMP >&2; exit 1;; esac; exec {COMPILER[0]} "$@"'
+        monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+        # Their trial has found that the kernels compute what they should.
+        build.load()
+        (seal,) = store.seals(folder)
+        assert "-fopenmp" not in seal.flags
+
+    def test_threads_at_once_load_once(self, monkeypatch):
+        calls = []
+
+        def load():
+            calls.append(1)
+            time.sleep(0.2)
+            raise build.Unavailable("it is a test")
+
+        monkeypatch.setattr(build, "load", load)
+        with warnings.catch_warnings(record=True) as said, ThreadPoolExecutor(4) as pool:
+            warnings.simplefilter("always")
+            assert list(pool.map(lambda _: build.loaded(), range(4))) == [None] * 4
+        assert len(calls) == len(said) == 1
+
+
+@needs_compiler
+class TestTrial:
+    """Kernels that compile, and then crash or compute something else, are found out before the user's first call."""
+
+    @pytest.fixture
+    def bad(self, tmp_path, monkeypatch):
+        def write(body):
+            source = tmp_path / "bad.cpp"
+            source.write_text("".join(f'extern "C" int {name}() {{ {body} }}\n' for name in interface.SIGNATURES))
+            monkeypatch.setattr(toolchain, "SOURCES", (source,))
+
+        return write
+
+    @pytest.mark.parametrize(
+        ("body", "reason"),
+        [
+            ("__builtin_trap();", ".* was ended by SIG(ILL|TRAP)"),
+            ("return 0;", "a token's output .* is off by "),
+        ],
+        ids=["crashes", "is wrong"],
+    )
+    def test_is_failed_once_and_remembered(self, body, reason, bad, folder, monkeypatch, capsys):
+        bad(body)
+        with pytest.raises(build.Unavailable, match=f"the compiled kernels failed their trial: {reason}"):
+            build.load()
+        monkeypatch.setattr(toolchain, "compile", never)
+        with pytest.raises(build.Unavailable, match="longspan doctor --clear has it tried again"):
+            build.load()
+        assert list(folder.glob("*.so")) == []
+        assert main(["doctor"]) == 0
+        assert capsys.readouterr().out.count("failed their trial") == 2
+
+    def test_that_does_not_end(self, bad, tmp_path, monkeypatch):
+        bad("for (volatile int i = 0;; i = i + 1) {}")
+        toolchain.compile(COMPILER, tmp_path / "bad.so", toolchain.THIS_MACHINE, openmp=False)
+        monkeypatch.setattr(toolchain, "SECONDS", 0.5)
+        with pytest.raises(trial.Failed, match="failed their trial: .* does not end"):
+            trial.run(tmp_path / "bad.so")
+
+    @pytest.mark.parametrize(
+        ("text", "reason"),
+        [
+            ("exit 0", "is no Python"),
+            ("echo 'ImportError: no module' >&2; exit 1", "code 1: ImportError: no module"),
+            ("kill -KILL $$", "was ended by SIGKILL"),
+        ],
+        ids=["another program", "broken", "killed"],
+    )
+    def test_that_says_nothing_of_the_kernels_is_not_remembered(self, text, reason, tmp_path, folder, monkeypatch):
+        monkeypatch.setattr(toolchain, "compile", lambda compiler, library, *_, **__: library.touch() or "")
+        monkeypatch.setattr(sys, "executable", script(tmp_path / "program", text))
+        with pytest.raises(build.Unavailable, match=f"the compiled kernels cannot be tried: .*{reason}"):
+            build.load()
+        assert list(folder.iterdir()) == []
+
+
+class TestPrebuilt:
+    @pytest.fixture
+    def shipped(self, tiny, tmp_path, monkeypatch):
+        """An installation with prebuilt kernels, whose answer is 7; -> the library for this processor."""
+        monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
+        prebuilt.FOLDER.mkdir()
+        path = prebuilt.FOLDER / f"{prebuilt.level()}.so"
+        tiny.write_text(TINY.replace("ANSWER", "7"))
+        toolchain.compile(COMPILER, path, "-O1", openmp=False)
+        tiny.write_text(TINY.replace("ANSWER", "42"))
+        self.list(path)
+        return path
+
+    def list(self, *paths):
+        lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in paths]
+        (prebuilt.FOLDER / prebuilt.LIST).write_text("".join(lines))
+
+    @needs_compiler
+    def test_come_first_and_need_no_compiler(self, shipped, folder, monkeypatch):
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        found = build.find()
+        assert found.library.longspan_answer() == 7
+        assert found.path == str(shipped)
+        assert found.origin == f"prebuilt for {prebuilt.level()}"
+        assert not folder.exists()
+
+    @needs_compiler
+    @pytest.mark.parametrize("damage", ["other bytes", "gone", "not listed", "no list", "half a list", "no library"])
+    def test_damaged_ones_are_replaced_by_compiled_ones(self, damage, shipped, monkeypatch):
+        match damage:
+            case "other bytes":
+                shipped.write_bytes(shipped.read_bytes() + b"\0")
+            case "gone":
+                shipped.unlink()
+            case "not listed":
+                self.list()
+            case "no list":
+                (prebuilt.FOLDER / prebuilt.LIST).unlink()
+            case "half a list":
+                (prebuilt.FOLDER / prebuilt.LIST).write_text("0123")
+            case "no library":
+                shipped.write_text("what another system would open")
+                self.list(shipped)
+        found = build.find()
+        assert found.library.longspan_answer() == 42
+        assert "the prebuilt ones cannot be used: " in found.why
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        with pytest.raises(build.Unavailable, match="the prebuilt ones cannot be used: .*; no C.. compiler"):
+            build.load()
+
+    @pytest.mark.parametrize(
+        ("machine", "without", "level"),
+        [
+            ("x86_64", "", "x86-64-v4"),
+            ("x86_64", "avx512vl", "x86-64-v3"),
+            ("x86_64", "avx512f fma", "x86-64"),
+            ("aarch64", "", "armv8-a"),
+            ("arm64", "", "armv8-a"),
+        ],
+    )
+    def test_the_best_that_the_processor_can_run(self, machine, without, level, monkeypatch):
+        everything = frozenset().union(*prebuilt.LEVELS["x86_64"].values())
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        monkeypatch.setattr(prebuilt, "features", lambda: everything - set(without.split()))
+        assert prebuilt.level() == level
+
+    def test_an_unknown_processor_gets_what_all_can_run(self, monkeypatch):
+        monkeypatch.setattr("builtins.open", Mock(side_effect=PermissionError))
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+        assert prebuilt.features() == frozenset()
+        assert prebuilt.level() == "x86-64"
+
+    def test_another_kind_of_processor(self, monkeypatch):
+        monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+        with pytest.raises(build.Unavailable, match="none are built for a processor of the kind riscv64"):
+            prebuilt.level()
+
+    @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="/proc/cpuinfo of x86-64")
+    def test_features_are_those_of_the_processor(self):
+        assert {"fpu", "sse2"} <= prebuilt.features()

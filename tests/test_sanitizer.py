@@ -1,0 +1,73 @@
+"""No kernel reads or writes beyond its operands, as the compiler's address sanitizer sees it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspan.ops.native import toolchain
+
+ROOT = Path(__file__).parents[1]
+BATTERY = ("tests/test_native.py", "tests/test_sequence.py", "tests/test_engine.py")
+
+
+def runtime() -> str:
+    """The sanitizer's library, which must be loaded before all else; "" where there is none."""
+    try:
+        compiler = toolchain.find_compiler()
+        name = "libclang_rt.asan-x86_64.so" if toolchain.is_clang(compiler) else "libasan.so"
+        found = toolchain.run([*compiler, f"-print-file-name={name}"]).strip()
+    except toolchain.Unavailable:
+        return ""
+    return found if os.path.isabs(found) and os.path.exists(found) else ""
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux" or not runtime(), reason="there is no address sanitizer here"),
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """``run(package, *arguments)``: Python on a copy of longspan whose kernels are compiled with the sanitizer."""
+    compiler = tmp_path / "compiler"
+    command = " ".join(toolchain.find_compiler())
+    compiler.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec {command} -fsanitize=address -g "$@"\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {
+        "CXX": str(compiler),
+        "LONGSPAN_CACHE": str(tmp_path / "cache"),
+        "LD_PRELOAD": runtime(),
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
+
+    def call(package, *arguments):
+        return subprocess.run(
+            [sys.executable, "-P", *arguments], cwd=ROOT, env=environment | {"PYTHONPATH": str(package)},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return call
+
+
+def test_the_native_battery(run):
+    done = run(ROOT / "src", "-m", "pytest", "-p", "no:cacheprovider", *BATTERY)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_a_number_beyond_the_end_is_reported(run, tmp_path):
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    source = tmp_path / "src" / "longspan" / "ops" / "native" / "step.cpp"
+    right = "out + row * values"
+    assert source.read_text().count(right) == 1
+    source.write_text(source.read_text().replace(right, f"{right} + 1"))
+    done = run(tmp_path / "src", "-c", "from longspan.ops.native import build; build.load()")
+    assert done.returncode != 0
+    assert "the compiled kernels cannot be tried" in done.stderr
+    assert "ERROR: AddressSanitizer: " in done.stderr

@@ -1,0 +1,91 @@
+"""A wheel with compiled kernels serves where there is no compiler; one without serves everywhere."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from longspan.ops.native import prebuilt, toolchain
+
+ROOT = Path(__file__).parents[1]
+BUILD = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d")
+try:
+    COMPILER = toolchain.find_compiler()
+    REASON = "clang makes no wheels for Linux" if sys.platform == "linux" and toolchain.is_clang(COMPILER) else ""
+except toolchain.Unavailable as error:
+    REASON = str(error)
+
+pytestmark = pytest.mark.slow
+needs_compiler = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+def run(*command, **environment):
+    """What a command prints; it must succeed."""
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def wheel(folder, **environment):
+    """As ``make wheel`` builds it."""
+    run(*BUILD, folder, **environment)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_without_being_asked_a_wheel_has_no_compiled_code(tmp_path):
+    path = wheel(tmp_path, LONGSPAN_PREBUILT="", CXX="no-such-compiler")
+    assert path.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(path).namelist()
+    assert not [name for name in names if "prebuilt/" in name or name.endswith((".so", ".o"))]
+    native = {Path(name).name for name in names if name.startswith("longspan/ops/native/")}
+    assert {file.name for file in (*toolchain.SOURCES, *toolchain.HEADERS)} <= native
+
+
+def test_a_wheel_that_cannot_be_compiled_is_not_built(tmp_path):
+    environment = os.environ | {"LONGSPAN_PREBUILT": "1", "CXX": "no-such-compiler"}
+    done = subprocess.run([*BUILD, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "the kernels could not be compiled: no C++ compiler no-such-compiler was found" in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_compiler
+def test_an_installed_wheel_needs_no_compiler(tmp_path):
+    path = wheel(tmp_path / "dist", LONGSPAN_PREBUILT="1")
+    system = "macosx_11_0_arm64" if sys.platform == "darwin" else sysconfig.get_platform().replace("-", "_")
+    assert path.name.endswith(f"-py3-none-{system}.whl")
+
+    # An environment that has torch and all else from this one, but not this source tree.
+    home = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", home)
+    python = home / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", "--no-index", path)
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    (tmp_path / "empty").mkdir()
+    bare = {"PATH": str(tmp_path / "empty"), "LONGSPAN_CACHE": str(tmp_path / "cache"), "CXX": "", "PYTHONPATH": ""}
+    told = run(python, "-P", "-m", "longspan", "doctor", **bare)
+    assert f"prebuilt for {prebuilt.level()}" in told
+    assert str(site) in told
+    whole = "tests/test_native.py tests/test_sequence.py tests/test_engine.py"
+    for battery in (whole, "tests/test_threads.py -k not(becomes_visible)"):
+        said = run(python, "-P", "-m", "pytest", "-p", "no:cacheprovider", *battery.split(), **bare)
+        assert " passed" in said
+        assert "skipped" not in said
+    assert not (tmp_path / "cache").exists()
+
+    # Each of the libraries that this processor can run, not the best one alone.
+    for level, needed in prebuilt.LEVELS[os.uname().machine].items():
+        library = site / "longspan" / "ops" / "native" / "prebuilt" / f"{level}.so"
+        assert library.exists()
+        if needed <= prebuilt.features():
+            code = "import sys; from longspan.ops.native import trial; trial.main(sys.argv[1])"
+            run(python, "-P", "-c", code, library, **bare)
