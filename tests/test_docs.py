@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +140,11 @@ def test_every_law_is_explained_in_contributing():
     assert sorted(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()))) == sorted(
         checks.laws()
     )
+
+
+def test_the_figures_of_the_performance_page_are_those_of_the_results():
+    """Nothing is typed in by hand: the page is what its script writes."""
+    script = runpy.run_path(str(DOCS / "performance.py"), run_name="performance")
+    text = script["PAGE"].read_text(encoding="utf-8")
+    assert script["page"](text) == text
+    assert script["page"](text.replace("useful GFLOP/s", "useful figures")) == text

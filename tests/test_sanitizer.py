@@ -15,14 +15,15 @@ BATTERY = ("tests/test_native.py", "tests/test_sequence.py", "tests/test_engine.
 
 
 def runtime() -> str:
-    """The sanitizer's library, which must be loaded before all else; "" where there is none."""
+    """The libraries that must be loaded before all else; "" where there is no sanitizer."""
     try:
         compiler = toolchain.find_compiler()
-        name = "libclang_rt.asan-x86_64.so" if toolchain.is_clang(compiler) else "libasan.so"
-        found = toolchain.run([*compiler, f"-print-file-name={name}"]).strip()
+        # With the library whose exceptions it watches, which Python alone would not have loaded yet.
+        names = ("libclang_rt.asan-x86_64.so" if toolchain.is_clang(compiler) else "libasan.so", "libstdc++.so.6")
+        found = [toolchain.run([*compiler, f"-print-file-name={name}"]).strip() for name in names]
     except toolchain.Unavailable:
         return ""
-    return found if os.path.isabs(found) and os.path.exists(found) else ""
+    return " ".join(found) if all(map(os.path.isabs, found)) else ""
 
 
 pytestmark = [
@@ -55,7 +56,7 @@ def run(tmp_path):
 
 
 def test_the_native_battery(run):
-    done = run(ROOT / "src", "-m", "pytest", "-p", "no:cacheprovider", *BATTERY)
+    done = run(ROOT / "src", "-m", "pytest", "-p", "no:cacheprovider", "-s", "-v", *BATTERY)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout

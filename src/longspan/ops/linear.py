@@ -9,6 +9,8 @@ from .features import MAPS, FeatureMap
 from .features import feature_map as choose
 from .native import sequence
 
+OP, SERVED = "linear attention", ("reference", "torch", "native")
+
 
 def linear_attention(
     query: Tensor,
@@ -78,15 +80,16 @@ def named(
     Raises ValueError where a forced backend cannot serve the call.
     """
     token = causal and q.shape[2] == 1 and mask is None
+    # The token step first: a decoder asks for nothing more often.
+    if token and state is not None and chosen(OP, SERVED, "native") == "native" and native.steps(q, k, v, state):
+        state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
+        return native.linear_step(q, k, v, state, feature_map=feature_map, eps=eps), state
     why_not = sequence.why_not(q, k, v, state, mask, segments) if causal else "they are for causal attention"
     options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-    match chosen("linear attention", ("reference", "torch", "native"), "torch" if why_not else "native"):
+    match chosen(OP, SERVED, "torch" if why_not else "native"):
         case "native":
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
-            if token and state is not None and native.steps(q, k, v, state):
-                state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
-                return native.linear_step(q, k, v, state, feature_map=feature_map, eps=eps), state
             return sequence.attend(q, k, v, state=state, **options)
         case "torch" if causal and not (token and state is not None):
             return spans.attend(q, k, v, state=state, **options)

@@ -17,13 +17,23 @@ def available() -> bool:
 
 
 def steps(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
-    """Whether ``linear_step`` can take this token, where ``sequence`` could: no gradients, no compiler, float32."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(t.dtype == torch.float32 for t in (q, k, v))
-        and not (torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, state)))
-        and max(state.shape[-2:]) <= LARGEST
-    )
+    """Whether ``linear_step`` can take this token: plain float32 tensors on the CPU, no gradients, nothing that traces.
+
+    Asked once per token and layer, so it is written for speed.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    if not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor and type(state) is Tensor):
+        return False
+    if not (q.is_cpu and k.is_cpu and v.is_cpu and state.is_cpu):
+        return False
+    wide = torch.float32
+    if not (q.dtype is wide and k.dtype is wide and v.dtype is wide and state.dtype is wide):
+        return False
+    grads = q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad
+    if (grads and torch.is_grad_enabled()) or not (q.numel() and v.numel()):
+        return False
+    return state.shape[-2] <= LARGEST and state.shape[-1] <= LARGEST and available()
 
 
 def linear_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float) -> Tensor:
