@@ -154,3 +154,14 @@ class TestStep:
                 outputs.append(y)
                 state = after
         torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-5, rtol=1e-5)
+
+
+@needs_kernels
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_negated_view_is_not_read_as_it_lies(tokens):
+    values = torch.randn(1, 2, tokens, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    negated, state = values.conj().imag, torch.rand(1, 2, 5, 6)
+    assert negated.is_neg()
+    found = longspan.linear_attention(negated, negated, negated, state=state)
+    plain = -values.imag
+    torch.testing.assert_close(found, longspan.linear_attention(plain, plain, plain, state=state), atol=1e-5, rtol=1e-5)

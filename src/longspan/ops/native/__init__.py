@@ -27,6 +27,8 @@ def steps(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
         return False
     if not (q.is_cpu and k.is_cpu and v.is_cpu and state.is_cpu):
         return False
+    if q.is_neg() or k.is_neg() or v.is_neg() or state.is_neg():
+        return False
     wide = torch.float32
     if not (q.dtype is wide and k.dtype is wide and v.dtype is wide and state.dtype is wide):
         return False
