@@ -7,10 +7,11 @@ from .config import Config, EncoderConfig, StackConfig
 from .generate import generate, score
 from .model import Decoder, Encoder, Stack
 from .ops import backend
+from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
 
 __all__ = [
     "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "Stack", "StackConfig", "backend", "build",
-    "check_attention", "clone", "detach", "examples", "generate", "linear_attention", "load", "load_state", "names",
-    "nbytes", "save", "save_state", "score", "select",
+    "check_attention", "clone", "decay_attention", "delta_rule", "detach", "examples", "generate", "linear_attention",
+    "load", "load_state", "names", "nbytes", "save", "save_state", "score", "select",
 ]  # fmt: skip

@@ -1,0 +1,53 @@
+"""sum_d a_id b_jd e^(G_id - G_jd) for all j <= i of a chunk, where the decay differs by channel, without overflow.
+
+For a token i of the second half of a block and a token j of its first half, with m the last token of the first,
+e^(G_i - G_j) = e^(G_i - G_m) e^(G_m - G_j), and neither exponent is positive. So a block is one product of matrices,
+[a e^(G - G_m)] [b e^(G_m - G)]^T, and the same holds inside each half, down to single tokens. Nothing is clipped and
+no bound on the decay is needed; blocks of the same size are one batched product.
+"""
+
+import torch
+from torch import Tensor
+
+
+def halved(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
+    """a, b and G = total (...,C,D), which never rises along C, a power of two -> (...,C,C), 0 above the diagonal."""
+    size = a.shape[-2]
+    out = torch.diag_embed((a * b).sum(-1).expand(total.shape[:-1]))
+    while size := size // 2:
+        rows, columns, _, _ = _sides(a, b, total, size)
+        _blocks(out, size).copy_(rows @ columns.mT)
+    return out
+
+
+def halved_backward(grad: Tensor, a: Tensor, b: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients (...,C,D) of a and b from that of ``halved``; above the diagonal ``grad`` is not read."""
+    size = a.shape[-2]
+    diagonal = grad.diagonal(dim1=-2, dim2=-1)[..., None]
+    da, db = diagonal * b, diagonal * a
+    while size := size // 2:
+        rows, columns, risen, fallen = _sides(a, b, total, size)
+        block = _blocks(grad, size)
+        _halves(da, size)[..., 1, :, :] += risen * (block @ columns)
+        _halves(db, size)[..., 0, :, :] += fallen * (block.mT @ rows)
+    return da, db
+
+
+def _halves(x: Tensor, size: int) -> Tensor:
+    """(...,C,D) -> (...,C/2s,2,s,D)."""
+    return x.unflatten(-2, (-1, 2, size))
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """(...,C,C) -> (...,C/2s,s,s): where the second half of a block of 2s tokens meets its first; a view."""
+    rows = _halves(x, size)[..., 1, :, :].unflatten(-1, (-1, 2, size))[..., 0, :]  # (...,M,s,M,s)
+    return rows.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+
+
+def _sides(a: Tensor, b: Tensor, total: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both factors of the product of a block, (...,C/2s,s,D), and by what e^G multiplied each."""
+    halves = _halves(total, size)
+    middle = halves[..., 0, -1:, :]
+    risen = (halves[..., 1, :, :] - middle).to(a.dtype).exp()
+    fallen = (middle - halves[..., 0, :, :]).to(b.dtype).exp()
+    return _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen, risen, fallen
