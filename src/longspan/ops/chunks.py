@@ -80,20 +80,16 @@ class Span:
     k: Tensor
     v: Tensor
     beta: Tensor | None  # (B,G,R,L,C,1)
-    total: Tensor | None  # G, in float64, where differences of large sums keep their digits
+    total: Tensor | None  # G by channel, in float64, where differences of large sums keep their digits; else None
     same: Tensor | None  # (B,1,1,L,C,C) query and key lie in one segment
     weight: Tensor | None  # (...,C,C) e^(G_i - G_j) for j <= i, else 0; None for 1, or per channel
     entering: Tensor | None  # (...,C,1|D) what is left of the state before the chunk; None for all
     leaving: Tensor | None  # (...,C,1|D) what is left of a token after the chunk
     whole: Tensor | None  # (...,1|D,1) what is left after the chunk of the state before it
 
-    @property
-    def by_channel(self) -> bool:
-        return self.total is not None and self.total.shape[-1] > 1
-
     def products(self, a: Tensor, b: Tensor) -> Tensor:
         """sum_d a_id b_jd e^(G_id - G_jd) for j <= i, else 0: (...,C,D) twice -> (...,C,C)."""
-        if self.total is not None and self.by_channel:
+        if self.total is not None:
             out = halved(a, b, self.total)
             return out if self.same is None else out * self.same
         out = a @ b.mT
@@ -101,7 +97,7 @@ class Span:
 
     def products_backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of a and b, for each value head."""
-        if self.total is not None and self.by_channel:
+        if self.total is not None:
             return halved_backward(grad if self.same is None else grad * self.same, a, b, self.total)
         grad = grad.tril() if self.weight is None else grad * self.weight
         return grad @ b, grad.mT @ a
@@ -139,16 +135,18 @@ def _span(place, inputs, mask, segments, scale, wide) -> Span:
         span.same, span.entering, span.leaving, span.whole = borders
     if log_decay is not None:
         per_token = log_decay[..., None] if log_decay.dim() == 3 else log_decay
-        total = chunks(per_token.clamp(min=LOWEST)).double().cumsum(-2)
-        last = total[..., -1:, :]
-        span.total = total
-        span.entering = times(total.to(wide).exp(), span.entering)
-        span.leaving = times((last - total).to(wide).exp(), span.leaving)
-        span.whole = times(last.to(wide).exp().mT, span.whole)
-        if not span.by_channel:
-            # Exponents above the diagonal would be positive: they are cleared before e^x, not after it.
-            span.weight = (total - total.mT).tril().to(wide).exp().tril()
-    if borders is not None and not span.by_channel:
+        steps = chunks(per_token.clamp(min=LOWEST))
+        if log_decay.dim() == 4:
+            span.total = steps.double().cumsum(-2)
+            entering = span.total.to(wide).exp()
+            leaving = (span.total[..., -1:, :] - span.total).to(wide).exp()
+        else:
+            # G_i - G_j as a sum of what lies between, not as a difference of large sums.
+            span.weight = steps.expand(*steps.shape[:-1], steps.shape[-2]).tril(-1).cumsum(-2).exp().tril()
+            entering, leaving = steps.cumsum(-2).exp(), span.weight[..., -1, :, None]
+        span.entering, span.leaving = times(entering, span.entering), times(leaving, span.leaving)
+        span.whole = times(entering[..., -1:, :].mT, span.whole)
+    if borders is not None and span.total is None:
         span.weight = times(borders[0].tril(), span.weight)
     return span
 
@@ -188,7 +186,7 @@ def _advance(span: Span, state: Tensor) -> tuple[Tensor, Tensor]:
     return times(span.q, span.entering) @ states + span.products(span.q, span.k) @ values, state
 
 
-def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor) -> tuple:
+def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: bool) -> tuple:
     """The gradients of one span: of q, k, v, the log decays and beta (each for every value head), of the state before.
 
     start (B,G,R,D,E): the state before the span; grad (B,G,R,L,C,E) and ``after`` (B,G,R,D,E): the gradients of the
@@ -233,13 +231,13 @@ def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor) -> tuple:
         minus, dv = minus + columns, dv * beta
     dk = minus if plus is None else minus + plus
     decay = None
-    if span.total is not None:
+    if decays:
         assert span.whole is not None
         ends = (states * ahead).mul(span.whole)
         # Per head, the sum over channels; the last token's G is also in what leaves the chunk.
         total = q * dq - k * minus if plus is None else q * dq + k * (plus - minus)
         ends = ends.sum(-1) + (k * out).sum(-2)
-        if not span.by_channel:
+        if span.total is None:
             total, ends = total.sum(-1, keepdim=True), ends.sum(-1, keepdim=True)
         total[..., -1, :] += ends
         decay = total.flip(-2).cumsum(-2).flip(-2)
@@ -310,7 +308,7 @@ def _backward(
             span = _span(place, (q, k, v, log_decay, beta), mask, segments, scale, wide)
             upstream = _span(place, (q, k, grad, None, None), mask, None, 1.0, wide).v
             start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
-            *parts, decay, step, after = _retreat(span, start, upstream, after)
+            *parts, decay, step, after = _retreat(span, start, upstream, after, decays=log_decay is not None)
             parts[0] = parts[0] * scale
             for into, part in zip((dq, dk), parts, strict=False):
                 _store(into, part.sum(2, keepdim=True), place)

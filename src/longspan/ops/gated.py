@@ -3,11 +3,14 @@
 import torch
 from torch import Tensor
 
-from . import chosen, chunks
+from . import chosen, chunks, native
 from .chunks import LOWEST
 from .linear import widen
+from .native import gated as kernels
+from .native import sequence
 
 DECAY, DELTA = "decay attention", "the delta rule"
+SERVED = ("reference", "torch", "native")
 
 
 def decay_attention(
@@ -93,11 +96,23 @@ def recur(
     Without ``beta`` there is no delta read, without ``log_decay`` no decay. Raises ValueError where a forced backend
     cannot serve the call.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"log_decay": log_decay, "beta": beta, "scale": scale, "mask": mask, "segments": segments}
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
     if state is None:
         state = widen(v).new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1])
-    match chosen(DECAY if beta is None else DELTA, ("reference", "torch"), "torch"):
+    op = DECAY if beta is None else DELTA
+    if q.shape[2] == 1 and mask is None and chosen(op, SERVED, "native") == "native":
+        # The token step first: a decoder asks for nothing more often.
+        gates = {"log_decay": log_decay, "beta": beta}
+        if native.steps(q, k, v, state) and all(t is None or native.plain(t) for t in gates.values()):
+            state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
+            return kernels.step(q, k, v, scale=factor, state=state, **gates), state
+    why_not = sequence.why_not(q, k, v, state, log_decay, beta, mask, segments)
+    match chosen(op, SERVED, "torch" if why_not or q.shape[2] == 1 else "native"):
+        case "native":
+            if why_not:
+                raise ValueError(f"backend 'native' cannot serve this call of {op}: {why_not}")
+            return kernels.attend(q, k, v, state=state, **options)
         case "reference":
             return reference(q, k, v, state=state, **options)
         case _ if q.shape[2] == 0 or v.numel() == 0:

@@ -38,6 +38,12 @@ def steps(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> bool:
     return state.shape[-2] <= LARGEST and state.shape[-1] <= LARGEST and available()
 
 
+def plain(x: Tensor) -> bool:
+    """Whether ``x`` may be read beside operands that ``steps`` agrees to."""
+    grads = x.requires_grad and torch.is_grad_enabled()
+    return type(x) is Tensor and x.is_cpu and x.dtype is torch.float32 and not x.is_neg() and not grads
+
+
 def linear_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float) -> Tensor:
     """One token, its feature map, the sums and the normaliser, in one pass over ``state``, which is overwritten.
 

@@ -8,6 +8,10 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "longspan_linear_step": (INT, (*[POINTER] * 5, *[LONG] * 3, INT, FLOAT, INT)),
     "longspan_linear_forward": (INT, (*[POINTER] * 10, *[LONG] * 5, INT, INT, FLOAT, INT)),
+    "longspan_gated_forward": (INT, (*[POINTER] * 13, INT, INT, FLOAT, INT)),
+    "longspan_gated_backward": (INT, (*[POINTER] * 17, INT, INT, INT, FLOAT, INT)),
+    "longspan_gated_step": (INT, (*[POINTER] * 7, *[LONG] * 4, INT, FLOAT, INT)),
+    "longspan_gated_span": (LONG, ()),
     "longspan_packed_size": (LONG, (LONG, LONG)),
     "longspan_pack": (None, (POINTER, LONG, LONG, INT, POINTER)),
     "longspan_decode": (INT, (*[POINTER] * 5, LONG, POINTER, INT)),

@@ -17,11 +17,10 @@ def why_not(
     k: Tensor,
     v: Tensor,
     state: Tensor | None,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
+    *others: Tensor | None,
 ) -> str:
     """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
-    given = [t for t in (q, k, v, state, mask, segments) if t is not None]
+    given = [t for t in (q, k, v, state, *others) if t is not None]
     if torch.compiler.is_exporting():
         return "an exported program must run without them"
     # Classes with a dispatch of their own, such as fake tensors, may have no memory to read.
@@ -102,7 +101,7 @@ def _forward(
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
     failed = _kernels().longspan_linear_forward(
-        *_pointers(q, k, v, o, below, state, end, mask, segments), _strides(q, k, v, o), *q.shape, v.shape[-1],
+        *pointers(q, k, v, o, below, state, end, mask, segments), strides(q, k, v, o), *q.shape, v.shape[-1],
         MAPS[feature_map], TYPES[v.dtype], eps, threads(),
     )  # fmt: skip
     if failed:
@@ -129,8 +128,8 @@ def _backward(
     grad_end = grad_end.contiguous()
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
     failed = _kernels().longspan_linear_backward(
-        *_pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
-        _strides(q, k, v, o, grad, dq, dk, dv), *q.shape, v.shape[-1],
+        *pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
+        strides(q, k, v, o, grad, dq, dk, dv), *q.shape, v.shape[-1],
         MAPS[feature_map], TYPES[v.dtype], eps, threads(),
     )  # fmt: skip
     if failed:
@@ -166,10 +165,12 @@ def _kernels() -> ctypes.CDLL:
     return kernels
 
 
-def _pointers(*tensors: Tensor | None) -> list[int | None]:
+def pointers(*tensors: Tensor | None) -> list[int | None]:
+    """Where their numbers begin, as a C function takes it; null for None."""
     return [None if t is None else t.data_ptr() for t in tensors]
 
 
-def _strides(*tensors: Tensor) -> ctypes.Array:
+def strides(*tensors: Tensor) -> ctypes.Array:
+    """All their strides, in elements, one tensor after the other."""
     flat = [stride for t in tensors for stride in t.stride()]
     return (ctypes.c_long * len(flat))(*flat)
