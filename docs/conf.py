@@ -19,7 +19,7 @@ autodoc_member_order = "bysource"
 
 def forms(cls: type[Attention]) -> str:
     """How a mechanism can be used, from the facts on its class."""
-    extra = {"cross": bool(cls.contexts), "packed": "segments" in cls.takes}
+    extra = {"cross": bool(cls.contexts), "packed": "segments" in cls.takes, "prefix": "prefix" in cls.takes}
     return ", ".join((*cls.directions, *(name for name, has in extra.items() if has)))
 
 

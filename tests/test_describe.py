@@ -21,7 +21,7 @@ def test_every_mechanism_has_its_row():
     assert [row["name"] for row in rows] == longspan.names()
     for row in rows:
         assert row["summary"].endswith((".", ":"))
-        assert set(row["forms"]) <= {"causal", "bidirectional", "cross", "packed"}
+        assert set(row["forms"]) <= {"causal", "bidirectional", "cross", "packed", "prefix"}
         assert "causal" in row["forms"] or "bidirectional" in row["forms"]
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from longspan import cache, checks
+from longspan.attention import base
 from longspan.attention import linear as linear_module
 from longspan.cache import Sight
 from longspan.layers import positions
-from longspan.ops import buffers, linear, native, plain, recurrence, softmax, spans
+from longspan.ops import buffers, linear, native, plain, prefix, recurrence, softmax, spans
 from longspan.ops.native import sequence
 
 
@@ -70,8 +71,27 @@ def no_padding_in_sums(q, k, v, causal, real, segments, state, donate, original=
     return original(q, k, v, causal, None, segments, state, donate)
 
 
-def no_padding_in_sight(k, v, *, causal, mask=None, segments=None, original=cache.look):
-    return original(k, v, causal=causal, segments=segments)
+def no_padding_in_sight(k, v, *, causal, mask=None, segments=None, prefix=None, original=cache.look):
+    return original(k, v, causal=causal, segments=segments, prefix=prefix)
+
+
+def prefix_written_twice(k, v, inside, state=None, mask=None, original=prefix.fold):
+    return original(k, v, inside, state)[0], torch.ones_like(inside) if mask is None else mask
+
+
+def prefix_counting_padding(lengths, n, mask=None, original=prefix.inside):
+    return original(lengths, n)
+
+
+def causal_prefix(allowed, inside):
+    return allowed
+
+
+def prefix_blind_to_the_past(cache_, k, v, *, prefix=None, original=cache.extend, **options):
+    sight, added = original(cache_, k, v, prefix=prefix, **options)
+    if prefix is None or cache_.length.max() == 0:
+        return sight, added
+    return sight._replace(mask=sight.mask & (torch.arange(sight.keys.shape[2]) > 0)), added
 
 
 def step_in_place(q, k, v, state, *, donate=False, original=recurrence.step):
@@ -144,6 +164,10 @@ MUTANTS = {
     "a prefill one position off": (linear_module, "positions", positions_from_one, ROTARY, CUT),
     "a cache one slot short": (cache, "_extend_even", cache_one_short, "softmax", CUT),
     "a step blind to its own token": (cache, "_extend_even", blind_to_itself, "softmax", CUT),
+    "a prefix that is written twice": (prefix, "fold", prefix_written_twice, "linear", "prefix_mode"),
+    "a prefix that counts padding": (base, "inside", prefix_counting_padding, "linear", "prefix_mode"),
+    "a prefix that stays causal": (cache, "join", causal_prefix, "softmax", "prefix_mode"),
+    "a prefix blind to the past": (cache, "extend", prefix_blind_to_the_past, "softmax", "prefix_mode"),
 }  # fmt: skip
 
 

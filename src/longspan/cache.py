@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .layers import positions, visible
+from .ops.prefix import join
 
 
 class KeyValues(NamedTuple):
@@ -56,11 +57,20 @@ def empty(batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> KeyV
     return KeyValues(slots, slots.clone(), torch.zeros(batch, dtype=torch.long, device=like.device))
 
 
-def look(k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, segments: Tensor | None = None) -> Sight:
-    """Self-attention within one call: k (B,H,N,D), v (B,H,N,E), mask (B,N), segments (B,N)."""
-    if mask is None and segments is None:
+def look(
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    prefix: Tensor | None = None,
+) -> Sight:
+    """Self-attention within one call: k (B,H,N,D), v (B,H,N,E), mask, segments (B,N), prefix (B,N) that sees itself."""
+    if mask is None and segments is None and prefix is None:
         return Sight(k, v, None, causal)
-    return Sight(k, v, visible(k.transpose(1, 2), causal=causal, mask=mask, segments=segments), False)
+    allowed = visible(k.transpose(1, 2), causal=causal, mask=mask, segments=segments)
+    return Sight(k, v, allowed if prefix is None else join(allowed, prefix), False)
 
 
 def extend(
@@ -70,15 +80,23 @@ def extend(
     *,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
+    prefix: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Sight, KeyValues]:
     """Causal attention that continues ``cache``: what the new tokens may see, and the cache with them added.
 
-    k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64. Without ``donate`` the given cache is left as it
-    is and the new one is exactly as long as it must be; with it, free slots are written in place, and when they run
-    out the slots are doubled.
+    k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, prefix (B,N) bool: new tokens that see each other,
+    which does not go with segments. Without ``donate`` the given cache is left as it is and the new one is exactly as
+    long as it must be; with it, free slots are written in place, and when they run out the slots are doubled.
     """
     k, v = k.to(cache.keys.dtype), v.to(cache.values.dtype)  # they differ under autocast
+    if prefix is not None:
+        sight, added = extend(cache, k, v, mask=mask, donate=donate)
+        # Slots are positions, so the prefix ends at one; up to there its tokens see every slot.
+        end = (cache.length + prefix.sum(1))[:, None, None, None]
+        slots = torch.arange(sight.keys.shape[2], device=k.device)
+        allowed = sight.allowed(k.shape[2]) | (prefix[:, None, :, None] & (slots < end))
+        return Sight(sight.keys, sight.values, allowed, False), added
     if segments is not None:
         return _extend_packed(cache, k, v, mask, segments)
     if torch.compiler.is_compiling():

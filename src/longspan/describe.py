@@ -36,8 +36,8 @@ def summary(cls: type[Attention]) -> str:
 
 
 def forms(cls: type[Attention]) -> list[str]:
-    """Those of causal, bidirectional, cross and packed that a mechanism has."""
-    more = {"context": "cross", "segments": "packed"}
+    """Those of causal, bidirectional, cross, packed and prefix that a mechanism has."""
+    more = {"context": "cross", "segments": "packed", "prefix": "prefix"}
     return [*cls.directions, *(form for argument, form in more.items() if argument in cls.takes)]
 
 

@@ -15,17 +15,21 @@ FEW = 8  # tokens for which the decode engine is not worth its preparation
 
 @torch.no_grad()
 def prefill(
-    model: Decoder, prompt: Tensor, mask: Tensor | None = None, capacity: int = 0
+    model: Decoder, prompt: Tensor, mask: Tensor | None = None, capacity: int = 0, *, prefix: bool = False
 ) -> tuple[Tensor, DecoderState]:
     """Read the start token and a prompt in one call: prompt (B,P), mask (B,P) -> outputs (B,size), state.
 
     The outputs are those of each row's last real token, so rows may differ in length, padded on either side.
+    ``prefix=True`` reads them in both directions, as ``generate`` does.
     """
     begin = prompt.new_full((len(prompt), 1), model.start)
     tokens = torch.cat([begin, prompt], 1)
     if mask is not None:
         mask = torch.cat([torch.ones_like(begin, dtype=torch.bool), mask], 1)
-    outputs, state = model(tokens, model.init_state(len(prompt), capacity), mask=mask, donate=True)
+    lengths = None
+    if prefix:
+        lengths = mask.sum(1) if mask is not None else begin.new_full((len(begin),), tokens.shape[1])
+    outputs, state = model(tokens, model.init_state(len(prompt), capacity), mask=mask, prefix=lengths, donate=True)
     if mask is None:
         return outputs[:, -1], state  # type: ignore[return-value]
     last = mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
@@ -39,6 +43,7 @@ def generate(
     tokens: int,
     batch: int = 1,
     mask: Tensor | None = None,
+    prefix: bool = False,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -48,20 +53,24 @@ def generate(
     """Yield ``tokens`` times the next token of every sequence, (B,) int64.
 
     ``prompt`` (B,P) int64, with ``mask`` (B,P) where rows differ in length (either side may be padded); without a
-    prompt, ``batch`` sequences start from nothing. ``temperature`` sharpens below 1 and flattens above (0: the mode);
+    prompt, ``batch`` sequences start from nothing. ``prefix=True``, for models that were trained so: the start token
+    and those of the prompt all see each other. ``temperature`` sharpens below 1 and flattens above (0: the mode);
     ``top_k`` keeps the k likeliest tokens (0: all); ``top_p`` keeps the likeliest ones that reach this mass (1: all).
     ``seed`` makes the draws repeatable, independent of the global generator. A row that has drawn ``stop`` goes on
     yielding ``stop``; when every row has, generation ends.
 
     The prompt is read in one call and each token costs one more, on a state that only this generator holds. Where the
     decode engine serves the model it makes these steps, with the weights as they were at the call.
-    Raises ValueError, at the call, for a prompt or sampling option out of range.
+    Raises ValueError, at the call, for a prompt or sampling option out of range, and for ``prefix=True`` without a
+    prompt or with an attention that has no prefix mode.
     """
     device = model.device
     reuse_pages()
     if prompt is None:
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
+        if prefix:
+            raise ValueError("prefix=True reads a prompt in both directions, but no prompt came")
         prompt = torch.zeros(batch, 0, dtype=torch.long, device=device)
     elif mask is not None:
         check_mask("mask", mask, tuple(prompt.shape))
@@ -79,7 +88,7 @@ def generate(
     model.likelihood.sample(
         torch.zeros(1, model.likelihood.size), **options, generator=torch.Generator().manual_seed(0)
     )
-    outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens)
+    outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens, prefix=prefix)
     # Packing the weights takes as long as a few tokens.
     engine = Engine(model) if tokens > FEW and not Engine.why_not(model) else None
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)

@@ -1,8 +1,11 @@
-"""Parts that several mechanisms and models share: positions, normalisation, the feed-forward network."""
+"""Parts that several mechanisms and models share: positions, short convolutions, norms, the feed-forward network."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from .ops.linear import widen
+from .spec import known
 
 
 def positions(
@@ -82,6 +85,137 @@ def sinusoid(at: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 def norm(kind: str, dim: int) -> nn.Module:
     """``layer`` (Ba et al. 2016) or ``rms`` (Zhang and Sennrich 2019) normalisation over the last axis."""
     return nn.LayerNorm(dim) if kind == "layer" else nn.RMSNorm(dim, eps=1e-6)
+
+
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(|x|^2 + eps), so never longer than 1: (..., D) -> (..., D) in x's dtype, summed in float32 at least."""
+    wide = widen(x)
+    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+class HeadNorm(nn.Module):
+    """Brings each head's output to unit scale, where no normaliser divides it, and lets a gate through what matters.
+
+    ``kind``: rms, x / sqrt(mean(x^2) + eps) * weight, with one weight (E,) for all heads; group, the same after the
+    mean of the head's channels has been taken away, and without weights (a GroupNorm whose groups are the heads of one
+    token). ``gate``: the norm's output is multiplied by silu or sigmoid of a gate, or by nothing (none).
+
+    Source: group and silu, Sun et al. 2023 (2307.08621), eq. 8; rms and silu, Yang et al. 2023 (2312.06635), section
+    4.4; rms and sigmoid, Kimi Team 2025 (2510.26692). Raises ValueError for an unknown kind or gate.
+    """
+
+    def __init__(self, size: int, *, kind: str = "rms", gate: str = "none", eps: float = 1e-5):
+        super().__init__()
+        self.kind, self.eps = known(kind, {"rms": 0, "group": 0}, "head norm"), eps
+        self.gate = known(gate, {"none": 0, "silu": 0, "sigmoid": 0}, "gate of a head norm")
+        self.weight = nn.Parameter(torch.ones(size)) if kind == "rms" else None
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """x (B,H,N,E), gate of the same shape unless there is none -> (B,H,N,E) in x's dtype."""
+        wide = widen(x)
+        if self.kind == "group":
+            wide = wide - wide.mean(-1, keepdim=True)
+        y = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        if self.weight is not None:
+            y = y * self.weight.to(y.dtype)
+        match self.gate, gate:
+            case "none", None:
+                return y.to(x.dtype)
+            case "silu", Tensor():
+                return (y * F.silu(gate.to(y.dtype))).to(x.dtype)
+            case "sigmoid", Tensor():
+                return (y * gate.to(y.dtype).sigmoid()).to(x.dtype)
+        raise AssertionError(f"a head norm with gate {self.gate!r} got {type(gate).__name__} as its gate")
+
+
+def expanded(size: int, by: float, name: str) -> int:
+    """Channels of a head that is ``by`` times as wide as ``size``. Raises ValueError, with the option's ``name``."""
+    width = round(size * by)
+    if width < 1 or width != size * by:
+        raise ValueError(f"{name}={by} times heads of {size} channels is no whole number of channels")
+    return width
+
+
+def time_steps(*shape: int) -> Tensor:
+    """A bias b with softplus(b) log-uniform between 1/1000 and 1/10: decays that remember 10 to 1000 tokens.
+
+    Source: Gu and Dao 2023 (2312.00752), section 3.6.
+    """
+    steps = 10.0 ** (-3 + 2 * torch.rand(*shape))
+    # The inverse of softplus, log(e^s - 1), without a difference of nearly equal numbers.
+    return steps + torch.log(-torch.expm1(-steps))
+
+
+class ShortConvolution(nn.Module):
+    """Mixes each channel with its own last few values: depthwise, causal, without bias.
+
+    y_t = sum_j weight[:, j] x_{t-width+1+j}; the last column belongs to the token itself, as in a causal ``nn.Conv1d``,
+    whose initialisation this is. Sums are float32 at least.
+
+    Source: So et al. 2021 (2109.08668), with width 3; width 4 since Gu and Dao 2023 (2312.00752).
+    Raises ValueError for a width that reaches no earlier token.
+    """
+
+    def __init__(self, channels: int, width: int):
+        super().__init__()
+        if width < 2:
+            raise ValueError(f"a convolution of width={width} reaches no earlier token; 2 is the least")
+        self.channels, self.width = channels, width
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
+
+    def start(self, batch: int) -> Tensor:
+        """The state before the first token: zeros (batch, width-1, channels), float32 at least."""
+        return widen(self.weight.new_zeros(batch, self.width - 1, self.channels))
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, *, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x (B,N,channels), state (B,width-1,channels) -> y (B,N,channels) in x's dtype, the next state.
+
+        The state holds the last width-1 real tokens, the oldest first; a given one is left as it was. mask (B,N) bool:
+        a token that is not real is skipped, and its y means nothing. segments (B,N) int64, never decreasing from one
+        real token to the next: a token sees its own only, the given state belongs to the first, the returned one to
+        the last.
+        """
+        n, reach, dtype = x.shape[1], self.width - 1, x.dtype
+        if n == 0:
+            mask = segments = None
+        if mask is not None:
+            # Real tokens side by side, in their order; the others after them, where no real one sees them.
+            order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+            x, segments = _pick(x, order), None if segments is None else segments.gather(1, order)
+        past = self.start(len(x)) if state is None else state
+        tokens = torch.cat([past, x.to(past.dtype)], 1)  # (B,reach+N,channels)
+        ids = None if segments is None else torch.cat([segments[:, :1].expand(-1, reach), segments], 1)
+        y = self._mix(tokens, ids)
+        if mask is None:
+            # A copy, since a view would keep all tokens alive.
+            last, ids = tokens[:, n:].clone(), None if ids is None else ids[:, n:]
+        else:
+            end = mask.sum(1, keepdim=True) + torch.arange(reach, device=x.device)
+            last, ids = _pick(tokens, end), None if ids is None else ids.gather(1, end)
+            y = _pick(y, (mask.cumsum(1) - 1).clamp(min=0))
+        return y.to(dtype), last if ids is None else last * (ids == ids[:, -1:])[..., None]
+
+    def _mix(self, tokens: Tensor, ids: Tensor | None) -> Tensor:
+        """tokens (B,reach+N,channels), their segments (B,reach+N) -> (B,N,channels)."""
+        weight, reach = widen(self.weight), self.width - 1
+        n = tokens.shape[1] - reach
+        if n == 1 and ids is None:
+            return (tokens * weight.mT).sum(1, keepdim=True)
+        y = tokens[:, reach:] * weight[:, reach]
+        for j in range(reach):
+            tap = tokens[:, j : j + n]
+            if ids is not None:
+                tap = tap * (ids[:, j : j + n] == ids[:, reach:])[..., None]
+            y = torch.addcmul(y, tap, weight[:, j])
+        return y
+
+
+def _pick(x: Tensor, tokens: Tensor) -> Tensor:
+    """Row by row the tokens of these numbers: x (B,N,C), tokens (B,M) -> (B,M,C)."""
+    return x.gather(1, tokens[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class FeedForward(nn.Module):

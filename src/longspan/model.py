@@ -48,8 +48,8 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """``depth`` blocks, whose attentions are the config's specs tiled over the depth; the signature of an attention.
 
-    ``y, state = stack(x, state, mask=, segments=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state is the tuple of the
-    layers' states. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
+    ``y, state = stack(x, state, mask=, segments=, prefix=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state is the
+    tuple of the layers' states. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
 
     Raises ValueError for a spec that cannot be built and for arguments that one of the attentions does not support.
     """
@@ -90,6 +90,7 @@ class Stack(nn.Module):
         *,
         mask: Tensor | None = None,
         segments: Tensor | None = None,
+        prefix: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, tuple | None]:
         """See the class; arguments as in ``Attention.forward``."""
@@ -99,10 +100,11 @@ class Stack(nn.Module):
         if state is not None and (not isinstance(state, tuple) or len(state) != len(self.blocks)):
             came = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"the state of this stack is a tuple of {len(self.blocks)} states, not {came}")
+        arguments = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate}
         new, carries = [], {}
         for i, block in enumerate(self.blocks):
             before, kind = None if state is None else state[i], block.attention.name  # type: ignore[union-attr]
-            x, after, carry = block(x, before, carry=carries.get(kind), mask=mask, segments=segments, donate=donate)
+            x, after, carry = block(x, before, carry=carries.get(kind), **arguments)
             # What a layer hands on is for the next one of its own kind.
             carries[kind] = carry
             new.append(after)
@@ -187,9 +189,13 @@ class Decoder(nn.Module):
         *,
         mask: Tensor | None = None,
         segments: Tensor | None = None,
+        prefix: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, DecoderState | None]:
-        """See the class; mask, segments and donate as in ``Attention.forward``.
+        """See the class; mask, segments, prefix and donate as in ``Attention.forward``.
+
+        ``prefix`` counts the start token like any other. Its outputs but the last have seen the tokens that they
+        predict, so they belong in no loss.
 
         Raises ValueError for tokens of a wrong kind or out of range, a position beyond a learned table, and whatever
         the attentions refuse.
@@ -199,7 +205,7 @@ class Decoder(nn.Module):
             raise ValueError(f"a decoder continues a DecoderState, not {type(state).__name__}")
         position, layers = state if state is not None else (None, None)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
-        x, layers = self.stack(x, layers, mask=mask, segments=segments, donate=donate)
+        x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, donate=donate)
         outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore
         return outputs, None if layers is None else DecoderState(end, layers)
 

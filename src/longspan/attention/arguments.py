@@ -23,6 +23,8 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
         check_mask("mask", mask, (batch, n))
     if (segments := given.get("segments")) is not None:
         _check_segments(segments, mask, (batch, n))
+    if (prefix := given.get("prefix")) is not None:
+        _check_prefix(attention, prefix, given, (batch, n))
     if (context := given.get("context")) is not None:
         _check_context(attention, context, x, state, segments)
         if (seen := given.get("context_mask")) is not None:
@@ -35,6 +37,8 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
         check_state(attention, state, batch)
         if isinstance(state, attention.contexts) and segments is not None:
             raise ValueError("segments= packs one sequence's own tokens; a state of cross attention has none")
+        if isinstance(state, attention.contexts) and prefix is not None:
+            raise ValueError("prefix= counts a sequence's own tokens; a state of cross attention has none")
     if "donate" in given:
         _check_donate(attention, x, state)
 
@@ -72,6 +76,28 @@ def _check_segments(segments: Tensor, mask: Tensor | None, shape: tuple[int, ...
         falls = falls & mask
     if falls.any():
         raise ValueError(f"segments must never decrease along a row; row {int(falls.any(1).nonzero()[0])} does")
+
+
+def _check_prefix(attention: "Attention", prefix: Tensor, given: dict[str, Any], shape: tuple[int, int]) -> None:
+    batch, n = shape
+    if not isinstance(prefix, Tensor) or prefix.dtype != torch.int64 or tuple(prefix.shape) != (batch,):
+        raise ValueError(
+            f"prefix must be int64 {(batch,)}, so many leading real tokens of each row, not {_what(prefix)}"
+        )
+    if not attention.causal:
+        raise ValueError(f"a bidirectional {attention.name} sees whole sequences already; prefix= is for causal=True")
+    for other in ("segments", "context"):
+        if other in given:
+            raise ValueError(f"prefix= and {other}= came together; a prefix is the beginning of one sequence's own row")
+    if torch.compiler.is_compiling():
+        return  # the values are not known yet
+    mask = given.get("mask")
+    real = torch.full_like(prefix, n) if mask is None else mask.sum(1)
+    if (odd := (prefix < 0) | (prefix > real)).any():
+        row = int(odd.nonzero()[0])
+        raise ValueError(
+            f"prefix[{row}]={int(prefix[row])} must lie between 0 and the row's {int(real[row])} real tokens"
+        )
 
 
 def _check_context(attention: "Attention", context: Tensor, x: Tensor, state: Any, segments: Tensor | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from .. import spec
+from ..ops.prefix import inside
 from . import arguments
 
 REGISTRY: dict[str, type["Attention"]] = {}
@@ -14,7 +15,7 @@ REGISTRY: dict[str, type["Attention"]] = {}
 # Given by the stack, never by a spec.
 PLACE = ("dim", "heads", "causal", "layer", "depth")
 # What a mechanism's ``attend`` may ask for, besides x and state.
-ARGUMENTS = ("mask", "segments", "context", "context_mask", "carry", "record", "donate")
+ARGUMENTS = ("mask", "segments", "prefix", "context", "context_mask", "carry", "record", "donate")
 
 
 class Attention(nn.Module):
@@ -23,9 +24,10 @@ class Attention(nn.Module):
     A mechanism is one file with one final subclass: the facts below, ``__init__`` whose keyword-only options are the
     config (each kept as an attribute of the same name), ``start`` and ``attend``. Having a ``name`` registers it.
 
-    ``attend(self, x, state, *, ...)`` names those of ``mask, segments, context, context_mask, carry, record, donate``
-    that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with arguments
-    that have been checked, and a call with an argument that it does not name has been refused.
+    ``attend(self, x, state, *, ...)`` names those of ``mask, segments, prefix, context, context_mask, carry, record,
+    donate`` that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with
+    arguments that have been checked, and a call with an argument that it does not name has been refused. ``prefix``
+    reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``.
     """
 
     name: ClassVar[str]
@@ -120,6 +122,7 @@ class Attention(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
         segments: Tensor | None = None,
+        prefix: Tensor | None = None,
         carry: Any = None,
         record: dict | None = None,
         donate: bool = False,
@@ -132,6 +135,8 @@ class Attention(nn.Module):
         mask (B,N) bool: True = a real token. A masked token does not exist: no key, no position, no write; its y is 0.
         segments (B,N) int64: packed sequences; equal id = same sequence, never decreasing along a row. The state
         starts anew where it changes; a given state belongs to the first segment, the returned one to the last.
+        prefix (B,) int64: so many real tokens at the beginning of this call's row see each other in both directions,
+        and the state; those after them are causal. A prompt is read so in one call, on whose state the steps go on.
         context (B,M,context_dim), context_mask (B,M) bool: cross attention; every query sees every real context token
         and ``causal`` plays no part. The returned state keeps the projected context: later calls pass it alone.
         record: an empty dict to be filled with what this call can tell (``matrix``, ``mask``, ...); costs O(N M).
@@ -142,6 +147,7 @@ class Attention(nn.Module):
         given: dict[str, Any] = {
             "mask": mask,
             "segments": segments,
+            "prefix": prefix,
             "context": context,
             "context_mask": context_mask,
             "carry": carry,
@@ -152,6 +158,8 @@ class Attention(nn.Module):
         arguments.check(self, x, state, given)
         if segments is not None:
             given["segments"] = arguments.real_segments(segments, mask)
+        if prefix is not None:
+            given["prefix"] = inside(prefix, x.shape[1], mask)
         result = self.attend(x, state, **given)
         return result if mask is None else (result[0].masked_fill(~mask[..., None], 0.0), *result[1:])
 

@@ -65,7 +65,10 @@ class Kernel(Attention):
     def start(self, batch, capacity):
         return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
 
-    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+    def attend(
+        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        donate=False,
+    ):  # fmt: skip
         q = split(self.query(x), self.heads)
         if context is not None:
             keys, values = split(self.key(context), self.heads), split(self.value(context), self.heads)
@@ -75,9 +78,9 @@ class Kernel(Attention):
         else:
             k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
             if state is None:
-                sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments)
+                sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
             else:
-                sight, state = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+                sight, state = cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
         allowed = sight.allowed(q.shape[2])
         p = op.weights(
             q, sight.keys, allowed, similarity=self.similarity, degree=self.degree,

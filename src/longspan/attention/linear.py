@@ -11,6 +11,7 @@ from ..ops import linear
 from ..ops.features import FeatureMap
 from ..ops.features import feature_map as choose
 from ..ops.heads import merge, split
+from ..ops.prefix import join
 from .base import Attention
 
 
@@ -88,7 +89,10 @@ class Linear(Attention):
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
-    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+    def attend(
+        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        donate=False,
+    ):  # fmt: skip
         q = split(self.query(x), self.heads)
         if isinstance(state, Context):
             read = self.phi(linear.widen(q)) @ state.sums
@@ -105,9 +109,13 @@ class Linear(Attention):
             numerator = rotate(fq, at, self.rotary), rotate(fk, at, self.rotary)
         if record is not None:
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
+            allowed = allowed if prefix is None else join(allowed, prefix)
             fq, fk = (self.phi(linear.widen(t)) for t in (q, k))
             matrix = linear.matrix(fq, fk, allowed, eps=self.eps, state=sums, numerator=numerator)
             record.update(mask=allowed, matrix=matrix)
+        if prefix is not None:
+            key = numerator and numerator[1]
+            sums, mask = linear.fold(self.phi(linear.widen(k)), v, prefix, mask=mask, state=sums, key=key)
         arguments = {"causal": self.causal, "mask": mask, "segments": segments, "state": sums, "donate": donate}
         if self.rotary:
             o, sums = linear.attend(fq, fk, v, eps=self.eps, numerator=numerator, **arguments)

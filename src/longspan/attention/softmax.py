@@ -60,7 +60,10 @@ class Softmax(Attention):
     def start(self, batch, capacity):
         return cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.out.weight)
 
-    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+    def attend(
+        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        donate=False,
+    ):  # fmt: skip
         q = split(self.query(x), self.heads)
         if context is not None:
             state = self._project(context, context_mask)
@@ -71,9 +74,9 @@ class Softmax(Attention):
             at, _ = positions(x, state and state.length, mask=mask, segments=segments)
             q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
         if state is None:
-            sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments)
+            sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
         else:
-            sight, state = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+            sight, state = cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
         return self._read(q, sight, record), state
 
     def _project(self, context, mask):

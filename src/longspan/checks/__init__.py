@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..attention import REGISTRY, examples
-from . import numeric, recurrent, software
+from . import numeric, prefix, recurrent, software
 from .gauge import Broken, Gauge, Subject
 
 # law -> (its function, the facts that a mechanism needs for it to apply)
@@ -16,6 +16,7 @@ _LAWS = {
     "padding": (recurrent.padding, ("mask",)),
     "rows_independent": (recurrent.rows_independent, ()),
     "packed": (recurrent.packed, ("segments",)),
+    "prefix_mode": (prefix.prefix_mode, ("causal", "prefix")),
     "oracle": (numeric.oracle, ()),
     "attention_matrix": (numeric.attention_matrix, ("record",)),
     "gradients": (numeric.gradients, ()),

@@ -29,6 +29,7 @@ def oracle(subject: Subject, gauge: Gauge) -> None:
     cases: list[dict[str, Any]] = [{}]
     cases += [] if subject.why_not(("mask",)) else [{"mask": mask}]
     cases += [] if subject.why_not(("segments",)) else [{"segments": segments}]
+    cases += [] if subject.why_not(("prefix",)) else [{"mask": mask, "prefix": torch.tensor([61, 7])}]
     cases += [] if subject.why_not(("context",)) or exact.positional else [{"context": before}]
     for arguments in cases:
         expected = _outcome("reference", subject, exact, x, before, arguments)
@@ -73,10 +74,12 @@ def _gradients(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) -
 
 def attention_matrix(subject: Subject, gauge: Gauge) -> None:
     """``record["matrix"]`` times the values is the heads' output, and a value matters exactly where it is not zero."""
-    for causal in (True, False):
-        if subject.why_not(("causal" if causal else "bidirectional",)):
+    prefix = torch.tensor([13, 7])
+    forms: dict[str, dict[str, Tensor]] = {"causal": {}, "bidirectional": {}, "prefix": {"prefix": prefix}}
+    for form, arguments in forms.items():
+        if subject.why_not((form,)) or (form == "prefix" and not subject.causal):
             continue
-        module, x = subject.make(causal=causal), subject.data()
+        module, x = subject.make(causal=form != "bidirectional"), subject.data()
         mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
         mask[0, 20:], mask[1, 5:9] = False, False
         seen: dict[str, Tensor] = {}
@@ -85,7 +88,7 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
             module.out.register_forward_pre_hook(lambda _m, i, seen=seen: seen.update(o=i[0])),  # type: ignore
         ]
         record: dict[str, Tensor] = {}
-        module(x, mask=mask, record=record)
+        module(x, mask=mask, record=record, **arguments)
         for hook in hooks:
             hook.remove()
         matrix, allowed = record["matrix"], record["mask"].expand(BATCH, 1, TOKENS, TOKENS)
@@ -94,7 +97,9 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
         gauge.close(product[mask], seen["o"][mask], "the recorded matrix times the values")
         gauge.require(not matrix.masked_select(~allowed).any(), "the recorded matrix is not zero off its mask")
         gauge.require(not allowed[0, 0, :, 20:].any(), "the recorded mask allows a masked key")
-        gauge.require(not causal or not allowed.triu(1).any(), "the recorded mask allows a future key")
+        future = (allowed & mask[:, None, :, None]).triu(1).sum((1, 2, 3))
+        pairs = {"causal": 0 * prefix, "prefix": prefix * (prefix - 1) // 2}.get(form, future)
+        gauge.close(future, pairs, "the pairs of a query and a future key that the recorded mask allows", 0.0)
         for i in range(0, 20, 3):
             (g,) = torch.autograd.grad(seen["o"][0, i].sum(), seen["v"], retain_graph=True)
             moves, weighs = g[0].abs().sum(-1) > 0, matrix[0, :, i].abs().sum(0) > 0

@@ -53,7 +53,9 @@ def compiles(subject: Subject, gauge: Gauge) -> None:
     calls = {"one call": lambda x: module(x)[0]}
     if not subject.why_not(("mask",)):
         mask = torch.arange(TOKENS).expand(BATCH, -1) < torch.tensor([[TOKENS], [11]])
-        calls["a mask"] = lambda x: module(x, mask=mask)[0]
+        # In one call where both are taken, since each compilation costs seconds.
+        more = {} if subject.why_not(("prefix",)) else {"prefix": torch.tensor([13, 5])}
+        calls[" and ".join(["a mask", *more])] = lambda x: module(x, mask=mask, **more)[0]
     if subject.causal:
         before = clone(module(subject.data(2, 7), module.init_state(BATCH))[1])
         before = pytree.tree_map(torch.detach, before)

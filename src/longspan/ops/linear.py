@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chosen, native, recurrence, spans
+from . import chosen, native, prefix, recurrence, spans
 from .features import MAPS, FeatureMap
 from .features import feature_map as choose
 from .native import sequence
@@ -139,6 +139,21 @@ def _sum(q, k, v, causal, real, segments, state, donate):
     if causal:
         return recurrence.scan(q, k, v, state, segments=segments, donate=donate)
     return recurrence.total(q, k, v, segments)
+
+
+def fold(
+    k: Tensor, v: Tensor, inside: Tensor, *, mask: Tensor | None, state: Tensor | None, key: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The state and the mask with which ``named`` and ``attend`` are in prefix mode; see ``prefix.fold``.
+
+    k (B,H,N,F) features in float32 or float64, v (B,H,N,E) in any dtype, inside bool (B,N), mask (B,N), state
+    (B,H,F,E+1). ``key``: other features of the keys for the numerator, as in ``attend``.
+    """
+    values = with_ones(widen(v))
+    folded, rest = prefix.fold(k, values, inside, state, mask)
+    if key is not None:
+        folded = torch.cat([prefix.fold(key, values, inside, state)[0][..., :-1], folded[..., -1:]], -1)
+    return folded, rest
 
 
 def matrix(q: Tensor, k: Tensor, allowed: Tensor, *, eps: float, state: Tensor | None = None, numerator=None) -> Tensor:

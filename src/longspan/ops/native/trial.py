@@ -77,6 +77,24 @@ def comparisons() -> Iterator[tuple[str, Tensor, Tensor]]:
                 expected = _values(right, [t.double() for t in parts], state.double(), gradients=tokens > 1)
                 for part, result, definition in zip(PARTS, results, expected, strict=False):
                     yield f"{kind}'s {part} {where}", result, definition
+    yield from _gated(generator)
+
+
+def _gated(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The same of decay and the delta rule, where two heads of values share one of keys."""
+    from .. import backend, gated
+
+    for n, shape in ((1, (3, 4, 1)), (70, (3, 4, 70)), (70, (3, 4, 70, 37))):
+        q, k = (torch.nn.functional.normalize(torch.randn(3, 2, n, 37, generator=generator), dim=-1) for _ in "qk")
+        v, state = torch.randn(3, 4, n, 64, generator=generator), torch.randn(3, 4, 37, 64, generator=generator)
+        gates = {"log_decay": -torch.rand(shape, generator=generator), "beta": torch.rand(3, 4, n, generator=generator)}
+        with backend("native"):
+            results = _values(partial(gated.recur, **gates), [q, k, v], state, gradients=n > 1)
+        exact = {name: t.double() for name, t in gates.items()}
+        right = partial(gated.reference, scale=37**-0.5, mask=None, segments=None, **exact)
+        expected = _values(right, [t.double() for t in (q, k, v)], state.double(), gradients=n > 1)
+        for part, result, definition in zip(PARTS, results, expected, strict=False):
+            yield f"the {part} of the delta rule for {n} tokens, decay {shape}", result, definition
 
 
 PARTS = ("output", "last state", "gradient of queries", "gradient of keys", "gradient of values", "gradient of state")
