@@ -14,7 +14,20 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 
 from PIL import Image
 
-from longspan.bench import attention, candidates, case, decoding, figures, guard, limits, local, peers, plots, report
+from longspan.bench import (
+    attention,
+    candidates,
+    case,
+    decoding,
+    figures,
+    gated,
+    guard,
+    limits,
+    local,
+    peers,
+    plots,
+    report,
+)
 from longspan.cli import WRONG, main
 from longspan.commands import bench
 from longspan.engine import Engine
@@ -243,6 +256,30 @@ def test_generate_by_the_engine(capsys, weightless):
     words = ["linear@engine", "linear@engine@bf16", "softmax@engine", "--positions", "2", "--batches", "1,3"]
     _, result = ran(capsys, "generate", *words, *MODEL, "--images", "0")
     assert {row["candidate"] for row in result["rows"] if "error" in row} == set(words[:3])
+
+
+def test_gated(capsys, monkeypatch):
+    monkeypatch.setattr(gated, "transformers", lambda: None)
+    words = ["gated", "gated delta", "decay", "--length", "70", "--heads", "4", "--key-heads", "2", "--size", "8"]
+    result, printed = ran(capsys, *words, "--batches", "1,3")
+    found = {(row["rule"], row["mode"], row["candidate"]) for row in result["rows"]}
+    assert ("gated delta", "forward+backward", "torch") in found
+    assert ("decay", "forward", "loop") in found
+    assert ("decay", "step", "state in place") in found
+    assert ("gated delta", "forward", "native") in found or not native.available()
+    assert "of bound" in printed
+    for row in result["rows"]:
+        assert row.get("error", 0.0) <= gated.ALLOWED
+        if row["mode"] != "step":
+            assert row[f"times_{row['candidate']}"] == 1.0
+
+
+def test_a_wrong_rule_gets_no_figure(capsys, monkeypatch):
+    monkeypatch.setattr(gated, "loop", lambda given: given["v"])
+    words = ["gated", "delta", "--length", "9", "--heads", "2", "--size", "4", "--batches", "0"]
+    result, printed = ran(capsys, *words, code=1)
+    assert "Refused: delta, loop: its output is off the float64 definition by" in printed
+    assert not any(row["candidate"] == "loop" for row in result["rows"])
 
 
 def test_limits(capsys, monkeypatch):

@@ -104,6 +104,28 @@ def _generate(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _gated(plt: Any, result: dict[str, Any]) -> Any:
+    modes = list(dict.fromkeys(row["mode"] for row in result["rows"]))
+    rules = result["options"]["rules"]
+    figure, axes = _panels(plt, len(modes))
+    for axis, mode in zip(axes, modes, strict=False):
+        rows = [row for row in result["rows"] if row["mode"] == mode]
+        batch = max(row["batch"] for row in rows)
+        names = list(dict.fromkeys(row["candidate"] for row in rows))
+        for i, name in enumerate(names):
+            found = {
+                row["rule"]: 1e3 * row["seconds"] for row in rows if (row["candidate"], row["batch"]) == (name, batch)
+            }
+            width = 0.8 / len(names)
+            at = [rules.index(rule) + (i - (len(names) - 1) / 2) * width for rule in found]
+            axis.bar(at, list(found.values()), width, label=name, color=_look(axis, name)[0])
+        axis.set(yscale="log", ylabel="ms", title=f"{mode}, batch {batch}" if mode == "step" else mode)
+        axis.set_xticks(range(len(rules)), [rule.replace(" ", "\n") for rule in rules], fontsize=8)
+        axis.grid(alpha=0.3, axis="y")
+        axis.legend(fontsize=8)
+    return figure
+
+
 def _limits(plt: Any, result: dict[str, Any]) -> Any:
     figure, (left, right) = _panels(plt, 2)
     products = [{**row, "candidate": row["dtype"]} for row in result["rows"] if row["limit"] == "gemm"]
@@ -113,4 +135,4 @@ def _limits(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
-PICTURES = {"attention": _attention, "step": _step, "generate": _generate, "limits": _limits}
+PICTURES = {"attention": _attention, "step": _step, "generate": _generate, "gated": _gated, "limits": _limits}

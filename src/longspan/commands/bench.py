@@ -159,6 +159,34 @@ def _generate(args) -> tuple[dict, Callable]:
     return _compared(args, decoding, options)
 
 
+def _gated_options(parser: Parser) -> None:
+    parser.add_argument("rules", type=str, nargs="*", help="what to measure; without any, all: decay, 'channel decay', "
+                        "delta, 'gated delta', 'channel delta'")  # fmt: skip
+    parser.add_argument("--length", type=int, default=4096, help="tokens")
+    parser.add_argument("--batch", type=int, default=1, help="sequences")
+    parser.add_argument("--heads", type=int, default=8, help="heads of values")
+    parser.add_argument("--key-heads", type=int, default=0, help="heads of queries and keys (0: as many)")
+    parser.add_argument("--size", type=int, default=64, help="channels of a head")
+    parser.add_argument("--batches", type=str, default="1,64,1024", help="sequences of the token step; 0: no step")
+    parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate; three times that of steps")
+
+
+def _gated(args) -> tuple[dict, Callable]:
+    from ..bench import gated, report
+    from .progress import track
+
+    positive(args, "length", "batch", "heads", "size", "rounds")
+    if args.key_heads < 0:
+        raise ValueError(f"--key-heads={args.key_heads} must not be negative")
+    report.claim(Path(args.out), args.kind)
+    options = gated.Options(
+        rules=tuple(args.rules) or tuple(gated.RULES), length=args.length, batch=args.batch, heads=args.heads,
+        key_heads=args.key_heads or args.heads, size=args.size, rounds=args.rounds,
+        batches=() if args.batches == "0" else _numbers(args, "batches"),
+    )  # fmt: skip
+    return gated.run(options, track), gated.text
+
+
 def _limits_options(parser: Parser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each figure")
 
@@ -232,6 +260,15 @@ KINDS = {
         ("longspan bench generate --peers", "longspan bench generate linear@plain --positions 784 --images 0"),
         _generate_options,
         _generate,
+    ),
+    "gated": Kind(
+        "decay and the delta rule: kernels, chunks, a plain loop, the code of transformers",
+        (
+            "longspan bench gated --length 256 --rounds 2 --batches 1",
+            "longspan bench gated 'gated delta' --size 128 --heads 32 --key-heads 16 --length 2048",
+        ),
+        _gated_options,
+        _gated,
     ),
     "limits": Kind(
         "what this machine can do at most: matrix products, and moving bytes",

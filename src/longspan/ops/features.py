@@ -32,6 +32,37 @@ def exp(x: Tensor) -> Tensor:
     return x.clamp(max=30.0).exp()
 
 
+def softmax(x: Tensor) -> Tensor:
+    """e^x_i / sum_j e^x_j over the channels: positive, of sum one (Shen et al. 2018). (..., D) -> (..., D)."""
+    return x.softmax(-1)
+
+
+def dpfp(x: Tensor, nu: int = 1) -> Tensor:
+    """Deterministic parameter-free projection: r_i r_{i+j} for j = 1 ... nu, where r = relu([x, -x]) is seen as a ring.
+
+    (..., D) -> (..., 2 D nu), sparse and never negative. Raises ValueError for nu outside 1 ... 2 D - 1.
+
+    Source: Schlag et al. 2021 (2102.11174), section 5.3.
+    """
+    size = 2 * x.shape[-1]
+    if not 1 <= nu < size:
+        raise ValueError(
+            f"nu={nu} pairs each of {size} numbers with the next nu others, so it must be in 1 ... {size - 1}"
+        )
+    r = F.relu(torch.cat([x, -x], -1))
+    return torch.cat([r * r.roll(-j, -1) for j in range(1, nu + 1)], -1)
+
+
+def sum_normalise(features: Tensor, eps: float = 1e-12) -> Tensor:
+    """Divide by the sum of absolute values, or by ``eps`` where that is larger: (..., F) -> (..., F).
+
+    The absolute values matter for features of either sign, whose plain sum could vanish; zeros stay zeros.
+
+    Source: Schlag et al. 2021 (2102.11174), section 4.2, where features are positive.
+    """
+    return F.normalize(features, p=1.0, dim=-1, eps=eps)
+
+
 MAPS: dict[str, FeatureMap] = {"elu": elu, "relu": relu, "squared_relu": squared_relu, "exp": exp}
 
 

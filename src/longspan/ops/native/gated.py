@@ -72,6 +72,7 @@ def _forward(
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and if they are wanted the states before every 512 tokens."""
+    assert _kernels().longspan_gated_span() == SPAN
     o, end, starts = (
         fresh_like(v),
         torch.empty_like(state, memory_format=torch.contiguous_format),
@@ -137,9 +138,10 @@ def step(
     log_decay, beta = (None if t is None else t.contiguous() for t in (log_decay, beta))
     out = torch.empty_like(v)
     batch, heads, keys, values = state.shape
+    gates = (None if log_decay is None else log_decay.data_ptr(), None if beta is None else beta.data_ptr())
     failed = _kernels().longspan_gated_step(
-        *pointers(state, q, k, v, log_decay, beta, out), batch * heads, heads // q.shape[1], keys, values,
-        _kind(log_decay), scale, threads(),
+        state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), *gates, out.data_ptr(), batch * heads,
+        heads // q.shape[1], keys, values, _kind(log_decay), scale, threads(),
     )  # fmt: skip
     assert not failed
     return out
@@ -187,5 +189,4 @@ def _sizes(q: Tensor, v: Tensor) -> ctypes.Array:
 def _kernels() -> ctypes.CDLL:
     kernels = build.loaded()
     assert kernels is not None
-    assert kernels.longspan_gated_span() == SPAN
     return kernels

@@ -7,45 +7,60 @@ namespace {
 
 struct Token {
     const float *q, *k, *v, *alpha;  // alpha by channel
-    float beta;
+    const float *decayed_q, *decayed_k;
+    float beta, both, scale;  // both: q.k
     bool delta;
 };
 
-// Per head of queries and keys, E a constant where it is a usual size, else 0.
-template <long E>
-void advance(float* state, const Token& token, float* out, float* error, long keys, long values, float scale) {
-    const long width = E ? E : values;
+// NV vectors of columns from ``e`` on of a head's state (keys, width), and as many outputs.
+template <int NV>
+void columns(float* state, long width, const Token& token, long e, float* out, long keys) {
+    vec o[NV] = {}, x[NV];
     if (token.delta) {
-        for (long e = 0; e < width; ++e) out[e] = error[e] = 0.0f;
-        float both = 0.0f;
-        for (long d = 0; d < keys; ++d) {
-            const float k = token.alpha[d] * token.k[d], q = token.alpha[d] * token.q[d];
-            const float* s = state + d * width;
-            for (long e = 0; e < width; ++e) {
-                error[e] += k * s[e];
-                out[e] += q * s[e];
+        vec seen[NV] = {};
+        const float* s = state + e;
+        for (long d = 0; d < keys; ++d, s += width)
+            for (int j = 0; j < NV; ++j) {
+                const vec row = load(s + j * W);
+                seen[j] += token.decayed_k[d] * row;
+                o[j] += token.decayed_q[d] * row;
             }
-            both += token.k[d] * token.q[d];
+        for (int j = 0; j < NV; ++j) {
+            x[j] = token.beta * (load(token.v + e + j * W) - seen[j]);
+            o[j] += token.both * x[j];
         }
-        for (long e = 0; e < width; ++e) {
-            error[e] = token.beta * (token.v[e] - error[e]);
-            out[e] = scale * (out[e] + both * error[e]);
-        }
-        for (long d = 0; d < keys; ++d) {
-            float* s = state + d * width;
-            for (long e = 0; e < width; ++e) s[e] = token.alpha[d] * s[e] + token.k[d] * error[e];
-        }
-        return;
+    } else {
+        for (int j = 0; j < NV; ++j) x[j] = load(token.v + e + j * W);
     }
-    for (long e = 0; e < width; ++e) out[e] = 0.0f;
+    float* s = state + e;
+    for (long d = 0; d < keys; ++d, s += width)
+        for (int j = 0; j < NV; ++j) {
+            const vec row = token.alpha[d] * load(s + j * W) + token.k[d] * x[j];
+            store(s + j * W, row);
+            // The state of the next head, which is there by when its turn comes.
+            __builtin_prefetch(s + keys * width + j * W, 1);
+            if (!token.delta) o[j] += token.q[d] * row;
+        }
+    for (int j = 0; j < NV; ++j) store(out + e + j * W, o[j] * token.scale);
+}
+
+// One column of what is left.
+inline void column(float* state, long width, const Token& token, long e, float* out, long keys) {
+    float seen = 0.0f, o = 0.0f, x = token.v[e];
+    for (long d = 0; token.delta && d < keys; ++d) {
+        seen += token.decayed_k[d] * state[d * width + e];
+        o += token.decayed_q[d] * state[d * width + e];
+    }
+    if (token.delta) {
+        x = token.beta * (x - seen);
+        o += token.both * x;
+    }
     for (long d = 0; d < keys; ++d) {
-        float* s = state + d * width;
-        for (long e = 0; e < width; ++e) {
-            s[e] = token.alpha[d] * s[e] + token.k[d] * token.v[e];
-            out[e] += token.q[d] * s[e];
-        }
+        const float s = token.alpha[d] * state[d * width + e] + token.k[d] * x;
+        state[d * width + e] = s;
+        if (!token.delta) o += token.q[d] * s;
     }
-    for (long e = 0; e < width; ++e) out[e] *= scale;
+    out[e] = o * token.scale;
 }
 
 }  // namespace
@@ -61,24 +76,30 @@ extern "C" int longspan_gated_step(float* state, const float* q, const float* k,
     const bool parallel = threads > 1 && rows * keys * values > 65536;
 #pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
     for (long row = 0; row < rows; ++row) {
-        float alpha[limit], error[limit];
-        const float* source = decay == by_channel ? log_decay + row * keys : log_decay + row;
+        float alpha[limit], decayed_q[limit], decayed_k[limit];
+        const float *gates = decay == by_channel ? log_decay + row * keys : log_decay + row;
         for (long d = 0; d < keys; d += W) {
             vec g = vec{};
-            if (decay == by_head) g = splat(*source);
-            if (decay == by_channel) std::memcpy(&g, source + d, sizeof(float) * (keys - d < W ? keys - d : W));
-            g = fading(g);
-            store(alpha + d, g);
+            if (decay == by_head) g = splat(*gates);
+            if (decay == by_channel) std::memcpy(&g, gates + d, sizeof(float) * (keys - d < W ? keys - d : W));
+            store(alpha + d, fading(g));
         }
         const long head = row / shared * keys;
-        const Token token{q + head, k + head, v + row * values, alpha, beta ? beta[row] : 0.0f, beta != nullptr};
-        float *s = state + row * keys * values, *o = out + row * values;
-        switch (values) {
-            case 32: advance<32>(s, token, o, error, keys, values, scale); break;
-            case 64: advance<64>(s, token, o, error, keys, values, scale); break;
-            case 128: advance<128>(s, token, o, error, keys, values, scale); break;
-            default: advance<0>(s, token, o, error, keys, values, scale);
+        Token token{q + head, k + head, v + row * values, alpha, decayed_q, decayed_k, 0.0f, 0.0f, scale, beta != nullptr};
+        if (beta) {
+            token.beta = beta[row];
+            for (long d = 0; d < keys; ++d) {
+                decayed_q[d] = alpha[d] * token.q[d];
+                decayed_k[d] = alpha[d] * token.k[d];
+                token.both += token.q[d] * token.k[d];
+            }
         }
+        float *s = state + row * keys * values, *o = out + row * values;
+        constexpr long block = 64 / W < 8 ? 64 / W : 8;
+        long e = 0;
+        for (; e + block * W <= values; e += block * W) columns<block>(s, values, token, e, o, keys);
+        for (; e + W <= values; e += W) columns<1>(s, values, token, e, o, keys);
+        for (; e < values; ++e) column(s, values, token, e, o, keys);
     }
     return 0;
 }
