@@ -261,7 +261,7 @@ def test_generate_by_the_engine(capsys, weightless):
 def test_gated(capsys, monkeypatch):
     monkeypatch.setattr(gated, "transformers", lambda: None)
     words = ["gated", "gated delta", "decay", "--length", "70", "--heads", "4", "--key-heads", "2", "--size", "8"]
-    result, printed = ran(capsys, *words, "--batches", "1,3")
+    printed, result = ran(capsys, *words, "--batches", "1,3")
     found = {(row["rule"], row["mode"], row["candidate"]) for row in result["rows"]}
     assert ("gated delta", "forward+backward", "torch") in found
     assert ("decay", "forward", "loop") in found
@@ -277,7 +277,7 @@ def test_gated(capsys, monkeypatch):
 def test_a_wrong_rule_gets_no_figure(capsys, monkeypatch):
     monkeypatch.setattr(gated, "loop", lambda given: given["v"])
     words = ["gated", "delta", "--length", "9", "--heads", "2", "--size", "4", "--batches", "0"]
-    result, printed = ran(capsys, *words, code=1)
+    printed, result = ran(capsys, *words, code=1)
     assert "Refused: delta, loop: its output is off the float64 definition by" in printed
     assert not any(row["candidate"] == "loop" for row in result["rows"])
 
