@@ -20,7 +20,7 @@ from longspan.bench import report
 DOCS = Path(__file__).resolve().parent
 PAGE, RESULTS = DOCS / "performance.md", DOCS.parent / "benchmarks" / "results" / "xeon-avx512-2-cores"
 # What is measured -> the module of longspan.bench that can tell it.
-KINDS = {"limits": "limits", "attention": "attention", "step": "step", "generate": "decoding"}
+KINDS = {"limits": "limits", "attention": "attention", "step": "step", "generate": "decoding", "gated": "gated"}
 BLOCK = "<!-- {}:begin -->\n{}<!-- {}:end -->"
 
 
