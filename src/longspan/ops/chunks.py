@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .halving import halved, halved_backward
+from .halving import before_here, from_here_on, halved, halved_backward
 from .recurrence import borders_of, cut
 
 CHUNK = 64
@@ -95,12 +95,14 @@ class Span:
         out = a @ b.mT
         return out.tril() if self.weight is None else out * self.weight
 
-    def products_backward(self, grad: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients of a and b, for each value head."""
+    def products_backward(self, grad: Tensor, a: Tensor, b: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From that of ``products`` the gradients of a, b and the log decays (...,C,1|D), for each value head."""
         if self.total is not None:
             return halved_backward(grad if self.same is None else grad * self.same, a, b, self.total)
+        # The decay of token t lies between the pairs j < t <= i; a sum over these alone is no difference of large ones.
+        decay = before_here((grad * products).tril(-1).mT).mT.tril().sum(-2)[..., None]
         grad = grad.tril() if self.weight is None else grad * self.weight
-        return grad @ b, grad.mT @ a
+        return grad @ b, grad.mT @ a, decay
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -211,37 +213,30 @@ def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: 
     ahead = torch.stack(ahead[::-1], 3)
     grad_values = grad_values + keys @ ahead if w is None else torch.stack(found[::-1], 3)
 
-    # A factor e^G_i multiplies what row i reads, e^-G_j what column j writes; so dG = x dx for each use of x.
-    dq, minus = span.products_backward(grad @ values.mT, q, k)
-    dq = dq + times(grad @ states.mT, span.entering)
-    out = times(values @ ahead.mT, span.leaving)
-    minus, plus, dv, dbeta = minus + out, None, grad_values, None
+    dq, dk, decay = span.products_backward(grad @ values.mT, q, k, inside)
+    from_read, out = times(grad @ states.mT, span.entering), times(values @ ahead.mT, span.leaving)
+    dq, dk, dv, dbeta, reads = dq + from_read, dk + out, grad_values, None, q * from_read
     if triangle is not None:
         assert w is not None
         assert beta is not None
         right = torch.cat([grad_values, -grad_values @ states.mT], -1)
         right = torch.linalg.solve_triangular(triangle.mT, right, upper=True, unitriangular=True)
-        slopes = -right @ torch.cat([u, w], -1).mT
+        slopes = (-right @ torch.cat([u, w], -1).mT).tril(-1)
         dv, dw = right.split([u.shape[-1], w.shape[-1]], -1)
-        entering = times(k, span.entering)
-        products = (slopes * span.products(k, k)).tril(-1)
-        dbeta = (dv * span.v).sum(-1) + (dw * entering).sum(-1) + products.sum(-1)
-        rows, columns = span.products_backward((slopes * beta).tril(-1), k, k)
-        plus = rows + times(dw * beta, span.entering)
-        minus, dv = minus + columns, dv * beta
-    dk = minus if plus is None else minus + plus
-    decay = None
-    if decays:
-        assert span.whole is not None
-        ends = (states * ahead).mul(span.whole)
-        # Per head, the sum over channels; the last token's G is also in what leaves the chunk.
-        total = q * dq - k * minus if plus is None else q * dq + k * (plus - minus)
-        ends = ends.sum(-1) + (k * out).sum(-2)
-        if span.total is None:
-            total, ends = total.sum(-1, keepdim=True), ends.sum(-1, keepdim=True)
-        total[..., -1, :] += ends
-        decay = total.flip(-2).cumsum(-2).flip(-2)
-    return dq, dk, dv, decay, dbeta, after
+        entering, products = times(k, span.entering), span.products(k, k)
+        dbeta = (dv * span.v).sum(-1) + (dw * entering).sum(-1) + (slopes * products).sum(-1)
+        rows, columns, between = span.products_backward(slopes * beta, k, k, products)
+        from_read = times(dw * beta, span.entering)
+        dk, dv, reads, decay = dk + rows + columns + from_read, dv * beta, reads + k * from_read, decay + between
+    if not decays:
+        return dq, dk, dv, None, dbeta, after
+    assert span.whole is not None
+    # Through the decay of token t goes what later tokens, and it, read of the state before the chunk, what earlier ones
+    # leave to the state after it, and that state's share of the first.
+    writes, kept = k * out, (states * ahead).mul(span.whole).sum(-1, keepdim=True).mT
+    if span.total is None:
+        reads, writes, kept = (t.sum(-1, keepdim=True) for t in (reads, writes, kept))
+    return dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta, after
 
 
 def _places(q: Tensor, v: Tensor, chunk: int) -> list[tuple[int, int, int]]:

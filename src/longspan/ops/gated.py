@@ -165,7 +165,7 @@ def step(q, k, v, *, log_decay, beta, scale, mask, state, donate) -> tuple[Tenso
         alpha = log_decay.to(wide).clamp(min=LOWEST).exp()
         alpha = alpha.mT if log_decay.dim() == 4 else alpha[..., None]
         state = state.mul_(alpha) if donate else state * alpha
-        donate = donate or not state.requires_grad
+        donate = donate or not torch.is_grad_enabled()
     if beta is not None:
         new = beta[..., None].to(wide) * (new - keys @ state)
     state = state.addcmul_(keys.mT, new) if donate else torch.addcmul(state, keys.mT, new)

@@ -7,6 +7,7 @@ no bound on the decay is needed; blocks of the same size are one batched product
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -20,17 +21,35 @@ def halved(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     return out
 
 
-def halved_backward(grad: Tensor, a: Tensor, b: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients (...,C,D) of a and b from that of ``halved``; above the diagonal ``grad`` is not read."""
+def halved_backward(grad: Tensor, a: Tensor, b: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients (...,C,D) of a, b and the log decays from that of ``halved``; not read above the diagonal.
+
+    The decay of token t lies between the pairs j < t <= i. Where the halves of a block meet, these are its rows from t
+    on, or its columns before t: sums of what is wanted alone, without a difference of large ones.
+    """
     size = a.shape[-2]
     diagonal = grad.diagonal(dim1=-2, dim2=-1)[..., None]
     da, db = diagonal * b, diagonal * a
+    decay = torch.zeros_like(da)
     while size := size // 2:
         rows, columns, risen, fallen = _sides(a, b, total, size)
         block = _blocks(grad, size)
-        _halves(da, size)[..., 1, :, :] += risen * (block @ columns)
-        _halves(db, size)[..., 0, :, :] += fallen * (block.mT @ rows)
-    return da, db
+        later, earlier = risen * (block @ columns), fallen * (block.mT @ rows)
+        _halves(da, size)[..., 1, :, :] += later
+        _halves(db, size)[..., 0, :, :] += earlier
+        _halves(decay, size)[..., 1, :, :] += from_here_on(_halves(a, size)[..., 1, :, :] * later)
+        _halves(decay, size)[..., 0, :, :] += before_here(_halves(b, size)[..., 0, :, :] * earlier)
+    return da, db, decay
+
+
+def from_here_on(x: Tensor) -> Tensor:
+    """x (...,C,D) -> y_t = sum of x_i with i >= t."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+def before_here(x: Tensor) -> Tensor:
+    """x (...,C,D) -> y_t = sum of x_j with j < t."""
+    return F.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
 
 
 def _halves(x: Tensor, size: int) -> Tensor:

@@ -1,0 +1,105 @@
+"""The delta rule with a memory that fades: each head forgets at a rate of its own, token by token."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import HeadNorm, ShortConvolution, expanded, time_steps, unit
+from ..ops import gated
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from .base import Attention
+
+
+class State(NamedTuple):
+    """float32 at least."""
+
+    sums: Tensor  # (B,H,D,E) what is stored: sums^T k is the value of a key k
+    recent: Tensor  # (B,convolution-1,2GD+HE) the last projected queries, keys and values, side by side
+
+
+class GatedDeltaNet(Attention):
+    """The delta rule with a decay per head and token: forgets at once what it no longer needs, replaces the rest.
+
+    P_t = alpha_t S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T, o_t = RMSNorm(S_t^T q_t / sqrt(D)) silu(gate_t),
+    with log alpha_t = -e^a softplus(w x_t + b), beta_t = sigmoid(u x_t), and q, k and v after a short convolution and
+    silu, q and k at unit length.
+
+    ``key_heads``: heads of queries and keys, each shared by heads / key_heads heads of values that follow each other
+    (0: as many). ``expand_k``, ``expand_v``: channels of a head's keys (D) and values (E), in units of dim / heads.
+    ``convolution``: tokens that the short convolution spans (0: none). ``gate``: the gate of the output. ``negative``:
+    beta_t = 2 sigmoid(u x_t), as in ``deltanet``.
+
+    e^a starts uniform in (0, 16], softplus(b) log-uniform in [0.001, 0.1]. Nothing has a bias but the decay. The layers
+    of Qwen3-Next are these: dim 2048, 32 heads, key_heads=16, expand_k=2.0.
+
+    Source: Yang, Kautz and Hatamizadeh 2024 (2412.06464), eq. 10 and section 3.4.
+    """
+
+    name, paper, cost = "gated_deltanet", "2412.06464", "N D^2"
+    citation = (
+        "Yang, Songlin and Kautz, Jan and Hatamizadeh, Ali",
+        "Gated Delta Networks: Improving Mamba2 with Delta Rule",
+        2024,
+    )
+    examples = (
+        "gated_deltanet",
+        "gated_deltanet(key_heads=1, expand_k=1.5, expand_v=1.0, convolution=0, gate=False, negative=True)",
+    )
+    directions = ("causal",)
+    states = (State,)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        key_heads: int = 0,
+        expand_k: float = 1.0,
+        expand_v: float = 2.0,
+        convolution: int = 4,
+        gate: bool = True,
+        negative: bool = False,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        self.groups = key_heads or heads
+        if self.groups < 0 or heads % self.groups:
+            raise ValueError(f"key_heads={key_heads} must divide heads={heads}")
+        self.key_heads, self.expand_k, self.expand_v = key_heads, expand_k, expand_v
+        self.convolution, self.gate, self.negative = convolution, gate, negative
+        self.sizes = expanded(dim // heads, expand_k, "expand_k"), expanded(dim // heads, expand_v, "expand_v")
+        keys, values = self.groups * self.sizes[0], heads * self.sizes[1]
+        self.widths = (keys, keys, values)
+        self.query, self.key, self.value = (nn.Linear(dim, width, bias=False) for width in self.widths)
+        self.rate, self.forget = (nn.Linear(dim, heads, bias=False) for _ in range(2))
+        # 1 - rand is never 0, whose logarithm weight decay would turn into NaN.
+        self.a_log = nn.Parameter((16 * (1 - torch.rand(heads))).log())
+        self.dt_bias = nn.Parameter(time_steps(heads))
+        self.mix = ShortConvolution(sum(self.widths), convolution) if convolution else None
+        self.open = nn.Linear(dim, values, bias=False) if gate else None
+        self.norm = HeadNorm(self.sizes[1], gate="silu" if gate else "none")
+        self.out = nn.Linear(values, dim, bias=False)
+
+    def start(self, batch, capacity):
+        weight = self.out.weight
+        sums, none = weight.new_zeros(batch, self.heads, *self.sizes), weight.new_zeros(batch, 0, sum(self.widths))
+        return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
+
+    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+        sums, recent = self.start(len(x), 0) if state is None else state
+        mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
+        if self.mix is not None:
+            mixed, recent = self.mix(mixed, recent, mask=mask, segments=segments)
+        q, k, v = F.silu(mixed).split(self.widths, -1)
+        q, k = (unit(split(t, self.groups)) for t in (q, k))
+        beta = widen(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
+        decay = -widen(self.a_log).exp() * F.softplus(widen(self.forget(x)) + self.dt_bias)
+        o, sums = gated.recur(
+            q, k, split(v, self.heads), log_decay=decay.mT, beta=beta, mask=mask, segments=segments, state=sums,
+            donate=donate,
+        )  # fmt: skip
+        o = self.norm(o, split(self.open(x), self.heads) if self.open is not None else None)
+        return self.out(merge(o)), None if state is None else State(sums, recent)

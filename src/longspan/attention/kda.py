@@ -1,0 +1,88 @@
+"""The delta rule with a memory of which every channel fades at a rate of its own."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import HeadNorm, ShortConvolution, time_steps, unit
+from ..ops import gated
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from .base import Attention
+
+
+class State(NamedTuple):
+    """float32 at least."""
+
+    sums: Tensor  # (B,H,D,D) what is stored: sums^T k is the value of a key k
+    recent: Tensor  # (B,convolution-1,3 dim) the last projected queries, keys and values, side by side
+
+
+class KDA(Attention):
+    """The delta rule with a decay per channel of the keys and token: Kimi Delta Attention.
+
+    P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T, o_t = RMSNorm(S_t^T q_t / sqrt(D))
+    sigmoid(gate_t), with log alpha_t = -e^a softplus(f(x_t) + b) for every channel, beta_t = sigmoid(u x_t), and q, k
+    and v after a short convolution and silu, q and k at unit length; f and the gate have the rank of a head's size.
+
+    ``lower_bound``: log alpha_t = lower_bound sigmoid(e^a (f(x_t) + b)), between the bound and 0; -5 in the authors'
+    kernels (0: no bound). ``convolution``: tokens that the short convolution spans (0: none).
+
+    e^a, one for a head, starts uniform in [1, 16), or at 1 with a bound; softplus(b) log-uniform in [0.001, 0.1].
+    Nothing has a bias but the decay.
+
+    Source: Kimi Team 2025 (2510.26692), eq. 1 and section 4.
+    """
+
+    name, paper, cost = "kda", "2510.26692", "N D^2"
+    citation = ("{Kimi Team}", "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025)
+    examples = ("kda", "kda(lower_bound=-5.0, convolution=0)")
+    directions = ("causal",)
+    states = (State,)
+
+    def __init__(self, dim: int, heads: int, *, causal: bool = True, convolution: int = 4, lower_bound: float = 0.0):
+        super().__init__(dim, heads, causal=causal)
+        if not lower_bound <= 0:
+            raise ValueError(
+                f"lower_bound={lower_bound} bounds a decay's logarithm; it must be negative, or 0 for none"
+            )
+        self.convolution, self.lower_bound = convolution, lower_bound
+        size = dim // heads
+        self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.rate = nn.Linear(dim, heads, bias=False)
+        self.forget, self.open = (
+            nn.Sequential(nn.Linear(dim, size, bias=False), nn.Linear(size, dim, bias=False)) for _ in range(2)
+        )
+        self.a_log = nn.Parameter(torch.zeros(heads, 1) if lower_bound else (1 + 15 * torch.rand(heads, 1)).log())
+        self.dt_bias = nn.Parameter(time_steps(heads, size))
+        self.mix = ShortConvolution(3 * dim, convolution) if convolution else None
+        self.norm = HeadNorm(size, gate="sigmoid")
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def start(self, batch, capacity):
+        size, weight = self.dim // self.heads, self.out.weight
+        sums, none = weight.new_zeros(batch, self.heads, size, size), weight.new_zeros(batch, 0, 3 * self.dim)
+        return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
+
+    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+        sums, recent = self.start(len(x), 0) if state is None else state
+        mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
+        if self.mix is not None:
+            mixed, recent = self.mix(mixed, recent, mask=mask, segments=segments)
+        q, k, v = (split(t, self.heads) for t in F.silu(mixed).chunk(3, -1))
+        beta = widen(self.rate(x)).sigmoid().mT  # (B,H,N)
+        o, sums = gated.recur(
+            unit(q), unit(k), v, log_decay=self._decay(x), beta=beta, mask=mask, segments=segments, state=sums,
+            donate=donate,
+        )  # fmt: skip
+        o = self.norm(o, split(self.open(x), self.heads))
+        return self.out(merge(o)), None if state is None else State(sums, recent)
+
+    def _decay(self, x):
+        """Its logarithm (B,H,N,D), in float32 at least."""
+        speed, wish = widen(self.a_log).exp(), widen(self.forget(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias
+        if self.lower_bound:
+            return (self.lower_bound * (speed * wish).sigmoid()).transpose(1, 2)
+        return (-speed * F.softplus(wish)).transpose(1, 2)
