@@ -42,8 +42,8 @@ class Attention(nn.Module):
     """specs small enough that 29 tokens leave any window; default: the bare name"""
     exempt: ClassVar[dict[str, str]] = {}
     """law -> why it cannot hold; strict: a law that holds after all must not be listed"""
-    directions: ClassVar[tuple[str, ...]] = ("causal", "bidirectional")
-    """the forms that exist"""
+    directions: tuple[str, ...] = ("causal", "bidirectional")
+    """the forms that exist; an instance whose options rule one out has fewer"""
     carries: ClassVar[bool] = False
     """takes and returns ``carry``, something handed from layer to layer"""
     native: ClassVar[str] = ""
@@ -52,8 +52,8 @@ class Attention(nn.Module):
     """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
     contexts: ClassVar[tuple[type, ...]] = ()
 
-    takes: ClassVar[frozenset[str]] = frozenset()
-    """the arguments that ``attend`` names; filled in by the class statement"""
+    takes: frozenset[str] = frozenset()
+    """the arguments that ``attend`` names; filled in by the class statement; an instance may take fewer"""
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)

@@ -39,6 +39,7 @@ class KDA(Attention):
     name, paper, cost = "kda", "2510.26692", "N D^2"
     citation = ("{Kimi Team}", "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025)
     examples = ("kda", "kda(lower_bound=-5.0, convolution=0)")
+    native = "in float32 or bfloat16"
     directions = ("causal",)
     states = (State,)
 

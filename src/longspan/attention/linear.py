@@ -111,7 +111,8 @@ class Linear(Attention):
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
             allowed = allowed if prefix is None else join(allowed, prefix)
             fq, fk = (self.phi(linear.widen(t)) for t in (q, k))
-            matrix = linear.matrix(fq, fk, allowed, eps=self.eps, state=sums, numerator=numerator)
+            options = {"segments": segments, "state": sums, "numerator": numerator}
+            matrix = linear.matrix(fq, fk, allowed, eps=self.eps, **options)
             record.update(mask=allowed, matrix=matrix)
         if prefix is not None:
             key = numerator and numerator[1]

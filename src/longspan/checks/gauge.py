@@ -76,17 +76,23 @@ class Subject:
         self.spec, self.seed = spec, seed
         self.specs = split(spec)
         self.classes = [REGISTRY[known(part.split("(")[0].strip(), REGISTRY, "attention")] for part in self.specs]
+        with torch.random.fork_rng(devices=[]):
+            # Their facts, and not the classes', as an option may rule some out.
+            self.parts = [
+                build(part, DIM, HEADS, causal="causal" in cls.directions)
+                for part, cls in zip(self.specs, self.classes, strict=True)
+            ]
 
     def why_not(self, needs: tuple[str, ...]) -> str:
         """The first of the needed facts that does not hold, in words; "" where all do."""
         facts = {
-            "causal": all("causal" in cls.directions for cls in self.classes),
-            "bidirectional": all("bidirectional" in cls.directions for cls in self.classes),
-            "context": all("context" in cls.takes for cls in self.classes) and len(self.specs) == 1,
-            "segments": all("segments" in cls.takes for cls in self.classes),
-            "prefix": all("prefix" in cls.takes for cls in self.classes),
-            "mask": all("mask" in cls.takes for cls in self.classes),
-            "record": all("record" in cls.takes for cls in self.classes) and len(self.specs) == 1,
+            "causal": all("causal" in part.directions for part in self.parts),
+            "bidirectional": all("bidirectional" in part.directions for part in self.parts),
+            "context": all("context" in part.takes for part in self.parts) and len(self.specs) == 1,
+            "segments": all("segments" in part.takes for part in self.parts),
+            "prefix": all("prefix" in part.takes for part in self.parts),
+            "mask": all("mask" in part.takes for part in self.parts),
+            "record": all("record" in part.takes for part in self.parts) and len(self.specs) == 1,
             "carry": all(cls.carries for cls in self.classes) and len(self.specs) == 1,
             "below N^2": all(not cls.cost.startswith("N^2") for cls in self.classes),
         }

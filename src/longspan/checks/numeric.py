@@ -104,6 +104,14 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
             (g,) = torch.autograd.grad(seen["o"][0, i].sum(), seen["v"], retain_graph=True)
             moves, weighs = g[0].abs().sum(-1) > 0, matrix[0, :, i].abs().sum(0) > 0
             gauge.require(torch.equal(moves, weighs), f"values that move output {i} are not those of the matrix")
+    if subject.causal and not subject.why_not(("segments",)):
+        module, x, found = subject.make(), subject.data(), []
+        segments = torch.tensor([0] * 7 + [1] * (TOKENS - 7)).expand(BATCH, -1)
+        for state in (None, module(subject.data(2), module.init_state(BATCH))[1]):
+            record = {}
+            module(x, state, segments=segments, record=record)
+            found.append(record["matrix"][:, :, 7:, -TOKENS + 7 :])
+        gauge.close(found[1], found[0], "the recorded weights in a segment that a state does not belong to")
 
 
 def gradients(subject: Subject, gauge: Gauge) -> None:

@@ -66,7 +66,7 @@ def delta_rule(
 
     P_t = Diag(e^log_decay_t) S_{t-1}: first the state decays (not at all where ``log_decay`` is None), then the error
     is read. ``beta`` (B,H,N) is the step size: 0 writes nothing, 1 replaces what a key of norm 1 has stored. Keys are
-    taken as they come; the state stays bounded where beta |k|^2 <= 2. All else, and what is raised, is as in
+    taken as they come; the state stays bounded where ``beta |k|^2 <= 2``. All else, and what is raised, is as in
     ``decay_attention``.
 
     Source: Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5; with a decay per head Yang et

@@ -156,11 +156,21 @@ def fold(
     return folded, rest
 
 
-def matrix(q: Tensor, k: Tensor, allowed: Tensor, *, eps: float, state: Tensor | None = None, numerator=None) -> Tensor:
+def matrix(
+    q: Tensor,
+    k: Tensor,
+    allowed: Tensor,
+    *,
+    eps: float,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    numerator: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
     """The weights (B,H,N,M) that ``attend`` gives to the keys of this call; allowed bool (B,1,N,M). O(N M) memory."""
     below = ((q @ k.mT) * allowed).sum(-1, keepdim=True) + eps
     if state is not None:
-        below = below + q @ state[..., -1:]
+        past = q @ state[..., -1:]
+        below = below + (past if segments is None else past * (segments == segments[:, :1])[:, None, :, None])
     q, k = numerator or (q, k)
     return (q @ k.mT) * allowed / below
 

@@ -1,0 +1,89 @@
+"""Fast weights: a matrix that each token reprograms, by a sum or by the delta rule."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ..ops import gated, linear
+from ..ops.features import MAPS, dpfp, sum_normalise
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from ..spec import known
+from .base import Attention
+
+RULES = {"delta": "replaces what a key has stored", "sum": "adds to it"}
+DPFP = "dpfp"
+
+
+class State(NamedTuple):
+    weights: Tensor  # (B,H,F,E), with rule='sum' (B,H,F,E+1), whose last column is sum phi(k); float32 at least
+
+
+class FastWeights(Attention):
+    """A matrix of fast weights that every token corrects: what a key returns moves towards the token's value.
+
+    rule='delta': W_t = W_{t-1} + beta_t k_t (v_t - W_{t-1}^T k_t)^T and o_t = W_t^T q_t, with keys and queries
+    phi(x) / sum phi(x) and beta_t = sigmoid(w.x_t + b) for each head. rule='sum': linear attention,
+    W_t = W_{t-1} + phi(k_t) v_t^T and o_t = W_t^T phi(q_t) / (phi(q_t).sum phi(k) + eps).
+
+    ``rule``: delta or sum. ``feature_map``: phi, dpfp = the products of each of relu([x, -x]) with the next ``nu``
+    (2 D nu features); elu, relu, squared_relu or exp. ``nu``: belongs to dpfp; the more, the more keys can be told
+    apart. ``eps``: belongs to rule='sum'. A query or a key without any feature reads or writes nothing.
+
+    Source: Schlag et al. 2021 (2102.11174), eqs 24 and 25 with sum normalisation (section 4.2), section 5.3 for dpfp.
+    """
+
+    name, paper, cost = "fast_weights", "2102.11174", "N D^2"
+    citation = (
+        "Schlag, Imanol and Irie, Kazuki and Schmidhuber, Jürgen",
+        "Linear Transformers Are Secretly Fast Weight Programmers",
+        2021,
+    )
+    examples = ("fast_weights", "fast_weights(rule='sum', nu=1)")
+    native = "the delta rule, in float32 or bfloat16"
+    directions, states = ("causal",), (State,)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        rule: str = "delta",
+        feature_map: str = DPFP,
+        nu: int = 3,
+        eps: float = 1e-6,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        known(rule, RULES, "rule")
+        known(feature_map, {**MAPS, DPFP: dpfp}, "feature map")
+        if feature_map != DPFP and nu != 3:
+            raise ValueError(f"nu belongs to feature_map='dpfp', not {feature_map!r}")
+        if rule != "sum" and eps != 1e-6:
+            raise ValueError(f"eps belongs to rule='sum', not {rule!r}")
+        if eps <= 0:
+            raise ValueError(f"eps={eps} is added to a denominator that can be 0, and must be positive")
+        self.rule, self.feature_map, self.nu, self.eps = rule, feature_map, nu, eps
+        self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
+        self.rate = nn.Linear(dim, heads) if rule == "delta" else None
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.width = self._phi(self.out.weight.new_zeros(1, dim // heads)).shape[-1]
+
+    def _phi(self, x: Tensor) -> Tensor:
+        """(..., D) -> (..., F) in float32 at least."""
+        return dpfp(widen(x), self.nu) if self.feature_map == DPFP else MAPS[self.feature_map](widen(x))
+
+    def start(self, batch, capacity):
+        values = self.dim // self.heads + (self.rule == "sum")
+        return State(widen(self.out.weight.new_zeros(batch, self.heads, self.width, values)))
+
+    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+        q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
+        q, k = self._phi(q), self._phi(k)
+        options = {"mask": mask, "segments": segments, "state": state and state.weights, "donate": donate}
+        if self.rate is None:
+            o, weights = linear.attend(q, k, v, causal=True, eps=self.eps, **options)
+        else:
+            beta = widen(self.rate(x)).sigmoid().mT
+            o, weights = gated.recur(sum_normalise(q), sum_normalise(k), v, beta=beta, scale=1.0, **options)
+        return self.out(merge(o)), None if state is None else State(weights)

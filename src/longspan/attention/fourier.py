@@ -1,0 +1,134 @@
+"""Attention with the RBF kernel, estimated by random Fourier features."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import visible
+from ..ops import random_features, stabilised
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from ..ops.prefix import join
+from .base import Attention
+
+
+class State(NamedTuple):
+    """float32 at least. It belongs to the rows with which it was made: a redraw makes it meaningless."""
+
+    sums: Tensor  # (B,H,2m,E+1) sum of phi(k) v^T; last column: sum of phi(k)
+
+
+class Context(NamedTuple):
+    """All that queries need of a context, whatever its length."""
+
+    sums: Tensor  # (B,H,2m,E+1)
+
+
+class Fourier(Attention):
+    """Attention by distance, e^(-|q-k|^2 / (2 bandwidth^2 sqrt D)), in linear time by random waves cos w.x, sin w.x.
+
+    It estimates ``kernel(similarity='rbf')``. Estimates may be negative, and so may their sum over the keys: the
+    denominator d becomes sign(d) max(|d|, ``eps``). More ``features`` make that rare.
+
+    ``features``: rows m drawn for each head, two features each (0: D log D rounded up, at least D). ``bandwidth``: the
+    distance, over D^(1/4), at which a weight has fallen to e^(-1/2). ``rows``: orthogonal (in blocks of D) or iid.
+    ``radii``: their lengths, chi (of a Gaussian: unbiased), sqrt (all sqrt D), quantiles or midpoints (at even levels
+    of chi). ``seed``: of the rows, together with the layer and the head. ``context_dim``: width of the context of cross
+    attention (0: dim).
+
+    The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
+
+    Source: Rahimi and Recht 2007, "Random Features for Large-Scale Kernel Machines"; in attention Peng et al. 2021;
+    orthogonal rows as in Yu et al. 2016.
+    """
+
+    name, paper, cost = "fourier", "1610.09072", "N D^2 log D"
+    citation = (
+        "Yu, Felix X. and Suresh, Ananda Theertha and Choromanski, Krzysztof and Holtmann-Rice, Daniel and "
+        "Kumar, Sanjiv",
+        "Orthogonal Random Features",
+        2016,
+    )
+    examples = ("fourier(features=103, bandwidth=2.0, eps=0.001)",)
+    states, contexts = (State,), (Context,)
+    projection: Tensor  # (H,m,D)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        layer: int = 0,
+        features: int = 0,
+        bandwidth: float = 1.0,
+        rows: str = "orthogonal",
+        radii: str = "chi",
+        seed: int = 0,
+        eps: float = 1e-6,
+        context_dim: int = 0,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        if features < 0:
+            raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for D log D")
+        if bandwidth <= 0:
+            raise ValueError(f"bandwidth={bandwidth} must be positive")
+        if eps <= 0:
+            raise ValueError(f"eps={eps} must be positive: the denominator can vanish")
+        self.layer, self.features, self.bandwidth, self.rows, self.radii = layer, features, bandwidth, rows, radii
+        self.seed, self.eps, self.context_dim = seed, eps, context_dim
+        self.query = nn.Linear(dim, dim)
+        self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
+        self.out = nn.Linear(dim, dim)
+        self.register_buffer("projection", self._draw(0).to(self.out.weight))
+
+    def redraw(self, step: int) -> None:
+        """Replace the rows by those of redraw number ``step``, a function of seed, layer and head; 0 are the first.
+
+        Call it between updates, on every process alike. States made before are of no use after.
+        """
+        self.projection.copy_(self._draw(step))
+
+    def _draw(self, step: int) -> Tensor:
+        size = self.dim // self.heads
+        options = {"rows": self.rows, "radii": self.radii, "seed": self.seed, "layer": self.layer, "step": step}
+        return random_features.projections(self.heads, self.features or random_features.enough(size), size, **options)
+
+    def _parts(self, x: Tensor) -> random_features.Parts:
+        """Features of projected tokens (B,N,dim), all heads at once: (B,H,N,2m)."""
+        with torch.autocast(x.device.type, enabled=False):
+            x = widen(split(x, self.heads))
+            return random_features.fourier(x * (x.shape[-1] ** -0.25 / self.bandwidth), widen(self.projection))
+
+    def start(self, batch, capacity):
+        size = self.dim // self.heads
+        return State(widen(self.out.weight.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
+
+    def attend(
+        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        donate=False,
+    ):  # fmt: skip
+        q = self._parts(self.query(x))
+        if isinstance(state, Context):
+            o = stabilised.read(q, state.sums, eps=self.eps)
+            return self.out(merge(o.to(x.dtype))), state
+        if context is not None:
+            k, v = self._parts(self.key(context)), split(self.value(context), self.heads)
+            options = {"causal": False, "mask": context_mask}
+        else:
+            k, v = self._parts(self.key(x)), split(self.value(x), self.heads)
+            before = None if state is None else stabilised.Sums(state.sums, None)
+            options = {"causal": self.causal, "mask": mask, "segments": segments, "prefix": prefix, "state": before}
+        options["eps"] = self.eps
+        if record is not None:
+            if context is not None:
+                allowed = stabilised.across(x.shape[1], context.shape[1], context_mask, x)
+            else:
+                allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
+                allowed = allowed if prefix is None else join(allowed, prefix)
+            record.update(mask=allowed, matrix=stabilised.matrix(q, k, allowed, **options))
+        o, (sums, _) = stabilised.attend(q, k, v, donate=donate, **options)
+        if context is not None:
+            return self.out(merge(o)), Context(sums)
+        return self.out(merge(o)), None if state is None else State(sums)

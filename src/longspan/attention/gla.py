@@ -1,0 +1,77 @@
+"""Gated linear attention: every channel of the keys forgets at a rate that the token chooses."""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import HeadNorm, expanded
+from ..ops import gated
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from .base import Attention
+
+
+class State(NamedTuple):
+    sums: Tensor  # (B,H,D,E) decayed sum of k v^T, float32 at least
+
+
+class GLA(Attention):
+    """Linear attention with a decay for each channel of the keys, which each token chooses from its input.
+
+    S_t = Diag(alpha_t) S_{t-1} + k_t v_t^T and o_t = S_t^T q_t / sqrt(D), with a factor for each channel of the keys,
+    alpha_t = sigmoid(W_2 W_1 x_t + b)^(1/tau); then y = W_o (norm(o) * silu(W_g x)), norm being RMS, per head.
+
+    ``rank``: rows of W_1. ``temperature``: tau; the larger, the slower a fresh layer forgets. ``expand_k`` and
+    ``expand_v``: width of queries and keys, and of values, as multiples of dim.
+
+    Source: Yang et al. 2023 (2312.06635), eq. 3 and section 4.4, whose sizes are the defaults.
+    """
+
+    name, paper, cost = "gla", "2312.06635", "N D^2"
+    citation = (
+        "Yang, Songlin and Wang, Bailin and Shen, Yikang and Panda, Rameswar and Kim, Yoon",
+        "Gated Linear Attention Transformers with Hardware-Efficient Training",
+        2023,
+    )
+    examples = ("gla(rank=3, expand_v=1.5)",)
+    native = "in float32 or bfloat16"
+    directions, states = ("causal",), (State,)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        rank: int = 16,
+        temperature: float = 16.0,
+        expand_k: float = 0.5,
+        expand_v: float = 1.0,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        if rank < 1:
+            raise ValueError(f"rank={rank} of the decay's projection must be at least 1")
+        if not temperature > 0:
+            raise ValueError(f"temperature={temperature} divides the logarithm of the decay and must be positive")
+        self.rank, self.temperature, self.expand_k, self.expand_v = rank, temperature, expand_k, expand_v
+        self.sizes = expanded(dim // heads, expand_k, "expand_k"), expanded(dim // heads, expand_v, "expand_v")
+        keys, values = (heads * size for size in self.sizes)
+        self.query, self.key = (nn.Linear(dim, keys, bias=False) for _ in range(2))
+        self.value, self.gate = (nn.Linear(dim, values, bias=False) for _ in range(2))
+        self.decay = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, keys))
+        self.norm = HeadNorm(self.sizes[1], kind="rms", gate="silu")
+        self.out = nn.Linear(values, dim, bias=False)
+
+    def start(self, batch, capacity):
+        return State(widen(self.out.weight.new_zeros(batch, self.heads, *self.sizes)))
+
+    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+        q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
+        log_decay = split(F.logsigmoid(widen(self.decay(x))) / self.temperature, self.heads)
+        o, sums = gated.recur(
+            q, k, v, log_decay=log_decay, mask=mask, segments=segments,
+            state=None if state is None else state.sums, donate=donate,
+        )  # fmt: skip
+        y = self.out(merge(self.norm(o, split(self.gate(x), self.heads))))
+        return y, None if state is None else State(sums)

@@ -1,0 +1,169 @@
+"""Performer: softmax attention estimated by positive random features."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import visible
+from ..ops import random_features, stabilised
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from ..ops.prefix import join
+from ..spec import known
+from .base import Attention
+
+MAPS = {
+    "positive": random_features.positive,
+    "hyperbolic": random_features.hyperbolic,
+    "trigonometric": random_features.trigonometric,
+    "exp": random_features.exponential,
+    "relu": random_features.generalised,
+}
+
+
+class State(NamedTuple):
+    """float32 at least; of map='relu', which has no exponents."""
+
+    sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
+
+
+class PeakState(NamedTuple):
+    """float32 at least. It belongs to the rows with which it was made: a redraw makes it meaningless."""
+
+    sums: Tensor  # (B,H,F,E+1) as above, divided by e^peak
+    peak: Tensor  # (B,H) the largest exponent of the keys so far, -inf before the first
+
+
+class Context(NamedTuple):
+    """All that queries need of a context, whatever its length."""
+
+    sums: Tensor  # (B,H,F,E+1)
+
+
+class Performer(Attention):
+    """Softmax attention in linear time: its kernel e^(q.k / sqrt D) estimated without bias by random features.
+
+    ``features``: rows m drawn for each head (0: D log D rounded up, at least D, as the theory asks for order D log D).
+    ``map``: positive = e^(w.x - |x|^2/2); hyperbolic = positive for w and -w (2 m features, less variance);
+    trigonometric = e^(|x|^2/2) [cos w.x, sin w.x] (2 m features; estimates may be negative); exp = e^(w.x), which
+    weighs a key by e^(|k|^2/2) besides; relu = max(w.x, 0), another kernel than softmax's.
+    ``floor``: added to each feature of map='relu', so that a query has something in common with every key.
+    ``rows``: orthogonal (in blocks of D) or iid. ``radii``: their lengths, chi (of a Gaussian: unbiased), sqrt (all
+    sqrt D), quantiles or midpoints (at even levels of chi); all but chi are biased low. ``seed``: of the rows, together
+    with the layer and the head. ``eps``: the denominator d becomes sign(d) max(|d|, eps), after queries and keys are
+    divided by their largest features (of the keys so far, never of later ones), so it is relative to those.
+    ``context_dim``: width of the context of cross attention (0: dim).
+
+    The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
+
+    Source: Choromanski et al. 2020, sections 2.2-2.4 and lemma 1; quantiles: Su 2020 (kexue.fm/archives/7921).
+    """
+
+    name, paper, cost = "performer", "2009.14794", "N D^2 log D"
+    citation = (
+        "Choromanski, Krzysztof and Likhosherstov, Valerii and Dohan, David and Song, Xingyou and Gane, Andreea and "
+        "Sarlos, Tamas and Hawkins, Peter and Davis, Jared and Mohiuddin, Afroz and Kaiser, Lukasz and "
+        "Belanger, David and Colwell, Lucy and Weller, Adrian",
+        "Rethinking Attention with Performers",
+        2020,
+    )
+    examples = (
+        "performer",
+        "performer(map='trigonometric', features=101, rows='iid')",
+        "performer(map='relu', radii='sqrt', floor=0.1)",
+    )
+    states, contexts = (State, PeakState), (Context,)
+    projection: Tensor  # (H,m,D)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        layer: int = 0,
+        features: int = 0,
+        map: str = "positive",
+        rows: str = "orthogonal",
+        radii: str = "chi",
+        seed: int = 0,
+        floor: float = 1e-3,
+        eps: float = 1e-6,
+        context_dim: int = 0,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        known(map, MAPS, "map")
+        if features < 0:
+            raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for D log D")
+        if map != "relu" and floor != 1e-3:
+            raise ValueError(f"floor belongs to map='relu', not {map!r}")
+        if floor < 0:
+            raise ValueError(f"floor={floor} must not be negative: a denominator could vanish or change sign")
+        if eps <= 0:
+            raise ValueError(f"eps={eps} must be positive: the denominator can vanish")
+        self.layer, self.features, self.map, self.rows, self.radii = layer, features, map, rows, radii
+        self.seed, self.floor, self.eps, self.context_dim = seed, floor, eps, context_dim
+        self.query = nn.Linear(dim, dim)
+        self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
+        self.out = nn.Linear(dim, dim)
+        self.register_buffer("projection", self._draw(0).to(self.out.weight))
+
+    def redraw(self, step: int) -> None:
+        """Replace the rows by those of redraw number ``step``, a function of seed, layer and head; 0 are the first.
+
+        Call it between updates, on every process alike. States made before are of no use after.
+        """
+        self.projection.copy_(self._draw(step))
+
+    def _draw(self, step: int) -> Tensor:
+        """(H,m,D) float64."""
+        size = self.dim // self.heads
+        options = {"rows": self.rows, "radii": self.radii, "seed": self.seed, "layer": self.layer, "step": step}
+        return random_features.projections(self.heads, self.features or random_features.enough(size), size, **options)
+
+    def _parts(self, x: Tensor) -> random_features.Parts:
+        """Features of projected tokens (B,N,dim), all heads at once: (B,H,N,F)."""
+        with torch.autocast(x.device.type, enabled=False):
+            x, w = widen(split(x, self.heads)), widen(self.projection)
+            if self.map == "relu":
+                return random_features.generalised(x, w, floor=self.floor)
+            # Half of the scale 1 / sqrt D for queries, half for keys.
+            return MAPS[self.map](x * x.shape[-1] ** -0.25, w)
+
+    def start(self, batch, capacity):
+        size, count = self.dim // self.heads, self.projection.shape[1]
+        features = 2 * count if self.map in ("hyperbolic", "trigonometric") else count
+        sums = widen(self.out.weight.new_zeros(batch, self.heads, features, size + 1))
+        return State(sums) if self.map == "relu" else PeakState(sums, sums.new_full(sums.shape[:2], -torch.inf))
+
+    def attend(
+        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        donate=False,
+    ):  # fmt: skip
+        q = self._parts(self.query(x))
+        if isinstance(state, Context):
+            o = stabilised.read(q, state.sums, eps=self.eps)
+            return self.out(merge(o.to(x.dtype))), state
+        if context is not None:
+            k, v = self._parts(self.key(context)), split(self.value(context), self.heads)
+            options = {"causal": False, "mask": context_mask}
+        else:
+            k, v = self._parts(self.key(x)), split(self.value(x), self.heads)
+            before = None if state is None else stabilised.Sums(state.sums, getattr(state, "peak", None))
+            options = {"causal": self.causal, "mask": mask, "segments": segments, "prefix": prefix, "state": before}
+        options["eps"] = self.eps
+        if record is not None:
+            if context is not None:
+                allowed = stabilised.across(x.shape[1], context.shape[1], context_mask, x)
+            else:
+                allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
+                allowed = allowed if prefix is None else join(allowed, prefix)
+            record.update(mask=allowed, matrix=stabilised.matrix(q, k, allowed, **options))
+        o, (sums, peak) = stabilised.attend(q, k, v, donate=donate, **options)
+        y = self.out(merge(o))
+        if context is not None:
+            return y, Context(sums)
+        if state is None:
+            return y, None
+        return y, State(sums) if peak is None else PeakState(sums, peak)

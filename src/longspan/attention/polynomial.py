@@ -1,0 +1,110 @@
+"""Attention with a second-degree polynomial in place of the exponential, in time that is linear in the length."""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from ..layers import visible
+from ..ops import polynomial as op
+from ..ops import stabilised
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from ..ops.prefix import join
+from .base import Attention
+
+
+class State(NamedTuple):
+    """float32 at least; F = (D+1)(D+2)/2."""
+
+    sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
+
+
+class Context(NamedTuple):
+    """All that queries need of a context, whatever its length."""
+
+    sums: Tensor  # (B,H,F,E+1)
+
+
+class Polynomial(Attention):
+    """Exact attention with (q.k / sqrt D + c)^2, or with e^x to second order, from all products of two channels.
+
+    It equals ``kernel(similarity='polynomial', constant=c)`` in linear time, which pays from about N = D^2 on.
+
+    ``constant``: c >= 0; with 0, a query at right angles to all keys sees nothing. ``taylor``: 1 + s + s^2 / 2 with
+    s = q.k / sqrt D instead, never below 1/2. ``channels``: of each head's queries and keys (0: as many as of values),
+    the D of these formulas; 16 in Arora et al. 2024, as the state has (D+1)(D+2)/2 rows. ``eps``: added to the
+    denominator. ``context_dim``: width of the context of cross attention (0: dim).
+
+    Source: Katharopoulos et al. 2020 (2006.16236), section 3.2.1; the Taylor form is that of Arora et al. 2024.
+    """
+
+    name, paper, cost = "polynomial", "2402.18668", "N D^3"
+    citation = (
+        "Arora, Simran and Eyuboglu, Sabri and Zhang, Michael and Timalsina, Aman and Alberti, Silas and "
+        "Zinsley, Dylan and Zou, James and Rudra, Atri and Ré, Christopher",
+        "Simple linear attention language models balance the recall-throughput tradeoff",
+        2024,
+    )
+    examples = ("polynomial(constant=0.5, eps=0.01)", "polynomial(taylor=True, channels=3)")
+    states, contexts = (State,), (Context,)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        constant: float = 1.0,
+        taylor: bool = False,
+        channels: int = 0,
+        eps: float = 1e-6,
+        context_dim: int = 0,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        if taylor and constant != 1.0:
+            raise ValueError(f"constant={constant} belongs to taylor=False; the Taylor form has none")
+        if constant < 0:
+            raise ValueError(f"constant={constant} must not be negative: the features would need its square root")
+        if channels < 0:
+            raise ValueError(f"channels={channels} must be positive, or 0 for as many as of values")
+        if eps < 0:
+            raise ValueError(f"eps={eps} is added to the denominator and must not be negative")
+        self.constant, self.taylor, self.channels, self.eps = constant, taylor, channels, eps
+        self.context_dim = context_dim
+        self.query = nn.Linear(dim, heads * channels or dim)
+        self.key = nn.Linear(context_dim or dim, heads * channels or dim)
+        self.value = nn.Linear(context_dim or dim, dim)
+        self.out = nn.Linear(dim, dim)
+
+    def start(self, batch, capacity):
+        size, d = self.dim // self.heads, self.query.out_features // self.heads
+        return State(widen(self.out.weight.new_zeros(batch, self.heads, (d + 1) * (d + 2) // 2, size + 1)))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Projected tokens (B,N,H*D) -> (B,H,N,D), with half of the scale 1 / sqrt D."""
+        x = widen(split(x, self.heads))
+        return x * x.shape[-1] ** -0.25
+
+    def attend(
+        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        donate=False,
+    ):  # fmt: skip
+        q, kernel = self._scaled(self.query(x)), {"constant": self.constant, "taylor": self.taylor, "eps": self.eps}
+        if isinstance(state, Context):
+            return self.out(merge(op.read(q, state.sums, **kernel).to(x.dtype))), state
+        sums = None if state is None else state.sums
+        source = x if context is None else context
+        k, v = self._scaled(self.key(source)), split(self.value(source), self.heads)
+        if context is not None:
+            if record is not None:
+                allowed = stabilised.across(x.shape[1], context.shape[1], context_mask, x)
+                record.update(mask=allowed, matrix=op.matrix(q, k, allowed, **kernel))
+            o, sums = op.attend(q, k, v, causal=False, mask=context_mask, **kernel)
+            return self.out(merge(o)), Context(sums)
+        if record is not None:
+            allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
+            allowed = allowed if prefix is None else join(allowed, prefix)
+            record.update(mask=allowed, matrix=op.matrix(q, k, allowed, segments=segments, state=sums, **kernel))
+        options = {"causal": self.causal, "mask": mask, "segments": segments, "prefix": prefix, "state": sums}
+        o, sums = op.attend(q, k, v, donate=donate, **options, **kernel)
+        return self.out(merge(o)), None if state is None else State(sums)

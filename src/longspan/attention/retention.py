@@ -1,0 +1,92 @@
+"""Retention: a sum of keys and values that forgets at a fixed rate, another one in each head."""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import HeadNorm, check_rotary, expanded, positions, rotate
+from ..ops import gated
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from .base import Attention
+
+
+class State(NamedTuple):
+    """float32 at least."""
+
+    sums: Tensor  # (B,H,D,E) decayed sum of k v^T
+
+
+class RotaryState(NamedTuple):
+    sums: Tensor  # (B,H,D,E) as above, of rotated keys
+    position: Tensor  # (B,) int64, real tokens so far
+
+
+class Retention(Attention):
+    """Linear attention with a fixed decay per head, rotary positions, and a norm in place of the normaliser.
+
+    S_t = gamma_h S_{t-1} + k_t v_t^T and o_t = S_t^T q_t / sqrt(D), with gamma_h = 1 - 2^(-5-h) for h = 0, 1, ...; then
+    y = W_o (norm(o) * silu(W_g x)), where the norm takes mean and variance of each head's channels away.
+
+    ``rotary``: base of the rotary positions of queries and keys (0: none). ``expand_v``: width of the values as a
+    multiple of dim; the paper doubles it. The rates are the paper's for any number of heads: each head remembers twice
+    as long as the one before it. Pairs of channels turn at rates base^(-2j/D), where the authors' code spaces them from
+    1 to 1/base inclusive. Its rescaling of the products cancels in the norm, so there is none here.
+
+    Source: Sun et al. 2023 (2307.08621), eqs 5-8; initialisation and no biases as in the authors' torchscale.
+    """
+
+    name, paper, cost = "retention", "2307.08621", "N D^2"
+    citation = (
+        "Sun, Yutao and Dong, Li and Huang, Shaohan and Ma, Shuming and Xia, Yuqing and Xue, Jilong and Wang, Jianyong "
+        "and Wei, Furu",
+        "Retentive Network: A Successor to Transformer for Large Language Models",
+        2023,
+    )
+    examples = ("retention", "retention(rotary=0.0, expand_v=1.0)")
+    native = "in float32 or bfloat16"
+    directions, states = ("causal",), (State, RotaryState)
+
+    def __init__(self, dim: int, heads: int, *, causal: bool = True, rotary: float = 10000.0, expand_v: float = 2.0):
+        super().__init__(dim, heads, causal=causal)
+        check_rotary(rotary, dim // heads)
+        self.sizes = dim // heads, expanded(dim // heads, expand_v, "expand_v")
+        if self.sizes[1] < 2:
+            raise ValueError(
+                f"expand_v={expand_v} leaves each head 1 channel, of which the norm leaves 0; 2 are needed"
+            )
+        width = heads * self.sizes[1]
+        self.rotary, self.expand_v = rotary, expand_v
+        self.log_decay = [math.log1p(-(2.0 ** (-5 - head))) for head in range(heads)]
+        self.query, self.key = (nn.Linear(dim, dim, bias=False) for _ in range(2))
+        self.value, self.gate = (nn.Linear(dim, width, bias=False) for _ in range(2))
+        self.norm = HeadNorm(self.sizes[1], kind="group", gate="silu")
+        self.out = nn.Linear(width, dim, bias=False)
+        for part in (self.query, self.key, self.value, self.gate):
+            nn.init.xavier_uniform_(part.weight, gain=2**-2.5)
+        nn.init.xavier_uniform_(self.out.weight)
+
+    def start(self, batch, capacity):
+        sums = widen(self.out.weight.new_zeros(batch, self.heads, *self.sizes))
+        if not self.rotary:
+            return State(sums)
+        return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
+
+    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+        q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
+        make = State
+        if self.rotary:
+            start = state.position if isinstance(state, RotaryState) else None
+            at, end = positions(x, start, mask=mask, segments=segments)
+            q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
+            make = partial(RotaryState, position=end)
+        log_decay = torch.tensor(self.log_decay, dtype=widen(x[:0]).dtype, device=x.device)
+        o, sums = gated.recur(
+            q, k, v, log_decay=log_decay[:, None].expand(v.shape[:3]), mask=mask, segments=segments,
+            state=None if state is None else state.sums, donate=donate,
+        )  # fmt: skip
+        y = self.out(merge(self.norm(o, split(self.gate(x), self.heads))))
+        return y, None if state is None else make(sums)

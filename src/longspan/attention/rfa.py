@@ -1,0 +1,185 @@
+"""Random feature attention: softmax attention over unit vectors, estimated by random features, with a forget gate."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import unit, visible
+from ..ops import gated, random_features, stabilised
+from ..ops.heads import merge, split
+from ..ops.linear import widen, with_ones
+from ..ops.prefix import join
+from ..spec import known
+from .base import Attention
+
+MAPS = {"gaussian": random_features.fourier, "arccos": random_features.generalised}
+# Of the gate's logit; e^-40 = 4e-18, so beyond it 1e12 tokens would still weigh alike. Larger ones could lose 1 - g.
+MOST = 40.0
+
+
+class State(NamedTuple):
+    sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k); float32 at least
+
+
+class GatedState(NamedTuple):
+    """float32 at least."""
+
+    sums: Tensor  # (B,H,F,E+1) as above, each key with its weight
+    mass: Tensor  # (B,H) sum of those weights
+
+
+class Context(NamedTuple):
+    """All that queries need of a context, whatever its length."""
+
+    sums: Tensor  # (B,H,F,E+1)
+
+
+class RFA(Attention):
+    """Softmax attention over unit queries and keys in linear time, by random features, with or without a forget gate.
+
+    q and k are divided by their norms and multiplied by a learned vector sigma for each head, an inverse temperature;
+    phi(q).phi(k) is e^(q.k) on average, up to factors that cancel. Without ``gate`` all keys weigh alike. With it
+    S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z_t likewise, and o_t = S_t^T phi(q_t) / (z_t.phi(q_t)), with one
+    g_t = sigmoid(w.x_t + b) for each head, so that a key weighs (1 - g_s) g_{s+1} ... g_t; this has an order, so it is
+    for causal attention without prefix, and the keys of a ``context`` weigh alike in any case.
+
+    ``map``: gaussian = [cos w.x, sin w.x], whose products may be negative, or arccos = relu(w.x), another kernel.
+    ``features``: rows w drawn for each head (0: as many as it has channels). ``rows``: iid as in the paper, or
+    orthogonal in blocks of D. ``seed``: of the rows, together with the layer and the head. ``eps``: the denominator d
+    becomes sign(d) max(|d|, eps); with ``gate`` it is first divided by the sum of the weights, as it would vanish with
+    them. ``context_dim``: width of the context of cross attention (0: dim).
+
+    The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
+
+    Source: Peng et al. 2021, sections 3.1 and 3.2; the arc-cosine kernel is Cho and Saul's (2009).
+    """
+
+    name, paper, cost = "rfa", "2103.02143", "N D^2"
+    citation = (
+        "Peng, Hao and Pappas, Nikolaos and Yogatama, Dani and Schwartz, Roy and Smith, Noah A. and Kong, Lingpeng",
+        "Random Feature Attention",
+        2021,
+    )
+    examples = ("rfa(features=31)", "rfa(gate=True, features=101)", "rfa(map='arccos', features=13, rows='orthogonal')")
+    states, contexts = (State, GatedState), (Context,)
+    projection: Tensor  # (H,m,D)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        layer: int = 0,
+        map: str = "gaussian",
+        gate: bool = False,
+        features: int = 0,
+        rows: str = "iid",
+        seed: int = 0,
+        eps: float = 1e-6,
+        context_dim: int = 0,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        known(map, MAPS, "map")
+        if gate and not causal:
+            raise ValueError("gate=True forgets in the order of the tokens; a bidirectional rfa needs gate=False")
+        if gate:
+            self.directions, self.takes = ("causal",), self.takes - {"prefix"}
+        if features < 0:
+            raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for one per channel")
+        if eps <= 0:
+            raise ValueError(f"eps={eps} must be positive: the denominator can vanish")
+        self.layer, self.map, self.gate, self.features, self.rows = layer, map, gate, features, rows
+        self.seed, self.eps, self.context_dim = seed, eps, context_dim
+        self.query = nn.Linear(dim, dim)
+        self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
+        self.out = nn.Linear(dim, dim)
+        self.forget = nn.Linear(dim, heads) if gate else None
+        self.sigma = nn.Parameter(torch.ones(heads, 1, dim // heads))
+        self.register_buffer("projection", self._draw(0).to(self.out.weight))
+
+    def redraw(self, step: int) -> None:
+        """Replace the rows by those of redraw number ``step``, a function of seed, layer and head; 0 are the first.
+
+        Call it between updates, on every process alike. States made before are of no use after.
+        """
+        self.projection.copy_(self._draw(step))
+
+    def _draw(self, step: int) -> Tensor:
+        """(H,m,D) float64."""
+        size = self.dim // self.heads
+        options = {"rows": self.rows, "seed": self.seed, "layer": self.layer, "step": step}
+        return random_features.projections(self.heads, self.features or size, size, **options)
+
+    def _parts(self, x: Tensor) -> random_features.Parts:
+        """Features of projected tokens (B,N,dim), all heads at once: (B,H,N,F)."""
+        with torch.autocast(x.device.type, enabled=False):
+            x = unit(widen(split(x, self.heads))) * widen(self.sigma)
+            return MAPS[self.map](x, widen(self.projection))
+
+    def start(self, batch, capacity):
+        features = self.projection.shape[1] * (2 if self.map == "gaussian" else 1)
+        sums = widen(self.out.weight.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
+        return GatedState(sums, sums.new_zeros(sums.shape[:2])) if self.gate else State(sums)
+
+    def attend(
+        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        donate=False,
+    ):  # fmt: skip
+        q = self._parts(self.query(x))
+        options: dict[str, Any] = {"eps": self.eps}
+        if isinstance(state, Context):
+            o = stabilised.read(q, state.sums, **options)
+            return self.out(merge(o.to(x.dtype))), state
+        source = x if context is None else context
+        k, v = self._parts(self.key(source)), split(self.value(source), self.heads)
+        if context is None and self.forget is not None:
+            o, after = self._gated(self.forget(x), q, k, v, state, mask, segments, record, donate)
+            return self.out(merge(o)), after
+        if context is not None:
+            options |= {"causal": False, "mask": context_mask}
+        else:
+            before = None if state is None else stabilised.Sums(state.sums, None)
+            options |= {"causal": self.causal, "mask": mask, "segments": segments, "prefix": prefix, "state": before}
+        if record is not None:
+            if context is not None:
+                allowed = stabilised.across(x.shape[1], context.shape[1], context_mask, x)
+            else:
+                allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
+                allowed = allowed if prefix is None else join(allowed, prefix)
+            record.update(mask=allowed, matrix=stabilised.matrix(q, k, allowed, **options))
+        o, (sums, _) = stabilised.attend(q, k, v, donate=donate, **options)
+        after = State(sums) if context is None else Context(sums)
+        return self.out(merge(o)), after if context is not None or state is not None else None
+
+    def _gated(self, logit, q, k, v, state, mask, segments, record, donate):
+        logit = widen(logit).clamp(max=MOST)  # (B,N,H)
+        log_decay, write = F.logsigmoid(logit).mT, (-logit).sigmoid().mT[..., None]  # (B,H,N), (B,H,N,1)
+        sums, mass = (None, None) if state is None else (state.sums, state.mass[..., None, None])
+        options = {"log_decay": log_decay, "scale": 1.0, "mask": mask, "segments": segments}
+        q, k = q.features(), k.features()
+        with torch.autocast(v.device.type, enabled=False):
+            # The weights' sum by the same recurrence: all keys are 1, and so are all queries.
+            total, mass = gated.recur(torch.ones_like(write), torch.ones_like(write), write, state=mass, **options)
+            total = total.masked_fill(total == 0, 1.0)  # before the first token
+            if record is not None:
+                allowed = visible(logit, causal=True, mask=mask, segments=segments)
+                matrix = self._matrix(q, k, log_decay, write, total, allowed, mask, segments, sums)
+                record.update(mask=allowed, matrix=matrix)
+            values = with_ones(widen(v)) * write
+            found, sums = gated.recur(q, k, values, state=sums, donate=donate, **options)
+            o = stabilised.divide(found / total, self.eps).to(v.dtype)
+        return o, None if state is None else GatedState(sums, mass[..., 0, 0])
+
+    def _matrix(self, q, k, log_decay, write, total, allowed, mask, segments, sums):
+        """The weights (B,H,N,N) that the gated form gives to the keys of this call."""
+        lost = log_decay if mask is None else log_decay.masked_fill(~mask[:, None], 0.0)
+        lost = lost.cumsum(-1)[..., None]
+        weights = (q @ k.mT) * write.mT * (lost - lost.mT).masked_fill(~allowed, -torch.inf).exp()
+        below = weights.sum(-1, keepdim=True)
+        if sums is not None:
+            first = 1.0 if segments is None else (segments == segments[:, :1])[:, None, :, None]
+            below = below + q @ sums[..., -1:] * lost.exp() * first
+        return stabilised.divide(torch.cat([weights, below], -1) / total, self.eps)

@@ -1,0 +1,103 @@
+"""The state space model of Mamba-2, as attention whose decay and step size depend on the token."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..layers import ShortConvolution, expanded, time_steps
+from ..ops import gated
+from ..ops.heads import merge, split
+from ..ops.linear import widen
+from .base import Attention
+
+
+class State(NamedTuple):
+    """float32 at least."""
+
+    sums: Tensor  # (B,H,channels,E) decayed sum of B_t (dt_t x_t)^T
+    recent: Tensor  # (B,convolution-1,channels) its last inputs; (B,0,channels) where there is none
+
+
+class SSD(Attention):
+    """The core of Mamba-2: keys and values forget at a rate per head that grows with the token's step size.
+
+    S_t = e^{dt_t A} S_{t-1} + B_t (dt_t x_t)^T and o_t = S_t^T C_t + D x_t, with A = -e^a < 0 and a step size
+    dt_t = softplus(w.u_t + b) > 0 per head. x, B and C are silu of a short convolution of projections of the input u;
+    they play the parts of ``value``, ``key`` and ``query``. Then y = W_o norm(o * silu(W_g u)), an RMS norm.
+
+    ``channels``: size of B and C, Mamba's d_state. ``key_heads``: pairs of B and C, each shared by heads / key_heads
+    heads that follow each other; the norm is taken over the channels of those. ``expand_v``: width of x as a multiple
+    of dim. ``convolution``: how many tokens it sees, the token's own included (0: there is none).
+
+    Source: Dao and Gu 2024 (2405.21060), sections 6 and 7; defaults and initialisation (A uniform in -16 ... -1, dt
+    log-uniform in 0.001 ... 0.1, D = 1) as in the authors' Mamba2 module.
+    """
+
+    name, paper, cost = "ssd", "2405.21060", "N D^2"
+    citation = (
+        "Dao, Tri and Gu, Albert",
+        "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality",
+        2024,
+    )
+    examples = ("ssd(channels=5)", "ssd(channels=3, key_heads=2, expand_v=1.5, convolution=0)")
+    native = "in float32 or bfloat16"
+    directions, states = ("causal",), (State,)
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        channels: int = 128,
+        key_heads: int = 1,
+        expand_v: float = 2.0,
+        convolution: int = 4,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        if channels < 1:
+            raise ValueError(f"channels={channels} of B and C can hold nothing; at least 1 is needed")
+        if key_heads < 1 or heads % key_heads:
+            raise ValueError(f"key_heads={key_heads} must divide heads={heads}")
+        self.channels, self.key_heads, self.expand_v, self.convolution = channels, key_heads, expand_v, convolution
+        self.size = expanded(dim // heads, expand_v, "expand_v")
+        width, keys = heads * self.size, key_heads * channels
+        self.widths = (width, keys, keys)
+        self.value, self.key, self.query = (nn.Linear(dim, width, bias=False) for width in self.widths)
+        self.gate, self.step = nn.Linear(dim, width, bias=False), nn.Linear(dim, heads, bias=False)
+        self.mix = ShortConvolution(sum(self.widths), convolution) if convolution else None
+        bound = convolution and convolution**-0.5
+        self.shift = nn.Parameter(torch.empty(sum(self.widths)).uniform_(-bound, bound))
+        self.a_log = nn.Parameter(torch.empty(heads).uniform_(1.0, 16.0).log())
+        self.dt_bias = nn.Parameter(time_steps(heads))
+        self.skip, self.scale = nn.Parameter(torch.ones(heads)), nn.Parameter(torch.ones(width))
+        self.out = nn.Linear(width, dim, bias=False)
+
+    def start(self, batch, capacity):
+        weight = self.out.weight
+        sums = weight.new_zeros(batch, self.heads, self.channels, self.size)
+        none = weight.new_zeros(batch, 0, sum(self.widths))
+        return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
+
+    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+        sums, recent = self.start(len(x), 0) if state is None else state
+        mixed = torch.cat([self.value(x), self.key(x), self.query(x)], -1)
+        if self.mix is not None:
+            mixed, recent = self.mix(mixed, recent, mask=mask, segments=segments)
+        v, k, q = (widen(F.silu(part)) for part in (mixed + self.shift).split(self.widths, -1))
+        k, q = split(k, self.key_heads), split(q, self.key_heads)
+        # In float32: bfloat16 would round a bias of -7, and with it a step size, to one part in 60.
+        dt = F.softplus(widen(self.step(x)) + widen(self.dt_bias))  # (B,N,H)
+        v = v.unflatten(-1, (self.heads, -1))  # (B,N,H,E)
+        o, sums = gated.recur(
+            q, k, (v * dt[..., None]).transpose(1, 2), log_decay=(-widen(self.a_log).exp() * dt).mT, scale=1.0,
+            mask=mask, segments=segments, state=sums, donate=donate,
+        )  # fmt: skip
+        o = merge(o) + (widen(self.skip)[:, None] * v).flatten(-2)
+        o = o * F.silu(widen(self.gate(x)))
+        o = o.unflatten(-1, (self.key_heads, -1))
+        o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        y = self.out((o.flatten(-2) * widen(self.scale)).to(x.dtype))
+        return y, None if state is None else State(sums, recent)

@@ -1,0 +1,260 @@
+"""Performer and Fourier attention: the definition without any shift, what they estimate, and no look ahead."""
+
+import copy
+
+import pytest
+import torch
+
+import longspan
+from longspan import checks
+from longspan.ops import backend, stabilised
+from longspan.ops import random_features as rf
+
+MAPS = ["positive", "hyperbolic", "trigonometric", "exp", "relu"]
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def make(spec, dim=8, heads=2, *, seed=0, **place):
+    torch.manual_seed(seed)
+    return longspan.build(spec, dim, heads, **place).double().eval()
+
+
+def identity(spec, dim=1):
+    """One head whose projections change nothing."""
+    module = make(spec, dim, 1)
+    for part in (module.query, module.key, module.value, module.out):
+        torch.nn.init.eye_(part.weight)
+        torch.nn.init.zeros_(part.bias)
+    return module
+
+
+def dense(module, x):
+    """Causal attention by all pairs, from features that are not shifted."""
+    q, k, v = (
+        part(x).unflatten(-1, (module.heads, -1)).transpose(1, 2) for part in (module.query, module.key, module.value)
+    )
+    scale = 1.0 if module.map == "relu" else q.shape[-1] ** -0.25
+    functions = {"positive": rf.positive, "hyperbolic": rf.hyperbolic, "trigonometric": rf.trigonometric}
+    functions |= {"exp": rf.exponential, "relu": lambda x, w: rf.generalised(x, w, floor=module.floor)}
+    weights = rf.estimate(q * scale, k * scale, module.projection, functions[module.map]).tril()
+    o = weights / weights.sum(-1, keepdim=True) @ v
+    return module.out(o.transpose(1, 2).flatten(-2))
+
+
+def test_by_hand():
+    """One row w = 2: a key k weighs e^(2k - k^2/2), whatever the query, so 1 for 0, e^1.5 for 1 and e^-2.5 for -1."""
+    module = identity("performer(features=1)")
+    module.projection.fill_(2.0)
+    x = torch.tensor([[[0.0], [1.0], [-1.0]]]).double()
+    a, b = torch.tensor([1.5, -2.5]).double().exp()
+    expected = torch.stack([0 * a, a / (1 + a), (a - b) / (1 + a + b)])
+    torch.testing.assert_close(module(x)[0][0, :, 0], expected)
+
+
+def test_fourier_by_hand():
+    """w = pi / 2: cos of a quarter turn per unit of distance; at distance two the weight is -1 and nothing is left."""
+    module = identity("fourier(features=1, eps=0.5)")
+    module.projection.fill_(torch.pi / 2)
+    x = torch.tensor([[[0.0], [1.0], [2.0]]]).double()
+    # Weights of the third token: -1, 0, 1. The denominator 0 becomes eps, as if it were positive: 2 / 0.5.
+    torch.testing.assert_close(module(x)[0][0, :, 0], torch.tensor([0.0, 1.0, 4.0]).double())
+    found = stabilised.divide(torch.tensor([[3.0, -2.0], [3.0, -0.1], [3.0, 0.1], [3.0, 2.0]]), 0.5)
+    assert found[:, 0].tolist() == [-1.5, -6.0, 6.0, 1.5]
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_shifts_cancel_in_the_ratio(name):
+    module, x = make(f"performer(map={name!r}, features=23, eps=1e-300)"), 3 * data(2, 31, 8)
+    torch.testing.assert_close(module(x)[0], dense(module, x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric"])
+def test_it_estimates_softmax(name):
+    module, x = make(f"performer(map={name!r}, features=20000)"), data(2, 13, 8)
+    softmax = make("softmax")
+    softmax.load_state_dict({key: t for key, t in module.state_dict().items() if key != "projection"})
+    few = make(f"performer(map={name!r}, features=8)")
+    few.load_state_dict({**softmax.state_dict(), "projection": few.projection})
+    for causal in (True, False):
+        for part in (module, softmax, few):
+            part.causal = causal
+        exact = softmax(x)[0]
+        assert (module(x)[0] - exact).abs().max() < 0.02
+        assert (few(x)[0] - exact).abs().max() > 4 * (module(x)[0] - exact).abs().max()
+
+
+def test_fourier_estimates_the_rbf_kernel():
+    module, x, context = make("fourier(features=20000, bandwidth=0.8)"), data(2, 13, 8), data(2, 5, 8, seed=1)
+    kernel = make("kernel(similarity='rbf', bandwidth=0.8)")
+    kernel.load_state_dict({key: t for key, t in module.state_dict().items() if key != "projection"})
+    assert (module(x)[0] - kernel(x)[0]).abs().max() < 0.02
+    assert (module(x, context=context)[0] - kernel(x, context=context)[0]).abs().max() < 0.02
+
+
+class TestShift:
+    """The running maximum of the keys' exponents: exact, finite, and blind to the future."""
+
+    # A bound that some denominators reach, so that the ratio depends on the shift.
+    spec = "performer(eps=0.3, features=7)"
+
+    @pytest.mark.parametrize("law", ["causal", "prefix", "parallel_is_recurrent", "padding", "packed", "state"])
+    def test_laws_hold_where_eps_shows_the_shift(self, law):
+        row = checks.check(law, self.spec)
+        assert row.status == "passed", row.note
+
+    @pytest.mark.parametrize("law", ["causal", "prefix", "parallel_is_recurrent"])
+    def test_a_maximum_over_later_keys_is_caught(self, law, monkeypatch):
+        monkeypatch.setattr(stabilised, "_running", lambda own, segments: own.amax(-1, keepdim=True).expand_as(own))
+        assert checks.check(law, self.spec).status == "failed"
+
+    def test_a_decay_that_is_forgotten_is_caught(self, monkeypatch):
+        monkeypatch.setattr(stabilised, "_drop", lambda before, after: torch.zeros_like(after))
+        assert checks.check("attention_matrix", "performer").status == "failed"
+
+    def test_a_maximum_that_masked_tokens_move_is_caught(self, monkeypatch):
+        original = stabilised.shifts
+        spec = "performer(map='exp', eps=0.3, features=7)"  # here large keys have large features
+        assert checks.check("padding", spec).status == "passed"
+        monkeypatch.setattr(stabilised, "shifts", lambda k, *, mask, **rest: original(k, mask=None, **rest))
+        assert checks.check("padding", spec).status == "failed"
+
+    def test_a_maximum_that_crosses_borders_is_caught(self, monkeypatch):
+        monkeypatch.setattr(stabilised, "_running", lambda own, segments: own.cummax(-1).values)
+        assert checks.check("packed", self.spec).status == "failed"
+
+    def test_segments_have_maxima_of_their_own(self):
+        own, segments = data(2, 3, 41), torch.tensor([[0] * 11 + [1] + [4] * 29, [0] * 41])
+        found = stabilised._running(own, segments)
+        for part in (slice(0, 11), slice(11, 12), slice(12, 41)):
+            assert torch.equal(found[:1, :, part], own[:1, :, part].cummax(-1).values)
+        assert torch.equal(found[1], own[1].cummax(-1).values)
+
+    # Trigonometric estimates are differences, so float32 leaves them fewer digits.
+    @pytest.mark.parametrize(
+        ("name", "scale", "tolerance"), [("positive", 3, 1e-3), ("exp", 8, 1e-3), ("trigonometric", 3, 1e-2)]
+    )
+    def test_exponents_beyond_the_range_of_float32(self, name, scale, tolerance):
+        """Keys whose features vanish or overflow on their own: 40 tokens that shrink, and grow again."""
+        module = make(f"performer(map={name!r}, features=200)")
+        x = scale * data(1, 40, 8) * torch.linspace(-4, 4, 40)[:, None].abs().double()
+        keys = module._parts(module.key(x))
+        assert keys.exponent is not None
+        assert keys.exponent.abs().max() > 90  # e^89 is infinite in float32
+        single, expected = copy.deepcopy(module).float(), module(x)[0]
+        found = single(x.float())[0]
+        assert found.isfinite().all()
+        assert (found - expected).abs().max() < tolerance * expected.abs().max()
+
+    def test_the_state_keeps_the_maximum_where_nothing_has_come(self):
+        module = make("performer")
+        state = module.init_state(2)
+        assert (state.peak == -torch.inf).all()
+        mask = torch.tensor([[False, False, True], [False, False, False]])
+        x = data(2, 3, 8).requires_grad_()
+        y, state = module(x, state, mask=mask)
+        y.square().sum().backward()
+        assert x.grad is not None
+        assert x.grad.isfinite().all()
+        assert state.peak.isfinite().tolist() == [[True] * 2, [False] * 2]
+        # What is left of the empty row goes on as if it were new.
+        torch.testing.assert_close(module(x, state)[0][1], module(x)[0][1])
+
+
+@pytest.mark.parametrize(
+    "spec", ["performer(features=9)", "performer(map='relu')", "fourier(features=50)", "polynomial"]
+)
+@pytest.mark.parametrize("arguments", [{}, {"segments": torch.tensor([[3] * 4 + [5] * 3, [1] * 7])}])
+def test_the_recorded_matrix_counts_what_the_state_holds(spec, arguments):
+    module, x = make(spec), data(2, 12, 8)
+    _, state = module(x[:, :5], module.init_state(2))
+    seen = []
+    module.out.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    record = {}
+    module(x[:, 5:], state, record=record, **arguments)
+    first = torch.ones(7, dtype=torch.bool) if not arguments else arguments["segments"][0] == 3
+    whole = {}
+    module(x, record=whole)
+    torch.testing.assert_close(record["matrix"][1], whole["matrix"][1, :, 5:, 5:])
+    torch.testing.assert_close(record["matrix"][:1, :, first], whole["matrix"][:1, :, 5:][:, :, first][..., 5:].clone())
+    if arguments:
+        alone = {}
+        module(x[:, 9:], record=alone)
+        torch.testing.assert_close(record["matrix"][0, :, 4:, 4:], alone["matrix"][0])
+
+
+@pytest.mark.parametrize("spec", ["performer", "fourier", "polynomial"])
+def test_the_recorded_matrix_of_a_context(spec):
+    module, x, context = make(spec), data(2, 7, 8), data(2, 5, 8, seed=1)
+    mask, record, seen = torch.tensor([[True] * 5, [True, False, True, True, False]]), {}, []
+    module.out.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    module(x, context=context, context_mask=mask, record=record)
+    values = module.value(context).unflatten(-1, (2, -1)).transpose(1, 2)
+    torch.testing.assert_close((record["matrix"] @ values).transpose(1, 2).flatten(-2), seen[0])
+    assert torch.equal(record["matrix"][1, 0, 0] != 0, mask[1])
+
+
+class TestRows:
+    @pytest.mark.parametrize("name", ["performer", "fourier"])
+    def test_redraws_are_functions_of_their_number(self, name):
+        module, x = make(name), data(2, 5, 8)
+        first, before = module(x)[0], torch.get_rng_state()
+        module.redraw(3)
+        third = module(x)[0]
+        assert (third - first).abs().max() > 1e-6
+        assert torch.equal(module(x)[0], third)
+        module.redraw(0)
+        torch.testing.assert_close(module(x)[0], first, rtol=1e-6, atol=1e-6)  # the first came through float32
+        again = make(name)
+        again.redraw(3)
+        assert torch.equal(again(x)[0], third)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    @pytest.mark.parametrize("name", ["performer", "fourier"])
+    def test_rows_differ_by_seed_layer_and_head(self, name):
+        modules = [make(name), make(name, layer=1, depth=2), make(f"{name}(seed=1)")]
+        heads = torch.cat([module.projection for module in modules])
+        assert len({head.sum().item() for head in heads}) == 6
+        assert torch.equal(make(name, seed=9).projection, modules[0].projection)
+
+    @pytest.mark.parametrize("name", ["performer", "fourier"])
+    def test_rows_travel_with_the_weights(self, name):
+        module, other, x = make(name), make(f"{name}(seed=4)", seed=4), data(2, 5, 8)
+        other.load_state_dict(module.state_dict())
+        assert torch.equal(other(x)[0], module(x)[0])
+        assert module.projection.shape == (2, rf.enough(4), 4)
+        assert not module.projection.requires_grad
+
+
+def test_features_are_counted_in_rows():
+    sizes = {name: make(f"performer(map={name!r}, features=5)").init_state(1)[0].shape[2] for name in MAPS}
+    assert sizes == {"positive": 5, "hyperbolic": 10, "trigonometric": 10, "exp": 5, "relu": 5}
+
+
+def test_the_reference_serves_every_form():
+    module, x = make("performer"), data(2, 9, 8)
+    with backend("reference"):
+        expected = module(x)[0]
+    torch.testing.assert_close(module(x)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("performer(map='cosine')", "unknown map 'cosine'; known: exp, hyperbolic, positive, relu, trigonometric"),
+        ("performer(features=-1)", "features=-1 is a number of rows; it must be positive, or 0 for D log D"),
+        ("performer(floor=0.1)", "floor belongs to map='relu', not 'positive'"),
+        ("performer(map='relu', floor=-1.0)", "floor=-1.0 must not be negative"),
+        ("performer(eps=0.0)", "eps=0.0 must be positive: the denominator can vanish"),
+        ("performer(rows='random')", "unknown rows 'random'; known: iid, orthogonal"),
+        ("performer(radii='one')", "unknown radii 'one'; known: chi, midpoints, quantiles, sqrt"),
+        ("fourier(features=-1)", "features=-1 is a number of rows"),
+        ("fourier(bandwidth=0.0)", "bandwidth=0.0 must be positive"),
+        ("fourier(eps=0.0)", "eps=0.0 must be positive: the denominator can vanish"),
+    ],
+)
+def test_bad_specs_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(spec, 8, 2)
