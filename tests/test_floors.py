@@ -21,7 +21,7 @@ FLOORS = (
     ("layers", "cache"),
     ("attention",),
     ("model", "engine", "generate", "data", "tasks", "checkpoint", "checks", "pictures"),
-    ("train", "bench", "demo", "describe"),
+    ("train", "bench", "reproduce", "demo", "describe"),
     ("cli", "commands", "__main__"),
     ("__init__",),
 )

@@ -20,6 +20,7 @@ COMMANDS = {
     "show": ("show", "one mechanism: options, parameters, FLOPs, state, backend"),
     "cite": ("cite", "BibTeX of the papers behind a spec or a trained model"),
     "bench": ("bench", "time and memory, beside other libraries and against the machine's limits"),
+    "reproduce": ("reproduce", "published results, had again at the scale of a laptop"),
     "doctor": ("doctor", "what runs here and why: backends, kernels, caches"),
     "check": ("check", "measure the laws that every attention keeps"),
 }
