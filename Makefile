@@ -7,9 +7,9 @@ BIN := .venv/bin
 demo: .venv/demo.stamp
 	$(BIN)/longspan demo --out demo
 
-# Nothing may follow pytest: its summary is the last line.
+# Nothing may follow pytest: its summary is the last line. One process for each processor that the system counts.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical
 
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -m "slow or demo or inductor"

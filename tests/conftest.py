@@ -11,6 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Processes side by side, each with as many threads as there are processors, would only wait for each other; the
+    # same holds for those that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests whose hardware or compiler is absent."""

@@ -162,6 +162,17 @@ def test_second_derivatives_survive_a_strong_decay():
     assert all(t.isfinite().all() for t in (*first, *second))
 
 
+def test_the_backward_pass_keeps_the_inputs_and_a_state_per_span(monkeypatch):
+    monkeypatch.setattr(chunks, "SPAN", 64 * 4)
+    given, kept = arguments(257, decay="channel"), []
+    inputs = {name: t.requires_grad_() for name, t in given.items()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        chunks.attend(**inputs, scale=0.7, mask=None, segments=None)
+    ours = {t.data_ptr() for t in given.values()}
+    (starts,) = (t for t in kept if t.data_ptr() not in ours)
+    assert starts.shape == (4, *given["state"].shape)
+
+
 def test_masked_tokens_are_not_read():
     """Not even where they are not finite; and their gradients are zero."""
     given = arguments(29, decay="channel")

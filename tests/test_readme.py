@@ -25,7 +25,7 @@ SETUP = {
     '.venv/bin/python -m pip install -e ".[demo]"',
     ".venv/bin/longspan demo --out demo",
     '.venv/bin/python -m pip install -e ".[dev]"',
-    ".venv/bin/python -m pytest",
+    ".venv/bin/python -m pytest -n logical",
 }
 
 
@@ -91,7 +91,7 @@ def test_lines_without_make_are_those_that_make_runs():
     ).stdout.splitlines()  # fmt: skip
     missing = [line for line in SETUP if not line.startswith("make ") and line not in plan]
     assert missing == []
-    assert plan[-1] == ".venv/bin/python -m pytest"
+    assert plan[-1] == ".venv/bin/python -m pytest -n logical"
 
 
 def test_python_in_the_readme_runs(blocks):
