@@ -45,8 +45,6 @@ def _panels(plt: Any, count: int) -> tuple[Any, list[Any]]:
 
 def _lines(axis: Any, rows: Iterable[dict[str, Any]], x: str, y: str, title: str, xlabel: str, ylabel: str) -> None:
     """One line per candidate, in the order in which they come; the same candidate looks the same in every panel."""
-    from matplotlib.ticker import LogLocator
-
     rows = [row for row in rows if row.get(y) is not None]
     names = list(dict.fromkeys(row["candidate"] for row in rows))
     for name in names:
@@ -59,12 +57,19 @@ def _lines(axis: Any, rows: Iterable[dict[str, Any]], x: str, y: str, title: str
     axis.set(xscale="log", yscale="log", title=title, xlabel=xlabel, ylabel=ylabel)
     ticks = sorted({row[x] for row in rows})
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter("{x:g}")
-    axis.minorticks_off()
+    _decades(axis)
     axis.grid(alpha=0.3)
     if names:
         axis.legend(fontsize=8)
+
+
+def _decades(axis: Any) -> None:
+    """Ticks at 1, 2 and 5 of every decade, written as plain numbers."""
+    from matplotlib.ticker import LogLocator
+
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.minorticks_off()
 
 
 def _look(axis: Any, name: str) -> tuple[str, str]:
@@ -121,8 +126,9 @@ def _gated(plt: Any, result: dict[str, Any]) -> Any:
             axis.bar(at, list(found.values()), width, label=name, color=_look(axis, name)[0])
         axis.set(yscale="log", ylabel="ms", title=f"{mode}, batch {batch}" if mode == "step" else mode)
         axis.set_xticks(range(len(rules)), [rule.replace(" ", "\n") for rule in rules], fontsize=8)
+        _decades(axis)
         axis.grid(alpha=0.3, axis="y")
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(names))
     return figure
 
 

@@ -49,8 +49,6 @@ void advance(float* state, const Token& token, float* out, long keys, long value
             for (long j = 0; j < held; ++j) {
                 const vec s = load(state + j * W) + k * v[j];
                 store(state + j * W, s);
-                // The state of the next head, which is there by when its turn comes.
-                __builtin_prefetch(state + keys * (width + 1) + j * W, 1);
                 acc[j] += q * s;
             }
         } else {
