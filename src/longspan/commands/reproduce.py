@@ -16,6 +16,8 @@ COMMON = (
 EXAMPLES = {
     "approximation": "longspan reproduce approximation --estimators positive,trigonometric --size 64",
     "capacity": "longspan reproduce capacity --kinds dpfp1,softmax --keys 60,100,200",
+    "mqar": "longspan reproduce mqar --specs 'linear; gla; kda' --dims 16,32",
+    "transfer": "longspan reproduce transfer --features 32,128 --finetune 300",
 }
 
 
