@@ -51,7 +51,7 @@ class Settings:
     depth: int = _setting(4, "blocks")
     heads: int = _setting(4, "heads of each attention")
     likelihood: str = _setting("categorical", "of a pixel: categorical, or a mixture such as logistics(mixtures=10)")
-    steps: int = _setting(2500, "training steps, the same for each")
+    steps: int = _setting(2000, "training steps, the same for each")
     batch: int = _setting(10, "images of a training step")
     optimizer: str = _setting("adamw", "adamw | radam")
     learning_rate: float = _setting(3e-3, "the highest learning rate")
@@ -61,7 +61,7 @@ class Settings:
     precision: str = _setting("32", "of the training: 32 | bf16")
     evaluate_every: int = _setting(250, "steps between two tests on validation images")
     evaluate_examples: int = _setting(250, "validation images of such a test; 0: all")
-    tests: int = _setting(0, "test images at the end, evenly spaced; 0: all")
+    tests: int = _setting(2000, "test images at the end, evenly spaced; 0: all")
     samples: int = _setting(64, "images drawn by each model, and about half as many completed")
     top: float = _setting(0.5, "the part of each completed image that is given")
     batches: tuple[int, ...] = _setting((1, 64), "images generated at once, where speed is measured")
@@ -108,7 +108,7 @@ QUICK = Settings(
 )  # fmt: skip
 GPU = Settings(
     dim=256, depth=8, heads=8, likelihood="logistics(mixtures=10)", steps=50_000, batch=40, learning_rate=1e-3,
-    warmup=500, precision="bf16", evaluate_every=1000, evaluate_examples=1000,
+    warmup=500, precision="bf16", evaluate_every=1000, evaluate_examples=1000, tests=0,
 )  # fmt: skip
 # Katharopoulos et al. 2020, section 4.2.1: 250 epochs of 55,000 images, the last 5000 of 60,000 being for validation.
 PAPER = replace(
