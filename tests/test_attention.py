@@ -85,7 +85,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("law", "spec"), [*checks.cases(), *((law, "linear; softmax") for law in checks.laws())])
+def cases():
+    """Every law for every example; what takes longest for each mechanism's first one alone, the others with -m slow."""
+    first = {longspan.examples(name)[0] for name in longspan.names()}
+    for law, spec in [*checks.cases(), *((law, "linear; softmax") for law in checks.laws())]:
+        late = law in ("compiles", "exports", "adversarial") and spec not in first and ";" not in spec
+        yield pytest.param(law, spec, marks=[pytest.mark.slow] if late else [])
+
+
+@pytest.mark.parametrize(("law", "spec"), cases())
 def test_law(law, spec):
     row = checks.check(law, spec)
     assert row.status != "failed", row.note

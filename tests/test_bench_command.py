@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 
 from PIL import Image
 
+from longspan import shipped
 from longspan.bench import (
     attention,
     candidates,
@@ -233,6 +234,14 @@ def test_generate(capsys, weightless, monkeypatch):
     assert "whole images" in out
 
 
+def test_generate_at_the_sizes_of_a_trained_model(capsys, weightless, monkeypatch):
+    words = ["linear@plain", "--positions", "2", "--batches", "1", "--images", "0", "--like", "mnist"]
+    _, result = ran(capsys, "generate", *words)
+    config = shipped.load("mnist").config
+    for field in ("dim", "depth", "heads", "feedforward", "vocab"):
+        assert result["options"]["shape"][field] == getattr(config, field), field
+
+
 def test_generate_leaves_out_what_does_not_fit(capsys, weightless, monkeypatch):
     monkeypatch.setattr(case, "available", lambda: 0.002)
     words = ["linear@plain", "softmax@plain", "--positions", "9", "--batches", "1", "--limit", "1e-9", "--tokens", "5"]
@@ -320,6 +329,8 @@ MISTAKES = {
     "attention --out f/o": "cannot make the folder f/o",
     "step softmax": "'softmax' has no token step of its own; those that do: kernel, linear, linear@BACKEND",
     "step --batches ,": "--batches=,: expected whole numbers",
+    "generate --like mnist --dim 8": "--like=mnist has sizes of its own; leave out --dim",
+    "generate --like mnits": "nor is it a model inside longspan: mnist",
     "generate --images -1": "--images=-1 must not be negative",
     "generate --dim 7": "dim=7 is not a multiple of heads=8",
     "generate linear(eps=0.1)": "whole decoders are measured for linear and softmax",

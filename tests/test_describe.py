@@ -101,6 +101,15 @@ def test_continued_counts_equal_measured_ones(spec):
     assert (count.projections, count.mixing) == describe._flops(attention, 16384)
 
 
+def test_a_pattern_counts_the_products_of_its_blocks():
+    # Blocks of 32: each of 16 rows meets its own block and, but for the first, the one before.
+    (count,) = describe.counts(longspan.build("local(window=20)", 24, 3), tokens=(512,))
+    assert count.mixing == 2 * (8 + 8) * 3 * (16 + 15) * 32**2
+    # 16 classes of 16 tokens.
+    (count,) = describe.counts(longspan.build("sparse(pattern='strided(16)')", 24, 3), tokens=(256,))
+    assert count.mixing == 2 * (8 + 8) * 3 * 16 * 16**2
+
+
 def test_linear_costs_linear_time_and_a_constant_state():
     first, second = describe.counts(longspan.build("linear", 8, 2), tokens=(2048, 4096))
     assert second.mixing == 2 * first.mixing

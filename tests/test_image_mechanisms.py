@@ -74,7 +74,10 @@ class TestAxial:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("axial(kind='lines')", "unknown kind of axial attention 'lines'; known: cross, sequential, summed"),
+            (
+                "axial(kind='lines')",
+                "unknown kind of axial attention 'lines'; known: cross, sequential, shifted, summed",
+            ),
             ("axial(width=0)", "width=0 must be a whole number of at least 1"),
         ],
     )

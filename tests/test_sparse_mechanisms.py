@@ -7,7 +7,6 @@ import torch
 
 import longspan
 from longspan import patterns
-from longspan.attention.bigbird import blockwise
 from longspan.cache import KeyValues
 
 N = 37
@@ -196,7 +195,7 @@ class TestBigBird:
 
     @pytest.mark.parametrize(("size", "side", "tile"), [(5, 1, 4), (3, 2, 8), (7, 0, 7), (2, 3, 32)])
     def test_blocks_around_list_the_tiles_that_they_need(self, size, side, tile):
-        pattern = blockwise(size, side)
+        pattern = patterns.blockwise(size, side)
         assert patterns.parse(repr(pattern)) == pattern
         expected = pairs(53, lambda i, j: abs(i // size - j // size) <= side)
         assert pattern.dense(53)[0].equal(expected)

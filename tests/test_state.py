@@ -90,3 +90,11 @@ class TestErrors:
     def test_unwritable(self, tmp_path):
         with pytest.raises(ValueError, match="cannot write a state to"):
             longspan.save_state(tmp_path / "none" / "s", started("linear")[1])
+
+
+def test_a_state_made_with_other_options_is_refused_in_words():
+    plain, gated = (longspan.build(spec, 8, 2) for spec in ("rfa", "rfa(gate=True)"))
+    x = torch.randn(1, 1, 8)
+    for own, other in ((plain, gated), (gated, plain)):
+        with pytest.raises(ValueError, match=r"rfa cannot continue|belongs to an attention of another size"):
+            own(x, other.init_state(1))

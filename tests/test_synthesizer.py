@@ -5,9 +5,17 @@ import torch
 
 import longspan
 from longspan import nbytes
+from longspan.cache import KeyValues
 
 KINDS = ("dense", "random", "factored_dense", "factored_random")
+MIXTURES = (
+    "random+dense",
+    "factored_random+dot",
+    "factored_dense+random",
+    "dot+factored_dense+dense+factored_random+random",
+)
 N = 11
+NETWORKS = (("hidden", ".weight"), ("hidden", ".bias"), ("outputs", ""), ("offsets", ""))
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 SEGMENTS = torch.tensor([[0] * 4 + [1] * 7, [2] * 11])
 
@@ -21,6 +29,8 @@ def build(kind, *, length=N, causal=True, heads=2):
     module = longspan.build(f"synthesizer(kind={kind!r}, length={length})", 6, heads, causal=causal).double()
     for offset in module.offsets:
         torch.nn.init.normal_(offset)
+    if "+" in kind:
+        torch.nn.init.normal_(module.mixture)
     return module
 
 
@@ -39,9 +49,24 @@ def table(module, x, kind):
             return module.table
         case "factored_random":
             return torch.stack([module.rows[h] @ module.columns[h].T for h in range(heads)])
-    a, b = network(0), network(1)
+    a, b = network(-2), network(-1)
     row = [a[:, j % a.shape[1]] * b[:, j // a.shape[1]] for j in range(length)]
     return torch.stack(row, 1)[:, None].expand(-1, length, -1)
+
+
+def row(module, x, kind, i, keys, at):
+    """Scores of token i of x (N,dim) at positions ``at`` for some keys: (H, keys), by the mixture's definition."""
+    parts = []
+    for part in kind.split("+"):
+        if part == "dot":
+            q, k = module.query(x[i]).view(module.heads, -1), module.key(x[keys]).unflatten(-1, (module.heads, -1))
+            parts.append(torch.einsum("hd,mhd->hm", q, k) / q.shape[-1] ** 0.5)
+        else:
+            parts.append(table(module, x[i], part)[:, at[i]][:, [at[j] for j in keys]])
+    if len(parts) == 1:
+        return parts[0]
+    shares = module.mixture.exp() / module.mixture.exp().sum()
+    return torch.stack([share * part for share, part in zip(shares, parts, strict=True)]).sum(0)
 
 
 def loops(module, x, kind, at, allowed):
@@ -52,12 +77,12 @@ def loops(module, x, kind, at, allowed):
         for i in range(x.shape[1]):
             keys = allowed[b, i].nonzero().flatten()
             if len(keys):
-                s = table(module, x[b, i], kind)[:, at[b][i]][:, [at[b][j] for j in keys]]
+                s = row(module, x[b], kind, i, keys, at[b])
                 out[b, i] = torch.einsum("hj,jhe->he", s.softmax(-1), v[b, keys])
     return module.out(out.flatten(-2))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + MIXTURES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_it_equals_loops(kind, causal):
     module, x, plain = build(kind, causal=causal), data(2, N, 6), [list(range(N))] * 2
@@ -75,7 +100,7 @@ def test_it_equals_loops(kind, causal):
         torch.testing.assert_close(found[real], expected[real], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + MIXTURES)
 def test_steps_and_packed_calls_read_on_at_their_positions(kind):
     module, x = build(kind, length=17), data(2, N, 6)
     whole = module(x)[0]
@@ -115,7 +140,7 @@ def test_a_row_of_weights_depends_on_its_own_token_or_on_none(kind):
         assert not found[:, i + 1 :].any()
 
 
-@pytest.mark.parametrize("kind", ["dense", "random", "factored_random"])
+@pytest.mark.parametrize("kind", ["dense", "random", "factored_random", "dense+dot+random+factored_random"])
 def test_only_the_rows_and_columns_of_a_sequence_are_used(kind):
     """Weights for longer sequences, cut down to fewer rows and columns, give the same."""
     long, short, x = build(kind, length=29), build(kind), data(2, N, 6)
@@ -138,7 +163,7 @@ def test_two_factors_of_a_row_reach_every_position():
 class TestLength:
     message = "position 5 is beyond the 5 that this synthesizer has scores for; shorten the sequence"
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", KINDS + MIXTURES)
     def test_longer_sequences_are_refused(self, kind):
         module, x = build(kind, length=5), data(2, 6, 6)
         with pytest.raises(ValueError, match=self.message):
@@ -149,14 +174,14 @@ class TestLength:
                 with pytest.raises(ValueError, match=self.message):
                     module(x[:, 5:], state, donate=donate)
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", KINDS + MIXTURES)
     def test_compiled_they_are_an_error_too(self, kind):
         torch._dynamo.reset()
         module = torch.compile(build(kind, length=5), backend="eager", fullgraph=True)
         with pytest.raises((RuntimeError, IndexError), match="out of (bounds|range)"):
             module(data(2, 6, 6))
 
-    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kind", KINDS + MIXTURES)
     def test_padding_and_other_segments_do_not_count(self, kind):
         module, x = build(kind, length=8), data(2, N, 6)
         mask = MASK.clone()
@@ -175,10 +200,67 @@ def test_the_state_is_values_alone():
     assert module.init_state(2, 100).values.shape == (2, 2, 13, 3)  # no more will ever come
 
 
+class TestMixture:
+    def test_all_share_alike_at_first_and_learn(self):
+        module, x = longspan.build("synthesizer(kind='random+dense+dot', length=13)", 6, 2).double(), data(2, N, 6)
+        assert module.mixture.softmax(0).tolist() == pytest.approx([1 / 3] * 3)
+        module(x)[0].square().sum().backward()
+        assert (module.mixture.grad != 0).all()
+        assert module.mixture.grad.sum().abs() < 1e-10  # a number for all kinds changes no share
+
+    @pytest.mark.parametrize("kind", MIXTURES)
+    def test_with_a_share_of_one_it_is_that_kind_alone(self, kind):
+        module, x = build(kind), data(2, N, 6)
+        for number, part in enumerate(kind.split("+")):
+            torch.nn.init.constant_(module.mixture, -1e9)
+            torch.nn.init.zeros_(module.mixture[number])
+            alone = longspan.build("softmax", 6, 2).double() if part == "dot" else build(part)
+            weights = module.state_dict()
+            if part == "factored_dense" and "dense" in kind.split("+"):
+                weights |= {
+                    f"{name}.{i}{end}": module.state_dict()[f"{name}.{i + 1}{end}"]
+                    for i in (0, 1)
+                    for name, end in NETWORKS
+                }
+            alone.load_state_dict({name: weights[name] for name in alone.state_dict()})
+            torch.testing.assert_close(module(x)[0], alone(x)[0], rtol=1e-10, atol=1e-10)
+
+    @pytest.mark.parametrize("kind", MIXTURES)
+    def test_the_state_has_keys_only_for_dot(self, kind):
+        module, dot = build(kind, length=13), "dot" in kind
+        _, state = module(data(2, 7, 6), module.init_state(2, 7))
+        assert isinstance(state, KeyValues) == dot
+        assert nbytes(module.init_state(2, 7)) == nbytes(state) == (1 + dot) * 2 * 7 * 6 * 8 + 2 * 8
+        other = build("dense" if dot else "dense+dot").init_state(2)
+        with pytest.raises(ValueError, match="synthesizer cannot continue .*; its states are "):
+            module(data(2, 7, 6), other)
+
+
+def test_weights_of_single_kinds_keep_their_names():
+    networks = {f"{name}.0{end}" for name, end in NETWORKS}
+    names = {
+        "dense": networks,
+        "random": {"table"},
+        "factored_dense": networks | {name.replace("0", "1") for name in networks},
+        "factored_random": {"rows", "columns"},
+    }
+    for kind, own in names.items():
+        ends = {f"{part}.{end}" for part in ("value", "out") for end in ("weight", "bias")}
+        assert set(build(kind).state_dict()) == own | ends
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("synthesizer(kind='sparse')", "unknown kind of scores 'sparse'.*known: dense, factored_dense, .*random"),
+        ("synthesizer(kind='sparse')", "unknown kind of scores 'sparse'.*known: dense, dot, factored_dense, .*random"),
+        ("synthesizer(kind='dense+sparse')", "unknown kind of scores 'sparse'.*known: dense, dot, factored_dense"),
+        ("synthesizer(kind='dense+')", "unknown kind of scores ''; known: dense, dot"),
+        ("synthesizer(kind='dot')", "kind='dot' alone is softmax attention, which is 'softmax'; here it is one of"),
+        (
+            "synthesizer(kind='dense+dot+dense')",
+            r"kind='dense\+dot\+dense' has the same scores twice; each kind may be",
+        ),
+        ("synthesizer(kind='random+dot', rank=3)", r"rank belongs to kind='factored_random', not 'random\+dot'"),
         ("synthesizer(length=0)", "length=0 is the most tokens of a sequence; it must be positive"),
         ("synthesizer(kind='random', length=7, rank=3)", "rank belongs to kind='factored_random', not 'random'"),
         ("synthesizer(kind='factored_random', rank=0)", "rank=0 is a number of columns; it must be positive"),

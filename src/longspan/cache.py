@@ -1,5 +1,6 @@
 """Keys and values kept for later calls: the state of every mechanism that looks back at single tokens."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ class Context(NamedTuple):
         return Sight(self.keys, self.values, self.mask[:, None, None, :], False)
 
 
-def context(k: Tensor, v: Tensor, mask: Tensor | None) -> Context:
+def of_context(k: Tensor, v: Tensor, mask: Tensor | None) -> Context:
     """k (B,H,M,D), v (B,H,M,E), mask (B,M) bool or None where every token is real."""
     if mask is None:
         mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
@@ -71,6 +72,34 @@ def look(
         return Sight(k, v, None, causal)
     allowed = visible(k.transpose(1, 2), causal=causal, mask=mask, segments=segments)
     return Sight(k, v, allowed if prefix is None else join(allowed, prefix), False)
+
+
+def see(
+    project: Callable[[Tensor], tuple[Tensor, Tensor]],
+    x: Tensor,
+    state: KeyValues | Context | None,
+    *,
+    causal: bool,
+    context: Tensor | None = None,
+    context_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    prefix: Tensor | None = None,
+    donate: bool = False,
+) -> tuple[Sight, KeyValues | Context | None]:
+    """What the queries of x see, and the state after: of a context, given now or kept, of x alone, or of all so far.
+
+    ``project`` makes keys (B,H,M,D) and values (B,H,M,E) of x (B,N,dim) or of the context (B,M,context_dim). The rest
+    is as in ``Attention.forward``.
+    """
+    if context is not None:
+        state = of_context(*project(context), context_mask)
+    if isinstance(state, Context):
+        return state.sight(), state
+    k, v = project(x)
+    if state is None:
+        return look(k, v, causal=causal, mask=mask, segments=segments, prefix=prefix), None
+    return extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
 
 
 def extend(

@@ -16,6 +16,7 @@ from . import ops, patterns, spec
 from .attention import REGISTRY, Attention, build, nbytes
 from .attention.base import own_options
 from .layers import FeedForward
+from .ops import blockwise
 from .ops.native import build as kernels
 from .ops.native import openmp
 from .patterns import Pattern
@@ -168,7 +169,8 @@ def counts(attention: Attention, *, inner: int = 0, tokens: Sequence[int] = TOKE
     PyTorch's own counter watches a call on tensors without contents, at each length up to 4096; beyond, the quadratic
     through the three longest counts is continued, which is exact wherever time is a polynomial up to N^2. A mechanism
     whose course depends on its input is run for real, up to 1024 tokens. The fused softmax kernels count as the
-    products that they stand for, without the half that a causal mask spares some of them.
+    products that they stand for, without the half that a causal mask spares some of them; attention under a pattern as
+    the products of the blocks that it works off.
     """
     network = _feedforward(attention.dim, inner or 4 * attention.dim)
     measure, longest = _measure(attention)
@@ -209,7 +211,7 @@ def _measure(attention: Attention) -> tuple[Callable[[int], tuple[int, int]], in
 
 def _flops(module: nn.Module, n: int, *, fake: bool = True) -> tuple[int, int]:
     """FLOPs of one call on one sequence of n tokens: inside the module's nn.Linear parts, and the rest."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -224,7 +226,14 @@ def _flops(module: nn.Module, n: int, *, fake: bool = True) -> tuple[int, int]:
             x = torch.zeros(1, n, width)
         else:
             x = torch.randn(1, n, width, generator=torch.Generator().manual_seed(0))
-        counter = stack.enter_context(FlopCounterMode(display=False))
+
+        def sparse(*shapes, **output):
+            # Lists of blocks need tensors with contents.
+            with unset_fake_temporarily():
+                return blockwise.flops(*shapes, **output)
+
+        formulas = {torch.ops.longspan.pattern_forward: sparse}
+        counter = stack.enter_context(FlopCounterMode(display=False, custom_mapping=formulas))
         module(x)
         by_name = counter.get_flop_counts()
         inside = sum(sum(by_name.get(f"{type(module).__name__}.{name}", {}).values()) for name in linears)

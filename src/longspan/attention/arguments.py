@@ -126,7 +126,13 @@ def check_state(attention: "Attention", state: Any, batch: int) -> None:
         return
     if not attention.causal:
         raise ValueError(f"a bidirectional {attention.name} sees whole sequences; it continues states of context= only")
-    for leaf, expected in zip(leaves, _shapes(attention), strict=True):
+    shapes = _shapes(attention)
+    if len(leaves) != len(shapes):
+        raise ValueError(
+            f"{attention.name} cannot continue {_kind(state)}, a state of {len(leaves)} tensors: with these options "
+            f"its own has {len(shapes)}; init_state makes one"
+        )
+    for leaf, expected in zip(leaves, shapes, strict=True):
         # A dimension that starts at zero grows, so any size fits.
         if leaf.dim() != len(expected) or any(
             e not in (0, s) for s, e in zip(leaf.shape[1:], expected[1:], strict=True)

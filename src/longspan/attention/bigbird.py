@@ -1,10 +1,6 @@
 """Softmax attention by blocks: a window around each, some that see and are seen by all, and some at random."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-from torch import Tensor, nn
+from torch import nn
 
 from .. import patterns, reach
 from ..ops.heads import merge, split
@@ -54,12 +50,14 @@ class BigBird(Attention):
         super().__init__(dim, heads, causal=causal)
         if window < 1 or window % 2 == 0:
             raise ValueError(f"window={window} blocks have the query's own in their middle, so window must be odd")
+        if block < 1:
+            raise ValueError(f"block={block} must be a whole number of at least 1: tokens of a block")
         if globals < 0 or random < 0:
             raise ValueError(f"globals={globals} and random={random} are numbers of blocks and must not be negative")
         self.layer, self.block, self.window, self.globals = layer, block, window, globals
         self.random, self.seed = random, seed
         side = window // 2
-        sees = patterns.local1d(block, side * block) if causal else blockwise(block, side)
+        sees = patterns.local1d(block, side * block) if causal else patterns.blockwise(block, side)
         if globals:
             sees |= patterns.globals(globals * block)
         if random:
@@ -76,35 +74,3 @@ class BigBird(Attention):
             q, k, v, state, self.sees, layer=self.layer, mask=mask, segments=segments, record=record, donate=donate
         )
         return self.out(merge(o)), state
-
-
-@dataclass(frozen=True)
-class blockwise(Pattern):
-    """The queries of each block of ``size`` see it and ``side`` blocks before and after it."""
-
-    size: int
-    side: int
-
-    def __post_init__(self) -> None:
-        # Blocks of no keys and negative memories are refused where the same is done for one direction.
-        patterns.local1d(self.size, self.side * self.size)
-
-    @property
-    def unit(self) -> int:
-        return self.size
-
-    @property
-    def reach(self) -> tuple[int | None, int | None]:
-        far = (self.side + 1) * self.size - 1
-        return far, far
-
-    def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
-        return (i // self.size - j // self.size).abs() <= self.side
-
-    def spans(self, units: Tensor, head: int, layer: int) -> tuple[Tensor, Tensor]:
-        units = units[:, None]
-        return (units - self.side) * self.size, (units + self.side + 1) * self.size
-
-
-# What is known by name can be read back from text, by which plans of the work are kept.
-patterns.NAMES["blockwise"] = blockwise  # type: ignore[assignment]

@@ -65,22 +65,18 @@ class Kernel(Attention):
     def start(self, batch, capacity):
         return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
 
+    def _project(self, x):
+        return split(self.key(x), self.heads), split(self.value(x), self.heads)
+
     def attend(
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
         donate=False,
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
-        if context is not None:
-            keys, values = split(self.key(context), self.heads), split(self.value(context), self.heads)
-            state = cache.context(keys, values, context_mask)
-        if isinstance(state, Context):
-            sight = state.sight()
-        else:
-            k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
-            if state is None:
-                sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
-            else:
-                sight, state = cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
+        sight, state = cache.see(
+            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
+            segments=segments, prefix=prefix, donate=donate,
+        )  # fmt: skip
         allowed = sight.allowed(q.shape[2])
         p = op.weights(
             q, sight.keys, allowed, similarity=self.similarity, degree=self.degree,

@@ -5,7 +5,7 @@ from torch import nn
 from .. import reach
 from ..layers import check_rotary, positions, rotate
 from ..ops.heads import merge, split
-from ..patterns import band
+from ..patterns import Pattern, band
 from .base import Attention
 
 
@@ -38,7 +38,7 @@ class Local(Attention):
             raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
         check_rotary(rotary, dim // heads)
         self.window, self.kv_heads, self.rotary, self.groups = window, kv_heads, rotary, groups
-        self.sees = band(window - 1, right=0 if causal else window - 1)
+        self.sees: Pattern = band(window - 1, right=0 if causal else window - 1)
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(dim, dim // heads * groups) for _ in range(2))
         self.out = nn.Linear(dim, dim)

@@ -47,22 +47,18 @@ class RealFormer(Attention):
         """Zeros (B,1,1,1), which stand for scores of 0 against however many keys the call will see."""
         return widen(x.new_zeros(len(x), 1, 1, 1))
 
+    def _project(self, x):
+        return split(self.key(x), self.heads), split(self.value(x), self.heads)
+
     def attend(
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, carry=None,
         record=None, donate=False,
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
-        if context is not None:
-            keys, values = split(self.key(context), self.heads), split(self.value(context), self.heads)
-            state = cache.context(keys, values, context_mask)
-        if isinstance(state, Context):
-            sight = state.sight()
-        else:
-            k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
-            if state is None:
-                sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
-            else:
-                sight, state = cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
+        sight, state = cache.see(
+            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
+            segments=segments, prefix=prefix, donate=donate,
+        )  # fmt: skip
         allowed = sight.allowed(q.shape[2])
         total = scores.products(q, sight.keys)
         if carry is not None:

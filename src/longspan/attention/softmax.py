@@ -82,7 +82,7 @@ class Softmax(Attention):
     def _project(self, context, mask):
         if self.rotary:
             raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
-        return cache.context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
+        return cache.of_context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
 
     def _read(self, q, sight, record):
         q = q.to(sight.keys.dtype)

@@ -5,6 +5,7 @@ from torch import nn
 from .. import patterns, reach
 from ..layers import check_rotary, positions, rotate
 from ..ops.heads import merge, split
+from ..patterns import Pattern
 from .base import Attention
 
 
@@ -52,7 +53,7 @@ class Sparse(Attention):
             raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
         check_rotary(rotary, dim // heads)
         self.layer, self.pattern, self.kv_heads, self.rotary = layer, pattern, kv_heads, rotary
-        self.sees = patterns.parse(pattern) & patterns.causal() if causal else patterns.parse(pattern)
+        self.sees: Pattern = patterns.parse(pattern) & patterns.causal() if causal else patterns.parse(pattern)
         self.groups = groups
         width = dim // heads * groups
         self.query = nn.Linear(dim, dim)

@@ -1,4 +1,4 @@
-"""Attention without queries and keys: the scores come from the token alone, or are the same for every input."""
+"""Attention without queries and keys: scores from the token alone, or the same for every input, or sums of such."""
 
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ KINDS = {
     "random": "a learned matrix",
     "factored_dense": "products of the outputs of two smaller networks",
     "factored_random": "a learned matrix of low rank",
+    "dot": "products of queries and keys, beside others",
 }
 
 
@@ -31,7 +32,7 @@ class State(NamedTuple):
 
 
 class Synthesizer(Attention):
-    """Softmax over scores that no key has a part in: synthesised from the query's token alone, or learned outright.
+    """Softmax over scores synthesised from the query's token alone, learned outright, or a mixture of several.
 
     y_i = sum_j softmax_j(S_ij) v_j over the keys that token i may see, where i and j are positions: real tokens before.
     ``kind``: dense, S_i = W_2 relu(W_1 x_i + b_1) + b_2, one score per position; factored_dense, S_ij = a_i[j mod A]
@@ -39,10 +40,14 @@ class Synthesizer(Attention):
     learned matrix per head, whatever the input; factored_random, S = R_1 R_2^T. ``length``: most tokens of a sequence,
     a size of the weights; random has length^2 of them per head. ``rank``: columns of R_1 and R_2, for factored_random.
 
-    Only the rows and columns that a sequence reaches are used, and the softmax is over them, so a shorter sequence is
-    the beginning of a longer one.
+    Different kinds joined by + are a mixture, S = sum_n alpha_n S_n, with alpha = softmax(w), one learned number w per
+    kind, all equal at first. It may also have dot, q_i.k_j / sqrt D, the scores of softmax attention.
 
-    Source: Tay et al. 2020, sections 3.1 to 3.3. Raises ValueError for a sequence of more than ``length`` tokens.
+    Only the rows and columns that a sequence reaches are used, and the softmax is over them, so a shorter sequence is
+    the beginning of a longer one. The state is the values so far, and the keys where there is dot.
+
+    Source: Tay et al. 2020, section 3, which wants the alpha to be learned and to sum to one. Raises ValueError for a
+    sequence of more than ``length`` tokens, for dot alone and for a kind that comes twice.
     """
 
     name, paper, cost = "synthesizer", "2005.00743", "N^2 D"
@@ -54,62 +59,79 @@ class Synthesizer(Attention):
     examples = (
         "synthesizer",
         "synthesizer(kind='factored_random', length=151, rank=3)",
+        "synthesizer(kind='random+dense+dot', length=151)",
     )
-    states = (State,)
+    states = (State, KeyValues)
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, kind: str = "dense", length: int = 4096, rank: int = 8
     ):
         super().__init__(dim, heads, causal=causal)
-        known(kind, KINDS, "kind of scores")
+        kinds = kind.split("+")
+        for part in kinds:
+            known(part, KINDS, "kind of scores")
+        if kinds == ["dot"]:
+            raise ValueError("kind='dot' alone is softmax attention, which is 'softmax'; here it is one of several")
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"kind={kind!r} has the same scores twice; each kind may be in a mixture once")
         if length < 1:
             raise ValueError(f"length={length} is the most tokens of a sequence; it must be positive")
-        if kind != "factored_random" and rank != 8:
+        if "factored_random" not in kinds and rank != 8:
             raise ValueError(f"rank belongs to kind='factored_random', not {kind!r}")
         if rank < 1:
             raise ValueError(f"rank={rank} is a number of columns; it must be positive")
-        self.kind, self.length, self.rank = kind, length, rank
+        self.kind, self.length, self.rank, self.kinds = kind, length, rank, kinds
+        self.states = (KeyValues if "dot" in kinds else State,)  # type: ignore[misc]
         size, tile = dim // heads, ceil_sqrt(length)
-        sizes = {"dense": (length,), "factored_dense": (tile, -(-length // tile))}.get(kind, ())
+        # The networks: that of dense is the first, those of factored_dense are the last two.
+        sizes = [length] if "dense" in kinds else []
+        sizes += [tile, -(-length // tile)] if "factored_dense" in kinds else []
         # Standard normal scores, roughly, whatever the kind.
         self.hidden = nn.ModuleList(nn.Linear(dim, dim) for _ in sizes)
         self.outputs = nn.ParameterList(torch.randn(heads, size, n) * (2 / size) ** 0.5 for n in sizes)
         self.offsets = nn.ParameterList(torch.zeros(heads, 1, n) for n in sizes)
-        if kind == "random":
+        if "random" in kinds:
             self.table = nn.Parameter(torch.randn(heads, length, length))
-        if kind == "factored_random":
+        if "factored_random" in kinds:
             self.rows, self.columns = (nn.Parameter(torch.randn(heads, length, rank) * rank**-0.25) for _ in range(2))
         self.value, self.out = (nn.Linear(dim, dim) for _ in range(2))
+        if "dot" in kinds:
+            self.query, self.key = (nn.Linear(dim, dim) for _ in range(2))
+        if len(kinds) > 1:
+            self.mixture = nn.Parameter(torch.zeros(len(kinds)))
 
     @property
     def positional(self) -> bool:
         return True
 
     def start(self, batch, capacity):
-        like = self.out.weight
-        values = like.new_zeros(batch, self.heads, min(capacity, self.length), self.dim // self.heads)
-        return State(values, torch.zeros(batch, dtype=torch.long, device=like.device))
+        room, size = min(capacity, self.length), self.dim // self.heads
+        kept = cache.empty(batch, self.heads, room, size, self.out.weight)
+        return kept if "dot" in self.kinds else State(kept.values, kept.length)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         v = split(self.value(x), self.heads)
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
-        # The cache of keys and values, with keys of no channels.
+        # Without dot, the cache of keys and values has keys of no channels.
+        k = split(self.key(x), self.heads) if "dot" in self.kinds else v[..., :0]
         arguments = {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            sight = cache.look(v[..., :0], v, causal=self.causal, **arguments)
+            sight = cache.look(k, v, causal=self.causal, **arguments)
         else:
-            kept = KeyValues(state.values[..., :0], state.values, state.length)
-            sight, kept = cache.extend(kept, v[..., :0], v, **arguments, donate=donate)
+            if isinstance(state, State):
+                state = KeyValues(state.values[..., :0], state.values, state.length)
+            sight, state = cache.extend(state, k, v, **arguments, donate=donate)
         allowed = sight.allowed(x.shape[1])
         places = scores.key_positions(at, sight.values.shape[2], kept=state is not None, packed=segments is not None)
         # What nobody sees may be anywhere, also beyond the tables.
         places = places.masked_fill(~allowed.any(-2)[:, 0], 0)
         self._check(places)
-        p = scores.weights(self._scores(x, at if mask is None else at.masked_fill(~mask, 0), places), allowed)
+        at = at if mask is None else at.masked_fill(~mask, 0)
+        p = scores.weights(self._mixed(x, sight.keys, at, places), allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)
         y = self.out(merge(similarity.attend(p, sight.values)))
-        return y, None if state is None else State(kept.values, kept.length)
+        return y, state if state is None or "dot" in self.kinds else State(state.values, state.length)
 
     def _check(self, places):
         if torch.compiler.is_compiling() or not places.numel():
@@ -120,11 +142,23 @@ class Synthesizer(Attention):
                 f"shorten the sequence, or train with a larger length="
             )
 
-    def _scores(self, x, at, places):
-        """x (B,N,dim), positions of queries (B,N) and keys (B,M) -> (B,H,N,M), float32 at least."""
+    def _mixed(self, x, k, at, places):
+        """x (B,N,dim), keys (B,H,M,D), positions of queries (B,N) and keys (B,M) -> (B,H,N,M), float32 at least."""
+        found = [self._scores(kind, x, k, at, places) for kind in self.kinds]
+        if len(found) == 1:
+            return found[0]
+        alpha = widen(self.mixture).softmax(0)
+        mixed = alpha[0] * found[0]
+        for share, part in zip(alpha[1:], found[1:], strict=True):
+            mixed = mixed + share * part
+        return mixed
+
+    def _scores(self, kind, x, k, at, places):
         # Positions are smaller than the number of keys, so no other columns can be asked for.
         keys = min(places.shape[1], self.length)
-        match self.kind:
+        match kind:
+            case "dot":
+                found = scores.products(split(self.query(x), self.heads), k)
             case "random":
                 found = self.table[:, at[:, :, None], places[:, None, :]].transpose(0, 1)
             case "factored_random":
@@ -132,8 +166,8 @@ class Synthesizer(Attention):
             case "dense":
                 found = _pick(self._network(x, 0, keys), places)
             case _:
-                a = self._network(x, 0, self.length)
-                b = self._network(x, 1, -(-keys // a.shape[-1]))
+                a = self._network(x, -2, self.length)
+                b = self._network(x, -1, -(-keys // a.shape[-1]))
                 found = _pick((b[..., :, None] * a[..., None, :]).flatten(-2)[..., :keys], places)
         return widen(found)
 

@@ -49,9 +49,9 @@ class Options:
     size: int = 64
     rounds: int = 5
     backward: bool = True
-    matrix: int = 4096
+    matrix: int = 16384
     """tokens up to which the candidates that need all pairs of the pattern take part"""
-    limit: float = 5.0
+    limit: float = 30.0
     """seconds; a candidate is left out where a call is expected to take longer"""
     flex: bool = False
     """whether FlexAttention is measured too, forward only; torch compiles it for about a minute for each shape"""
@@ -88,7 +88,8 @@ def _attention(way: str, text: str, task: Task) -> Function:
         case "sdpa mask":
             # Made at the first call, so that memory tells of it, and time does not.
             mask = lru_cache(maxsize=1)(partial(matrix, pattern, heads=task["heads"]))
-            function = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q.shape[2]))  # noqa: E731
+            # Of four dimensions: with fewer the fused kernel is not taken.
+            function = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q.shape[2])[None])  # noqa: E731
         case _:
             function = _flex(pattern, task["heads"])
     return lambda q, k, v: function(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2).flatten(2)

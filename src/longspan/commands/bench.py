@@ -125,6 +125,9 @@ def _step(args) -> tuple[dict, Callable]:
     return _compared(args, step, options)
 
 
+SIZES = {"dim": (256, "width"), "depth": (8, "layers"), "heads": (8, "heads"), "feedforward": (1024, "inner width")}
+
+
 def _generate_options(parser: Parser) -> None:
     _candidates(
         parser,
@@ -137,21 +140,31 @@ def _generate_options(parser: Parser) -> None:
     parser.add_argument("--images", type=int, default=3, help="samples of whole images; 0: none")
     parser.add_argument("--tokens", type=int, default=784, help="tokens of an image")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds; leave out images expected to take longer")
-    for field, default, what in (
-        ("dim", 256, "width"), ("depth", 8, "layers"), ("heads", 8, "heads"), ("feedforward", 1024, "inner width")
-    ):  # fmt: skip
+    for field, (default, what) in SIZES.items():
         parser.add_argument(f"--{field}", type=int, default=default, help=f"{what} of the decoder")
+    parser.add_argument(
+        "--like",
+        type=str,
+        default="",
+        help="a trained decoder, a folder or a model inside longspan such as mnist: its sizes instead of these",
+    )
 
 
 def _generate(args) -> tuple[dict, Callable]:
     from dataclasses import replace
 
     from ..bench import decoding
+    from .trained import sizes
 
     positive(args, "rounds", "tokens")
     if args.images < 0:
         raise ValueError(f"--images={args.images} must not be negative; 0 measures no whole images")
-    shape = {field: getattr(args, field) for field in ("dim", "depth", "heads", "feedforward")}
+    shape = {field: getattr(args, field) for field in SIZES}
+    if args.like:
+        given = [f"--{field}" for field, (default, _) in SIZES.items() if shape[field] != default]
+        if given:
+            raise ValueError(f"--like={args.like} has sizes of its own; leave out {', '.join(given)}")
+        shape = sizes(args.like, *SIZES, "vocab")
     options = decoding.Options(
         positions=_numbers(args, "positions"), batches=_numbers(args, "batches"), rounds=args.rounds,
         images=args.images, tokens=args.tokens, limit=_seconds(args), shape=replace(decoding.SHAPE, **shape),

@@ -25,17 +25,26 @@ def decoder(folder: str, data: str) -> tuple[Any, str, int]:
     was trained on. Raises ValueError for a folder that is no checkpoint, an encoder, and a checkpoint that does not say
     on which data it was trained.
     """
-    inside = shipped.means(folder)
-    path = shipped.path(folder) if inside else _resolve(folder)
-    header = checkpoint.read_config(path)
-    if header["kind"] != "decoder":
-        raise ValueError(f"{folder} holds an {header['kind']}; only a decoder predicts and generates tokens")
+    path, header = _header(folder)
     run = header.get("run") or {}
     name = data or run.get("data", "")
     if not name:
         raise ValueError(f"{folder} does not say on which data it was trained; name it by --data, e.g. --data digits")
     length = run.get("length", 0) if _kind(name) == _kind(run.get("data", "text")) else 0
-    return shipped.load(folder) if inside else checkpoint.load(path), name, length
+    return shipped.load(folder) if shipped.means(folder) else checkpoint.load(path), name, length
+
+
+def sizes(folder: str, *fields: str) -> dict[str, Any]:
+    """Some fields of a trained decoder's config; ``folder`` as for ``decoder``, which says what is raised."""
+    return {field: _header(folder)[1]["config"][field] for field in fields}
+
+
+def _header(folder: str) -> tuple[Path, dict[str, Any]]:
+    path = shipped.path(folder) if shipped.means(folder) else _resolve(folder)
+    header = checkpoint.read_config(path)
+    if header["kind"] != "decoder":
+        raise ValueError(f"{folder} holds an {header['kind']}; only a decoder predicts and generates tokens")
+    return path, header
 
 
 def dataset(model: Any, name: str, length: int) -> Dataset:

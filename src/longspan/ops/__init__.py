@@ -15,6 +15,7 @@ BACKENDS = {
     "torch": "chunked and made of matrix products, with a memory-bounded backward; any device",
     "native": "C++ kernels for the CPU",
     "triton": "kernels for the GPU",
+    "flex": "torch's FlexAttention for the GPU, under our lists of blocks",
 }
 
 # A plain global: Dynamo guards on it and recompiles; a ContextVar would break fullgraph compilation.
@@ -23,7 +24,7 @@ _backend = "auto"
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Force a backend inside a ``with`` block: ``auto | reference | torch | native | triton``.
+    """Force a backend inside a ``with`` block: ``auto | reference | torch | native | triton | flex``.
 
     A forced backend that cannot serve a call raises a ValueError with the reason. Not thread-safe: the choice holds
     for the whole process. Raises ValueError for an unknown name.

@@ -5,10 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import patterns
-from . import chosen, tiles
-from .layout import listed, plan
+from . import chosen, flex, tiles
+from .layout import Classes, listed, plan
 from .native import pattern as kernels
 from .softmax import repeat
+
+OP, SERVED = "attention under a pattern", ("reference", "torch", "native", "flex")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, pattern: patterns.Pattern | str, *, layer: int, scale: float):
@@ -21,18 +23,43 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: patterns.Pattern | str, *, 
     """
     if not q.numel() or not v.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum()), _sums(q).fill_(-torch.inf)
-    reason = kernels.why_not(q, k, v)
-    served = ("reference", "torch") if reason else ("reference", "torch", "native")
-    way = chosen("attention under a pattern", served, "torch" if reason else "native")
-    out, lse = _forward_op(
-        q, k, v, pattern if isinstance(pattern, str) else _text(pattern), layer, scale, way == "native"
-    )
+    text = pattern if isinstance(pattern, str) else _text(pattern)
+    way = _way(q, k, v, text, layer)
+    if way == "flex":
+        out, lse = flex.attend(q, k, v, text, layer, scale)
+    else:
+        out, lse = _forward_op(q, k, v, text, layer, scale, way == "native")
     return out, lse.detach()
+
+
+def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int) -> str:
+    """The backend of a call. Raises ValueError where a forced one cannot serve it."""
+    no_kernels = kernels.why_not(q, k, v)
+    no_flex = flex.why_not(q, k, v, text, layer)
+    best = "torch" if no_kernels and no_flex else "flex" if no_kernels else "native"
+    way = chosen(OP, SERVED, best)
+    for name, reason in (("native", no_kernels), ("flex", no_flex)):
+        if way == name and reason:
+            raise ValueError(f"backend {name!r} cannot serve this call of {OP}: {reason}")
+    return way
 
 
 @torch.compiler.assume_constant_result
 def _text(pattern: patterns.Pattern) -> str:
     return repr(pattern)
+
+
+def flops(q: torch.Size, k: torch.Size, v: torch.Size, pattern: str, layer: int, *_: object, **__: object) -> int:
+    """FLOPs of the products of ``longspan::pattern_forward``, by the shapes of its operands: of whole blocks."""
+    pairs, n, heads = 0, q[2], q[1]
+    alike = not patterns.parse(pattern).per_head
+    for head in [0] if alike else range(heads):
+        for part in plan(pattern, n, head, layer, True)[1]:
+            assert isinstance(part, Classes)
+            pairs += part.step * part.count**2
+        blocks = listed(pattern, n, head, layer)
+        pairs += 0 if blocks is None else len(blocks.keys) * blocks.size**2
+    return 2 * (q[3] + v[3]) * q[0] * pairs * (heads if alike else 1)
 
 
 def _forward(

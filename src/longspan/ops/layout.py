@@ -4,6 +4,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,23 +83,26 @@ def _up(n: int, multiple: int) -> int:
 def listed(text: str, n: int, head: int, layer: int) -> Listed | None:
     """What is left beside the classes of ``plan``, or None."""
     near, _ = _split(patterns.parse(text).at(head, layer), n)
-    if near is None:
-        return None
-    size = grain(near) or block_size(near, n)
-    blocks = near.blocks(n, size, head=head, layer=layer)
+    return None if near is None else tabled(near, n, grain(near) or block_size(near, n), head, layer)
+
+
+def tabled(pattern: Pattern, n: int, size: int, head: int, layer: int) -> Listed:
+    """The pairs of blocks of ``size`` tokens (a multiple of 8) that a pattern needs, and the masks that differ."""
+    blocks = pattern.blocks(n, size, head=head, layer=layer)
     there = blocks.index >= 0
     keys, rows = blocks.index[there], there.nonzero()[:, 0]
     partial = (~blocks.full[there]).nonzero()[:, 0]
-    found, masks = torch.full_like(keys, -1), torch.zeros(0, size, size, dtype=torch.uint8)
+    found, masks = torch.full_like(keys, -1), dict[bytes, int]()
     for some in partial.split(AT_ONCE):
-        # Of all masks only those that differ are kept; where one moves along with the queries they are few.
-        made = _seen(near, n, size, rows[some], keys[some, None], head, layer).to(torch.uint8)
-        masks, which = torch.cat([masks, made]).flatten(1).unique(dim=0, return_inverse=True)
-        masks = masks.view(-1, size, size)
-        old = found >= 0
-        found[old], found[some] = which[found[old]], which[len(which) - len(some) :]
+        # Where a mask moves along with the queries, few differ.
+        made = _seen(pattern, n, size, rows[some], keys[some, None], head, layer).numpy()
+        packed = np.packbits(made.reshape(len(made), size * size), axis=1)
+        numbers = [masks.setdefault(mask.tobytes(), len(masks)) for mask in packed]
+        found[some] = torch.tensor(numbers, dtype=torch.int64)
+    bits = np.frombuffer(b"".join(masks), np.uint8).reshape(len(masks), size * size // 8)
+    square = torch.from_numpy(np.unpackbits(bits, axis=1)).view(-1, size, size)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), there.sum(1).cumsum(0)])
-    return Listed(size, offsets, keys.contiguous(), found, masks.contiguous())
+    return Listed(size, offsets, keys.contiguous(), found, square)
 
 
 def _split(pattern: Pattern, n: int) -> tuple[Pattern | None, list[tuple[int, Pattern]]]:
@@ -144,9 +148,9 @@ def period(pattern: Pattern) -> int | None:
     """By how many positions pairs can be moved without a change; None where that is not known."""
     if pattern.kind == "diagonal":
         return 1
-    if isinstance(pattern, patterns.block | patterns.local1d):
-        return pattern.size if isinstance(pattern, patterns.block) else pattern.block
-    if isinstance(pattern, patterns.fixed):
+    if isinstance(pattern, patterns.block | patterns.blockwise):
+        return pattern.size
+    if isinstance(pattern, patterns.fixed | patterns.local1d):
         return pattern.block
     if isinstance(pattern, Either | Both):
         parts = (*pattern.parts, *(pattern.removed if isinstance(pattern, Both) else ()))
@@ -160,7 +164,7 @@ def grain(pattern: Pattern) -> int:
     size = 0
     if isinstance(pattern, patterns.random | patterns.local1d | patterns.fixed):
         size = pattern.block
-    elif isinstance(pattern, patterns.block):
+    elif isinstance(pattern, patterns.block | patterns.blockwise):
         size = pattern.size
     elif isinstance(pattern, Either | Both):
         return max((grain(part) for part in pattern.parts), default=0)

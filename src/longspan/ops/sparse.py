@@ -69,7 +69,7 @@ def attend(
 ) -> Tensor:
     """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    reference = chosen("attention under a pattern", ("reference", "torch", "native")) == "reference"
+    reference = chosen(blockwise.OP, blockwise.SERVED) == "reference"
     if reference or bias is not None or (torch.compiler.is_compiling() and (mask is not None or segments is not None)):
         k, v = softmax.repeat(k, q.shape[1]), softmax.repeat(v, q.shape[1])
 

@@ -16,7 +16,7 @@ do not, nor do sets that agree for a reason of arithmetic: ``dilated(3, 1) != ba
 
 from .. import spec
 from .algebra import Pattern, everywhere, nowhere
-from .atoms import band, block, causal, dilated, fixed, globals, local1d, prefix, random, strided
+from .atoms import band, block, blockwise, causal, dilated, fixed, globals, local1d, prefix, random, strided
 from .blocks import Blocks
 from .choice import by_head, by_layer
 from .grid import block_order, columns, local2d, rows
@@ -25,7 +25,7 @@ from .picture import picture
 NAMES = {
     made.__name__: made
     for made in (
-        *(causal, everywhere, nowhere, band, dilated, strided, block, fixed, globals, prefix, random),
+        *(causal, everywhere, nowhere, band, dilated, strided, block, blockwise, fixed, globals, prefix, random),
         *(rows, columns, local1d, local2d, by_head, by_layer),
     )
 }
@@ -52,6 +52,7 @@ __all__ = [
     "band",
     "block",
     "block_order",
+    "blockwise",
     "by_head",
     "by_layer",
     "causal",

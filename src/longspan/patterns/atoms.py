@@ -222,6 +222,37 @@ class block(Pattern):
 
 
 @dataclass(frozen=True)
+class blockwise(Pattern):
+    """The queries of each block of ``size`` see it and ``side`` blocks before and after it.
+
+    Zaheer et al. 2020 (2007.14062), appendix D, whose window of w blocks is ``side = (w - 1) / 2``.
+    """
+
+    size: int
+    side: int
+
+    def __post_init__(self) -> None:
+        whole("size", self.size, 1)
+        whole("side", self.side, 0)
+
+    @property
+    def unit(self) -> int:
+        return self.size
+
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        far = (self.side + 1) * self.size - 1
+        return far, far
+
+    def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
+        return (i // self.size - j // self.size).abs() <= self.side
+
+    def spans(self, units: Tensor, head: int, layer: int) -> tuple[Tensor, Tensor]:
+        units = units[:, None]
+        return (units - self.side) * self.size, (units + self.side + 1) * self.size
+
+
+@dataclass(frozen=True)
 class local1d(Pattern):
     """The queries of each block share its keys and the ``memory`` keys before it, [p block - memory, (p + 1) block).
 

@@ -1,6 +1,6 @@
 """Published results, had again at the scale of a laptop: one module, one experiment."""
 
-from . import approximation, capacity, copying, images, mqar, scaling, transfer
+from . import approximation, capacity, copying, images, mqar, pattern, scaling, transfer
 from .experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -9,6 +9,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "copy": copying.EXPERIMENT,
     "images": images.EXPERIMENT,
     "mqar": mqar.EXPERIMENT,
+    "pattern": pattern.EXPERIMENT,
     "scaling": scaling.EXPERIMENT,
     "transfer": transfer.EXPERIMENT,
 }

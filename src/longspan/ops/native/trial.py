@@ -109,9 +109,9 @@ def _patterns(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]
             leaves.append(torch.randn(3, heads, 150, width, generator=generator).requires_grad_())
         exact = [t.detach().double().requires_grad_() for t in leaves]
         with backend("native"):
-            output = sparse.attend(*leaves, pattern)
-        wide = (t.repeat_interleave(2, 1) for t in exact[1:])
-        right = sparse.dense(exact[0], *wide, pattern, scale=37**-0.5)[0]
+            output = sparse.attend(leaves[0], leaves[1], leaves[2], pattern)
+        k, v = (t.repeat_interleave(2, 1) for t in exact[1:])
+        right = sparse.dense(exact[0], k, v, pattern, scale=37**-0.5)[0]
         found, expected = ([o, *torch.autograd.grad(o.sin().sum(), x)] for o, x in ((output, leaves), (right, exact)))
         for part, result, definition in zip((PARTS[0], *PARTS[2:5]), found, expected, strict=True):
             yield f"the {part} under {text}", result.detach(), definition.detach()

@@ -1,0 +1,207 @@
+"""The autoregressive arrangement of axial attention, against loops over the pixels of a grid."""
+
+import pytest
+import torch
+
+import longspan
+from longspan import nbytes, patterns
+from test_sparse_mechanisms import build, data
+
+N, WIDTHS = 17, (1, 3, 5, 19)  # one column; whole rows and a last one cut short; one row
+
+
+def shifted(width, **place):
+    return build(f"axial(width={width}, kind='shifted')", **place)
+
+
+def read(q, keys, values):
+    """One query (H,D) over keys and values (M,H,D)."""
+    scores = torch.einsum("hd,mhd->hm", q, keys) * q.shape[-1] ** -0.5
+    return torch.einsum("hm,mhd->hd", scores.softmax(-1), values)
+
+
+def decoders(module, x):
+    """What outer and inner decoder give one sequence x (N,dim): each (N,H,D), pixel by pixel."""
+    n, width = len(x), module.width
+    q, k, v = (part(x).unflatten(-1, (module.heads, -1)) for part in (module.query, module.key, module.value))
+    column = [[j for j in range(i + 1) if j % width == i % width] for i in range(n)]
+    row = [[j for j in range(n) if j // width == i // width] for i in range(n)]
+    h = torch.stack([read(q[i], k[column[i]], v[column[i]]) for i in range(n)])
+    ask, key = (part(h.flatten(1)).view_as(h) for part in (module.above_query, module.above_key))
+    whole = [read(ask[i], key[row[i]], h[row[i]]) for i in range(n)]
+    outer = torch.stack([whole[i - width] if i >= width else torch.zeros_like(h[0]) for i in range(n)])
+    own = [[j for j in row[i] if j <= i] for i in range(n)]
+    return outer, torch.stack([read(q[i], k[own[i]], v[own[i]]) for i in range(n)])
+
+
+def loops(module, x):
+    """x (N,dim) -> (N,dim)."""
+    outer, inner = decoders(module, x)
+    return module.out((outer + inner).flatten(1))
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def gradients(y, module, upstream):
+    wanted = list(module.parameters())
+    found = torch.autograd.grad(y, wanted, upstream, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_it_equals_loops_over_the_grid(width, backend):
+    for n in (N, 15, 1):
+        module, x, upstream = shifted(width), data(n), data(n, seed=9)
+        with longspan.backend(backend):
+            found = module(x)[0]
+            grads = gradients(found, module, upstream)
+        expected = torch.stack([loops(module, row) for row in x])
+        close(found, expected)
+        close(grads, gradients(expected, module, upstream))
+
+
+def test_one_row_is_causal_softmax():
+    module, x = shifted(19), data(N)
+    q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (module.query, module.key, module.value))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    close(module(x)[0], module.out(o.transpose(1, 2).flatten(-2)))
+
+
+def test_one_column_is_the_token_itself_and_causal_softmax_one_token_ago():
+    module, x = shifted(1), data(N)
+    q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (module.query, module.key, module.value))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    o = v + torch.nn.functional.pad(o[:, :, :-1], (0, 0, 1, 0))
+    close(module(x)[0], module.out(o.transpose(1, 2).flatten(-2)))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_pixel_reaches_all_of_its_past_and_nothing_else(width):
+    module, x = shifted(width), data(N, batch=1).requires_grad_()
+    y = module(x)[0]
+    for i in range(N):
+        (found,) = torch.autograd.grad(y[0, i].square().sum(), x, retain_graph=True)
+        assert (found[0] != 0).any(-1).equal(torch.arange(N) <= i)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_comes_from_above_does_not_see_its_own_row(width):
+    module, x, seen = shifted(width), data(N, batch=1).requires_grad_(), {}
+    module.out.register_forward_pre_hook(lambda _, o: seen.update(o=o[0]))
+    module(x)
+    above = seen["o"][0] - decoders(module, x[0])[1].flatten(1)
+    for i in range(N):
+        (found,) = torch.autograd.grad(above[i].square().sum(), x, retain_graph=True)
+        assert (found[0].abs() > 1e-12).any(-1).equal(torch.arange(N) // width < i // width)
+
+
+@pytest.mark.parametrize("width", WIDTHS[:3])
+def test_masked_tokens_do_not_exist(width):
+    module, x, more = shifted(width), data(N), data(6, seed=3)
+    mask = torch.rand(2, N, generator=torch.Generator().manual_seed(5)) < 0.6
+    expected = [loops(module, torch.cat([x[b, mask[b]], more[b]])) for b in range(2)]
+    for cuts in ([N], [1] * N, [2, 6, 9]):
+        found, state = [], module.init_state(2)
+        for part, real in zip(x.split(cuts, 1), mask.split(cuts, 1), strict=True):
+            y, state = module(part, state, mask=real)
+            found.append(y)
+        y, _ = module(more, state)
+        for b in range(2):
+            close(torch.cat([torch.cat(found, 1)[b, mask[b]], y[b]]), expected[b])
+    for b in range(2):
+        close(module(x, mask=mask)[0][b, mask[b]], expected[b][: mask[b].sum()])
+    empty, state = module(x[:, :0], module.init_state(2), mask=mask[:, :0])
+    assert empty.shape == (2, 0, 6)
+    close(module(x, state)[0], module(x)[0])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("donate", [False, True])
+def test_any_cut_into_calls_gives_one_answer(width, donate):
+    module, x = shifted(width), data(N)
+    expected = torch.stack([loops(module, row) for row in x])
+    with torch.no_grad():
+        for cuts in ([1] * N, [4, 1, 8, 4], [16, 1], [1, 16]):
+            found, state = [], module.init_state(2)
+            for part in x.split(cuts, 1):
+                y, state = module(part, state, donate=donate)
+                found.append(y)
+            close(torch.cat(found, 1), expected)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_packed_sequences_begin_at_a_corner(width):
+    module, x, before, more = shifted(width), data(N), data(4, seed=2), data(6, seed=3)
+    segments = torch.tensor([[0] * 5 + [2] * 4 + [3] * 8, [1] * N])
+    _, state = module(before, module.init_state(2))
+    y, after = module(x, state, segments=segments)
+    close(y[0, :5], loops(module, torch.cat([before[0], x[0, :5]]))[4:])
+    close(y[1], loops(module, torch.cat([before[1], x[1]]))[4:])
+    then, alone = module(more, after)[0], module(x, segments=segments)[0]
+    for part in (slice(5, 9), slice(9, N)):
+        close(y[0, part], loops(module, x[0, part]))
+        close(alone[0, part], y[0, part])
+    close(then[0], loops(module, torch.cat([x[0, 9:], more[0]]))[8:])
+
+
+def test_all_but_the_keys_and_values_of_columns_is_bounded():
+    module, width = shifted(5), 5
+    state, rings = module.init_state(2), 2 * 2 * (2 * 2 * width + width) * 3 * 8 + 2 * 8
+    for _ in range(3):
+        _, state = module(data(N), state)
+        assert nbytes((state.above, state.queries)) == rings
+    assert state.lines.length.tolist() == [3 * N] * 2
+    assert state.above.keys.shape[2] == 2 * width
+    assert state.queries.shape[2] == width
+
+
+class TestRecord:
+    def test_it_tells_of_the_whole_past(self):
+        module, x, record = shifted(5), data(N), {}
+        module(x, record=record)
+        assert sorted(record) == ["mask", "matrix"]
+        assert record["mask"].expand(2, 2, N, N).equal(torch.ones(2, 2, N, N, dtype=torch.bool).tril())
+        assert (record["matrix"] != 0).equal(torch.ones(2, 2, N, N, dtype=torch.bool).tril())
+        sums = (1.0 + (torch.arange(N) >= 5)).double().expand(2, 2, N)  # the first row has nothing above it
+        close(record["matrix"].sum(-1), sums)
+
+    @pytest.mark.parametrize("cut", [1, 8])
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_with_a_state_what_is_older_comes_with_its_reads(self, cut, masked):
+        """matrix x values + carried x older reads = what the heads read."""
+        module, x, record, seen = shifted(3), data(N), {}, {}
+        _, state = module(x[:, :9], module.init_state(2))
+        module.out.register_forward_pre_hook(lambda _, o: seen.update(o=o[0]))
+        mask = torch.arange(cut).expand(2, -1) != 2 if masked else None
+        _, after = module(x[:, 9 : 9 + cut], state, mask=mask, record=record)
+        keys = record["matrix"].shape[-1]
+        o = record["matrix"] @ after.lines.values[:, :, :keys] + record["carried"] @ state.above.values
+        real = torch.ones(2, cut, dtype=torch.bool) if mask is None else mask
+        close(o.transpose(1, 2).flatten(-2)[real], seen["o"][real])
+        assert record["carried"].abs().sum() > 0
+        slots, at = torch.arange(keys), 9 + real.cumsum(1) - 1
+        expected = (slots <= at[:, :, None])[:, None]
+        assert record["mask"].expand_as(expected).equal(expected & (slots < after.lines.length[:, None])[:, None, None])
+
+
+def test_which_keys_it_sees_is_the_past():
+    assert shifted(5).sees == patterns.causal()
+
+
+def test_there_is_no_bidirectional_form():
+    with pytest.raises(
+        ValueError, match="kind='shifted' reads the rows above its own, an order that no bidirectional model has"
+    ):
+        shifted(5, causal=False)
+    assert shifted(5).directions == ("causal",)
+
+
+def test_states_of_other_kinds_are_refused():
+    one, other, x = shifted(5), build("axial(width=5)"), data(N)
+    with pytest.raises(ValueError, match=r"axial cannot continue cache.KeyValues; its states are axial.State"):
+        one(x, other.init_state(2))
+    with pytest.raises(ValueError, match=r"axial cannot continue axial.State; its states are window.Window, cache"):
+        other(x, one.init_state(2))
