@@ -34,7 +34,7 @@ class Settings:
     dim: int = _setting(64, "width of the models")
     depth: int = _setting(2, "blocks")
     heads: int = _setting(4, "heads of each attention")
-    steps: int = _setting(600, "training steps")
+    steps: int = _setting(400, "training steps")
     batch: int = _setting(10, "images of a training step")
     learning_rate: float = _setting(3e-3, "the highest learning rate; a cosine down to 0")
     warmup: int = _setting(50, "steps in which the learning rate rises")
