@@ -80,7 +80,7 @@ def check_attention(candidate: Candidate, name: local.Name, task: Task) -> dict[
     Values, and with ``backward`` gradients, which must be zero after those tokens. Raises Refused.
     """
     errors: dict[str, float] = {}
-    for sizes in (SMALL, {}):
+    for sizes in (_small(name, task), {}):
         asked = task | sizes
         prefix = min(PREFIX, asked["length"])
         given = _random(asked, prefix)
@@ -92,6 +92,22 @@ def check_attention(candidate: Candidate, name: local.Name, task: Task) -> dict[
         if (leak := float(found.get("beyond", torch.zeros(())))) != 0:
             raise Refused(f"a token gets a gradient of {leak:.2g} from outputs before it, at {_shape(asked)}")
     return errors
+
+
+def _small(name: local.Name, task: Task) -> dict[str, int]:
+    """Odd sizes; where a module has none such, as with rotary positions, a head of an even one. Raises Refused."""
+    if not name.module:
+        return SMALL
+    try:
+        local.module(name.spec, task | SMALL)
+        return SMALL
+    except ValueError:
+        even = SMALL | {"size": SMALL["size"] + 1}
+    try:
+        local.module(name.spec, task | even)
+    except ValueError as error:
+        raise Refused(f"it cannot be built at {_shape(task | even)}: {error}") from error
+    return even
 
 
 def _attention(name: local.Name, task: Task, given: dict[str, Tensor]) -> dict[str, Tensor]:
