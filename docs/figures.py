@@ -3,7 +3,7 @@
     longspan demo --out demo
     python docs/figures.py demo/demo.json
 
-copies ``demo.json`` and the README's pictures from the demo's folder to ``docs/images`` and writes the figures between
+copies ``demo.json`` and the README's picture from the demo's folder to ``docs/images`` and writes the figures between
 the README's two markers. Without an argument it only writes them again, from ``docs/images/demo.json``.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 DOCS = Path(__file__).resolve().parent
 README, IMAGES = DOCS.parent / "README.md", DOCS / "images"
-PICTURES = ("throughput.png", "samples_linear.png")
+PICTURES = ("throughput.png",)
 BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
 
 SETTINGS = {"digits": "digits, 64 pixels, trained", "mnist_784": "MNIST's size, 784 pixels, untrained"}
