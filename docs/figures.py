@@ -4,7 +4,8 @@
     python docs/figures.py demo/demo.json
 
 copies ``demo.json`` and the README's picture from the demo's folder to ``docs/images`` and writes the figures between
-the README's two markers. Without an argument it only writes them again, from ``docs/images/demo.json``.
+the README's two markers. Without an argument it only writes them again, from ``docs/images/demo.json``. The README's other
+pictures are drawn by the model that comes with the package: ``python docs/figures.py --draw`` runs the commands in DRAWN.
 """
 
 import json
@@ -14,9 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from longspan import cli
+
 DOCS = Path(__file__).resolve().parent
 README, IMAGES = DOCS.parent / "README.md", DOCS / "images"
 PICTURES = ("throughput.png",)
+DRAWN = {
+    "mnist.png": "generate mnist --count 49",
+    "mnist_completions.png": "generate mnist --complete test --count 15",
+}
 BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
 
 SETTINGS = {"digits": "digits, 64 pixels, trained", "mnist_784": "MNIST's size, 784 pixels, untrained"}
@@ -102,7 +109,12 @@ def place(readme: str, figures: str) -> str:
 
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
-        raise ValueError("usage: python docs/figures.py [demo/demo.json]")
+        raise ValueError("usage: python docs/figures.py [demo/demo.json | --draw]")
+    if arguments == ["--draw"]:
+        for name, command in DRAWN.items():
+            if cli.main([*command.split(), "--out", str(IMAGES / name)]):
+                raise ValueError(f"{name} could not be drawn")
+        return
     source = Path(arguments[0]) if arguments else IMAGES / "demo.json"
     try:
         readme = place(README.read_text(encoding="utf-8"), render(json.loads(source.read_text(encoding="utf-8"))))

@@ -162,7 +162,15 @@ def test_figures_in_the_readme_are_measured():
 
 def test_no_page_shows_a_picture_that_the_figures_do_not_bring():
     shown = re.findall(r"!\[.*?\]\(docs/images/(.*?)\)", README.read_text(encoding="utf-8"))
-    assert sorted(shown) == sorted(figures().PICTURES)
+    assert sorted(shown) == sorted([*figures().PICTURES, *figures().DRAWN])
+
+
+def test_pictures_are_drawn_by_commands(tmp_path, monkeypatch):
+    script = figures()
+    monkeypatch.setattr(script, "IMAGES", tmp_path)
+    monkeypatch.setattr(script, "DRAWN", {"one.png": "generate mnist --count 1"})
+    script.main(["--draw"])
+    assert (tmp_path / "one.png").stat().st_size > 0
 
 
 def test_figures_become_lines():
