@@ -4,8 +4,11 @@
     python docs/figures.py demo/demo.json
 
 copies ``demo.json`` and the README's picture from the demo's folder to ``docs/images`` and writes the figures between
-the README's two markers. Without an argument it only writes them again, from ``docs/images/demo.json``. The README's other
-pictures are drawn by the model that comes with the package: ``python docs/figures.py --draw`` runs the commands in DRAWN.
+the README's two markers. Without an argument it only writes them again, from ``docs/images/demo.json``.
+
+    python docs/figures.py --draw
+
+draws the README's other pictures, by the commands in DRAWN and the model that comes with the package.
 """
 
 import json
