@@ -224,12 +224,19 @@ def test_kernels_take_any_strides_and_any_number_of_threads():
     torch.testing.assert_close(found[0][0], sparse.attend(*(x.contiguous() for x in (q, k, v)), pattern))
 
 
-def test_compiled_without_a_break():
+@pytest.mark.parametrize("given", ["nothing", "bias", "mask"])
+def test_compiled_without_a_break(given):
     q, k, v = inputs(67)
-    call = torch.compile(
-        lambda q, k, v: longspan.sparse_attention(q, k, v, "band(9)"), fullgraph=True, backend="aot_eager"
-    )
-    agree(call(q, k, v), longspan.sparse_attention(q, k, v, "band(9)"), (q, k, v))
+    options = {}
+    if given == "bias":
+        options["bias"] = torch.randn(2, 67, 67, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    if given == "mask":
+        options["mask"] = torch.arange(67).expand(2, -1) < torch.tensor([[67], [50]])
+
+    def call(q, k, v):
+        return longspan.sparse_attention(q, k, v, "band(9)", **options)
+
+    agree(torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v), call(q, k, v), (q, k, v))
 
 
 def test_members_make_up_their_pattern():

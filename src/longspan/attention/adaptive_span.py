@@ -104,13 +104,11 @@ class AdaptiveSpan(Attention):
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        seen, compiled = self.keys_seen(), torch.compiler.is_compiling()
-        if state is not None and not compiled and state.keys.shape[2] < seen:
+        seen = self.keys_seen()
+        if state is not None and not torch.compiler.is_compiling() and state.keys.shape[2] < seen:
             raise ValueError(
                 f"the state keeps {state.keys.shape[2]} keys and the spans have grown to {seen}; start anew"
             )
-        if compiled and state is None and mask is None:
-            mask = x.new_ones(x.shape[:2], dtype=torch.bool)  # blocks of keys are no matter for a compiler
         bias = _Ramp(self.span, self.ramp, None if self.dynamic else self._fixed())
         # A query takes the logit of its span along, in a channel where all keys are zero.
         q, k = self._wider(q, self.extent(x).mT[..., None] if self.dynamic else 0.0), self._wider(k, 0.0)

@@ -70,7 +70,9 @@ def attend(
     """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     reference = chosen(blockwise.OP, blockwise.SERVED) == "reference"
-    if reference or bias is not None or (torch.compiler.is_compiling() and (mask is not None or segments is not None)):
+    given = mask is not None or segments is not None or (bias is not None and not reference)
+    dense_form = torch.compiler.is_compiling() and given
+    if reference or bias is not None or dense_form:
         k, v = softmax.repeat(k, q.shape[1]), softmax.repeat(v, q.shape[1])
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -82,11 +84,11 @@ def attend(
 
     if not q.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * v.sum()
-    if mask is None and segments is None:
+    if mask is None and segments is None and not dense_form:
         return run(q, k, v)
     if isinstance(bias, Tensor):
         bias = _Table(bias)
-    if torch.compiler.is_compiling():
+    if dense_form:
         return _masked(q, k, v, pattern, mask, segments, bias, scale, layer)
     return ragged(q, k, v, run, mask, segments, exact=pattern.lookahead != 0)
 
@@ -158,7 +160,7 @@ def ragged(
 
 
 def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
-    """The same by one dense mask, where a compiler cannot follow lengths that depend on the data: O(N^2)."""
+    """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
     at = places(mask, segments, q)
     allowed = allowed_at(pattern, at, at, q.shape[1], layer)
     if mask is not None:
