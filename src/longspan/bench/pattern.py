@@ -49,9 +49,9 @@ class Options:
     size: int = 64
     rounds: int = 5
     backward: bool = True
-    matrix: int = 16384
+    matrix: int = 4096
     """tokens up to which the candidates that need all pairs of the pattern take part"""
-    limit: float = 30.0
+    limit: float = 5.0
     """seconds; a candidate is left out where a call is expected to take longer"""
     flex: bool = False
     """whether FlexAttention is measured too, forward only; torch compiles it for about a minute for each shape"""
