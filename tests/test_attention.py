@@ -93,7 +93,7 @@ def cases():
         yield pytest.param(law, spec, marks=[pytest.mark.slow] if late else [])
 
 
-@pytest.mark.parametrize(("law", "spec"), cases())
+@pytest.mark.parametrize(("law", "spec"), list(cases()))
 def test_law(law, spec):
     row = checks.check(law, spec)
     assert row.status != "failed", row.note

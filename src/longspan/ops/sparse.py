@@ -42,7 +42,8 @@ def sparse_attention(
     ``longspan.patterns`` or its spec, such as ``"band(255) | globals(4)"``; a query that sees no key gets 0.
     ``mask`` (B,N) bool: True = a real token; a masked one does not exist: positions count the real tokens before.
     ``bias``: an object whose ``score(q_tile, i, j)`` is added to the logits, or a tensor (H|1,N,N) that is.
-    ``scale`` multiplies q k^T; None: 1 / sqrt(D).
+    ``scale`` multiplies q k^T; None: 1 / sqrt(D). ``torch.compile`` takes a spec in a call with neither mask nor bias,
+    and a value in any.
 
     Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern.
     """
@@ -167,7 +168,8 @@ def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
         allowed = allowed & mask[:, None, None, :]
     if segments is not None:
         allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
-    return by_rows(q, k, v, allowed, bias, at, at, scale)
+    out = by_rows(q, k, v, allowed, bias, at, at, scale)
+    return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
 
 
 def places(mask: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:

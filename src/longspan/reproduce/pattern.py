@@ -85,7 +85,7 @@ def points(settings: Settings) -> list[Row]:
 def measure(settings: Settings, point: Row, place: Place) -> Row:
     """Train, or go on with what an interruption left.
 
-    -> ``keys``: keys that a query sees, on average; ``curve``: [steps made, seconds, validation bits per dim];
+    -> ``keys``: keys that a query sees, on average; ``curve``: [steps made, validation bits per dim];
     ``test``: test bits of the checkpoint with the best validation.
     """
     dataset, folder = data.load(settings.data), place.folder / f"{slug(point['pattern'])}-{point['seed']}"
@@ -98,7 +98,8 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     found = bits(model, dataset, "test", roomy(dataset.length), examples=settings.tests)
     seen = patterns.causal() & patterns.parse(point["pattern"])
     keys = seen.dense(dataset.length, heads=settings.heads).sum(-1).double().mean().item()
-    return {"keys": round(keys, 1), "curve": curve(folder), "test": round(found, 5)}
+    line = [[step, value] for step, _, value in curve(folder)]
+    return {"keys": round(keys, 1), "curve": line, "test": round(found, 5)}
 
 
 def tables(result: Result) -> list[Table]:
@@ -134,8 +135,7 @@ def draw(plt: Any, result: Result) -> Any:
         rows = [row for row in result["rows"] if row["pattern"] == name]
         for j, row in enumerate(rows):
             label = f"{name}, {row['keys']} keys" if j == 0 else None
-            line = [(step, value) for step, _, value in row["curve"]]
-            axes[0].plot(*zip(*line, strict=True), color=f"C{i}", linewidth=1.2, alpha=0.8, label=label)
+            axes[0].plot(*zip(*row["curve"], strict=True), color=f"C{i}", linewidth=1.2, alpha=0.8, label=label)
     axes[0].set(xlabel="training steps", ylabel="validation bits per dim")
     axes[0].grid(alpha=0.3)
     axes[0].legend(fontsize=8)
