@@ -224,6 +224,22 @@ def test_kernels_take_any_strides_and_any_number_of_threads():
     torch.testing.assert_close(found[0][0], sparse.attend(*(x.contiguous() for x in (q, k, v)), pattern))
 
 
+@pytest.mark.parametrize("way", ["torch", "native"])
+@pytest.mark.parametrize("text", EXPRESSIONS)
+def test_values_get_a_gradient_exactly_where_the_pattern_is(text, way):
+    if way == "native" and not native.available():
+        pytest.skip("no native kernels here")
+    n = 67
+    q, k = (x.detach().float() for x in inputs(n)[:2])
+    v = torch.eye(n).expand(2, 2, n, n).clone().requires_grad_()
+    with longspan.backend(way):
+        out = sparse.attend(q, k, v, patterns.parse(text))
+    (grad,) = torch.autograd.grad(out, v, torch.eye(n).expand_as(out))
+    allowed = patterns.parse(text).dense(n, heads=2).expand(2, 2, n, n)
+    assert torch.equal(out != 0, allowed)
+    assert torch.equal(grad.mT != 0, allowed)
+
+
 @pytest.mark.parametrize("given", ["nothing", "bias", "mask"])
 def test_compiled_without_a_break(given):
     q, k, v = inputs(67)
