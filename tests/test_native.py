@@ -35,7 +35,14 @@ def counted(monkeypatch):
     """How often the kernel for one token was called."""
     calls = []
     original = native.linear_step
-    monkeypatch.setattr(native, "linear_step", lambda *args, **rest: calls.append(1) or original(*args, **rest))
+
+    def counting(*args, **rest):
+        found = original(*args, **rest)
+        if found is not None:
+            calls.append(1)
+        return found
+
+    monkeypatch.setattr(native, "linear_step", counting)
     return calls
 
 
@@ -87,13 +94,6 @@ class TestStep:
         found = step(wide, k, v, turned, donate=donate)
         assert len(counted) == 2
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-
-    def test_heads_side_by_side_are_the_same_memory(self):
-        q, k, v, state = operands(4, 3, 7, 5)
-        o, _ = step(q, k, v, state)
-        flat = [t.transpose(1, 2).flatten(2) for t in (q, k, v)]
-        found = native.linear_step(*flat, state, feature_map="elu", eps=1e-6)
-        assert torch.equal(found, o.transpose(1, 2).flatten(2))
 
     @pytest.mark.parametrize(
         ("change", "causes"),

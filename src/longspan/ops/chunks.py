@@ -24,7 +24,8 @@ from .halving import before_here, from_here_on, halved, halved_backward
 from .recurrence import borders_of, cut
 
 CHUNK = 64
-SPAN = 8192  # tokens of all rows and heads that are worked on at once
+SPAN = 4096  # tokens of all rows and heads that are worked on at once
+GROUP = 32  # chunks whose states are one product
 LOWEST = -800.0  # below it e^x is 0 in float64 too, so it stands for -inf
 
 
@@ -76,7 +77,7 @@ class _Attend(torch.autograd.Function):
 class Span:
     """Some chunks of tokens, in float32 or float64, and what decay and segments make of them."""
 
-    q: Tensor  # scaled
+    q: Tensor
     k: Tensor
     v: Tensor
     beta: Tensor | None  # (B,G,R,L,C,1)
@@ -110,7 +111,7 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
-def _span(place, inputs, mask, segments, scale, wide) -> Span:
+def _span(place, inputs, mask, segments, wide) -> Span:
     """The span at ``place`` (start, chunks, tokens per chunk), its last chunk filled up with tokens that do nothing."""
     start, count, width = place
     q, k, v, log_decay, beta = inputs
@@ -124,7 +125,7 @@ def _span(place, inputs, mask, segments, scale, wide) -> Span:
         x = x.unflatten(2, (count, width)).unflatten(1, (groups, x.shape[1] // groups))
         return (F.pad(x, (0, 0, 0, more)) if more else x).contiguous()
 
-    span = Span(chunks(q) * scale, chunks(k), chunks(v), None, None, None, None, None, None, None)
+    span = Span(chunks(q), chunks(k), chunks(v), None, None, None, None, None, None, None)
     if beta is not None:
         span.beta = chunks(beta[..., None])
     borders = None
@@ -143,14 +144,30 @@ def _span(place, inputs, mask, segments, scale, wide) -> Span:
             entering = span.total.to(wide).exp()
             leaving = (span.total[..., -1:, :] - span.total).to(wide).exp()
         else:
-            # G_i - G_j as a sum of what lies between, not as a difference of large sums.
-            span.weight = steps.expand(*steps.shape[:-1], steps.shape[-2]).tril(-1).cumsum(-2).exp().tril()
-            entering, leaving = steps.cumsum(-2).exp(), span.weight[..., -1, :, None]
+            total = steps.double().cumsum(-2)
+            span.weight = _fading(total, wide)
+            entering, leaving = total.exp().to(wide), span.weight[..., -1, :, None]
         span.entering, span.leaving = times(entering, span.entering), times(leaving, span.leaving)
         span.whole = times(entering[..., -1:, :].mT, span.whole)
     if borders is not None and span.total is None:
         span.weight = times(borders[0].tril(), span.weight)
     return span
+
+
+def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
+    """e^(G_i - G_j) for j <= i, else 0, in ``wide``, from G (...,C,1) in float64: (...,C,C).
+
+    Differences of large sums in float32 would have no digits left, and float64 takes long. The difference of rounded
+    sums is as exact as its own size allows; what rounding took from each sum is added to it.
+    """
+    rounded = total.to(wide)
+    out = rounded - rounded.mT
+    if wide != total.dtype:
+        rest = (total - rounded).to(wide)
+        out.add_(rest).sub_(rest.mT)
+    # Above the diagonal no exponent may overflow, and e^-inf takes ten times as long as others.
+    out = out.tril_().exp_()
+    return out.tril() if out.requires_grad else out.tril_()
 
 
 def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -165,8 +182,10 @@ def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The states before the chunks (B,G,R,L,D,E), V' (B,G,R,L,C,E), the state after the last chunk."""
+    """The states before the chunks (B,G,R,L,D,E), the state after the last chunk, V' (B,G,R,L,C,E)."""
     keys = times(span.k, span.leaving).mT
+    if w is None and span.total is None:
+        return *_sums(keys @ u, span.whole, state), u
     parts = keys @ u if w is None else None
     states, values = [], []
     for i in range(u.shape[3]):
@@ -178,25 +197,49 @@ def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Ten
         else:
             values.append(u[:, :, :, i] - w[:, :, :, i] @ state)
             state = kept + keys[:, :, :, i] @ values[-1]
-    return torch.stack(states, 3), u if w is None else torch.stack(values, 3), state
+    return torch.stack(states, 3), state, u if w is None else torch.stack(values, 3)
 
 
-def _advance(span: Span, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One span: the outputs (B,G,R,L,C,E), and the state after it."""
+def _sums(parts: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """S_l = whole_l S_(l-1) + part_l as products: parts (B,G,R,L,D,E), whole (...,L,1,1), state (B,G,R,D,E).
+
+    -> the states before the chunks (B,G,R,L,D,E), the last one.
+    """
+    found = []
+    for group in parts.split(GROUP, 3):
+        count, at = group.shape[3], sum(before.shape[3] for before in found)
+        # What is left after chunk i of the state after chunk j: the product of all that lies between.
+        left = parts.new_ones(count + 1, count + 1).tril()
+        if whole is not None:
+            steps = F.pad(whole[:, :, :, at : at + count, 0], (0, 0, 1, 0), value=1.0)
+            between = steps.expand(*steps.shape[:-1], count + 1)
+            left = torch.where(left.tril(-1) > 0, between, 1.0).cumprod(-2).tril()
+        all_parts = torch.cat([state[:, :, :, None], group], 3).flatten(4)
+        found.append((left[..., :-1, :] @ all_parts).unflatten(-1, state.shape[3:]))
+        state = (left[..., -1:, :] @ all_parts).view(state.shape)
+    return torch.cat(found, 3) if len(found) > 1 else found[0], state
+
+
+def _advance(span: Span, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One span: the outputs (B,G,R,L,C,E), scaled, and the state after it."""
     u, w, _ = _values(span)
-    states, values, state = _states(span, u, w, state)
-    return times(span.q, span.entering) @ states + span.products(span.q, span.k) @ values, state
+    states, state, values = _states(span, u, w, state)
+    inside = span.products(span.q, span.k)
+    inside = inside.expand(*values.shape[:4], *inside.shape[4:])
+    out = (times(span.q, span.entering) @ states).flatten(0, 3)
+    add = torch.baddbmm if out.requires_grad or inside.requires_grad or values.requires_grad else Tensor.baddbmm_
+    return add(out, inside.flatten(0, 3), values.flatten(0, 3), beta=scale, alpha=scale).view(values.shape), state
 
 
 def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: bool) -> tuple:
     """The gradients of one span: of q, k, v, the log decays and beta (each for every value head), of the state before.
 
     start (B,G,R,D,E): the state before the span; grad (B,G,R,L,C,E) and ``after`` (B,G,R,D,E): the gradients of the
-    outputs and of the state after it.
+    outputs, times their scale, and of the state after it.
     """
     q, k, beta = span.q, span.k, span.beta
     u, w, triangle = _values(span)
-    states, values, _ = _states(span, u, w, start)
+    states, _, values = _states(span, u, w, start)
     read, keys = times(q, span.entering), times(k, span.leaving)
     inside = span.products(q, k)
 
@@ -263,7 +306,7 @@ def _forward(
         for i, place in enumerate(places):
             if i > 0:
                 starts[i - 1] = end.flatten(1, 2)
-            out, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, scale, state.dtype), end)
+            out, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
             _store(o, out, place)
     if mask is not None:
         o.masked_fill_(~mask[:, None, :, None], 0.0)
@@ -300,11 +343,10 @@ def _backward(
     with torch.autocast(q.device.type, enabled=False):
         for i in reversed(range(len(places))):
             place = places[i]
-            span = _span(place, (q, k, v, log_decay, beta), mask, segments, scale, wide)
-            upstream = _span(place, (q, k, grad, None, None), mask, None, 1.0, wide).v
+            span = _span(place, (q, k, v, log_decay, beta), mask, segments, wide)
+            upstream = _span(place, (q, k, grad, None, None), mask, None, wide).v * scale
             start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
             *parts, decay, step, after = _retreat(span, start, upstream, after, decays=log_decay is not None)
-            parts[0] = parts[0] * scale
             for into, part in zip((dq, dk), parts, strict=False):
                 _store(into, part.sum(2, keepdim=True), place)
             _store(dv, parts[2], place)
@@ -324,7 +366,7 @@ def composed(q, k, v, log_decay, beta, state, *, mask, segments, scale, chunk) -
     end, out = state.unflatten(1, (k.shape[1], -1)), []
     with torch.autocast(q.device.type, enabled=False):
         for place in _places(q, v, chunk):
-            part, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, scale, state.dtype), end)
+            part, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
             out.append(part[..., : place[2], :].flatten(3, 4).flatten(1, 2))
     o = torch.cat(out, 2).to(v.dtype)
     return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end.flatten(1, 2)

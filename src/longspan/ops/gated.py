@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import chosen, chunks, native
+from . import chosen, chunks
 from .chunks import LOWEST
 from .linear import widen
 from .native import gated as kernels
@@ -42,6 +42,11 @@ def decay_attention(
     Source: Yang et al. 2023 (2312.06635), eq. 3, per channel; Sun et al. 2023 (2307.08621), eq. 6, and Dao and Gu 2024
     (2405.21060), eq. 16, per head.
     """
+    if mask is None and segments is None and state is not None:
+        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        found = _token(query, key, value, log_decay, None, scale, state, donate)
+        if found is not None:
+            return found if return_state else found[0]
     check(query, key, value, log_decay, None, mask, segments, state)
     options = {"log_decay": log_decay, "scale": scale, "mask": mask, "segments": segments, "state": state}
     out, state = recur(query, key, value, donate=donate, **options)
@@ -72,6 +77,11 @@ def delta_rule(
     Source: Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5; with a decay per head Yang et
     al. 2024 (2412.06464), eq. 10, and per channel Kimi Team 2025 (2510.26692), eq. 1.
     """
+    if mask is None and segments is None and state is not None:
+        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        found = _token(query, key, value, log_decay, beta, scale, state, donate)
+        if found is not None:
+            return found if return_state else found[0]
     check(query, key, value, log_decay, beta, mask, segments, state)
     options = {"log_decay": log_decay, "scale": scale, "mask": mask, "segments": segments, "state": state}
     out, state = recur(query, key, value, beta=beta, donate=donate, **options)
@@ -96,17 +106,14 @@ def recur(
     Without ``beta`` there is no delta read, without ``log_decay`` no decay. Raises ValueError where a forced backend
     cannot serve the call.
     """
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
     if state is None:
         state = widen(v).new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1])
-    op = DECAY if beta is None else DELTA
-    if q.shape[2] == 1 and mask is None and chosen(op, SERVED, "native") == "native":
-        # The token step first: a decoder asks for nothing more often.
-        gates = {"log_decay": log_decay, "beta": beta}
-        if native.steps(q, k, v, state) and all(t is None or native.plain(t) for t in gates.values()):
-            state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
-            return kernels.step(q, k, v, scale=factor, state=state, **gates), state
+    if mask is None and q.shape[2] == 1:
+        found = _token(q, k, v, log_decay, beta, scale, state, donate)
+        if found is not None:
+            return found
+    op, factor = _op(beta), q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
     why_not = sequence.why_not(q, k, v, state, log_decay, beta, mask, segments)
     match chosen(op, SERVED, "torch" if why_not or q.shape[2] == 1 else "native"):
         case "native":
@@ -122,6 +129,17 @@ def recur(
             return step(q, k, v, state=state, donate=donate, **options)
         case _:
             return chunks.attend(q, k, v, state=state, **options)
+
+
+def _token(q, k, v, log_decay, beta, scale, state, donate):
+    """``kernels.step``, where the backend is to be native; else None."""
+    if chosen(_op(beta), SERVED, "native") != "native":
+        return None
+    return kernels.step(q, k, v, log_decay=log_decay, beta=beta, scale=scale, state=state, donate=donate)
+
+
+def _op(beta) -> str:
+    return DECAY if beta is None else DELTA
 
 
 def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,11 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020 (2006.16236), eqs 4-12. The state and all sums are float32 at least.
     """
+    if causal and mask is None and segments is None and state is not None and isinstance(feature_map, str):
+        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        found = _token(query, key, value, state, feature_map, eps, donate)
+        if found is not None:
+            return found if return_state else found[0]
     _check(query, key, value, causal, mask, segments, state)
     phi = choose(feature_map, query.shape[-1])
     if state is not None:
@@ -79,11 +84,9 @@ def named(
     q (B,H,N,D), k (B,H,M,D), v (B,H,M,E), of any strides -> o (B,H,N,E) in v's dtype, state (B,H,D,E+1).
     Raises ValueError where a forced backend cannot serve the call.
     """
-    token = causal and q.shape[2] == 1 and mask is None
-    # The token step first: a decoder asks for nothing more often.
-    if token and state is not None and chosen(OP, SERVED, "native") == "native" and native.steps(q, k, v, state):
-        state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
-        return native.linear_step(q, k, v, state, feature_map=feature_map, eps=eps), state
+    token = causal and mask is None and state is not None and q.shape[2] == 1
+    if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
+        return found
     why_not = sequence.why_not(q, k, v, state, mask, segments) if causal else "they are for causal attention"
     options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
     match chosen(OP, SERVED, "torch" if why_not else "native"):
@@ -91,7 +94,7 @@ def named(
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
             return sequence.attend(q, k, v, state=state, **options)
-        case "torch" if causal and not (token and state is not None):
+        case "torch" if causal and not token:
             return spans.attend(q, k, v, state=state, **options)
         case "torch" if not causal:
             return spans.bidirectional(q, k, v, **options)
@@ -101,6 +104,13 @@ def named(
                 phi(widen(q)), phi(widen(k)), v, causal=causal, eps=eps, mask=mask, segments=segments, state=state,
                 donate=donate,
             )  # fmt: skip
+
+
+def _token(q, k, v, state, feature_map, eps, donate):
+    """``native.linear_step``, where the backend is to be that; else None."""
+    if chosen(OP, SERVED, "native") != "native":
+        return None
+    return native.linear_step(q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
 
 
 def attend(

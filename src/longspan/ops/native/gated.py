@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..chunks import CHUNK, differentiable_backward
 from ..pages import fresh_like
-from . import build, threads
+from . import LARGEST, build, readable, threads
 from .sequence import TYPES, pointers, strides
 
 GATES = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, by head, by channel, as in gated.h
@@ -127,24 +127,46 @@ def step(
     *,
     log_decay: Tensor | None,
     beta: Tensor | None,
-    scale: float,
+    scale: float | None,
     state: Tensor,
-) -> Tensor:
-    """One token, N = 1, in one pass over ``state`` (B,H,D,E), contiguous, which is overwritten -> o, shaped like v.
+    donate: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """One token of ``gated.recur``, in one pass over ``state`` (B,H,D,E), which ``donate`` allows to be overwritten.
 
-    Only for float32 operands that ``native.steps`` agrees to.
+    q, k (B,G,1,D), v (B,H,1,E), log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), all float32 -> o (B,H,1,E), state. None
+    for anything else, and where there are no kernels. Written for speed, as ``native.linear_step`` is.
     """
+    if not readable(q, k, v, state) or not q.dim() == v.dim() == 4:
+        return None
+    batch, groups, tokens, keys = shape = q.shape
+    _, heads, _, values = v.shape
+    if k.shape != shape or v.shape != (batch, heads, 1, values) or state.shape != (batch, heads, keys, values):
+        return None
+    if tokens != 1 or not batch * groups or heads % groups or not (0 < keys <= LARGEST and 0 < values <= LARGEST):
+        return None
+    decays = rates = None
+    if log_decay is not None:
+        if not readable(log_decay) or log_decay.shape not in ((batch, heads, 1), (batch, heads, 1, keys)):
+            return None
+        log_decay = log_decay.contiguous()
+        decays = log_decay.data_ptr()
+    if beta is not None:
+        if not readable(beta) or beta.shape != (batch, heads, 1):
+            return None
+        beta = beta.contiguous()
+        rates = beta.data_ptr()
+    if (kernels := build.loaded()) is None:
+        return None
+    factor = keys**-0.5 if scale is None else scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    log_decay, beta = (None if t is None else t.contiguous() for t in (log_decay, beta))
+    state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(v)
-    batch, heads, keys, values = state.shape
-    gates = (None if log_decay is None else log_decay.data_ptr(), None if beta is None else beta.data_ptr())
-    failed = _kernels().longspan_gated_step(
-        state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), *gates, out.data_ptr(), batch * heads,
-        heads // q.shape[1], keys, values, _kind(log_decay), scale, threads(),
+    failed = kernels.longspan_gated_step(
+        state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decays, rates, out.data_ptr(), batch * heads,
+        heads // groups, keys, values, _kind(log_decay), factor, threads(),
     )  # fmt: skip
     assert not failed
-    return out
+    return out, state
 
 
 _forward_op = torch.library.custom_op("longspan::gated_forward", _forward, mutates_args=())

@@ -1,66 +1,136 @@
 // One token of the recurrence with decay and delta rule for every row and head. Plain C interface.
 // P = Diag(alpha) S, S' = P + k (beta (v - P^T k))^T, o = scale S'^T q = scale (P^T q + (q.k) beta (v - P^T k)):
-// one pass reads P^T k and P^T q together, one writes S', by when the head's state is in the cache.
+// one pass reads P^T k and P^T q together, one writes S'. The second goes together with the first of the next columns, so
+// that their states arrive while there is something to compute.
 #include "gated.h"
 
 namespace {
 
+constexpr long limit = 1024;
+// How far ahead of the row at hand the state is fetched, in floats.
+constexpr long ahead = 1024;
+
 struct Token {
-    const float *q, *k, *v, *alpha;  // alpha by channel
-    const float *decayed_q, *decayed_k;
-    float beta, both, scale;  // both: q.k
-    bool delta;
+    const float *q, *k, *v;
+    float *state, *out;
+    float alpha[limit], decayed_q[limit], decayed_k[limit];  // alpha by channel
+    float beta, both;                                        // both: q.k
 };
 
-// NV vectors of columns from ``e`` on of a head's state (keys, width), and as many outputs.
+// NV vectors of columns whose state is read and not yet written: x is what the key writes.
 template <int NV>
-void columns(float* state, long width, const Token& token, long e, float* out, long keys) {
-    vec o[NV] = {}, x[NV];
-    if (token.delta) {
-        vec seen[NV] = {};
-        const float* s = state + e;
-        for (long d = 0; d < keys; ++d, s += width)
+struct Pending {
+    const Token* token;
+    float* state;
+    vec x[NV];
+};
+
+// Writes the columns that ``old`` has read, and reads those from ``e`` on of the token's state: either may be missing.
+template <int NV, bool WRITE, bool READ>
+void both_passes(const Pending<NV>& old, Pending<NV>& now, const Token* token, long e, long keys, long width, float scale) {
+    vec o[NV] = {}, seen[NV] = {}, x[NV];
+    float* before = WRITE ? old.state : nullptr;
+    float* s = READ ? token->state + e : nullptr;
+    if (WRITE)
+        for (int j = 0; j < NV; ++j) x[j] = old.x[j];
+    for (long d = 0; d < keys; ++d) {
+        if (READ) {
+            const float k = token->decayed_k[d], q = token->decayed_q[d];
             for (int j = 0; j < NV; ++j) {
                 const vec row = load(s + j * W);
-                seen[j] += token.decayed_k[d] * row;
-                o[j] += token.decayed_q[d] * row;
+                __builtin_prefetch(s + ahead + j * W, 1);
+                seen[j] += k * row;
+                o[j] += q * row;
             }
-        for (int j = 0; j < NV; ++j) {
-            x[j] = token.beta * (load(token.v + e + j * W) - seen[j]);
-            o[j] += token.both * x[j];
+            s += width;
         }
-    } else {
-        for (int j = 0; j < NV; ++j) x[j] = load(token.v + e + j * W);
+        if (WRITE) {
+            const float alpha = old.token->alpha[d], k = old.token->k[d];
+            for (int j = 0; j < NV; ++j) store(before + j * W, alpha * load(before + j * W) + k * x[j]);
+            before += width;
+        }
     }
-    float* s = state + e;
-    for (long d = 0; d < keys; ++d, s += width)
-        for (int j = 0; j < NV; ++j) {
-            const vec row = token.alpha[d] * load(s + j * W) + token.k[d] * x[j];
-            store(s + j * W, row);
-            // The state of the next head, which is there by when its turn comes.
-            __builtin_prefetch(s + keys * width + j * W, 1);
-            if (!token.delta) o[j] += token.q[d] * row;
+    if (!READ) return;
+    now.token = token, now.state = token->state + e;
+    for (int j = 0; j < NV; ++j) {
+        now.x[j] = token->beta * (load(token->v + e + j * W) - seen[j]);
+        store(token->out + e + j * W, (o[j] + token->both * now.x[j]) * scale);
+    }
+}
+
+// The delta rule's columns from ``e`` on while e + NV W fits, after those that are pending; -> where it ended.
+template <int NV>
+long delta_columns(Pending<NV>& pending, const Token* token, long e, long keys, long width, float scale) {
+    for (; e + NV * W <= width; e += NV * W) {
+        Pending<NV> now;
+        if (pending.token) both_passes<NV, true, true>(pending, now, token, e, keys, width, scale);
+        else both_passes<NV, false, true>(pending, now, token, e, keys, width, scale);
+        pending = now;
+    }
+    return e;
+}
+
+template <int NV>
+void finish(Pending<NV>& pending, long keys, long width) {
+    if (pending.token) both_passes<NV, true, false>(pending, pending, nullptr, 0, keys, width, 0.0f);
+    pending.token = nullptr;
+}
+
+// The same without the delta rule, in one pass.
+template <int NV>
+long plain_columns(const Token& token, long e, long keys, long width, float scale) {
+    for (; e + NV * W <= width; e += NV * W) {
+        vec o[NV] = {}, v[NV];
+        for (int j = 0; j < NV; ++j) v[j] = load(token.v + e + j * W);
+        float* s = token.state + e;
+        for (long d = 0; d < keys; ++d, s += width) {
+            const float alpha = token.alpha[d], k = token.k[d], q = token.q[d];
+            for (int j = 0; j < NV; ++j) {
+                const vec row = alpha * load(s + j * W) + k * v[j];
+                store(s + j * W, row);
+                __builtin_prefetch(s + ahead + j * W, 1);
+                o[j] += q * row;
+            }
         }
-    for (int j = 0; j < NV; ++j) store(out + e + j * W, o[j] * token.scale);
+        for (int j = 0; j < NV; ++j) store(token.out + e + j * W, o[j] * scale);
+    }
+    return e;
 }
 
 // One column of what is left.
-inline void column(float* state, long width, const Token& token, long e, float* out, long keys) {
+inline void column(const Token& token, long e, long keys, long width, float scale, bool delta) {
     float seen = 0.0f, o = 0.0f, x = token.v[e];
-    for (long d = 0; token.delta && d < keys; ++d) {
-        seen += token.decayed_k[d] * state[d * width + e];
-        o += token.decayed_q[d] * state[d * width + e];
+    for (long d = 0; delta && d < keys; ++d) {
+        seen += token.decayed_k[d] * token.state[d * width + e];
+        o += token.decayed_q[d] * token.state[d * width + e];
     }
-    if (token.delta) {
+    if (delta) {
         x = token.beta * (x - seen);
         o += token.both * x;
     }
     for (long d = 0; d < keys; ++d) {
-        const float s = token.alpha[d] * state[d * width + e] + token.k[d] * x;
-        state[d * width + e] = s;
-        if (!token.delta) o += token.q[d] * s;
+        float& s = token.state[d * width + e];
+        s = token.alpha[d] * s + token.k[d] * x;
+        if (!delta) o += token.q[d] * s;
     }
-    out[e] = o * token.scale;
+    token.out[e] = o * scale;
+}
+
+// alpha, and what the delta rule reads with.
+inline void prepare(Token& token, const float* gates, int decay, const float* beta, long keys) {
+    for (long d = 0; d < keys; d += W) {
+        vec g = vec{};
+        if (decay == by_head) g = splat(*gates);
+        if (decay == by_channel) std::memcpy(&g, gates + d, sizeof(float) * (keys - d < W ? keys - d : W));
+        store(token.alpha + d, fading(g));
+    }
+    if (!beta) return;
+    token.beta = *beta, token.both = 0.0f;
+    for (long d = 0; d < keys; ++d) {
+        token.decayed_q[d] = token.alpha[d] * token.q[d];
+        token.decayed_k[d] = token.alpha[d] * token.k[d];
+        token.both += token.q[d] * token.k[d];
+    }
 }
 
 }  // namespace
@@ -70,36 +140,34 @@ inline void column(float* state, long width, const Token& token, long e, float* 
 extern "C" int longspan_gated_step(float* state, const float* q, const float* k, const float* v, const float* log_decay,
                                    const float* beta, float* out, long rows, long shared, long keys, long values,
                                    int decay, float scale, int threads) {
-    constexpr long limit = 1024;
+    constexpr int block = 32 / W;  // more columns of two heads do not fit a cache of the first level
     if (keys > limit || values > limit) return 1;
     // Below this, waking a second thread costs more than it saves.
-    const bool parallel = threads > 1 && rows * keys * values > 65536;
-#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
-    for (long row = 0; row < rows; ++row) {
-        float alpha[limit], decayed_q[limit], decayed_k[limit];
-        const float *gates = decay == by_channel ? log_decay + row * keys : log_decay + row;
-        for (long d = 0; d < keys; d += W) {
-            vec g = vec{};
-            if (decay == by_head) g = splat(*gates);
-            if (decay == by_channel) std::memcpy(&g, gates + d, sizeof(float) * (keys - d < W ? keys - d : W));
-            store(alpha + d, fading(g));
-        }
-        const long head = row / shared * keys;
-        Token token{q + head, k + head, v + row * values, alpha, decayed_q, decayed_k, 0.0f, 0.0f, scale, beta != nullptr};
-        if (beta) {
-            token.beta = beta[row];
-            for (long d = 0; d < keys; ++d) {
-                decayed_q[d] = alpha[d] * token.q[d];
-                decayed_k[d] = alpha[d] * token.k[d];
-                token.both += token.q[d] * token.k[d];
+    const long parts = threads > 1 && rows * keys * values >= 32768 ? (threads < rows ? threads : rows) : 1;
+#pragma omp parallel for num_threads(parts) schedule(static) if (parts > 1)
+    for (long part = 0; part < parts; ++part) {
+        Token tokens[2];  // the one whose columns are pending, and the next
+        Pending<block> pending{};
+        for (long row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
+            Token& token = tokens[row % 2];
+            const long head = row / shared * keys, at = row * values;
+            token.q = q + head, token.k = k + head, token.v = v + at;
+            token.state = state + at * keys, token.out = out + at;
+            const float* gates = decay == by_channel ? log_decay + row * keys : log_decay + row;
+            prepare(token, gates, decay, beta ? beta + row : nullptr, keys);
+            long e = 0;
+            if (beta) {
+                e = delta_columns(pending, &token, e, keys, values, scale);
+                Pending<1> single{};
+                e = delta_columns(single, &token, e, keys, values, scale);
+                finish(single, keys, values);
+            } else {
+                e = plain_columns<block>(token, e, keys, values, scale);
+                e = plain_columns<1>(token, e, keys, values, scale);
             }
+            for (; e < values; ++e) column(token, e, keys, values, scale, beta != nullptr);
         }
-        float *s = state + row * keys * values, *o = out + row * values;
-        constexpr long block = 64 / W < 8 ? 64 / W : 8;
-        long e = 0;
-        for (; e + block * W <= values; e += block * W) columns<block>(s, values, token, e, o, keys);
-        for (; e + W <= values; e += W) columns<1>(s, values, token, e, o, keys);
-        for (; e < values; ++e) column(s, values, token, e, o, keys);
+        finish(pending, keys, values);
     }
     return 0;
 }

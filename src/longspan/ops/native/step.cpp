@@ -9,7 +9,7 @@ extern "C" int longspan_linear_step(float* state, const float* q, const float* k
     constexpr long limit = 1024;
     if (keys > limit || values > limit) return 1;
     // Below this, waking a second thread costs more than it saves.
-    const bool parallel = threads > 1 && rows * keys * values > 65536;
+    const bool parallel = threads > 1 && rows * keys * values >= 32768;
 #pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
     for (long row = 0; row < rows; ++row) {
         float fq[limit], fk[limit];

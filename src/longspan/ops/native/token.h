@@ -31,6 +31,9 @@ struct Token {
     const float *k, *q, *plain_k, *plain_q, *v;
 };
 
+// How far ahead of the row at hand the state is fetched, in floats.
+constexpr long ahead = 1024;
+
 // state (D, E+1): S += k (v, 1)^T; out = q^T S / (q^T z + eps). E is a constant where it is a usual head size, else 0.
 template <long E>
 void advance(float* state, const Token& token, float* out, long keys, long values, float eps) {
@@ -49,6 +52,7 @@ void advance(float* state, const Token& token, float* out, long keys, long value
             for (long j = 0; j < held; ++j) {
                 const vec s = load(state + j * W) + k * v[j];
                 store(state + j * W, s);
+                __builtin_prefetch(state + ahead + j * W, 1);
                 acc[j] += q * s;
             }
         } else {
