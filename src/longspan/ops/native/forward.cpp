@@ -12,73 +12,93 @@ struct Forward {
     Tensor<T> out;
     float* below;  // (B, H, N): the denominators, eps included
 
-    long scratch() const { return C * (3 * call.kp() + 2 * call.vp() + C + W + 1); }
     long matrix() const { return call.keys * call.vp(); }
     long size() const { return matrix() + call.kp(); }
+    long packed() const { return C * (2 * call.kp() + call.vp()); }
+    // Heads whose tokens are read together, as many as a cache of the second level holds beside their sums.
+    long together() const { return packed() < 32768 ? 65536 / packed() : 1; }
+    long scratch() const { return C * (call.kp() + call.vp() + C + W + 1) + together() * packed(); }
 
+    // C tokens of a head: features of queries and keys (C, kp), values (C, vp).
+    struct Chunk {
+        float *q, *k, *v;
+    };
+
+    // Tokens begin ... begin + n of some heads, through a map; masked ones are zero. Side by side, as heads often lie,
+    // they are read in the order of memory: that a processor foresees, which it does not of rows far apart.
+    template <class F>
+    void pack(Tensor<const T> from, long first, long heads, long begin, long n, long width, const std::uint8_t* mask,
+              float* out, long ld, F map) const {
+        const long batch = first / call.heads, head = first % call.heads;
+        for (long i = 0; i < n; ++i)
+            for (long h = 0; h < heads; ++h) {
+                float* row = out + h * packed() + i * ld;
+                if (mask && !mask[begin + i])
+                    std::memset(row, 0, sizeof(float) * ld);
+                else
+                    read_row(Rows<const T>(from, batch, head + h), begin + i, width, row, ld, map);
+            }
+    }
+
+    // All that ``heads`` rows need of n tokens, a chunk each.
     template <bool READ>
-    void fetch_chunk(long row, long begin, long n) const {
-        const long batch = row / call.heads, head = row % call.heads;
-        fetch(Rows<const T>(k, batch, head), begin, n, call.keys);
-        fetch(Rows<const T>(v, batch, head), begin, n, call.values);
-        if (READ) {
-            fetch(Rows<const T>(q, batch, head), begin, n, call.keys);
-            fetch(Rows<T>(out, batch, head), begin, n, call.values);
-        }
+    Chunk enter(long first, long heads, long begin, long n, float* memory) const {
+        const Chunk chunk{memory + C * (call.kp() + call.vp()), memory, memory + C * call.kp()};
+        const std::uint8_t* mask = call.mask_of(first);
+        with_map(call.map, [&](auto map) {
+            pack(k, first, heads, begin, n, call.keys, mask, chunk.k, call.kp(), map);
+            if (READ) pack(q, first, heads, begin, n, call.keys, nullptr, chunk.q, call.kp(), map);
+        });
+        pack(v, first, heads, begin, n, call.values, mask, chunk.v, call.vp(), [](vec x) { return x; });
+        return chunk;
     }
 
     // n tokens of a row, from the sums s (D, vp) and z (kp), which go on to include them. Without READ only they do.
     template <bool READ>
-    void chunk(long row, long begin, long n, float* s, float* z, Scratch scratch) const {
+    void advance(long row, long begin, long n, Chunk chunk, float* s, float* z, Scratch scratch) const {
         const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
-        const long batch = row / call.heads, head = row % call.heads;
-        const std::uint8_t* mask = call.mask_of(row);
-        float *fq = scratch.take(C * kp), *fk = scratch.take(C * kp), *turned = scratch.take(kp * C);
-        float *x = scratch.take(C * vp), *o = scratch.take(C * vp), *scores = scratch.take(C * C);
-        float *lanes = scratch.take(C * W), *sums = scratch.take(C);
-        read(Rows<const T>(k, batch, head), begin, n, keys, fk, kp);
-        features(call.map, fk, n, keys, kp);
-        read(Rows<const T>(v, batch, head), begin, n, values, x, vp);
-        clear_masked(mask, begin, n, fk, kp);
-        clear_masked(mask, begin, n, x, vp);
         if (READ) {
-            read(Rows<const T>(q, batch, head), begin, n, keys, fq, kp);
-            features(call.map, fq, n, keys, kp);
-            transpose(fk, kp, turned, C, whole_vectors(n), kp);
-            for (long i = 0; i < n; ++i) store(lanes + i * W, dot_lanes(fq + i * kp, z, kp));
-            lower_product(n, keys, fq, kp, turned, C, scores, C);
+            const Rows<T> outputs(out, row / call.heads, row % call.heads);
+            float *turned = scratch.take(kp * C), *o = scratch.take(C * vp), *scores = scratch.take(C * C);
+            float *lanes = scratch.take(C * W), *sums = scratch.take(C);
+            transpose(chunk.k, kp, turned, C, whole_vectors(n), kp);
+            for (long i = 0; i < n; ++i) store(lanes + i * W, dot_lanes(chunk.q + i * kp, z, kp));
+            lower_product(n, keys, chunk.q, kp, turned, C, scores, C);
             finish_lower(scores, n, nullptr, lanes);
             sum_lanes(lanes, n, sums);
-            gemm<false>(n, vp, keys, fq, kp, 1, s, vp, o, vp);
-            lower_times(n, vp, scores, C, x, vp, o, vp);
+            gemm<false>(n, vp, keys, chunk.q, kp, 1, s, vp, o, vp);
+            fetch(outputs, begin, n, values);
+            lower_times(n, vp, scores, C, chunk.v, vp, o, vp);
             for (long i = 0; i < n; ++i) {
                 const float denominator = sums[i] + call.eps;
                 below[row * call.tokens + begin + i] = denominator;
                 const vec scale = splat(1.0f / denominator);
                 for (long j = 0; j < vp; j += W) store(o + i * vp + j, load(o + i * vp + j) * scale);
             }
-            write(o, vp, Rows<T>(out, batch, head), begin, n, values);
+            write(o, vp, outputs, begin, n, values);
         }
-        gemm<true>(keys, vp, n, fk, 1, kp, x, vp, s, vp);
-        add_rows(fk, n, kp, z);
+        gemm<true>(keys, vp, n, chunk.k, 1, kp, chunk.v, vp, s, vp);
+        add_rows(chunk.k, n, kp, z);
     }
 
     // One unit, whose row r has its sums at sums + r * stride.
     template <bool READ>
     void run(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
-        const long first = units.first_row(unit), last = units.last_row(unit);
+        const long last = units.last_row(unit);
         const Part part = units.tokens(unit);
-        const std::int64_t* segments = call.segments_of(first);
+        const std::int64_t* segments = call.segments_of(units.first_row(unit));
+        float* memory = scratch.take(together() * packed());
         for (long begin = part.begin, end; begin < part.end; begin = end) {
             end = chunk_end(segments, begin, part.end);
-            for (long row = first; row < last; ++row) {
-                if (row + 1 < last)
-                    fetch_chunk<READ>(row + 1, begin, end - begin);
-                else
-                    fetch_chunk<READ>(first, end, part.end - end < C ? part.end - end : C);
-                float* s = sums + row * stride;
-                if (starts_anew(segments, begin)) std::memset(s, 0, sizeof(float) * size());
-                chunk<READ>(row, begin, end - begin, s, s + matrix(), scratch);
+            for (long first = units.first_row(unit), next; first < last; first = next) {
+                next = first + together() < last ? first + together() : last;
+                Chunk chunk = enter<READ>(first, next - first, begin, end - begin, memory);
+                for (long row = first; row < next; ++row) {
+                    float* s = sums + row * stride;
+                    if (starts_anew(segments, begin)) std::memset(s, 0, sizeof(float) * size());
+                    advance<READ>(row, begin, end - begin, chunk, s, s + matrix(), scratch);
+                    chunk = {chunk.q + packed(), chunk.k + packed(), chunk.v + packed()};
+                }
             }
         }
     }

@@ -17,6 +17,17 @@ inline vec feature(vec x) {
     }
 }
 
+// Calls f with the map of that number.
+template <class F>
+inline void with_map(int map, F f) {
+    switch (map) {
+        case elu: return f([](vec x) { return feature<elu>(x); });
+        case relu: return f([](vec x) { return feature<relu>(x); });
+        case squared_relu: return f([](vec x) { return feature<squared_relu>(x); });
+        default: return f([](vec x) { return feature<clamped_exp>(x); });
+    }
+}
+
 // The derivative, from x and y = feature(x).
 template <int MAP>
 inline vec slope(vec x, vec y) {

@@ -26,17 +26,26 @@ struct Rows {
         : data(t.data + batch * t.strides[0] + head * t.strides[1]), token(t.strides[2]), channel(t.strides[3]) {}
 };
 
+// One token of a head into out (ld), through a map, zeros beyond the width.
+template <class T, class F>
+inline void read_row(Rows<const T> rows, long token, long width, float* out, long ld, F map) {
+    const T* row = rows.data + token * rows.token;
+    long j = 0;
+    if (rows.channel == 1)
+        for (; j + W <= width; j += W) store(out + j, map(load(row + j)));
+    for (; j < ld; j += W) {
+        float rest[W] = {};
+        for (long i = 0; i < W && j + i < width; ++i) rest[i] = widen(row[(j + i) * rows.channel]);
+        store(rest, map(load(rest)));
+        // A map of 0 may be 1, and what lies beyond the width must be zero.
+        for (long i = 0; i < W; ++i) out[j + i] = j + i < width ? rest[i] : 0.0f;
+    }
+}
+
 // Tokens begin ... begin + n of a head into out (n, ld), zeros beyond the width.
 template <class T>
 void read(Rows<const T> rows, long begin, long n, long width, float* out, long ld) {
-    for (long i = 0; i < n; ++i, out += ld) {
-        const T* row = rows.data + (begin + i) * rows.token;
-        long j = 0;
-        if (rows.channel == 1)
-            for (; j + W <= width; j += W) store(out + j, load(row + j));
-        for (; j < width; ++j) out[j] = widen(row[j * rows.channel]);
-        for (; j < ld; ++j) out[j] = 0.0f;
-    }
+    for (long i = 0; i < n; ++i) read_row(rows, begin + i, width, out + i * ld, ld, [](vec x) { return x; });
 }
 
 // Fetch the lines of tokens that will be read or written soon; they lie too far apart for the processor to foresee.
