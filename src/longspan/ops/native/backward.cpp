@@ -14,7 +14,9 @@ struct Backward {
     Tensor<T> dq, dk, dv;
     const float* below;  // (B, H, N): the denominators, eps included
 
-    long scratch() const { return C * (6 * call.kp() + 4 * call.vp() + 2 * C + W + 1); }
+    long packed() const { return C * (2 * call.kp() + 3 * call.vp()); }
+    long together() const { return heads_together(packed()); }
+    long scratch() const { return C * (5 * call.kp() + call.vp() + 2 * C + W + 1) + together() * packed(); }
     // The sums carried ahead are s (E, kp) of v h^T and z (kp) of h; those carried back, r (D, vp) of f dn^T and w (kp)
     // of db f, are the gradient of the state.
     long ahead_matrix() const { return call.values * call.kp(); }
@@ -22,123 +24,114 @@ struct Backward {
     long ahead_size() const { return ahead_matrix() + call.kp(); }
     long back_size() const { return back_matrix() + call.kp(); }
 
-    template <bool READ>
-    void fetch_ahead(long row, long begin, long n) const {
-        const long batch = row / call.heads, head = row % call.heads;
-        fetch(Rows<const T>(k, batch, head), begin, n, call.keys);
-        fetch(Rows<const T>(v, batch, head), begin, n, call.values);
-        if (READ) {
-            fetch(Rows<const T>(q, batch, head), begin, n, call.keys);
-            fetch(Rows<const T>(out, batch, head), begin, n, call.values);
-            fetch(Rows<const T>(grad, batch, head), begin, n, call.values);
-            fetch(Rows<T>(dq, batch, head), begin, n, call.keys);
-        }
+    // C tokens of a head as they were given: q and k (C, kp), v, out and grad (C, vp).
+    struct Chunk {
+        float *q, *k, *v, *out, *grad;
+    };
+
+    // All that ``heads`` rows need of n tokens, a chunk each: keys and values, or queries, outputs and gradients, or all.
+    Chunk enter(long first, long heads, long begin, long n, bool keys, bool queries, float* memory) const {
+        const long kp = call.kp(), vp = call.vp(), apart = packed();
+        const std::uint8_t* mask = call.mask_of(first);
+        const Chunk chunk{memory, memory + C * kp, memory + C * 2 * kp, memory + C * (2 * kp + vp),
+                          memory + C * 2 * (kp + vp)};
+        const auto same = [](vec x) { return x; };
+        const Heads rows{first / call.heads, first % call.heads, heads};
+        if (keys) pack(k, rows, begin, n, call.keys, nullptr, chunk.k, kp, apart, same);
+        if (keys) pack(v, rows, begin, n, call.values, mask, chunk.v, vp, apart, same);
+        if (queries) pack(q, rows, begin, n, call.keys, nullptr, chunk.q, kp, apart, same);
+        if (queries) pack(out, rows, begin, n, call.values, nullptr, chunk.out, vp, apart, same);
+        if (queries) pack(grad, rows, begin, n, call.values, nullptr, chunk.grad, vp, apart, same);
+        return chunk;
+    }
+    Chunk next(const Chunk& chunk) const {
+        const long apart = packed();
+        return {chunk.q + apart, chunk.k + apart, chunk.v + apart, chunk.out + apart, chunk.grad + apart};
     }
 
-    template <bool READ>
-    void fetch_back(long row, long begin, long n) const {
-        const long batch = row / call.heads, head = row % call.heads;
-        fetch(Rows<const T>(q, batch, head), begin, n, call.keys);
-        fetch(Rows<const T>(out, batch, head), begin, n, call.values);
-        fetch(Rows<const T>(grad, batch, head), begin, n, call.values);
-        if (READ) {
-            fetch(Rows<const T>(k, batch, head), begin, n, call.keys);
-            fetch(Rows<const T>(v, batch, head), begin, n, call.values);
-            fetch(Rows<T>(dk, batch, head), begin, n, call.keys);
-            fetch(Rows<T>(dv, batch, head), begin, n, call.values);
-        }
-    }
-
-    // The keys of a chunk, and what they were before the feature map; the values. Nothing where a token is masked.
-    void read_keys(long row, long begin, long n, float* raw, float* fk, float* x) const {
-        const long batch = row / call.heads, head = row % call.heads;
-        read(Rows<const T>(k, batch, head), begin, n, call.keys, raw, call.kp());
-        std::memcpy(fk, raw, sizeof(float) * n * call.kp());
-        features(call.map, fk, n, call.keys, call.kp());
-        read(Rows<const T>(v, batch, head), begin, n, call.values, x, call.vp());
+    // The features of keys (n, kp), nothing where a token is masked.
+    void key_features(long row, long begin, long n, const float* raw, float* fk) const {
+        features(call.map, raw, fk, n, call.keys, call.kp());
         clear_masked(call.mask_of(row), begin, n, fk, call.kp());
-        clear_masked(call.mask_of(row), begin, n, x, call.vp());
     }
 
-    // dn (n, vp) and db (n); outputs (n, vp) and lanes (C, W) are room to work in.
-    void read_grads(long row, long begin, long n, float* dn, float* db, float* outputs, float* lanes) const {
-        const long batch = row / call.heads, head = row % call.heads, vp = call.vp();
-        read(Rows<const T>(grad, batch, head), begin, n, call.values, dn, vp);
-        read(Rows<const T>(out, batch, head), begin, n, call.values, outputs, vp);
+    // Gradients (n, vp) become dn; -> db (n). lanes (C, W) is room to work in.
+    void divide(long row, long begin, long n, const Chunk& chunk, float* db, float* lanes) const {
+        const long vp = call.vp();
         for (long i = 0; i < n; ++i) {
             const vec scale = splat(1.0f / below[row * call.tokens + begin + i]);
-            for (long j = 0; j < vp; j += W) store(dn + i * vp + j, load(dn + i * vp + j) * scale);
-            store(lanes + i * W, -dot_lanes(dn + i * vp, outputs + i * vp, vp));
+            float* dn = chunk.grad + i * vp;
+            for (long j = 0; j < vp; j += W) store(dn + j, load(dn + j) * scale);
+            store(lanes + i * W, -dot_lanes(dn, chunk.out + i * vp, vp));
         }
         sum_lanes(lanes, n, db);
     }
 
     // dq of n tokens of a row, from s and z, which go on to include them. Without READ only they do.
     template <bool READ>
-    void ahead(long row, long begin, long n, float* s, float* z, Scratch scratch) const {
+    void ahead(long row, long begin, long n, const Chunk& chunk, float* s, float* z, Scratch scratch) const {
         const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
-        const long batch = row / call.heads, head = row % call.heads;
-        float *raw = scratch.take(C * kp), *fk = scratch.take(C * kp), *fq = scratch.take(C * kp);
-        float *df = scratch.take(C * kp), *x = scratch.take(C * vp), *turned = scratch.take(C * vp);
-        float *dn = scratch.take(C * vp), *outputs = scratch.take(C * vp), *p = scratch.take(C * C);
-        float *lanes = scratch.take(C * W), *db = scratch.take(C);
-        read_keys(row, begin, n, raw, fk, x);
+        float *fk = scratch.take(C * kp), *fq = scratch.take(C * kp), *df = scratch.take(C * kp);
+        float *turned = scratch.take(C * vp), *p = scratch.take(C * C), *lanes = scratch.take(C * W);
+        float* db = scratch.take(C);
+        key_features(row, begin, n, chunk.k, fk);
         if (READ) {
-            read_grads(row, begin, n, dn, db, outputs, lanes);
-            transpose(x, vp, turned, C, whole_vectors(n), vp);
-            lower_product(n, values, dn, vp, turned, C, p, C);
+            const Rows<T> queries(dq, row / call.heads, row % call.heads);
+            divide(row, begin, n, chunk, db, lanes);
+            transpose(chunk.v, vp, turned, C, whole_vectors(n), vp);
+            lower_product(n, values, chunk.grad, vp, turned, C, p, C);
             finish_lower(p, n, db, nullptr);
-            gemm<false>(n, kp, values, dn, vp, 1, s, kp, df, kp);
+            gemm<false>(n, kp, values, chunk.grad, vp, 1, s, kp, df, kp);
+            fetch(queries, begin, n, keys);
             lower_times(n, kp, p, C, fk, kp, df, kp);
             for (long i = 0; i < n; ++i)
                 for (long j = 0; j < kp; j += W) store(df + i * kp + j, load(df + i * kp + j) + load(z + j) * db[i]);
-            read(Rows<const T>(q, batch, head), begin, n, keys, raw, kp);
-            std::memcpy(fq, raw, sizeof(float) * n * kp);
-            features(call.map, fq, n, keys, kp);
-            slopes(call.map, df, raw, fq, n * kp);
-            write(df, kp, Rows<T>(dq, batch, head), begin, n, keys);
+            features(call.map, chunk.q, fq, n, keys, kp);
+            slopes(call.map, df, chunk.q, fq, n * kp);
+            write(df, kp, queries, begin, n, keys);
         }
-        gemm<true>(values, kp, n, x, 1, vp, fk, kp, s, kp);
+        gemm<true>(values, kp, n, chunk.v, 1, vp, fk, kp, s, kp);
         add_rows(fk, n, kp, z);
     }
 
     // dk and dv of n tokens of a row, from r and w after them, which go on to include them. Without READ only they do.
     template <bool READ>
-    void back(long row, long begin, long n, float* r, float* w, Scratch scratch) const {
+    void back(long row, long begin, long n, const Chunk& chunk, float* r, float* w, Scratch scratch) const {
         const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp(), np = whole_vectors(n);
-        const long batch = row / call.heads, head = row % call.heads;
-        float *raw = scratch.take(C * kp), *fk = scratch.take(C * kp), *fq = scratch.take(C * kp);
-        float *dh = scratch.take(C * kp), *across = scratch.take(C * kp), *turned_k = scratch.take(C * kp);
-        float *x = scratch.take(C * vp), *turned_v = scratch.take(C * vp), *dn = scratch.take(C * vp);
-        float *outputs = scratch.take(C * vp), *a = scratch.take(C * C), *p = scratch.take(C * C);
-        float *lanes = scratch.take(C * W), *db = scratch.take(C);
-        read(Rows<const T>(q, batch, head), begin, n, keys, fq, kp);
-        features(call.map, fq, n, keys, kp);
-        read_grads(row, begin, n, dn, db, outputs, lanes);
+        float *fk = scratch.take(C * kp), *fq = scratch.take(C * kp), *dh = scratch.take(C * kp);
+        float *across = scratch.take(C * kp), *turned_k = scratch.take(C * kp), *turned_v = scratch.take(C * vp);
+        float *a = scratch.take(C * C), *p = scratch.take(C * C), *lanes = scratch.take(C * W), *db = scratch.take(C);
+        features(call.map, chunk.q, fq, n, keys, kp);
+        divide(row, begin, n, chunk, db, lanes);
         if (READ) {
-            read_keys(row, begin, n, raw, fk, x);
+            const long batch = row / call.heads, head = row % call.heads;
+            const Rows<T> key_grads(dk, batch, head), value_grads(dv, batch, head);
+            float *dn = chunk.grad, *outputs = chunk.out;  // whose numbers are not needed any more
+            key_features(row, begin, n, chunk.k, fk);
             transpose(fk, kp, turned_k, C, np, kp);
-            transpose(x, vp, turned_v, C, np, vp);
+            transpose(chunk.v, vp, turned_v, C, np, vp);
             lower_product(n, keys, fq, kp, turned_k, C, a, C);
             finish_lower(a, n, nullptr, nullptr);
             lower_product(n, values, dn, vp, turned_v, C, p, C);
             finish_lower(p, n, db, nullptr);
             // dv = h r + a^T dn
             gemm<false>(n, vp, keys, fk, kp, 1, r, vp, outputs, vp);
+            fetch(value_grads, begin, n, values);
             upper_times(n, vp, a, C, dn, vp, outputs, vp);
-            write(outputs, vp, Rows<T>(dv, batch, head), begin, n, values);
+            write(outputs, vp, value_grads, begin, n, values);
             // dh^T = r v^T + f^T p, turned, since r lies right for that
             gemm<false>(keys, np, values, r, vp, 1, turned_v, C, across, C);
+            fetch(key_grads, begin, n, keys);
             for (long j = 0; j < np; j += W)
                 gemm<true>(keys, W, n - j, fq + j * kp, 1, kp, p + j * C + j, C, across + j, C);
             transpose(across, C, dh, kp, kp, np);
             for (long i = 0; i < n; ++i)
                 for (long j = 0; j < kp; j += W) store(dh + i * kp + j, load(dh + i * kp + j) + load(w + j));
-            slopes(call.map, dh, raw, fk, n * kp);
+            slopes(call.map, dh, chunk.k, fk, n * kp);
             clear_masked(call.mask_of(row), begin, n, dh, kp);
-            write(dh, kp, Rows<T>(dk, batch, head), begin, n, keys);
+            write(dh, kp, key_grads, begin, n, keys);
         }
-        gemm<true>(keys, vp, n, fq, 1, kp, dn, vp, r, vp);
+        gemm<true>(keys, vp, n, fq, 1, kp, chunk.grad, vp, r, vp);
         for (long j = 0; j < kp; j += W) {
             vec acc = load(w + j);
             for (long i = 0; i < n; ++i) acc += load(fq + i * kp + j) * db[i];
@@ -146,45 +139,48 @@ struct Backward {
         }
     }
 
+    // Calls use(row, chunk) for the rows of a unit, whose tokens begin ... end are read for some heads at a time.
+    template <class F>
+    void each_row(const Units& units, long unit, long begin, long end, bool keys, bool queries, float* memory,
+                  F use) const {
+        const long last = units.last_row(unit);
+        for (long row = units.first_row(unit); row < last;) {
+            const long heads = row + together() < last ? together() : last - row;
+            Chunk chunk = enter(row, heads, begin, end - begin, keys, queries, memory);
+            for (long i = 0; i < heads; ++i, ++row, chunk = next(chunk)) use(row, chunk);
+        }
+    }
+
     // One unit from its beginning to its end; its row r has its sums at sums + r * stride.
     template <bool READ>
     void run_ahead(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
-        const long first = units.first_row(unit), last = units.last_row(unit);
         const Part part = units.tokens(unit);
-        const std::int64_t* segments = call.segments_of(first);
+        const std::int64_t* segments = call.segments_of(units.first_row(unit));
+        float* memory = scratch.take(together() * packed());
         for (long begin = part.begin, end; begin < part.end; begin = end) {
             end = chunk_end(segments, begin, part.end);
-            for (long row = first; row < last; ++row) {
-                if (row + 1 < last)
-                    fetch_ahead<READ>(row + 1, begin, end - begin);
-                else
-                    fetch_ahead<READ>(first, end, part.end - end < C ? part.end - end : C);
+            each_row(units, unit, begin, end, true, READ, memory, [&](long row, const Chunk& chunk) {
                 float* s = sums + row * stride;
                 if (starts_anew(segments, begin)) std::memset(s, 0, sizeof(float) * ahead_size());
-                ahead<READ>(row, begin, end - begin, s, s + ahead_matrix(), scratch);
-            }
+                ahead<READ>(row, begin, end - begin, chunk, s, s + ahead_matrix(), scratch);
+            });
         }
     }
 
     // The same from its end to its beginning.
     template <bool READ>
     void run_back(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
-        const long first = units.first_row(unit), last = units.last_row(unit);
         const Part part = units.tokens(unit);
-        const std::int64_t* segments = call.segments_of(first);
+        const std::int64_t* segments = call.segments_of(units.first_row(unit));
+        float* memory = scratch.take(together() * packed());
         for (long end = part.end, begin; end > part.begin; end = begin) {
             begin = chunk_begin(segments, part.begin, end);
             const bool border = end < call.tokens && starts_anew(segments, end);
-            const long before = begin - part.begin < C ? begin - part.begin : C;
-            for (long row = first; row < last; ++row) {
-                if (row + 1 < last)
-                    fetch_back<READ>(row + 1, begin, end - begin);
-                else
-                    fetch_back<READ>(first, begin - before, before);
+            each_row(units, unit, begin, end, READ, true, memory, [&](long row, const Chunk& chunk) {
                 float* r = sums + row * stride;
                 if (border) std::memset(r, 0, sizeof(float) * back_size());
-                back<READ>(row, begin, end - begin, r, r + back_matrix(), scratch);
-            }
+                back<READ>(row, begin, end - begin, chunk, r, r + back_matrix(), scratch);
+            });
         }
     }
 };

@@ -15,8 +15,7 @@ struct Forward {
     long matrix() const { return call.keys * call.vp(); }
     long size() const { return matrix() + call.kp(); }
     long packed() const { return C * (2 * call.kp() + call.vp()); }
-    // Heads whose tokens are read together, as many as a cache of the second level holds beside their sums.
-    long together() const { return packed() < 32768 ? 65536 / packed() : 1; }
+    long together() const { return heads_together(packed()); }
     long scratch() const { return C * (call.kp() + call.vp() + C + W + 1) + together() * packed(); }
 
     // C tokens of a head: features of queries and keys (C, kp), values (C, vp).
@@ -24,32 +23,18 @@ struct Forward {
         float *q, *k, *v;
     };
 
-    // Tokens begin ... begin + n of some heads, through a map; masked ones are zero. Side by side, as heads often lie,
-    // they are read in the order of memory: that a processor foresees, which it does not of rows far apart.
-    template <class F>
-    void pack(Tensor<const T> from, long first, long heads, long begin, long n, long width, const std::uint8_t* mask,
-              float* out, long ld, F map) const {
-        const long batch = first / call.heads, head = first % call.heads;
-        for (long i = 0; i < n; ++i)
-            for (long h = 0; h < heads; ++h) {
-                float* row = out + h * packed() + i * ld;
-                if (mask && !mask[begin + i])
-                    std::memset(row, 0, sizeof(float) * ld);
-                else
-                    read_row(Rows<const T>(from, batch, head + h), begin + i, width, row, ld, map);
-            }
-    }
-
     // All that ``heads`` rows need of n tokens, a chunk each.
     template <bool READ>
     Chunk enter(long first, long heads, long begin, long n, float* memory) const {
-        const Chunk chunk{memory + C * (call.kp() + call.vp()), memory, memory + C * call.kp()};
+        const long kp = call.kp(), vp = call.vp(), apart = packed();
+        const Chunk chunk{memory + C * (kp + vp), memory, memory + C * kp};
         const std::uint8_t* mask = call.mask_of(first);
+        const Heads rows{first / call.heads, first % call.heads, heads};
         with_map(call.map, [&](auto map) {
-            pack(k, first, heads, begin, n, call.keys, mask, chunk.k, call.kp(), map);
-            if (READ) pack(q, first, heads, begin, n, call.keys, nullptr, chunk.q, call.kp(), map);
+            pack(k, rows, begin, n, call.keys, mask, chunk.k, kp, apart, map);
+            if (READ) pack(q, rows, begin, n, call.keys, nullptr, chunk.q, kp, apart, map);
         });
-        pack(v, first, heads, begin, n, call.values, mask, chunk.v, call.vp(), [](vec x) { return x; });
+        pack(v, rows, begin, n, call.values, mask, chunk.v, vp, apart, [](vec x) { return x; });
         return chunk;
     }
 

@@ -48,6 +48,31 @@ void read(Rows<const T> rows, long begin, long n, long width, float* out, long l
     for (long i = 0; i < n; ++i) read_row(rows, begin + i, width, out + i * ld, ld, [](vec x) { return x; });
 }
 
+// Heads of one batch row that follow each other.
+struct Heads {
+    long batch, first, count;
+};
+
+// How many heads are read together, if each takes so many floats: as many as a cache of the second level holds beside
+// their sums.
+inline long heads_together(long floats) { return floats < 32768 ? 65536 / floats : 1; }
+
+// Tokens begin ... begin + n of some heads, through a map, into out (n, ld), one head ``apart`` floats from the next;
+// masked ones are zero. Side by side, as heads often lie, they are read in the order of memory: that a processor foresees,
+// which it does not of rows far apart.
+template <class T, class F>
+void pack(Tensor<const T> from, Heads heads, long begin, long n, long width, const std::uint8_t* mask, float* out, long ld,
+          long apart, F map) {
+    for (long i = 0; i < n; ++i)
+        for (long h = 0; h < heads.count; ++h) {
+            float* row = out + h * apart + i * ld;
+            if (mask && !mask[begin + i])
+                std::memset(row, 0, sizeof(float) * ld);
+            else
+                read_row(Rows<const T>(from, heads.batch, heads.first + h), begin + i, width, row, ld, map);
+        }
+}
+
 // Fetch the lines of tokens that will be read or written soon; they lie too far apart for the processor to foresee.
 template <class T>
 void fetch(Rows<T> rows, long begin, long n, long width) {
@@ -68,22 +93,15 @@ void write(const float* x, long ld, Rows<T> rows, long begin, long n, long width
     }
 }
 
-template <int MAP>
-void map_rows(float* x, long n, long width, long ld) {
-    for (long i = 0; i < n; ++i, x += ld) {
-        for (long j = 0; j < width; j += W) store(x + j, feature<MAP>(load(x + j)));
-        // phi(0) may be 1, and what lies beyond the width must stay zero.
-        for (long j = width; j < ld; ++j) x[j] = 0.0f;
-    }
-}
-
-inline void features(int map, float* x, long n, long width, long ld) {
-    switch (map) {
-        case elu: return map_rows<elu>(x, n, width, ld);
-        case relu: return map_rows<relu>(x, n, width, ld);
-        case squared_relu: return map_rows<squared_relu>(x, n, width, ld);
-        default: return map_rows<clamped_exp>(x, n, width, ld);
-    }
+// out = phi(x), rows (n, ld) with zeros beyond the width.
+inline void features(int map, const float* x, float* out, long n, long width, long ld) {
+    with_map(map, [&](auto phi) {
+        for (long i = 0; i < n; ++i, x += ld, out += ld) {
+            for (long j = 0; j < width; j += W) store(out + j, phi(load(x + j)));
+            // phi(0) may be 1, and what lies beyond the width must stay zero.
+            for (long j = width; j < ld; ++j) out[j] = 0.0f;
+        }
+    });
 }
 
 template <int MAP>
