@@ -4,7 +4,8 @@
     python docs/shipped.py runs/mnist --data mnist
 
 writes ``src/longspan/models/mnist``: the weights in bfloat16, and ``record.json``, which holds what they were trained
-with and what they score. To be run where the run was made, since the record names the machine.
+with, the curve of the training (steps, seconds, validation bits per dim) and what they score. To be run where the run
+was made, since the record names the machine.
 """
 
 import argparse
@@ -68,6 +69,7 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES) -> dict
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": header["step"],
         "seconds": next(seconds for step, seconds, _ in curve if step == header["step"]),
+        "curve": curve,
         "bits_per_dim": {
             "validation": min(value for _, _, value in curve),
             "test": round(bits(model, dataset, "test", roomy(dataset.length)), 5),

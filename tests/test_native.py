@@ -95,6 +95,16 @@ class TestStep:
         assert len(counted) == 2
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
+    @pytest.mark.parametrize("which", range(4))
+    @pytest.mark.parametrize("batch", [2, 4])
+    def test_a_token_of_another_shape_is_refused_and_not_read(self, which, batch, counted):
+        given = list(operands(batch, 3, 7, 5))
+        given[which] = given[which][:3] if batch == 4 else torch.cat([given[which]] * 2)
+        *inputs, state = given
+        with pytest.raises(ValueError, match=r"must be|do not fit"):
+            linear.linear_attention(*inputs, state=state)
+        assert not counted
+
     @pytest.mark.parametrize(
         ("change", "causes"),
         [

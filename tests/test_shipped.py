@@ -63,6 +63,10 @@ def test_a_model_is_small_and_says_how_it_was_made(name, script):
     record, header = shipped.record(name), checkpoint.read_config(folder)
     assert record["command"] == script.command(header["config"], header["run"], ROOT / "recipes" / f"{name}.yaml")
     assert (record["seed"], record["steps"]) == (header["run"]["seed"], header["step"])
+    steps, seconds, bits = zip(*record["curve"], strict=True)
+    assert (list(steps), list(seconds)) == (sorted(steps), sorted(seconds))
+    assert record["bits_per_dim"]["validation"] == min(bits) == bits[steps.index(record["steps"])]
+    assert record["seconds"] == seconds[steps.index(record["steps"])]
     assert record["parameters"] == sum(p.numel() for p in shipped.load(name).parameters())
     assert re.fullmatch(r"[0-9a-f]{40}\+?", record["commit"])
     assert {"processor", "cores", "threads"} <= set(record["machine"])

@@ -16,8 +16,8 @@ def available() -> bool:
     return build.loaded() is not None
 
 
-def readable(*tensors: Tensor) -> bool:
-    """Whether a token step may read these: plain float32 tensors on the CPU, no gradients, nothing that traces.
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether a token step may read those that there are: plain float32 on the CPU, no gradients, nothing that traces.
 
     Asked once per token and layer, as all of a token step is, so it is written for speed.
     """
@@ -25,6 +25,8 @@ def readable(*tensors: Tensor) -> bool:
         return False
     grad, wide = torch.is_grad_enabled(), torch.float32
     for t in tensors:
+        if t is None:
+            continue
         if type(t) is not Tensor or t.dtype is not wide or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
             return False
     return True

@@ -136,7 +136,7 @@ def step(
     q, k (B,G,1,D), v (B,H,1,E), log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), all float32 -> o (B,H,1,E), state. None
     for anything else, and where there are no kernels. Written for speed, as ``native.linear_step`` is.
     """
-    if not readable(q, k, v, state) or not q.dim() == v.dim() == 4:
+    if not readable(q, k, v, state, log_decay, beta) or not q.dim() == v.dim() == 4:
         return None
     batch, groups, tokens, keys = shape = q.shape
     _, heads, _, values = v.shape
@@ -146,12 +146,12 @@ def step(
         return None
     decays = rates = None
     if log_decay is not None:
-        if not readable(log_decay) or log_decay.shape not in ((batch, heads, 1), (batch, heads, 1, keys)):
+        if log_decay.shape not in ((batch, heads, 1), (batch, heads, 1, keys)):
             return None
         log_decay = log_decay.contiguous()
         decays = log_decay.data_ptr()
     if beta is not None:
-        if not readable(beta) or beta.shape != (batch, heads, 1):
+        if beta.shape != (batch, heads, 1):
             return None
         beta = beta.contiguous()
         rates = beta.data_ptr()
