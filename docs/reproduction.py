@@ -4,7 +4,8 @@
     python docs/reproduction.py FOLDER
 
 copies the JSON and PNG files of the experiments that FOLDER has to ``docs/reproduction`` and writes what the JSON files
-hold between the page's markers. Without an argument it only writes that again.
+hold between the page's markers. ``FOLDER=WORD`` keeps them beside those with other settings: of ``images`` come
+``images_WORD.json`` and its pictures, for the marker of that name. Without an argument the page is only written again.
 """
 
 import json
@@ -43,9 +44,9 @@ def block(name: str) -> str:
         return "\n" + "\n".join(of_the_paper()) + "\n\n"
     found = result(name)
     if found is None:
-        return f"\nNot measured yet: `longspan reproduce {name}`.\n\n"
+        return f"\nNot measured yet: `longspan reproduce {name.partition('_')[0]}`.\n\n"
     images = [f"{RESULTS.name}/{image}" for image in page.pictures(RESULTS, name)]
-    return f"\n{page.fragment(EXPERIMENTS[name], found, images)}\n"
+    return f"\n{page.fragment(EXPERIMENTS[found['experiment']], found, images)}\n"
 
 
 def of_the_paper() -> Iterator[str]:
@@ -86,11 +87,13 @@ def written(text: str) -> str:
 def main(folders: list[str]) -> None:
     """Copy what is new, write the page."""
     RESULTS.mkdir(exist_ok=True)
-    for folder in map(Path, folders):
+    for text in folders:
+        place, _, word = text.partition("=")
         for name in EXPERIMENTS:
-            for file in (f"{name}.json", *page.pictures(folder, name)):
-                if (folder / file).exists():
-                    shutil.copyfile(folder / file, RESULTS / file)
+            kept = f"{name}_{word}" if word else name
+            for file in (f"{name}.json", *page.pictures(Path(place), name)):
+                if (Path(place) / file).exists():
+                    shutil.copyfile(Path(place) / file, RESULTS / file.replace(name, kept, 1))
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
