@@ -50,6 +50,7 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES) -> dict
     if trained_on.partition(":")[0] != kind:
         raise ValueError(f"{run} was trained on {trained_on!r}, not on {kind}")
     name, dataset = name or kind, data.load(source)
+    commit = provenance.commit()  # before what is written below changes the folder
     settings = {**header["run"], "data": kind, "out": f"runs/{name}"}
     # What is in the package must not know the folders of the machine that made it.
     checkpoint.save(
@@ -62,7 +63,7 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES) -> dict
     record = {
         "command": command(header["config"], settings, RECIPES / f"{name}.yaml"),
         "seed": settings["seed"],
-        "commit": provenance.commit(),
+        "commit": commit,
         "versions": provenance.versions(),
         "machine": provenance.machine(),
         "data": {kind: dataset.checksum},

@@ -21,10 +21,11 @@ def right_step(task):
     past = []
 
     def step(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         past.append((k, v))
         keys, values = (torch.cat(parts, 1) for parts in zip(*past, strict=True))
         queries = torch.cat([torch.zeros_like(keys[:, 1:]), q], 1)
-        return attend(queries, keys, values)[:, -1:]
+        return attend(queries, keys, values)[:, -1:].transpose(1, 2)
 
     return step
 
@@ -50,7 +51,7 @@ def narrow(task):
 
 
 def forgetful(task):
-    return attend
+    return lambda *token: attend(*(t.transpose(1, 2) for t in token)).transpose(1, 2)
 
 
 def failing(task):

@@ -119,9 +119,8 @@ def _step(name: Name, task: Task) -> Function:
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal state
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         o, state = linear_attention(q, k, v, state=state, return_state=True, donate=True, **given)  # type: ignore[misc]
-        return o.transpose(1, 2)
+        return o
 
     return step
 
@@ -133,7 +132,7 @@ def _kernel(task: Task) -> Function:
     if task["size"] >= native.LARGEST:
         raise ValueError(f"the native step serves heads of less than {native.LARGEST} channels, not {task['size']}")
 
-    kernels, out = native.build.loaded(), torch.empty(task["batch"], 1, task["heads"], task["size"])
+    kernels, out = native.build.loaded(), torch.empty(task["batch"], task["heads"], 1, task["size"])
     assert kernels is not None
     sizes = (task["batch"] * task["heads"], task["size"], task["size"], native.MAPS["elu"], 1e-6, native.threads())
 

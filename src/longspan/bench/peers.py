@@ -36,8 +36,8 @@ def ft_step(task: dict[str, Any]) -> Any:
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal state
-        o, state = module(q[:, 0], k[:, 0], v[:, 0], state)
-        return o[:, None]
+        o, state = module(q[:, :, 0], k[:, :, 0], v[:, :, 0], state)
+        return o[:, :, None]
 
     return step
 

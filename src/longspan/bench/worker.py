@@ -21,6 +21,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -37,7 +38,7 @@ class Makers(TypedDict, total=False):
     attention: Callable[[Task], Function]
     """task -> f(q, k, v), each (B,N,H,D) as projections give them, or f(x), (B,N,H*D) -> (B,N,H*D), causal"""
     step: Callable[[Task], Function]
-    """task -> f(q, k, v), each (B,1,H,D) -> (B,1,H,D): one more token on a state of its own that starts empty"""
+    """task -> f(q, k, v), each (B,H,1,D) -> (B,H,1,D): one more token on a state of its own that starts empty"""
     model: Callable[[Task, dict[str, Tensor] | None], Callable[[], Function]]
     """task, weights -> begin() -> f(tokens (B,1)) -> (B,vocab): one more token of a whole decoder, from the start"""
 
@@ -68,13 +69,8 @@ def attention_call(function: Function, task: Task) -> Call:
 
 def step_call(function: Function, task: Task) -> Call:
     """One more token of a step task."""
-    given = inputs(task, 1)
-
-    @torch.no_grad()
-    def step() -> object:
-        return function(*given)
-
-    return step
+    # Nothing here needs gradients, so nothing is recorded and there is no mode to enter, which a call would feel.
+    return partial(function, *(tensor.transpose(1, 2).contiguous() for tensor in inputs(task, 1)))
 
 
 def model_call(begin: Callable[[], Function], task: Task) -> Call:
@@ -157,8 +153,9 @@ def step_answer(function: Function, task: Task, given: dict[str, Tensor]) -> dic
     whole = inputs(task, tokens)
     for i, tensor in enumerate(whole):
         tensor[:rows] = given[f"input{i}"]
-    steps = [function(*(tensor[:, t : t + 1] for tensor in whole))[:rows].clone() for t in range(tokens)]
-    return {"output": torch.cat(steps, 1)}
+    heads = [tensor.transpose(1, 2) for tensor in whole]
+    steps = [function(*(tensor[:, :, t : t + 1] for tensor in heads))[:rows].clone() for t in range(tokens)]
+    return {"output": torch.cat(steps, 2).transpose(1, 2)}
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from .halving import before_here, from_here_on, halved, halved_backward
 from .recurrence import borders_of, cut
 
 CHUNK = 64
-SPAN = 4096  # tokens of all rows and heads that are worked on at once
+SPAN = 8192  # tokens of all rows and heads that are worked on at once
 GROUP = 32  # chunks whose states are one product
 LOWEST = -800.0  # below it e^x is 0 in float64 too, so it stands for -inf
 

@@ -116,21 +116,28 @@ inline void column(const Token& token, long e, long keys, long width, float scal
     token.out[e] = o * scale;
 }
 
+// The first of count numbers that a vector holds, and zeros.
+inline vec first(const float* x, long count) {
+    if (count >= W) return load(x);
+    vec out = vec{};
+    std::memcpy(&out, x, sizeof(float) * count);
+    return out;
+}
+
 // alpha, and what the delta rule reads with.
 inline void prepare(Token& token, const float* gates, int decay, const float* beta, long keys) {
+    const vec head = decay == by_head ? fading(splat(*gates)) : splat(1.0f);
+    vec both = vec{};
     for (long d = 0; d < keys; d += W) {
-        vec g = vec{};
-        if (decay == by_head) g = splat(*gates);
-        if (decay == by_channel) std::memcpy(&g, gates + d, sizeof(float) * (keys - d < W ? keys - d : W));
-        store(token.alpha + d, fading(g));
+        const vec alpha = decay == by_channel ? fading(first(gates + d, keys - d)) : head;
+        store(token.alpha + d, alpha);
+        if (!beta) continue;
+        const vec q = first(token.q + d, keys - d), k = first(token.k + d, keys - d);
+        store(token.decayed_q + d, alpha * q);
+        store(token.decayed_k + d, alpha * k);
+        both += q * k;
     }
-    if (!beta) return;
-    token.beta = *beta, token.both = 0.0f;
-    for (long d = 0; d < keys; ++d) {
-        token.decayed_q[d] = token.alpha[d] * token.q[d];
-        token.decayed_k[d] = token.alpha[d] * token.k[d];
-        token.both += token.q[d] * token.k[d];
-    }
+    if (beta) token.beta = *beta, token.both = sum(both);
 }
 
 }  // namespace
