@@ -63,8 +63,10 @@ def aligned(table: Table) -> str:
 def duration(seconds: float) -> str:
     """With a unit that leaves few digits.
 
-    >>> duration(0.0123), duration(4.3e-6), duration(12.0)
-    ('12.3 ms', '4.3 us', '12 s')
+    >>> duration(0.0123), duration(4.3e-6), duration(12.0), duration(3365.0)
+    ('12.3 ms', '4.3 us', '12 s', '3,365 s')
     """
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
     return f"{seconds * factor:.3g} {unit}"
