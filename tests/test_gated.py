@@ -91,6 +91,16 @@ def test_chunks_are_the_loop(decay, delta, masked, packed, repeats):
 
 
 @pytest.mark.parametrize("decay", KINDS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_states_of_more_chunks_than_one_product_holds(decay, packed, monkeypatch):
+    monkeypatch.setattr(chunks, "GROUP", 3)
+    segments = (torch.arange(67) // 13)[None].expand(2, -1) if packed else None
+    given, options = arguments(67, decay=decay, delta=False), {"scale": 0.7, "mask": None, "segments": segments}
+    expected = outcome(gated.reference, given, **options)
+    assert_close(outcome(chunks.attend, given, chunk=8, **options), expected)
+
+
+@pytest.mark.parametrize("decay", KINDS)
 def test_any_chunk_gives_one_answer(decay):
     given, options = arguments(67, decay=decay), {"scale": 0.7, "mask": None, "segments": None}
     expected = outcome(gated.reference, given, **options)
