@@ -165,7 +165,7 @@ def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
     if wide != total.dtype:
         rest = (total - rounded).to(wide)
         out.add_(rest).sub_(rest.mT)
-    # Above the diagonal no exponent may overflow, and e^-inf takes ten times as long as others.
+    # Above the diagonal no exponent may overflow, and e^-inf takes longer than others.
     out = out.tril_().exp_()
     return out.tril() if out.requires_grad else out.tril_()
 
