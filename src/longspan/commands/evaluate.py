@@ -20,7 +20,9 @@ def parser() -> Parser:
         "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER"
     )
     parser.add_argument("--split", type=str, default="test", help="train, validation or test")
-    parser.add_argument("--batch", type=int, default=64, help="examples per call; changes speed and memory only")
+    parser.add_argument(
+        "--batch", type=int, default=None, help="examples per call, else up to 64; changes speed and memory only"
+    )
     parser.add_argument(
         "--stepwise", nargs="?", type=int, const=100, default=0, metavar="N",
         help="also score N examples (100 without a number) token by token, as an RNN, and print the largest difference",
@@ -30,14 +32,18 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
+    from ..ops.pages import reuse_pages
+    from ..train.evaluate import roomy
     from . import trained
 
-    positive(args, "batch")
+    if args.batch is not None:
+        positive(args, "batch")
     if args.stepwise < 0:
         raise ValueError(f"--stepwise={args.stepwise} must not be negative")
     model, name, length = trained.decoder(args.folder, args.data)
     data = trained.dataset(model, name, length)
-    result = _bits(model, data, args.split, args.batch)
+    reuse_pages()
+    result = _bits(model, data, args.split, args.batch or roomy(data.length))
     if args.stepwise:
         result["stepwise"] = _stepwise(model, data, args.split, args.stepwise)
     if args.json:
