@@ -25,6 +25,19 @@ def test_every_mechanism_has_its_row():
         assert "causal" in row["forms"] or "bidirectional" in row["forms"]
 
 
+@pytest.mark.parametrize(
+    ("text", "forms"),
+    [
+        ("rfa", ["causal", "bidirectional", "cross", "packed", "prefix"]),
+        ("rfa(gate=True)", ["causal", "packed"]),
+        ("axial(kind='shifted')", ["causal", "packed"]),
+    ],
+)
+def test_options_may_rule_forms_out(text, forms):
+    (found,) = describe.facts(text, 64, 4)
+    assert found["forms"] == forms
+
+
 def test_parts_are_distinct_specs_with_their_classes():
     found = describe.parts("linear; softmax(kv_heads=1); linear; softmax")
     assert [text for text, _ in found] == ["linear", "softmax(kv_heads=1)", "softmax"]

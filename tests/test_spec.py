@@ -46,6 +46,10 @@ def test_parse(text, value):
         ("linear & band(1)", "join patterns, not numbers or strings"),
         ("band(1) * band(2)", "cannot read"),
         ("linear(eps=None)", "cannot read 'None'"),
+        ("linear(eps=true)", r"unknown value 'true' of eps in spec 'linear.eps=true.'; write eps=True"),
+        ("linear(name=far(2))", r"unknown value 'far.2.' of name in spec .*; write name='far.2.'"),
+        ("sparse(pattern=band(1) & bnd(1))", r"unknown name 'bnd' \(did you mean 'band'\?\)"),
+        ("linear(name=long)", "unknown value 'long' of name in spec .*; write name='long'"),
     ],
 )
 def test_refused(text, message):

@@ -40,10 +40,12 @@ def summary(cls: type[Attention]) -> str:
     return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
 
 
-def forms(cls: type[Attention]) -> list[str]:
-    """Those of causal, bidirectional, cross, packed and prefix that a mechanism has."""
-    more = {"context": "cross", "segments": "packed", "prefix": "prefix"}
-    return [*cls.directions, *(form for argument, form in more.items() if argument in cls.takes)]
+def forms(attention: type[Attention] | Attention) -> list[str]:
+    """Those of causal, bidirectional, cross, packed and prefix that a mechanism has; of an instance, by its options."""
+    more = {"segments": "packed", "prefix": "prefix"}
+    if "bidirectional" in attention.directions:
+        more = {"context": "cross", **more}
+    return [*attention.directions, *(form for argument, form in more.items() if argument in attention.takes)]
 
 
 def parts(text: str) -> list[tuple[str, type[Attention]]]:
@@ -354,7 +356,7 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int = 64
                 "summary": summary(cls),
                 "paper": {"arxiv": cls.paper, "authors": authors, "title": title, "year": year},
                 "cost": cls.cost,
-                "forms": forms(cls),
+                "forms": forms(attention),
                 "options": options(attention),
                 "dim": dim,
                 "heads": heads,

@@ -74,10 +74,19 @@ def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
             if any(isinstance(a, ast.Starred) for a in positional) or any(k.arg is None for k in keywords):
                 raise ValueError(f"cannot read * or ** in spec {text!r}; write each option as name=value")
             arguments = [_walk(a, text, names) for a in positional]
-            return _call(name, arguments, {k.arg: _walk(k.value, text, names) for k in keywords}, text, names)
+            return _call(name, arguments, {k.arg: _option(k.arg, k.value, text, names) for k in keywords}, text, names)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _combine(op, _walk(left, text, names), _walk(right, text, names), text)
     raise ValueError(f"cannot read {ast.unparse(node)!r} in spec {text!r}; a spec has names, options and literals only")
+
+
+def _option(option: str | None, value: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
+    used = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    if isinstance(value, ast.Name | ast.Call | ast.BinOp) and used and used.isdisjoint(names):
+        bare = ast.unparse(value)
+        meant = bare.capitalize() if bare in ("true", "false") else repr(bare)
+        raise ValueError(f"unknown value {bare!r} of {option} in spec {text!r}; write {option}={meant}")
+    return _walk(value, text, names)
 
 
 def _combine(op: ast.operator, left: Any, right: Any, text: str) -> Any:
