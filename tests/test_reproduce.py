@@ -94,6 +94,22 @@ def test_softmax_and_favor_retrieve_by_their_weights():
         torch.testing.assert_close(model(sequences, numbers())[0], expected, rtol=1e-3, atol=1e-3)
 
 
+def test_favor_as_published_adds_eps_to_what_was_not_shifted():
+    sequences = retrieval.draw(1, 7, 7, False, numbers(1))
+    values = F.one_hot(sequences.values[0], 7).float()
+    model = retrieval.Retriever(7, 5, "favor64", "sum", numbers())
+    with torch.no_grad():
+        model.query.mul_(5)  # queries so long that EPS counts
+    q = model.embedding @ model.query
+    k = (model.embedding @ model.key)[sequences.keys[0]] + model.key_of_value[sequences.values[0]]
+    weights = random_features.estimate(q, k, model._draw(numbers(3)), random_features.hyperbolic)
+    whole = weights.sum(-1, keepdim=True)
+    assert (whole < retrieval.EPS).any()
+    assert (whole > retrieval.EPS).any()
+    expected = weights / (whole + retrieval.EPS) @ values
+    torch.testing.assert_close(model(sequences, numbers(3))[0], expected, rtol=1e-3, atol=1e-5)
+
+
 def test_only_favor_as_published_draws_rows_in_every_call():
     sequences = retrieval.draw(1, 7, 7, False, numbers(1))
     for kind in retrieval.KINDS:

@@ -33,7 +33,7 @@ def _dpfp(nu: int) -> Kind:
 
 
 def _favor(rows: int, kept: bool) -> Kind:
-    how = "drawn once" if kept else "drawn anew in every call, and unscaled inputs, as published"
+    how = "drawn once" if kept else "drawn anew in every call, with unscaled inputs and no shift, as published"
     return Kind(f"FAVOR+ with {rows} rows {how}", lambda size: 2 * rows, rows=rows, kept=kept)
 
 
@@ -125,9 +125,9 @@ class Retriever(nn.Module):
             rows = self._draw(generator) if self.rows is None else self.rows
             scale = self.size**-0.25 if self.kind.kept else 1.0
             q, k = (random_features.hyperbolic(scale * x, rows) for x in (queries, keys))
-            # Both shifts cancel in the ratio, up to EPS.
-            top = k.peak().amax(-1, keepdim=True)
-            phi_q, phi_k = (part.features() for part in (_shifted(q, q.peak()), _shifted(k, top)))
+            # Shifts cancel in the ratio, up to EPS. Without them, as published, EPS makes unlikely answers smaller.
+            shifts = (q.peak()[..., None], k.peak().amax(-1)[..., None, None]) if self.kind.kept else (0.0, 0.0)
+            phi_q, phi_k = (_shifted(part, shift).features() for part, shift in zip((q, k), shifts, strict=True))
         elif self.kind.features is None:
             return (queries @ keys.mT * self.size**-0.5).softmax(-1)
         else:
@@ -149,7 +149,7 @@ class Retriever(nn.Module):
         return random_features.sample(1, self.kind.rows, self.size, **kind)[0].float()
 
 
-def _shifted(parts: random_features.Parts, shift: Tensor) -> random_features.Parts:
+def _shifted(parts: random_features.Parts, shift: Tensor | float) -> random_features.Parts:
     assert parts.exponent is not None
     # Smaller features are nothing beside EPS, and their products would be denormal numbers, which are slow.
-    return parts._replace(exponent=(parts.exponent - shift[..., None]).clamp(min=-25.0))
+    return parts._replace(exponent=(parts.exponent - shift).clamp(min=-40.0))
