@@ -152,4 +152,4 @@ class Retriever(nn.Module):
 def _shifted(parts: random_features.Parts, shift: Tensor | float) -> random_features.Parts:
     assert parts.exponent is not None
     # Smaller features are nothing beside EPS, and their products would be denormal numbers, which are slow.
-    return parts._replace(exponent=(parts.exponent - shift).clamp(min=-40.0))
+    return parts._replace(exponent=(parts.exponent - shift).clamp(min=-25.0))
