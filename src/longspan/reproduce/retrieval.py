@@ -125,15 +125,19 @@ class Retriever(nn.Module):
             rows = self._draw(generator) if self.rows is None else self.rows
             scale = self.size**-0.25 if self.kind.kept else 1.0
             q, k = (random_features.hyperbolic(scale * x, rows) for x in (queries, keys))
-            # Shifts cancel in the ratio, up to EPS. Without them, as published, EPS makes unlikely answers smaller.
-            shifts = (q.peak()[..., None], k.peak().amax(-1)[..., None, None]) if self.kind.kept else (0.0, 0.0)
-            phi_q, phi_k = (_shifted(part, shift).features() for part, shift in zip((q, k), shifts, strict=True))
+            if not self.kind.kept:
+                # Without shifts, as published, EPS makes unlikely answers smaller. Weights that are nothing beside it
+                # would have denormal gradients, which are slow.
+                weights = _floored(q, -40.0).features() @ _floored(k, -40.0).features().mT
+                return _normalised(F.threshold(weights, 1e-9 * EPS, 0.0))
+            # Both shifts cancel in the ratio, up to EPS.
+            top = k.peak().amax(-1, keepdim=True)
+            phi_q, phi_k = _floored(q, -25.0, q.peak()).features(), _floored(k, -25.0, top).features()
         elif self.kind.features is None:
             return (queries @ keys.mT * self.size**-0.5).softmax(-1)
         else:
             phi_q, phi_k = self.kind.features(queries), self.kind.features(keys)
-        weights = phi_q @ phi_k.mT
-        return weights / (weights.sum(-1, keepdim=True) + EPS)
+        return _normalised(phi_q @ phi_k.mT)
 
     def _corrected(self, queries: Tensor, keys: Tensor, sequences: Sequences) -> Tensor:
         assert self.kind.features is not None
@@ -149,7 +153,12 @@ class Retriever(nn.Module):
         return random_features.sample(1, self.kind.rows, self.size, **kind)[0].float()
 
 
-def _shifted(parts: random_features.Parts, shift: Tensor | float) -> random_features.Parts:
-    assert parts.exponent is not None
-    # Smaller features are nothing beside EPS, and their products would be denormal numbers, which are slow.
-    return parts._replace(exponent=(parts.exponent - shift).clamp(min=-25.0))
+def _normalised(weights: Tensor) -> Tensor:
+    return weights / (weights.sum(-1, keepdim=True) + EPS)
+
+
+def _floored(parts: random_features.Parts, lowest: float, shift: Tensor | None = None) -> random_features.Parts:
+    """With exponents less ``shift``, and none below ``lowest``: smaller features are nothing beside EPS."""
+    exponent = parts.exponent
+    assert exponent is not None
+    return parts._replace(exponent=(exponent if shift is None else exponent - shift[..., None]).clamp(min=lowest))
