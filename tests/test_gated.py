@@ -229,6 +229,19 @@ class TestFunctional:
         assert_close([torch.cat(out, 2), state], whole)
         assert torch.equal(first, kept)
 
+    @pytest.mark.parametrize("delta", [False, True])
+    @pytest.mark.parametrize("decay", ["head", "channel"])
+    def test_a_masked_token_leaves_the_state_alone(self, decay, delta):
+        given = arguments(1, decay=decay, delta=delta, dtype=torch.float32, repeats=2)
+        q, k, v = (given.pop(x) for x in "qkv")
+        call = longspan.delta_rule if delta else longspan.decay_attention
+        given = {name: t for name, t in given.items() if t is not None}
+        wanted = call(q, k, v, return_state=True, **given)
+        o, state = call(q, k, v, mask=torch.tensor([[True], [False]]), return_state=True, **given)
+        assert_close([o[:1], state[:1]], [t[:1] for t in wanted], 1e-5)
+        assert not o[1].any()
+        assert state[1].equal(given["state"][1])
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision_is_widened(self, dtype):
         given = arguments(37, decay="channel", dtype=dtype)
@@ -266,3 +279,22 @@ class TestFunctional:
         given |= changes
         with pytest.raises(ValueError, match=message):
             longspan.delta_rule(given.pop("query"), given.pop("key"), given.pop("value"), **given)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"value": torch.zeros(2, 3, 1, 3), "beta": torch.zeros(2, 3, 1)}, "do not fit"),
+            ({"key": torch.zeros(2, 2, 1, 4)}, "do not fit"),
+            ({"log_decay": torch.zeros(2, 2, 1)}, r"not torch.float32 \(2, 2, 1\)"),
+            ({"beta": torch.zeros(2, 4, 1, 1)}, r"beta must be a floating-point \(2, 4, 1\)"),
+            ({"mask": torch.zeros(2, 1)}, r"mask must be bool \(2, 1\), not torch.float32"),
+            ({"state": torch.zeros(2, 4, 3, 5)}, r"state must be torch.float32 \(B, H, D, E\) = \(2, 4, 5, 3\)"),
+        ],
+    )
+    def test_nor_does_one_token_with_a_state(self, changes, message):
+        query, value = torch.zeros(2, 2, 1, 5), torch.zeros(2, 4, 1, 3)
+        given = {"key": query, "value": value, "beta": torch.zeros(2, 4, 1), "state": torch.zeros(2, 4, 5, 3)} | changes
+        if len(given["value"][0]) == 3:
+            given["state"] = torch.zeros(2, 3, 5, 3)
+        with pytest.raises(ValueError, match=message):
+            longspan.delta_rule(query, **given)

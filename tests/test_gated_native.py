@@ -59,6 +59,28 @@ def test_strong_decay(decay):
     )
 
 
+@pytest.mark.parametrize("way", [chunks, kernels])
+@pytest.mark.parametrize("decay", KINDS)
+def test_masked_tokens_are_not_read(way, decay):
+    """Nor is the gradient of what they return, whatever stands there."""
+    given = arguments(67, decay=decay, dtype=torch.float32)
+    mask = torch.rand(2, 67, generator=torch.Generator().manual_seed(2)) < 0.6
+
+    def without(t, garbage):
+        hidden = ~mask[:, None]
+        return t.masked_fill(hidden if t.dim() == 3 else hidden[..., None], garbage)
+
+    def everything(garbage):
+        leaves = {name: t if t is None or name == "state" else without(t, garbage) for name, t in given.items()}
+        wanted = [t.requires_grad_() for t in leaves.values() if t is not None]
+        o, end = way.attend(**leaves, scale=0.7, mask=mask, segments=None)
+        upstream = without(torch.cos(torch.arange(o.numel()).view_as(o)), garbage), torch.ones_like(end)
+        return o, end, *torch.autograd.grad((o, end), wanted, upstream)
+
+    for found, expected in zip(everything(torch.nan), everything(0.0), strict=True):
+        assert found.equal(expected)
+
+
 @pytest.mark.parametrize("repeats", [1, 2])
 def test_bfloat16_is_summed_in_float32(repeats):
     """Also the gradients of a query that several heads of values share."""

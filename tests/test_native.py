@@ -168,10 +168,21 @@ class TestStep:
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_a_negated_view_is_not_read_as_it_lies(tokens):
-    values = torch.randn(1, 2, tokens, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-    negated, state = values.conj().imag, torch.rand(1, 2, 5, 6)
-    assert negated.is_neg()
-    found = longspan.linear_attention(negated, negated, negated, state=state)
-    plain = -values.imag
-    torch.testing.assert_close(found, longspan.linear_attention(plain, plain, plain, state=state), atol=1e-5, rtol=1e-5)
+class TestNegatedViews:
+    """Whose numbers lie in memory with the other sign."""
+
+    def test_of_queries_keys_and_values(self, tokens):
+        values = torch.randn(1, 2, tokens, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+        plain, state = -values.imag, torch.rand(1, 2, 5, 6)
+        # The second lies as a kernel wants it, but for the sign.
+        for negated in (values.conj().imag, torch._neg_view(values.imag.contiguous())):
+            assert negated.is_neg()
+            found, wanted = (longspan.linear_attention(x, x, x, state=state) for x in (negated, plain))
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+    def test_of_decays_and_step_sizes(self, tokens):
+        x, state = torch.randn(1, 2, tokens, 5, generator=torch.Generator().manual_seed(0)), torch.rand(1, 2, 5, 5)
+        rates = {"beta": torch.full((1, 2, tokens), 0.5), "log_decay": torch.full((1, 2, tokens), -0.5)}
+        negated = {name: torch._neg_view(-t) for name, t in rates.items()}
+        found, wanted = (longspan.delta_rule(x, x, x, state=state, **options) for options in (negated, rates))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
