@@ -126,6 +126,22 @@ def test_the_step_is_the_loop(decay, delta):
         assert state.data_ptr() == given["state"].data_ptr()
 
 
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_step_is_the_same_on_any_number_of_threads(delta):
+    """Also where the 4 heads, whose states are large enough for a second thread, cannot be shared out evenly."""
+    given = arguments(1, decay="head", delta=delta, dtype=torch.float32, sizes=(128, 64))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            with longspan.backend("native"):
+                found.append(gated.recur(**given, scale=0.7))
+    finally:
+        torch.set_num_threads(threads)
+    for one in found[1:]:
+        assert all(a.equal(b) for a, b in zip(one, found[0], strict=True))
+
+
 def test_what_the_kernels_cannot_serve_is_refused():
     given = arguments(5)
     with longspan.backend("native"), pytest.raises(ValueError, match="cannot serve this call of the delta rule: they"):
