@@ -7,6 +7,7 @@ from typing import Any
 
 MODES = ("forward", "forward+backward")
 MARKS = "osD^vP*X<>"
+BESIDE = 6  # candidates whose names find room beside their lines; more stand below the panel
 
 
 def pyplot() -> Any:
@@ -59,7 +60,9 @@ def _lines(axis: Any, rows: Iterable[dict[str, Any]], x: str, y: str, title: str
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     _decades(axis)
     axis.grid(alpha=0.3)
-    if names:
+    if len(names) > BESIDE:
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+    elif names:
         axis.legend(fontsize=8)
 
 
@@ -75,7 +78,9 @@ def _decades(axis: Any) -> None:
 def _look(axis: Any, name: str) -> tuple[str, str]:
     """Colour and mark: the next ones, kept for the whole figure."""
     looks = axis.figure.__dict__.setdefault("looks", {})
-    return looks.setdefault(name, (f"C{len(looks) % 10}", MARKS[len(looks) % len(MARKS)]))
+    count = len(looks)
+    # The eleventh has the first's colour, and another mark.
+    return looks.setdefault(name, (f"C{count % 10}", MARKS[(count + count // 10) % len(MARKS)]))
 
 
 def _attention(plt: Any, result: dict[str, Any]) -> Any:
