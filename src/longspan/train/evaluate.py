@@ -51,6 +51,6 @@ def roomy(length: int) -> int:
     """Examples per batch of an evaluation: 64, fewer where they are long.
 
     At most 12,800 tokens: larger blocks of 256 fp32 outputs a token would be fresh pages in every call, even after
-    ``reuse_pages``, and take half as long again.
+    ``reuse_pages`` (docs/lab.md).
     """
     return max(1, min(64, 12_800 // length))

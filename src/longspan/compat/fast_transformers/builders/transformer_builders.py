@@ -110,6 +110,7 @@ class BaseTransformerBuilder(BaseBuilder):
 
     def get(self) -> Any:
         """Build the model."""
+        # Abstract: the builders of encoders and decoders define it.
         raise NotImplementedError(f"{type(self).__name__} must define get()")
 
 
