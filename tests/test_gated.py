@@ -108,10 +108,11 @@ def test_any_chunk_gives_one_answer(decay):
         assert_close(outcome(chunks.attend, given, chunk=chunk, **options), expected)
 
 
+@pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("spans", [1, 3])
-def test_spans_give_one_answer(monkeypatch, spans):
+def test_spans_give_one_answer(monkeypatch, spans, delta):
     monkeypatch.setattr(chunks, "SPAN", spans * 16 * 4)
-    given, options = arguments(139), {"scale": 0.7, "mask": None, "segments": None}
+    given, options = arguments(139, delta=delta), {"scale": 0.7, "mask": None, "segments": None}
     expected = outcome(gated.reference, given, **options)
     assert_close(outcome(chunks.attend, given, chunk=16, **options), expected)
 
@@ -183,18 +184,35 @@ def test_the_backward_pass_keeps_the_inputs_and_a_state_per_span(monkeypatch):
     assert starts.shape == (4, *given["state"].shape)
 
 
-def test_masked_tokens_are_not_read():
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("delta", [False, True])
+def test_masked_tokens_are_not_read(decay, delta):
     """Not even where they are not finite; and their gradients are zero."""
-    given = arguments(29, decay="channel")
+    given = arguments(29, decay=decay, delta=delta)
     mask = torch.rand(2, 29, generator=torch.Generator().manual_seed(2)) < 0.6
     clean = outcome(chunks.attend, given, scale=0.7, mask=mask, segments=None)
     hidden = ~mask[:, None, :]
-    for name in ("q", "k", "v", "log_decay", "beta"):
+    for name in ("q", "k", "v", "log_decay", "beta") if delta else ("q", "k", "v", "log_decay"):
         t = given[name]
         given[name] = t.masked_fill(hidden if t.dim() == 3 else hidden[..., None], torch.nan)
     found = outcome(chunks.attend, given, scale=0.7, mask=mask, segments=None)
     assert_close(found, clean)
     assert not found[0].masked_select(hidden[..., None]).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("form", [chunks.attend, gated.reference])
+def test_what_is_forgotten_is_gone(form, decay, dtype):
+    """A log decay of -inf leaves nothing of what was there, however large."""
+    given = arguments(29, decay=decay, delta=False, dtype=dtype, strength=0.1)
+    given["v"][:, :, :9] *= 1e30
+    given["v"][:, :, 9:] = 0.0
+    given["log_decay"][:, :, 9] = -torch.inf
+    o, state = form(**given, scale=0.7, mask=None, segments=None)
+    assert o[:, :, :9].abs().max() > 1e28
+    assert not o[:, :, 9:].any()
+    assert not state.any()
 
 
 class TestFunctional:

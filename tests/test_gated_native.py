@@ -39,9 +39,11 @@ def test_kernels_are_the_chunks(decay, delta):
         assert_close(outcome(kernels.attend, given, **options), expected, ROUNDED)
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
 @pytest.mark.parametrize("decay", ["head", "channel"])
-def test_heads_of_256_channels(decay):
-    given = arguments(67, decay=decay, dtype=torch.float32, sizes=(256, 256))
+def test_heads_of_256_channels(decay, repeats):
+    """Six of them are more than are read together."""
+    given = arguments(67, decay=decay, dtype=torch.float32, repeats=repeats, sizes=(256, 256))
     options = {"scale": 0.1, "mask": None, "segments": None}
     expected = outcome(chunks.attend, widened(given), **options)
     assert_close(outcome(kernels.attend, given, **options), expected, ROUNDED)

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import fading
 from .halving import before_here, from_here_on, halved, halved_backward
-from .recurrence import borders_of, cut
+from .recurrence import LOWEST, borders_of, cut, faded
 
 CHUNK = 64
 SPAN = 8192  # tokens of all rows and heads that are worked on at once
 GROUP = 32  # chunks whose states are one product
-LOWEST = -800.0  # below it e^x is 0 in float64 too, so it stands for -inf
 
 
 def attend(
@@ -141,12 +141,13 @@ def _span(place, inputs, mask, segments, wide) -> Span:
         steps = chunks(per_token.clamp(min=LOWEST))
         if log_decay.dim() == 4:
             span.total = steps.double().cumsum(-2)
-            entering = span.total.to(wide).exp()
-            leaving = (span.total[..., -1:, :] - span.total).to(wide).exp()
+            # A copy, since the sums are needed again where they have this type already.
+            entering = faded(span.total.to(wide, copy=True))
+            leaving = faded((span.total[..., -1:, :] - span.total).to(wide))
         else:
             total = steps.double().cumsum(-2)
             span.weight = _fading(total, wide)
-            entering, leaving = total.exp().to(wide), span.weight[..., -1, :, None]
+            entering, leaving = faded(total, wide).to(wide), span.weight[..., -1, :, None]
         span.entering, span.leaving = times(entering, span.entering), times(leaving, span.leaving)
         span.whole = times(entering[..., -1:, :].mT, span.whole)
     if borders is not None and span.total is None:
@@ -165,8 +166,7 @@ def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
     if wide != total.dtype:
         rest = (total - rounded).to(wide)
         out.add_(rest).sub_(rest.mT)
-    # Above the diagonal no exponent may overflow, and e^-inf takes longer than others.
-    out = out.tril_().exp_()
+    out = faded(out.tril_())  # above the diagonal no exponent may overflow
     return out.tril() if out.requires_grad else out.tril_()
 
 
@@ -300,17 +300,22 @@ def _forward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
-    places, o = _places(q, v, chunk), torch.empty_like(v)
-    end, starts = state.unflatten(1, (k.shape[1], -1)), state.new_empty(len(places) - 1, *state.shape)
+    places = _places(q, v, chunk)
     with torch.autocast(q.device.type, enabled=False):
-        for i, place in enumerate(places):
-            if i > 0:
-                starts[i - 1] = end.flatten(1, 2)
-            out, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
-            _store(o, out, place)
+        if beta is None and log_decay is not None and log_decay.dim() == 3 and q.device.type == "cpu":
+            o, end, starts = fading.forward(q, k, v, log_decay, state, mask, segments, scale, places)
+        else:
+            o, starts = torch.empty_like(v), state.new_empty(len(places) - 1, *state.shape)
+            end = state.unflatten(1, (k.shape[1], -1))
+            for i, place in enumerate(places):
+                if i > 0:
+                    starts[i - 1] = end.flatten(1, 2)
+                out, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
+                _store(o, out, place)
+            end = end.flatten(1, 2).contiguous()
     if mask is not None:
         o.masked_fill_(~mask[:, None, :, None], 0.0)
-    return o, end.flatten(1, 2).contiguous(), starts
+    return o, end, starts
 
 
 def _store(into: Tensor, chunks: Tensor, place: tuple[int, int, int]) -> None:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from . import chosen, chunks
-from .chunks import LOWEST
 from .linear import widen
 from .native import gated as kernels
 from .native import sequence
+from .recurrence import LOWEST
 
 DECAY, DELTA = "decay attention", "the delta rule"
 SERVED = ("reference", "torch", "native")

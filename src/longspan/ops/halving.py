@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .recurrence import faded
+
 
 def halved(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
     """a, b and G = total (...,C,D), which never rises along C, a power of two -> (...,C,C), 0 above the diagonal."""
@@ -67,6 +69,6 @@ def _sides(a: Tensor, b: Tensor, total: Tensor, size: int) -> tuple[Tensor, Tens
     """Both factors of the product of a block, (...,C/2s,s,D), and by what e^G multiplied each."""
     halves = _halves(total, size)
     middle = halves[..., 0, -1:, :]
-    risen = (halves[..., 1, :, :] - middle).to(a.dtype).exp()
-    fallen = (middle - halves[..., 0, :, :]).to(b.dtype).exp()
+    risen = faded((halves[..., 1, :, :] - middle).to(a.dtype))
+    fallen = faded((middle - halves[..., 0, :, :]).to(b.dtype))
     return _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen, risen, fallen

@@ -1,13 +1,17 @@
 """S_t = S_{t-1} + k_t v_t^T, o_t = S_t^T q_t: the definition (a loop), and a chunked form made of matrix products."""
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import chosen
 
 CHUNK = 64  # tokens whose products are formed directly, as one small matrix
+LOWEST = -800.0  # a log decay; below it e^x is 0 in float64 too, so it stands for -inf
+FAINT = {torch.float32: -86.0, torch.float64: -706.0}  # below, e^x is close to the smallest normal number or less
 SPAN = 1024  # tokens worked on at once; the state at the start of each span is what the backward pass remembers
 
 
@@ -73,6 +77,21 @@ def total(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> tu
     # Both scans count the token itself, so it is taken out of one of them.
     later, _ = scan(q.flip(2), k.flip(2), v.flip(2), segments=-segments.flip(1))
     return past + later.flip(2) - (q * k).sum(-1, keepdim=True) * v, sums
+
+
+def faded(x: Tensor, to: torch.dtype | None = None) -> Tensor:
+    """e^x, but 0 below ``FAINT`` of ``to``, x's own type by default. x may be overwritten.
+
+    Such numbers, and what is computed with them, take a CPU up to a hundred times as long as others.
+    """
+    if x.device.type != "cpu" or not x.numel():
+        return x.exp()
+    least = FAINT[to or x.dtype]
+    if x.requires_grad:
+        return F.threshold(x.clamp(min=least - 1.0).exp(), math.exp(least), 0.0)
+    if x.min() >= least:
+        return x.exp_()
+    return F.threshold_(x.clamp_(min=least - 1.0).exp_(), math.exp(least), 0.0)
 
 
 class Borders(NamedTuple):

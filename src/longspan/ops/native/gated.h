@@ -26,6 +26,7 @@ struct Gates {
     long kp() const { return whole_vectors(keys); }
     long vp() const { return whole_vectors(values); }
     long key_head(long head) const { return head / (heads / key_heads); }
+    const std::uint8_t* mask_of(long batch_row) const { return mask ? mask + batch_row * tokens : nullptr; }
     const std::int64_t* segments_of(long batch_row) const { return segments ? segments + batch_row * tokens : nullptr; }
     bool hidden(long batch_row, long token) const { return mask && !mask[batch_row * tokens + token]; }
 };
@@ -62,11 +63,45 @@ inline void scale_row(float* out, const float* x, float factor, long width) {
     for (long j = 0; j < width; j += W) store(out + j, load(x + j) * factor);
 }
 
+// The operands of some heads, a chunk of each; masked tokens are zero.
+template <class T>
+struct Operands {
+    Tensor<const T> q, k, v;
+
+    static long floats(const Gates& gates) { return C * (2 * gates.kp() + gates.vp()); }  // for each head
+};
+
+// One head of them: queries times scale and keys (C, kp), values (C, vp).
+struct Operand {
+    float *q, *k, *v;
+};
+
+// Tokens begin ... begin + n of some heads into memory, queries only if wanted; find them with ``operand``.
+template <class T>
+void gather(const Operands<T>& from, const Gates& gates, Heads heads, long begin, long n, bool reads, float* memory) {
+    const long kp = gates.kp(), vp = gates.vp(), key_head = gates.key_head(heads.first);
+    const Heads shared{heads.batch, key_head, gates.key_head(heads.first + heads.count - 1) - key_head + 1};
+    const std::uint8_t* mask = gates.mask_of(heads.batch);
+    const vec scale = splat(gates.scale);
+    float *k = memory + C * kp, *v = memory + 2 * C * kp * shared.count;
+    pack(from.k, shared, begin, n, gates.keys, mask, k, kp, 2 * C * kp, [](vec x) { return x; });
+    if (reads) pack(from.q, shared, begin, n, gates.keys, mask, memory, kp, 2 * C * kp, [=](vec x) { return x * scale; });
+    pack(from.v, heads, begin, n, gates.values, mask, v, vp, C * vp, [](vec x) { return x; });
+}
+
+// Where ``gather`` put a head.
+inline Operand operand(const Gates& gates, Heads heads, long head, float* memory) {
+    const long block = 2 * C * gates.kp(), first = gates.key_head(heads.first);
+    const long count = gates.key_head(heads.first + heads.count - 1) - first + 1;
+    float* q = memory + (gates.key_head(head) - first) * block;
+    return {q, q + block / 2, memory + count * block + (head - heads.first) * C * gates.vp()};
+}
+
 // One chunk of one head in scratch memory; (C, kp) unless said otherwise.
 struct Chunk {
     const Gates& gates;
     long kp, vp, n = 0;
-    float *q, *k, *v;              // queries times scale, keys, values (C, vp); masked tokens are zero
+    float *q, *k, *v;              // as in Operand
     float *read, *entering, *left; // e^G q, e^G k, e^(G_end - G) k
     float *alpha, *grown;          // e^(log decay) by channel, and e^G: (C, kp)
     float *a, *b, *weight;         // A, B and e^(G_i - G_j) by head: (C, C)
@@ -76,8 +111,8 @@ struct Chunk {
     float *e, *x;                  // errors and what is written (C, vp)
 
     Chunk(const Gates& gates, Scratch& scratch) : gates(gates), kp(gates.kp()), vp(gates.vp()) {
-        for (float** p : {&q, &k, &read, &entering, &left, &alpha, &grown}) *p = scratch.take(C * kp);
-        for (float** p : {&v, &e, &x}) *p = scratch.take(C * vp);
+        for (float** p : {&read, &entering, &left, &alpha, &grown}) *p = scratch.take(C * kp);
+        for (float** p : {&e, &x}) *p = scratch.take(C * vp);
         for (float** p : {&a, &b, &weight}) *p = scratch.take(C * C);
         for (float** p : {&lanes, &more}) *p = scratch.take(C * W);
         whole = scratch.take(kp), start = scratch.take(C), beta = scratch.take(C);
@@ -85,32 +120,19 @@ struct Chunk {
     }
     static long size(const Gates& gates) {
         const long kp = gates.kp(), vp = gates.vp();
-        return C * (7 * kp + 3 * vp + 3 * C + 2 * W + 2 + (kp > vp ? kp : vp)) + kp;
+        return C * (5 * kp + 2 * vp + 3 * C + 2 * W + 2 + (kp > vp ? kp : vp)) + kp;
     }
 
-    // Tokens begin ... begin + count of a head, and all that does not depend on the state. Queries only if wanted.
-    template <class T>
-    void enter(Rows<const T> queries, Rows<const T> keys, Rows<const T> values, long row, long begin, long count,
-               bool reads) {
-        n = count;
+    // Tokens begin ... begin + count of a head, and all that does not depend on the state; reads: queries are there too.
+    void enter(Operand operand, long row, long begin, long count, bool reads) {
+        n = count, q = operand.q, k = operand.k, v = operand.v;
         const long batch = row / gates.heads, head = row % gates.heads;
-        ::read(keys, begin, n, gates.keys, k, kp);
-        ::read(values, begin, n, gates.values, v, vp);
-        if (reads) {
-            ::read(queries, begin, n, gates.keys, q, kp);
-            for (long j = 0; j < n * kp; j += W) store(q + j, load(q + j) * gates.scale);
-        }
         if (gates.delta)
             for (long i = 0; i < n; ++i)
                 beta[i] = gates.beta[batch * gates.beta_strides[0] + head * gates.beta_strides[1] +
                                      (begin + i) * gates.beta_strides[2]];
         for (long i = 0; gates.mask && i < n; ++i)
-            if (gates.hidden(batch, begin + i)) {
-                std::memset(k + i * kp, 0, sizeof(float) * kp);
-                std::memset(v + i * vp, 0, sizeof(float) * vp);
-                if (reads) std::memset(q + i * kp, 0, sizeof(float) * kp);
-                beta[i] = 0.0f;
-            }
+            if (gates.hidden(batch, begin + i)) beta[i] = 0.0f;
         const Rows<const float> decays{Tensor<const float>{gates.log_decay, gates.decay_strides}, batch, head};
         switch (gates.decay) {
             case by_head: return weigh(decays, batch, begin, reads);
@@ -122,7 +144,7 @@ struct Chunk {
     // e_i and x_i, given the state s (D, vp) before the chunk, or null for zeros.
     void solve(const float* s) {
         if (!gates.delta) {
-            std::memcpy(x, v, sizeof(float) * n * vp);
+            x = v;
             return;
         }
         float* seen = e;
@@ -233,16 +255,6 @@ struct Chunk {
         std::memcpy(left + i * kp, k + i * kp, sizeof(float) * kp);
     }
 };
-
-// Prefetch the tokens of the chunk that comes next.
-template <class T>
-void fetch_tokens(Rows<const T> q, Rows<const T> k, Rows<const T> v, const Gates& gates, long begin, long end) {
-    const long n = end - begin < C ? end - begin : C;
-    if (n <= 0) return;
-    fetch(q, begin, n, gates.keys);
-    fetch(k, begin, n, gates.keys);
-    fetch(v, begin, n, gates.values);
-}
 
 inline void load_state(const float* state, long keys, long values, long ld, float* s) {
     for (long d = 0; d < keys; ++d) {

@@ -28,8 +28,8 @@ def attend(
     """``gated.recur`` in C++: q, k (B,G,N,D), v (B,H,N,E), of any strides, float32 or bfloat16.
 
     -> o (B,H,N,E) in v's dtype and with its strides, state (B,H,D,E) float32, in which all sums are made. Time is
-    O(N (D E + 32 (D + E))); beyond inputs, output and gradients, memory is that of one state per 512 tokens and head
-    for the backward pass, and of some 20 states per thread. Any number of threads gives the same bits.
+    O(N (D E + 32 (D + E))); beyond inputs, output and gradients, memory is that of one state per head, of one more per
+    512 tokens and head for the backward pass, and of some 20 per thread. Any number of threads gives the same bits.
     Only for operands that ``sequence.why_not`` does not object to. Raises MemoryError where the states do not fit.
     """
     log_decay, beta = (None if t is None else t.float() for t in (log_decay, beta))

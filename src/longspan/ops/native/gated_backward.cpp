@@ -9,7 +9,8 @@ namespace {
 template <class T, class K>
 struct Pass {
     const Gates& gates;
-    Tensor<const T> q, k, v, grad;
+    Operands<T> operands;
+    Tensor<const T> grad;
     Tensor<K> dq, dk;
     Tensor<T> dv;
     Tensor<float> ddecay, dbeta;
@@ -19,7 +20,7 @@ struct Pass {
     long vp() const { return gates.vp(); }
     long matrix() const { return gates.keys * vp(); }
     long scratch() const {
-        return Chunk::size(gates) + (SPAN / C + 5) * matrix() + 2 * vp() * kp() + SPAN * 2 * vp() +
+        return Chunk::size(gates) + Operands<T>::floats(gates) + (SPAN / C + 5) * matrix() + 2 * vp() * kp() + SPAN * 2 * vp() +
                C * (4 * kp() + 3 * vp() + 2 * C) + 2 * kp();
     }
 
@@ -35,10 +36,11 @@ struct Pass {
 
     void head(long row, bool adds, float* grad_state, Scratch scratch) const {
         const long batch = row / gates.heads, head = row % gates.heads;
-        const Rows<const T> queries(q, batch, gates.key_head(head)), keys(k, batch, gates.key_head(head));
-        const Rows<const T> values(v, batch, head);
+        const Heads alone{batch, head, 1};
         const std::int64_t* segments = gates.segments_of(batch);
         Chunk chunk(gates, scratch);
+        float* memory = scratch.take(Operands<T>::floats(gates));
+        const Operand operand = ::operand(gates, alone, head, memory);
         Work work;
         work.after = scratch.take(matrix());
         work.kept = scratch.take((SPAN / C + 3) * matrix());
@@ -67,8 +69,8 @@ struct Pass {
                     std::memset(s, 0, sizeof(float) * matrix());
                 else
                     std::memcpy(next, s, sizeof(float) * matrix());
-                chunk.enter(queries, keys, values, row, begin, end - begin, false);
-                fetch_tokens(keys, keys, values, gates, end, to);
+                gather(operands, gates, alone, begin, end - begin, false, memory);
+                chunk.enter(operand, row, begin, end - begin, false);
                 chunk.solve(anew ? nullptr : s);
                 std::memcpy(work.errors + (begin - from) * vp(), chunk.e, sizeof(float) * chunk.n * vp());
                 std::memcpy(work.written + (begin - from) * vp(), chunk.x, sizeof(float) * chunk.n * vp());
@@ -78,7 +80,8 @@ struct Pass {
             cuts[count] = to;
             for (long i = count - 1; i >= 0; --i) {
                 const long begin = cuts[i], n = cuts[i + 1] - begin;
-                chunk.enter(queries, keys, values, row, begin, n, true);
+                gather(operands, gates, alone, begin, n, true, memory);
+                chunk.enter(operand, row, begin, n, true);
                 std::memcpy(chunk.e, work.errors + (begin - from) * vp(), sizeof(float) * n * vp());
                 std::memcpy(chunk.x, work.written + (begin - from) * vp(), sizeof(float) * n * vp());
                 back(chunk, work, before[i], row, begin, adds);
@@ -332,9 +335,9 @@ extern "C" int longspan_gated_backward(const void* q, const void* k, const void*
         using T = decltype(element);
         using K = decltype(key_element);
         const Pass<T, K> work{gates,
-                              {static_cast<const T*>(q), strides},
-                              {static_cast<const T*>(k), strides + 4},
-                              {static_cast<const T*>(v), strides + 8},
+                              {{static_cast<const T*>(q), strides},
+                               {static_cast<const T*>(k), strides + 4},
+                               {static_cast<const T*>(v), strides + 8}},
                               {static_cast<const T*>(grad), strides + 12},
                               {static_cast<K*>(dq), strides + 16},
                               {static_cast<K*>(dk), strides + 20},

@@ -7,55 +7,78 @@ namespace {
 template <class T>
 struct Pass {
     const Gates& gates;
-    Tensor<const T> q, k, v;
+    Operands<T> operands;
     Tensor<T> out;
     float* starts;  // (B, H, spans, D, E): the state before each span; null where no backward pass follows
 
-    static long scratch(const Gates& gates) { return Chunk::size(gates) + (gates.keys + C) * gates.vp(); }
+    long matrix() const { return gates.keys * gates.vp(); }
+    long together() const { return heads_together(Operands<T>::floats(gates)); }
+    long scratch(long heads) const {
+        return Chunk::size(gates) + heads * matrix() + C * gates.vp() + together() * Operands<T>::floats(gates);
+    }
 
-    void run(long row, const float* first, float* last, Scratch scratch) const {
-        const long batch = row / gates.heads, head = row % gates.heads, vp = gates.vp();
-        const Rows<const T> queries(q, batch, gates.key_head(head)), keys(k, batch, gates.key_head(head));
-        const Rows<const T> values(v, batch, head);
-        const Rows<T> outputs(out, batch, head);
-        const std::int64_t* segments = gates.segments_of(batch);
-        Chunk chunk(gates, scratch);
-        float *s = scratch.take(gates.keys * vp), *o = scratch.take(C * vp);
+    // Some heads, a chunk of all before the next one: side by side, as heads often lie, they are read in order.
+    void run(Heads heads, const float* first, float* last, Scratch scratch) const {
         const long size = gates.keys * gates.values;
-        if (first)
-            load_state(first + row * size, gates.keys, gates.values, vp, s);
-        else
-            std::memset(s, 0, sizeof(float) * gates.keys * vp);
+        const long row = heads.batch * gates.heads + heads.first;
+        const std::int64_t* segments = gates.segments_of(heads.batch);
+        Chunk chunk(gates, scratch);
+        float *states = scratch.take(heads.count * matrix()), *o = scratch.take(C * gates.vp());
+        float* memory = scratch.take(together() * Operands<T>::floats(gates));
+        for (long h = 0; h < heads.count; ++h)
+            load_state(first + (row + h) * size, gates.keys, gates.values, gates.vp(), states + h * matrix());
         for (long begin = 0, end; begin < gates.tokens; begin = end) {
-            if (starts && begin % SPAN == 0)
-                save_state(s, gates.keys, gates.values, vp, starts + (row * spans(gates.tokens) + begin / SPAN) * size);
             const long span_end = begin / SPAN * SPAN + SPAN;
             end = chunk_end(segments, begin, span_end < gates.tokens ? span_end : gates.tokens);
-            if (starts_anew(segments, begin)) std::memset(s, 0, sizeof(float) * gates.keys * vp);
-            chunk.enter(queries, keys, values, row, begin, end - begin, true);
-            fetch_tokens(queries, keys, values, gates, end, gates.tokens);
-            chunk.solve(s);
-            gemm<false>(chunk.n, vp, gates.keys, chunk.read, chunk.kp, 1, s, vp, o, vp);
-            lower_times(chunk.n, vp, chunk.a, C, chunk.x, vp, o, vp);
-            write(o, vp, outputs, begin, chunk.n, gates.values);
-            chunk.advance(s);
+            for (long h = 0; h < heads.count; h += together()) {
+                const long count = h + together() < heads.count ? together() : heads.count - h;
+                const Heads group{heads.batch, heads.first + h, count};
+                gather(operands, gates, group, begin, end - begin, true, memory);
+                for (long i = h; i < h + count; ++i)
+                    advance(chunk, operand(gates, group, heads.first + i, memory), row + i, begin, end - begin,
+                            states + i * matrix(), o);
+            }
         }
-        save_state(s, gates.keys, gates.values, vp, last + row * size);
+        for (long h = 0; h < heads.count; ++h)
+            save_state(states + h * matrix(), gates.keys, gates.values, gates.vp(), last + (row + h) * size);
+    }
+
+    // One chunk of one head, from the state s (D, vp) before it to that after it.
+    void advance(Chunk& chunk, Operand operand, long row, long begin, long n, float* s, float* o) const {
+        const long batch = row / gates.heads, vp = gates.vp(), size = gates.keys * gates.values;
+        const Rows<T> outputs(out, batch, row % gates.heads);
+        if (starts && begin % SPAN == 0)
+            save_state(s, gates.keys, gates.values, vp, starts + (row * spans(gates.tokens) + begin / SPAN) * size);
+        if (starts_anew(gates.segments_of(batch), begin)) std::memset(s, 0, sizeof(float) * matrix());
+        chunk.enter(operand, row, begin, n, true);
+        chunk.solve(s);
+        gemm<false>(n, vp, gates.keys, chunk.read, chunk.kp, 1, s, vp, o, vp);
+        fetch(outputs, begin, n, gates.values);
+        lower_times(n, vp, chunk.a, C, chunk.x, vp, o, vp);
+        write(o, vp, outputs, begin, n, gates.values);
+        chunk.advance(s);
     }
 };
 
 template <class T>
 int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
     const Gates& gates = pass.gates;
+    // Groups of heads, as few as keep the threads busy.
+    long groups = 1;
+    while (groups < gates.heads && gates.batch * groups < 8 * threads && gates.batch * groups % threads) ++groups;
+    const long units = gates.batch * groups;
     bool failed = false;
-#pragma omp parallel num_threads(threads) if (threads > 1 && gates.rows() > 1)
+#pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
-        Memory memory(pass.scratch(gates));
+        Memory memory(pass.scratch((gates.heads + groups - 1) / groups));
         if (!memory.ready()) failed = true;
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(static)
-            for (long row = 0; row < gates.rows(); ++row) pass.run(row, first, last, memory.scratch());
+            for (long unit = 0; unit < units; ++unit) {
+                const long from = unit % groups * gates.heads / groups, to = (unit % groups + 1) * gates.heads / groups;
+                pass.run({unit / groups, from, to - from}, first, last, memory.scratch());
+            }
         }
     }
     return failed;
@@ -64,8 +87,8 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
 }  // namespace
 
 // sizes: B, key heads, heads, N, D, E. q, k (B,G,N,D), v, out (B,H,N,E), of type 0 float or 1 bfloat16, log_decay (null,
-// or (B,H,N,1|D)) and beta (null, or (B,H,N,1)) float, with 4 strides each, in this order; first (or null), last (B,H,D,E)
-// and starts (null, or (B,H,spans,D,E)) float, contiguous; mask (B,N) bytes or null; segments (B,N) or null. decay: 0
+// or (B,H,N,1|D)) and beta (null, or (B,H,N,1)) float, with 4 strides each, in this order; first, last (B,H,D,E) and
+// starts (null, or (B,H,spans,D,E)) float, contiguous; mask (B,N) bytes or null; segments (B,N) or null. decay: 0
 // none, 1 by head, 2 by channel. Returns 0, or 1 where memory is lacking.
 extern "C" int longspan_gated_forward(const void* q, const void* k, const void* v, void* out, const float* log_decay,
                                       const float* beta, const float* first, float* last, float* starts,
@@ -76,9 +99,9 @@ extern "C" int longspan_gated_forward(const void* q, const void* k, const void* 
     const auto pass = [&](auto element) {
         using T = decltype(element);
         const Pass<T> work{gates,
-                           {static_cast<const T*>(q), strides},
-                           {static_cast<const T*>(k), strides + 4},
-                           {static_cast<const T*>(v), strides + 8},
+                           {{static_cast<const T*>(q), strides},
+                            {static_cast<const T*>(k), strides + 4},
+                            {static_cast<const T*>(v), strides + 8}},
                            {static_cast<T*>(out), strides + 12},
                            starts};
         return forward(work, first, last, threads);

@@ -140,6 +140,43 @@ inline void prepare(Token& token, const float* gates, int decay, const float* be
     if (beta) token.beta = *beta, token.both = sum(both);
 }
 
+struct Step {
+    float* state;
+    const float *q, *k, *v, *log_decay, *beta;
+    float* out;
+    long shared, keys, values;
+    int decay;
+    float scale;
+};
+
+// Rows from ... to, NV vectors of columns at a time, then single ones.
+template <int NV>
+void run(const Step& step, long from, long to) {
+    const long keys = step.keys, values = step.values;
+    Token tokens[2];  // the one whose columns are pending, and the next
+    Pending<NV> pending{};
+    for (long row = from; row < to; ++row) {
+        Token& token = tokens[row % 2];
+        const long head = row / step.shared * keys, at = row * values;
+        token.q = step.q + head, token.k = step.k + head, token.v = step.v + at;
+        token.state = step.state + at * keys, token.out = step.out + at;
+        const float* gates = step.decay == by_channel ? step.log_decay + row * keys : step.log_decay + row;
+        prepare(token, gates, step.decay, step.beta ? step.beta + row : nullptr, keys);
+        long e = 0;
+        if (step.beta) {
+            e = delta_columns(pending, &token, e, keys, values, step.scale);
+            Pending<1> single{};
+            e = delta_columns(single, &token, e, keys, values, step.scale);
+            finish(single, keys, values);
+        } else {
+            e = plain_columns<NV>(token, e, keys, values, step.scale);
+            e = plain_columns<1>(token, e, keys, values, step.scale);
+        }
+        for (; e < values; ++e) column(token, e, keys, values, step.scale, step.beta != nullptr);
+    }
+    finish(pending, keys, values);
+}
+
 }  // namespace
 
 // state (B,H,D,E), overwritten; q, k (B,G,D); v, out (B,H,E); log_decay null, or (B,H) or (B,H,D); beta null, or (B,H).
@@ -147,34 +184,19 @@ inline void prepare(Token& token, const float* gates, int decay, const float* be
 extern "C" int longspan_gated_step(float* state, const float* q, const float* k, const float* v, const float* log_decay,
                                    const float* beta, float* out, long rows, long shared, long keys, long values,
                                    int decay, float scale, int threads) {
-    constexpr int block = 32 / W;  // more columns of two heads do not fit a cache of the first level
     if (keys > limit || values > limit) return 1;
     // Below this, waking a second thread costs more than it saves.
     const long parts = threads > 1 && rows * keys * values >= 32768 ? (threads < rows ? threads : rows) : 1;
+    const Step step{state, q, k, v, log_decay, beta, out, shared, keys, values, decay, scale};
+    // Where registers suffice, whole rows of the usual 64 columns: what lies side by side arrives sooner.
+    constexpr int narrow = 32 / W, wide = W == 16 ? 64 / W : narrow;
 #pragma omp parallel for num_threads(parts) schedule(static) if (parts > 1)
     for (long part = 0; part < parts; ++part) {
-        Token tokens[2];  // the one whose columns are pending, and the next
-        Pending<block> pending{};
-        for (long row = rows * part / parts; row < rows * (part + 1) / parts; ++row) {
-            Token& token = tokens[row % 2];
-            const long head = row / shared * keys, at = row * values;
-            token.q = q + head, token.k = k + head, token.v = v + at;
-            token.state = state + at * keys, token.out = out + at;
-            const float* gates = decay == by_channel ? log_decay + row * keys : log_decay + row;
-            prepare(token, gates, decay, beta ? beta + row : nullptr, keys);
-            long e = 0;
-            if (beta) {
-                e = delta_columns(pending, &token, e, keys, values, scale);
-                Pending<1> single{};
-                e = delta_columns(single, &token, e, keys, values, scale);
-                finish(single, keys, values);
-            } else {
-                e = plain_columns<block>(token, e, keys, values, scale);
-                e = plain_columns<1>(token, e, keys, values, scale);
-            }
-            for (; e < values; ++e) column(token, e, keys, values, scale, beta != nullptr);
-        }
-        finish(pending, keys, values);
+        const long from = rows * part / parts, to = rows * (part + 1) / parts;
+        if (values % (wide * W))
+            run<narrow>(step, from, to);
+        else
+            run<wide>(step, from, to);
     }
     return 0;
 }
