@@ -45,15 +45,15 @@ class Part:
 
     def __init__(
         self,
-        first: tuple[int, int, int],
+        place: tuple[int, int, int],
         tensors: tuple[Tensor, ...],
         mask: Tensor | None,
         segments: Tensor | None,
         scale: float,
         wide: torch.dtype,
     ):
-        """``first``: the first span, and none has more chunks; ``tensors``: q, k, v, log decays and o."""
-        self.start, self.most, self.width = first
+        """``place``: the first span, and none has more chunks; ``tensors``: q, k, v, log decays and o."""
+        self.start, self.most, self.width = place
         groups, chunks = tensors[0].shape[1], (tensors[0].shape[2] - self.start) // self.width
         stop = self.start + chunks * self.width
 
@@ -74,8 +74,8 @@ class Part:
         self.whole, self.same = entering[..., -1:, :], None
         if segments is not None:
             borders = borders_of(segments, self.start, chunks, self.width, self.total)
-            self.same, first_too, last_too, whole_too = (b[:, :, None] for b in borders)
-            entering, self.leaving, self.whole = entering * first_too, self.leaving * last_too.mT, self.whole * whole_too
+            self.same, first, last, whole = (b[:, :, None] for b in borders)
+            entering, self.leaving, self.whole = entering * first, self.leaving * last.mT, self.whole * whole
         self.scale, self.reading, self.left = scale, entering * scale, self._left()
 
     def _left(self) -> Tensor:

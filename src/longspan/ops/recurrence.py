@@ -91,7 +91,7 @@ def faded(x: Tensor, to: torch.dtype | None = None) -> Tensor:
         return F.threshold(x.clamp(min=least - 1.0).exp(), math.exp(least), 0.0)
     if x.min() >= least:
         return x.exp_()
-    return F.threshold_(x.clamp_(min=least - 1.0).exp_(), math.exp(least), 0.0)
+    return F.threshold(x.clamp_(min=least - 1.0).exp_(), math.exp(least), 0.0, inplace=True)
 
 
 class Borders(NamedTuple):
