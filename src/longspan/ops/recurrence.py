@@ -82,7 +82,7 @@ def total(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> tu
 def faded(x: Tensor, to: torch.dtype | None = None) -> Tensor:
     """e^x, but 0 below ``FAINT`` of ``to``, x's own type by default. x may be overwritten.
 
-    Such numbers, and what is computed with them, take a CPU up to a hundred times as long as others.
+    Such numbers, and what is computed with them, take a CPU many times as long as others.
     """
     if x.device.type != "cpu" or not x.numel():
         return x.exp()
