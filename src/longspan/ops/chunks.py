@@ -156,17 +156,8 @@ def _span(place, inputs, mask, segments, wide) -> Span:
 
 
 def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
-    """e^(G_i - G_j) for j <= i, else 0, in ``wide``, from G (...,C,1) in float64: (...,C,C).
-
-    Differences of large sums in float32 would have no digits left, and float64 takes long. The difference of rounded
-    sums is as exact as its own size allows; what rounding took from each sum is added to it.
-    """
-    rounded = total.to(wide)
-    out = rounded - rounded.mT
-    if wide != total.dtype:
-        rest = (total - rounded).to(wide)
-        out.add_(rest).sub_(rest.mT)
-    out = faded(out.tril_())  # above the diagonal no exponent may overflow
+    """e^(G_i - G_j) for j <= i, else 0, in ``wide``, from G (...,C,1) in float64: (...,C,C)."""
+    out = faded(fading.differences(*fading.split(total, wide)).tril_())  # above the diagonal exponents could overflow
     return out.tril() if out.requires_grad else out.tril_()
 
 
@@ -282,9 +273,11 @@ def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: 
     return dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta, after
 
 
-def _places(q: Tensor, v: Tensor, chunk: int) -> list[tuple[int, int, int]]:
+def _places(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[tuple[int, int, int]]:
     n = q.shape[2]
-    return cut(n, chunk, n if q.is_cuda else SPAN // max(v.shape[0] * v.shape[1], 1))
+    tokens = SPAN // max(v.shape[0] * v.shape[1], 1)
+    # Without the delta rule the states of a span are one product, which grows with the square of the chunks.
+    return cut(n, chunk, n if q.is_cuda else tokens if beta is not None else min(tokens, GROUP * chunk))
 
 
 def _forward(
@@ -300,7 +293,7 @@ def _forward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
-    places = _places(q, v, chunk)
+    places = _places(q, v, beta, chunk)
     with torch.autocast(q.device.type, enabled=False):
         if beta is None and log_decay is not None and log_decay.dim() == 3 and q.device.type == "cpu":
             o, end, starts = fading.forward(q, k, v, log_decay, state, mask, segments, scale, places)
@@ -340,7 +333,7 @@ def _backward(
     chunk: int,
 ) -> list[Tensor]:
     """The gradients of q, k, v, of log_decay and beta where they are given, and of the first state."""
-    places, wide, groups = _places(q, v, chunk), state.dtype, k.shape[1]
+    places, wide, groups = _places(q, v, beta, chunk), state.dtype, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
     hidden = None if mask is None else ~mask[:, None, :, None]
@@ -370,7 +363,7 @@ def composed(q, k, v, log_decay, beta, state, *, mask, segments, scale, chunk) -
     """The forward pass from plain operations, which can be differentiated again and again."""
     end, out = state.unflatten(1, (k.shape[1], -1)), []
     with torch.autocast(q.device.type, enabled=False):
-        for place in _places(q, v, chunk):
+        for place in _places(q, v, beta, chunk):
             part, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
             out.append(part[..., : place[2], :].flatten(3, 4).flatten(1, 2))
     o = torch.cat(out, 2).to(v.dtype)
@@ -390,7 +383,7 @@ _backward_op = torch.library.custom_op("longspan::chunks_backward", _backward, m
 
 @_forward_op.register_fake
 def _(q, k, v, log_decay, beta, state, mask, segments, scale, chunk):
-    starts = state.new_empty(len(_places(q, v, chunk)) - 1, *state.shape)
+    starts = state.new_empty(len(_places(q, v, beta, chunk)) - 1, *state.shape)
     return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
 
 

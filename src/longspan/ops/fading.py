@@ -64,10 +64,7 @@ class Part:
         self.hidden = None if mask is None else cut(~mask[:, None, :, None], 1)
         steps = log_decay.to(wide).clamp(min=LOWEST)
         total = (steps if self.hidden is None else steps.masked_fill(self.hidden, 0.0)).double().cumsum(-2)
-        # Differences of large sums in float32 would have no digits left, and float64 takes long. The difference of
-        # rounded sums is as exact as its own size allows; what rounding took from each sum is added to it.
-        self.total = total.to(wide)
-        self.rest = None if wide == total.dtype else (total - self.total).to(wide)
+        self.total, self.rest = split(total, wide)
         self.strong = bool(total.min() < FAINT[wide])
         self.leaving = faded((total[..., -1:, :] - total).to(wide)).mT
         entering = faded(total.clone(), wide).to(wide)
@@ -128,13 +125,25 @@ class Part:
 
     def _weights(self, at: slice, out: Tensor) -> Tensor:
         """e^(G_i - G_j), which counts for j <= i only."""
-        total = self.total[:, :, :, at]
-        torch.sub(total, total.mT, out=out)
-        if self.rest is not None:
-            rest = self.rest[:, :, :, at]
-            out.add_(rest).sub_(rest.mT)
+        differences(self.total[:, :, :, at], None if self.rest is None else self.rest[:, :, :, at], out)
         # Above the diagonal exponents are large where decays are strong.
         return faded(out.tril_()) if self.strong else out.exp_()
+
+
+def split(total: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Sums in float64 -> the same rounded to ``wide``, and what rounding took; None where it takes nothing."""
+    rounded = total.to(wide)
+    return rounded, None if wide == total.dtype else (total - rounded).to(wide)
+
+
+def differences(rounded: Tensor, rest: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """All G_i - G_j, (...,C,C), from what ``split`` makes of G (...,C,1).
+
+    Differences of large sums in float32 would have no digits left, and float64 takes long. The difference of rounded
+    sums is as exact as its own size allows; what rounding took from each sum is added to it.
+    """
+    out = torch.sub(rounded, rounded.mT, out=out)
+    return out if rest is None else out.add_(rest).sub_(rest.mT)
 
 
 def _flat(x: Tensor) -> Tensor:
