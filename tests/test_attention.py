@@ -40,7 +40,7 @@ FACTS = {
     "softmax": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
     "adaptive_span": ("causal", "donate mask record segments", ""),
     "bp": ("causal bidirectional", "donate mask segments", ""),
-    "etc": ("bidirectional", "carry mask", "bidirectional"),
+    "etc": ("bidirectional", "carry mask", ""),
     "lowrank_band": ("causal bidirectional", "donate mask segments", ""),
     "star": ("bidirectional", "mask", ""),
     "axial": ("causal bidirectional", "donate mask record segments", ""),
@@ -86,9 +86,14 @@ OPTIONS = {
 
 
 def cases():
-    """Every law for every example; what takes longest for each mechanism's first one alone, the others with -m slow."""
+    """Every law for every example and every bare name, whose options may be too large for windows to matter.
+
+    What takes longest is for each mechanism's first example alone, the others with -m slow.
+    """
     first = {longspan.examples(name)[0] for name in longspan.names()}
-    for law, spec in [*checks.cases(), *((law, "linear; softmax") for law in checks.laws())]:
+    bare = [name for name in longspan.names() if name not in longspan.examples(name)]
+    specs = [*bare, "rfa(gate=True)", "linear; softmax"]
+    for law, spec in [*checks.cases(), *((law, spec) for spec in specs for law in checks.laws())]:
         late = law in ("compiles", "exports", "adversarial") and spec not in first and ";" not in spec
         yield pytest.param(law, spec, marks=[pytest.mark.slow] if late else [])
 

@@ -118,6 +118,11 @@ def last_token_unwritten(q, k, v, state=None, *, segments=None, chunk=64, donate
     return out, after
 
 
+def sums_in_half_precision(parts, start, whole, reverse=False, original=recurrence._prefix):
+    parts = parts.bfloat16().float() if parts.dtype is torch.float32 else parts
+    return original(parts, start, whole, reverse)
+
+
 def positions_from_one(x, start=None, *, mask=None, segments=None, original=positions):
     at, end = original(x, start, mask=mask, segments=segments)
     return at, end + (0 if start is None else 1)
@@ -159,6 +164,9 @@ MUTANTS = {
         spans, "quadratic", wrong_eps_in_the_quadratic_form, "linear", "attention_matrix",
     ),
     "a wrong eps in the matrix": (linear, "matrix", forgotten_past, "linear", "attention_matrix"),
+    "sums in half precision": (recurrence, "_prefix", sums_in_half_precision, ROTARY, "oracle"),
+    # With so few features that roundings are magnified.
+    "sums in half precision, in a denominator": (recurrence, "_prefix", sums_in_half_precision, "rfa", "oracle"),
     "a prefill that forgets its last token": (recurrence, "scan", last_token_unwritten, ROTARY, CUT),
     "a prefill of spans that forgets its last token": (spans, "attend", last_token_unwritten_by_spans, "linear", CUT),
     "a prefill one position off": (linear_module, "positions", positions_from_one, ROTARY, CUT),

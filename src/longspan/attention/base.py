@@ -55,6 +55,8 @@ class Attention(nn.Module):
 
     sees: Pattern | None = None
     """which keys each query may see, where that is a pattern; an instance has its own"""
+    added: int = 0
+    """how many tokens, of a layer's own, ``sees`` counts before those of the input"""
 
     takes: frozenset[str] = frozenset()
     """the arguments that ``attend`` names; filled in by the class statement; an instance may take fewer"""

@@ -1,7 +1,5 @@
 """Attention between a long input and a few global tokens, through which what is far apart can meet."""
 
-from typing import ClassVar
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,9 +38,6 @@ class Etc(Attention):
         2020,
     )
     examples = ("etc(globals=3, radius=5, clip=2)",)
-    exempt: ClassVar[dict[str, str]] = {
-        "bidirectional": "what is beyond the radius comes with the global tokens of the layer below"
-    }
     directions, carries = ("bidirectional",), True
 
     def __init__(
@@ -52,7 +47,7 @@ class Etc(Attention):
         for option, value, least in (("globals", globals, 1), ("radius", radius, 0), ("clip", clip, 0)):
             if value < least:
                 raise ValueError(f"{option}={value} must be at least {least}")
-        self.globals, self.radius, self.clip = globals, radius, clip
+        self.globals, self.radius, self.clip, self.added = globals, radius, clip, globals
         self.sees: Pattern = reaching(globals) | band(radius, right=radius)
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.tokens = nn.Parameter(torch.randn(globals, dim))

@@ -45,7 +45,8 @@ class RFA(Attention):
     g_t = sigmoid(w.x_t + b) for each head, so that a key weighs (1 - g_s) g_{s+1} ... g_t; this has an order, so it is
     for causal attention without prefix, and the keys of a ``context`` weigh alike in any case.
 
-    ``map``: gaussian = [cos w.x, sin w.x], whose products may be negative, or arccos = relu(w.x), another kernel.
+    ``map``: gaussian = [cos w.x, sin w.x], whose products may be negative, or arccos = relu(w.x), another kernel. Where
+    negative ones bring a denominator near zero, roundings are magnified; more features or orthogonal rows make it rare.
     ``features``: rows w drawn for each head (0: as many as it has channels). ``rows``: iid as in the paper, or
     orthogonal in blocks of D. ``seed``: of the rows, together with the layer and the head. ``eps``: the denominator d
     becomes sign(d) max(|d|, eps); with ``gate`` it is first divided by the sum of the weights, as it would vanish with

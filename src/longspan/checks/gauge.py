@@ -27,16 +27,22 @@ class Gauge:
     def __init__(self):
         self.error, self.tolerance = 0.0, 0.0
 
-    def close(self, actual: Any, expected: Any, what: str, tolerance: float = EXACT) -> None:
-        """Two tensors, or pytrees of them, are equal up to ``tolerance`` x the largest expected value (at least 1)."""
+    def close(
+        self, actual: Any, expected: Any, what: str, tolerance: float = EXACT, granted: list[Tensor] | None = None
+    ) -> None:
+        """Two tensors, or pytrees of them, are equal up to ``tolerance`` x the largest expected value (at least 1).
+
+        ``granted``: for each tensor, errors (absolute) of its elements that do not count.
+        """
         a, b = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
         self.require(len(a) == len(b), f"{what}: {len(a)} tensors where {len(b)} are expected")
-        for x, y in zip(a, b, strict=True):
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
             self.require(x.shape == y.shape, f"{what}: shape {tuple(x.shape)} where {tuple(y.shape)} is expected")
             if x.numel() == 0:
                 continue
             x, y = x.detach().double(), y.detach().double()
-            error = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
+            error = (x - y).abs()
+            error = ((error if granted is None else error - granted[i]).max() / y.abs().max().clamp(min=1)).item()
             if not error <= tolerance:  # also where the error is NaN
                 raise Broken(f"{what}: differ by {error:.2e}, allowed {tolerance:.0e}")
             if self.tolerance == 0 or error / max(tolerance, 1e-300) >= self.error / max(self.tolerance, 1e-300):

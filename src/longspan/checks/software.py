@@ -104,9 +104,8 @@ def bidirectional(subject: Subject, gauge: Gauge) -> None:
     module, x = subject.make(causal=False), subject.data()
     y = module(x)[0]
     gauge.raises(lambda: module.init_state(BATCH), "init_state of a bidirectional attention")
-    # Where a pattern bounds the look-ahead, the last token that the first one can see.
-    patterns = [part.sees for part in module.modules() if isinstance(part, Attention) and part.sees is not None]
-    last = min([TOKENS - 1, *(p.lookahead for p in patterns if p.lookahead is not None)])
+    parts = [part for part in module.modules() if isinstance(part, Attention) and part.sees is not None]
+    last = min([TOKENS - 1, *(_last_seen(part) for part in parts)])
     moved = module(x.index_copy(1, torch.tensor([last]), subject.data(2, 1)))[0]
     gauge.require((moved[:, 0] - y[:, 0]).abs().max() > 1e-6, f"the first output does not see token {last}")
     if not any(getattr(part, "positional", False) for part in module.modules()):
@@ -116,6 +115,13 @@ def bidirectional(subject: Subject, gauge: Gauge) -> None:
     mask[0, 3:9] = False
     alone = module(x[:1, mask[0]])[0]
     gauge.close(module(x, mask=mask)[0][:1, mask[0]], alone, "a bidirectional row with padding")
+
+
+def _last_seen(part: Attention) -> int:
+    """The last of TOKENS tokens that the first one sees in some head, by the pattern of a layer."""
+    assert part.sees is not None
+    pairs = part.sees.dense(part.added + TOKENS, heads=part.heads, layer=getattr(part, "layer", 0)).any(0)
+    return int(pairs[part.added, part.added :].nonzero().max())
 
 
 def cross(subject: Subject, gauge: Gauge) -> None:
