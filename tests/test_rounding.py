@@ -4,74 +4,73 @@ import pytest
 import torch
 from torch import nn
 
-from longspan.checks import Broken, Gauge, rounding
+from longspan.checks import Broken, Gauge
+from longspan.checks.rounding import Question
 
 X = torch.tensor([[1.0, 1.0], [1.0, -1.0 + 1e-5]], dtype=torch.float64)  # sums of 2, and of 1e-5
 
 
 def ratios(module, x):
-    """One good and one nearly singular quotient, and their difference."""
+    """A good and a nearly singular quotient, and their sum."""
     quotients = module(x) / x.sum(-1, keepdim=True)
     return [quotients, quotients.sum((0, 1))[None]]
 
 
 @pytest.fixture
-def question():
-    module = nn.Linear(2, 1, bias=False).double()
-    nn.init.ones_(module.weight)
+def module():
+    linear = nn.Linear(2, 1, bias=False).double()
     with torch.no_grad():
-        module.weight[0, 1] = 0.5
-    return ratios, module, (X,)
+        linear.weight.copy_(torch.tensor([[1.0, 0.5]]))
+    return linear
 
 
-def judged(question, errors, sums=0):
-    call, module, inputs = question
-    expected = call(module, *inputs)
-    found = [e.detach() + torch.tensor(d, dtype=torch.float64) for e, d in zip(expected, errors, strict=True)]
+def judged(module, errors, function=ratios, sums=0):
+    question = Question(function, module, X, sums=sums)
+    found = [e + torch.tensor(d, dtype=torch.float64) for e, d in zip(question.answer, errors, strict=True)]
     gauge = Gauge()
-    rounding.close(gauge, found, expected, "ratios", 1e-6, question, torch.float32, sums=sums)
+    question.close(gauge, found, "ratios", 1e-6, torch.float32)
     return gauge
 
 
-def size(question):
+def size(module):
     """The singular quotient."""
-    return question[0](question[1], X)[0][1].item()
+    return ratios(module, X)[0][1].item()
 
 
-def test_an_error_that_roundings_explain_passes(question):
-    assert size(question) == pytest.approx(5e4, rel=1e-4)
-    assert judged(question, ([[0.0], [1e-2 * size(question)]], [0.0])).tolerance == 1e-6
+def test_an_error_that_roundings_explain_passes(module):
+    assert size(module) == pytest.approx(5e4, rel=1e-4)
+    assert judged(module, ([[0.0], [1e-2 * size(module)]], [0.0])).tolerance == 1e-6
 
 
 @pytest.mark.parametrize("error", [0.2, float("nan"), float("inf")])
-def test_one_that_they_do_not_explain_fails(question, error):
+def test_one_that_they_do_not_explain_fails(module, error):
     with pytest.raises(Broken, match="ratios: differ by"):
-        judged(question, ([[0.0], [error * size(question)]], [0.0]))
+        judged(module, ([[0.0], [error * size(module)]], [0.0]))
 
 
-def test_the_same_error_of_a_good_element_fails(question):
+def test_the_same_error_of_a_good_element_fails(module):
     with pytest.raises(Broken):
-        judged(question, ([[1e-2 * size(question)], [0.0]], [0.0]))
+        judged(module, ([[1e-2 * size(module)], [0.0]], [0.0]))
 
 
-def test_a_change_to_something_not_finite_grants_nothing(question):
-    def singular(module, x):
+def test_a_change_to_something_not_finite_grants_nothing(module):
+    def singular(_, x):
         return [torch.where(x == X, x, torch.inf)]
 
     with pytest.raises(Broken):
-        judged((singular, question[1], (X,)), ([[1e-3, 0.0], [0.0, 0.0]],))
+        judged(module, ([[1e-3, 0.0], [0.0, 0.0]],), singular)
 
 
-def test_sums_in_which_large_terms_cancel(question):
-    """1000 q - 1000 q + 1 has no condition of its own, and the roundings of its terms all the same."""
+def test_sums_in_which_large_terms_cancel(module):
+    """q - q + 1000 does not move with q, and has the roundings of its terms all the same."""
 
     def cancelling(module, x):
         quotients = ratios(module, x)[0]
         return [quotients, (quotients - quotients).sum()[None] + 1e3]
 
     errors = ([[0.0], [0.0]], [1.0])
-    judged((cancelling, *question[1:]), errors, sums=1)
+    judged(module, errors, cancelling, sums=1)
     with pytest.raises(Broken):
-        judged((cancelling, *question[1:]), errors)
+        judged(module, errors, cancelling)
     with pytest.raises(Broken):
-        judged((cancelling, *question[1:]), ([[0.0], [0.0]], [1e3]), sums=1)
+        judged(module, ([[0.0], [0.0]], [1e3]), cancelling, sums=1)

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 from ..ops import BACKENDS, backend
 from ..ops.heads import merge, split
 from ..ops.softmax import repeat
-from . import rounding
 from .gauge import BATCH, DIM, EXACT, HEADS, TOKENS, Gauge, Subject
 from .recurrent import run
+from .rounding import Question
 
 # Tokens, a prime: chunks end inside, and the forms for short sequences have ended.
 SEVERAL = 139
@@ -36,8 +36,7 @@ def oracle(subject: Subject, gauge: Gauge) -> None:
     sums = len(list(exact.parameters()))
     for arguments in cases:
         outcome = functools.partial(_outcome, subject, arguments)
-        question = functools.partial(outcome, "reference"), exact, (x, before)
-        expected = outcome("reference", exact, x, before)
+        question = Question(functools.partial(outcome, "reference"), exact, x, before, sums=sums)
         given = ", ".join(arguments) or "no arguments"
         for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, ROUNDED)):
             module = copy.deepcopy(exact).to(dtype)
@@ -48,8 +47,7 @@ def oracle(subject: Subject, gauge: Gauge) -> None:
                     if f"backend {name!r}" in str(error):  # it does not serve this
                         continue
                     raise
-                what = f"{name} in {dtype} with {given}"
-                rounding.close(gauge, found, expected, what, tolerance, question, dtype, sums=sums)
+                question.close(gauge, found, f"{name} in {dtype} with {given}", tolerance, dtype)
 
 
 def _outcome(
@@ -152,20 +150,19 @@ def gradients(subject: Subject, gauge: Gauge) -> None:
 def dtypes(subject: Subject, gauge: Gauge) -> None:
     """Each precision is kept and finite, its error at most twice the reference's in it, or what roundings explain."""
     exact, x = subject.make(), subject.data()
-    expected = [exact(x)[0]]
-    question = (lambda module, x: [module(x)[0]]), exact, (x,)
+    question = Question(lambda module, x: [module(x)[0]], exact, x)
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             module, low = subject.make(dtype=dtype), x.to(dtype)
             with backend("reference"):
-                plain = (module(low)[0].double() - expected[0]).abs().max().item()
+                plain = (module(low)[0].double() - question.answer[0]).abs().max().item()
             outputs = {"one call": module(low)[0]}
             if subject.causal:
                 outputs["steps"] = run(module, low, [1] * TOKENS, module.init_state(BATCH))[0]
             for how, y in outputs.items():
                 gauge.require(y.dtype is dtype and y.isfinite().all(), f"{dtype}, {how}: {y.dtype}, or not finite")
                 allowed = 2 * plain + torch.finfo(dtype).eps
-                rounding.close(gauge, [y], expected, f"{dtype}, {how}", allowed, question, dtype)
+                question.close(gauge, [y], f"{dtype}, {how}", allowed, dtype)
         module = subject.make(dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
             outputs = {"autocast": module(x.float())[0]}
@@ -173,7 +170,7 @@ def dtypes(subject: Subject, gauge: Gauge) -> None:
                 outputs["autocast, steps"] = run(module, x.float(), [1] * TOKENS, module.init_state(BATCH))[0]
         for how, y in outputs.items():
             gauge.require(y.isfinite().all(), f"{how}: not finite")
-            rounding.close(gauge, [y], expected, how, 0.05, question, torch.bfloat16)
+            question.close(gauge, [y], how, 0.05, torch.bfloat16)
 
 
 def adversarial(subject: Subject, gauge: Gauge) -> None:
