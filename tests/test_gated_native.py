@@ -115,7 +115,7 @@ def test_any_strides_and_threads_give_the_same_bits():
 
 @pytest.mark.parametrize(("decay", "delta"), list(itertools.product(KINDS, (False, True))))
 def test_the_step_is_the_loop(decay, delta):
-    # Columns are worked on 32 at a time, then a vector at a time, then one by one.
+    # Columns are worked on 128, 64 or 32 at a time, then a vector at a time, then one by one.
     for sizes, repeats in itertools.product(((5, 3), (7, 23), (17, 64), (11, 119), (64, 128)), (1, 2)):
         given = arguments(1, decay=decay, delta=delta, dtype=torch.float32, repeats=repeats, sizes=sizes)
         exact = gated.reference(**widened(given), scale=0.7, mask=None, segments=None)

@@ -104,10 +104,11 @@ void panel(const longspan_linear& map, long which, const float* x, long xi, long
 }
 
 struct Sizes {
-    long batch, dim, heads, size;
+    long batch, dim, heads, size, parts;
 };
 
-void linear_head(const longspan_layer& layer, const longspan_state& state, const Sizes& n, long b, long h,
+// One head of one sequence; the same thread does all heads before ``to``, counted over the batch.
+void linear_head(const longspan_layer& layer, const longspan_state& state, const Sizes& n, long b, long h, long to,
                  const float* projected, float* out, float* room) {
     const long d = n.size;
     const float *q = projected + h * d, *k = q + n.dim, *v = k + n.dim;
@@ -121,7 +122,9 @@ void linear_head(const longspan_layer& layer, const longspan_state& state, const
         rotate(fk, turn, rk, d);
         token = {rk, rq, fk, fq, v};
     }
-    advance_head(static_cast<float*>(state.first) + (b * n.heads + h) * d * (d + 1), token, out + h * d, d, d, layer.eps);
+    float* sums = static_cast<float*>(state.first);
+    const long each = d * (d + 1);
+    advance_head(sums + (b * n.heads + h) * each, sums + to * each, token, out + h * d, d, d, layer.eps);
 }
 
 // All query heads that share key head g of sequence b; its key and value are put into the cache first.
@@ -189,16 +192,19 @@ struct Decode {
     }
 
     void attend(const longspan_layer& layer, const longspan_state& state, float* mine) const {
-        const long units = layer.kind == softmax_kind ? layer.groups : n.heads;
+        const long units = layer.kind == softmax_kind ? layer.groups : n.heads, items = n.batch * units;
 #pragma omp for schedule(static)
-        for (long item = 0; item < n.batch * units; ++item) {
-            const long b = item / units, unit = item % units;
-            const float* from = projected + b * project_width;
-            float* to = mixed + b * n.dim;
-            if (layer.kind == softmax_kind)
-                softmax_group<T>(layer, state, n, b, unit, from, to, mine);
-            else
-                linear_head(layer, state, n, b, unit, from, to, mine);
+        for (long part = 0; part < n.parts; ++part) {
+            const long end = items * (part + 1) / n.parts;
+            for (long item = items * part / n.parts; item < end; ++item) {
+                const long b = item / units, unit = item % units;
+                const float* from = projected + b * project_width;
+                float* to = mixed + b * n.dim;
+                if (layer.kind == softmax_kind)
+                    softmax_group<T>(layer, state, n, b, unit, from, to, mine);
+                else
+                    linear_head(layer, state, n, b, unit, end, from, to, mine);
+            }
         }
     }
 
@@ -260,7 +266,7 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
     if (!memory) return no_memory;
     float *x = memory, *normed = x + batch * dim, *mixed = normed + batch * dim, *projected = mixed + batch * dim;
     float *hidden = projected + batch * project_width, *room = hidden + batch * hidden_width;
-    const Decode<T> work{model, states, {batch, dim, model.heads, size}, x, normed, projected, mixed, hidden, room,
+    const Decode<T> work{model, states, {batch, dim, model.heads, size, threads}, x, normed, projected, mixed, hidden, room,
                          project_width, hidden_width};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {

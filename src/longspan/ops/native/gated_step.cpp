@@ -2,17 +2,16 @@
 // P = Diag(alpha) S, S' = P + k (beta (v - P^T k))^T, o = scale S'^T q = scale (P^T q + (q.k) beta (v - P^T k)):
 // one pass reads P^T k and P^T q together, one writes S'. The second goes together with the first of the next columns, so
 // that their states arrive while there is something to compute.
+#include "fetch.h"
 #include "gated.h"
 
 namespace {
 
 constexpr long limit = 1024;
-// How far ahead of the row at hand the state is fetched, in floats.
-constexpr long ahead = 1024;
-
 struct Token {
     const float *q, *k, *v;
     float *state, *out;
+    const float* end;  // of the states that the same thread goes through
     float alpha[limit], decayed_q[limit], decayed_k[limit];  // alpha by channel
     float beta, both;                                        // both: q.k
 };
@@ -31,14 +30,16 @@ void both_passes(const Pending<NV>& old, Pending<NV>& now, const Token* token, l
     vec o[NV] = {}, seen[NV] = {}, x[NV];
     float* before = WRITE ? old.state : nullptr;
     float* s = READ ? token->state + e : nullptr;
+    const float* end = READ ? token->end : nullptr;
     if (WRITE)
         for (int j = 0; j < NV; ++j) x[j] = old.x[j];
     for (long d = 0; d < keys; ++d) {
         if (READ) {
             const float k = token->decayed_k[d], q = token->decayed_q[d];
+            const float* next = upcoming(s, end);
             for (int j = 0; j < NV; ++j) {
                 const vec row = load(s + j * W);
-                __builtin_prefetch(s + ahead + j * W, 1);
+                fetch(next + j * W);
                 seen[j] += k * row;
                 o[j] += q * row;
             }
@@ -83,12 +84,14 @@ long plain_columns(const Token& token, long e, long keys, long width, float scal
         vec o[NV] = {}, v[NV];
         for (int j = 0; j < NV; ++j) v[j] = load(token.v + e + j * W);
         float* s = token.state + e;
+        const float* end = token.end;
         for (long d = 0; d < keys; ++d, s += width) {
             const float alpha = token.alpha[d], k = token.k[d], q = token.q[d];
+            const float* next = upcoming(s, end);
             for (int j = 0; j < NV; ++j) {
                 const vec row = alpha * load(s + j * W) + k * v[j];
                 store(s + j * W, row);
-                __builtin_prefetch(s + ahead + j * W, 1);
+                fetch(next + j * W);
                 o[j] += q * row;
             }
         }
@@ -159,7 +162,7 @@ void run(const Step& step, long from, long to) {
         Token& token = tokens[row % 2];
         const long head = row / step.shared * keys, at = row * values;
         token.q = step.q + head, token.k = step.k + head, token.v = step.v + at;
-        token.state = step.state + at * keys, token.out = step.out + at;
+        token.state = step.state + at * keys, token.out = step.out + at, token.end = step.state + to * values * keys;
         const float* gates = step.decay == by_channel ? step.log_decay + row * keys : step.log_decay + row;
         prepare(token, gates, step.decay, step.beta ? step.beta + row : nullptr, keys);
         long e = 0;
@@ -188,15 +191,17 @@ extern "C" int longspan_gated_step(float* state, const float* q, const float* k,
     // Below this, waking a second thread costs more than it saves.
     const long parts = threads > 1 && rows * keys * values >= 32768 ? (threads < rows ? threads : rows) : 1;
     const Step step{state, q, k, v, log_decay, beta, out, shared, keys, values, decay, scale};
-    // Where registers suffice, whole rows of the usual 64 columns: what lies side by side arrives sooner.
-    constexpr int narrow = 32 / W, wide = W == 16 ? 64 / W : narrow;
+    // Where registers suffice, whole rows of the usual 64 or 128 columns: what lies side by side arrives sooner.
+    constexpr int narrow = 32 / W, wide = W == 16 ? 64 / W : narrow, widest = W == 16 ? 128 / W : narrow;
 #pragma omp parallel for num_threads(parts) schedule(static) if (parts > 1)
     for (long part = 0; part < parts; ++part) {
         const long from = rows * part / parts, to = rows * (part + 1) / parts;
-        if (values % (wide * W))
-            run<narrow>(step, from, to);
-        else
+        if (values % (widest * W) == 0)
+            run<widest>(step, from, to);
+        else if (values % (wide * W) == 0)
             run<wide>(step, from, to);
+        else
+            run<narrow>(step, from, to);
     }
     return 0;
 }

@@ -9,14 +9,18 @@ extern "C" int longspan_linear_step(float* state, const float* q, const float* k
     constexpr long limit = 1024;
     if (keys > limit || values > limit) return 1;
     // Below this, waking a second thread costs more than it saves.
-    const bool parallel = threads > 1 && rows * keys * values >= 32768;
-#pragma omp parallel for num_threads(threads) schedule(static) if (parallel)
-    for (long row = 0; row < rows; ++row) {
-        float fq[limit], fk[limit];
-        map_token(map, q + row * keys, fq, keys);
-        map_token(map, k + row * keys, fk, keys);
-        const Token token{fk, fq, fk, fq, v + row * values};
-        advance_head(state + row * keys * (values + 1), token, out + row * values, keys, values, eps);
+    const long parts = threads > 1 && rows * keys * values >= 32768 ? (threads < rows ? threads : rows) : 1;
+    const long head = keys * (values + 1);
+#pragma omp parallel for num_threads(parts) schedule(static) if (parts > 1)
+    for (long part = 0; part < parts; ++part) {
+        const long to = rows * (part + 1) / parts;
+        for (long row = rows * part / parts; row < to; ++row) {
+            float fq[limit], fk[limit];
+            map_token(map, q + row * keys, fq, keys);
+            map_token(map, k + row * keys, fk, keys);
+            const Token token{fk, fq, fk, fq, v + row * values};
+            advance_head(state + row * head, state + to * head, token, out + row * values, keys, values, eps);
+        }
     }
     return 0;
 }

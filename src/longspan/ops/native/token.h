@@ -1,5 +1,6 @@
 // One token of one head of linear attention: its features, the sums, the normaliser.
 #pragma once
+#include "fetch.h"
 #include "maps.h"
 
 namespace {
@@ -31,12 +32,10 @@ struct Token {
     const float *k, *q, *plain_k, *plain_q, *v;
 };
 
-// How far ahead of the row at hand the state is fetched, in floats.
-constexpr long ahead = 1024;
-
 // state (D, E+1): S += k (v, 1)^T; out = q^T S / (q^T z + eps). E is a constant where it is a usual head size, else 0.
+// ``end`` of the states that the same thread goes through.
 template <long E>
-void advance(float* state, const Token& token, float* out, long keys, long values, float eps) {
+void advance(float* state, const float* end, const Token& token, float* out, long keys, long values, float eps) {
     const long width = E ? E : values, whole = width / W * W;
     constexpr long held = E ? E / W : 1;
     vec acc[held > 0 ? held : 1] = {}, v[held > 0 ? held : 1];
@@ -49,10 +48,11 @@ void advance(float* state, const Token& token, float* out, long keys, long value
     for (long d = 0; d < keys; ++d, state += width + 1) {
         const float k = token.k[d], q = token.q[d];
         if (E) {
+            const float* next = upcoming(state, end);
             for (long j = 0; j < held; ++j) {
                 const vec s = load(state + j * W) + k * v[j];
                 store(state + j * W, s);
-                __builtin_prefetch(state + ahead + j * W, 1);
+                fetch(next + j * W);
                 acc[j] += q * s;
             }
         } else {
@@ -79,12 +79,13 @@ void advance(float* state, const Token& token, float* out, long keys, long value
     }
 }
 
-inline void advance_head(float* state, const Token& token, float* out, long keys, long values, float eps) {
+inline void advance_head(float* state, const float* end, const Token& token, float* out, long keys, long values,
+                         float eps) {
     switch (values) {
-        case 32: return advance<32>(state, token, out, keys, values, eps);
-        case 64: return advance<64>(state, token, out, keys, values, eps);
-        case 128: return advance<128>(state, token, out, keys, values, eps);
-        default: return advance<0>(state, token, out, keys, values, eps);
+        case 32: return advance<32>(state, end, token, out, keys, values, eps);
+        case 64: return advance<64>(state, end, token, out, keys, values, eps);
+        case 128: return advance<128>(state, end, token, out, keys, values, eps);
+        default: return advance<0>(state, end, token, out, keys, values, eps);
     }
 }
 
