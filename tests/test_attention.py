@@ -84,6 +84,10 @@ OPTIONS = {
     "sparse_transformer": {"kind", "block", "summary", "integration"},
 }
 
+# Where a law may excuse errors as magnified roundings: denominators of few Fourier features come near zero. All others
+# are held to the fixed bounds.
+EXCUSED = {("oracle", "fourier"), *((law, spec) for law in ("oracle", "dtypes") for spec in ("rfa", "rfa(gate=True)"))}
+
 
 def cases():
     """Every law for every example and every bare name, whose options may be too large for windows to matter.
@@ -102,6 +106,7 @@ def cases():
 def test_law(law, spec):
     row = checks.check(law, spec)
     assert row.status != "failed", row.note
+    assert not row.excused or (law, spec) in EXCUSED, row.excused
 
 
 def test_facts_are_frozen():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from longspan import checks
 from longspan.checks import Broken, Gauge
 from longspan.checks.rounding import Question
 
@@ -39,7 +40,21 @@ def size(module):
 
 def test_an_error_that_roundings_explain_passes(module):
     assert size(module) == pytest.approx(5e4, rel=1e-4)
-    assert judged(module, ([[0.0], [1e-2 * size(module)]], [0.0])).tolerance == 1e-6
+    gauge = judged(module, ([[0.0], [1e-2 * size(module)]], [0.0]))
+    assert gauge.tolerance == 1e-6
+    assert gauge.excused == pytest.approx(1e-2)
+
+
+def test_an_error_within_the_tolerance_needs_no_excuse(module):
+    assert judged(module, ([[0.0], [5e-7 * size(module)]], [0.0])).excused == 0.0
+
+
+def test_a_report_says_what_was_excused():
+    report = checks.Report(
+        "x", (checks.Row("oracle", "passed", 1e-6, 1e-5, "The law.", 3e-4), checks.Row("a", "passed", 0, 0, ""))
+    )
+    assert str(report).splitlines()[1].endswith("The law. Beyond: 3.0e-04, where the data's roundings are magnified.")
+    assert str(report).count("Beyond") == 1
 
 
 @pytest.mark.parametrize("error", [0.2, float("nan"), float("inf")])

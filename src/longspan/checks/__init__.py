@@ -40,6 +40,7 @@ class Row(NamedTuple):
     error: float  # largest measured error, relative to the largest expected value (at least 1)
     tolerance: float  # allowed error of that measurement
     note: str  # what differs, why it does not apply, or what the law says
+    excused: float = 0.0  # largest error beyond its tolerance that magnified roundings explain, see ``rounding``
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Report:
         lines = [f"{self.spec}"]
         for row in self.rows:
             measured = f"{row.error:8.1e} of {row.tolerance:.0e}" if row.status == "passed" and row.tolerance else ""
-            lines.append(f"  {row.law:<22} {row.status:<15} {measured:<18} {row.note}".rstrip())
+            excused = f" Beyond: {row.excused:.1e}, where the data's roundings are magnified." if row.excused else ""
+            lines.append(f"  {row.law:<22} {row.status:<15} {measured:<18} {row.note}{excused}".rstrip())
         return "\n".join(lines)
 
 
@@ -90,7 +92,7 @@ def check(law: str, spec: str, *, seed: int = 0) -> Row:
         return Row(law, "failed", gauge.error, gauge.tolerance, note)
     if reasons:
         return Row(law, "failed", gauge.error, gauge.tolerance, f"holds after all; remove the exemption: {reasons[0]}")
-    return Row(law, "passed", gauge.error, gauge.tolerance, (function.__doc__ or "").strip())
+    return Row(law, "passed", gauge.error, gauge.tolerance, (function.__doc__ or "").strip(), gauge.excused)
 
 
 def check_attention(spec: str, *, seed: int = 0, raises: bool = True) -> Report:
