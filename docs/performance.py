@@ -4,8 +4,8 @@
     python docs/performance.py FOLDER
 
 copies the JSON, CSV and PNG files of the kinds that FOLDER has to ``benchmarks/results/MACHINE``, where MACHINE is the
-folder that docs/performance.md shows, and writes the tables between the page's markers. Without an argument it only
-writes them again.
+first of ``MACHINES``, and writes the tables between the page's markers, each from the first machine that has it. Without
+an argument it only writes them again.
 """
 
 import importlib
@@ -18,7 +18,8 @@ from pathlib import Path
 from longspan.bench import report
 
 DOCS = Path(__file__).resolve().parent
-PAGE, RESULTS = DOCS / "performance.md", DOCS.parent / "benchmarks" / "results" / "xeon-avx512-2-cores"
+PAGE, RESULTS = DOCS / "performance.md", DOCS.parent / "benchmarks" / "results"
+MACHINES = ("xeon-amx-2-cores", "xeon-avx512-2-cores")
 # What is measured -> the module of longspan.bench that can tell it.
 KINDS = {
     "limits": "limits",
@@ -33,12 +34,14 @@ BLOCK = "<!-- {}:begin -->\n{}<!-- {}:end -->"
 
 def block(name: str) -> str:
     """The tables of one benchmark, as they were printed, and its picture; of a kind without results, that they lack."""
-    if name in KINDS and not (RESULTS / f"{name}.json").exists():
+    machine = next((m for m in MACHINES if (RESULTS / m / f"{name}.json").exists()), MACHINES[0])
+    path = RESULTS / machine / f"{name}.json"
+    if name in KINDS and not path.exists():
         return f"\nNot measured yet: `python docs/performance.py FOLDER` puts {name}.json of a run's FOLDER here.\n\n"
-    result = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    result = json.loads(path.read_text(encoding="utf-8"))
     kind = result["benchmark"]
     text = report.show(result, importlib.import_module(f"longspan.bench.{KINDS[kind]}").text)
-    picture = f"../benchmarks/results/{RESULTS.name}/{name}.png"
+    picture = f"../benchmarks/results/{machine}/{name}.png"
     return f"\n![{name}]({picture})\n\n```text\n{text}\n```\n\n"
 
 
@@ -54,10 +57,10 @@ def page(text: str) -> str:
 
 def main(folders: list[str]) -> None:
     """Copy what is new, write the page."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / MACHINES[0]).mkdir(parents=True, exist_ok=True)
     for path in (path for folder in folders for path in sorted(Path(folder).iterdir())):
         if path.suffix in (".json", ".csv", ".png"):
-            shutil.copyfile(path, RESULTS / path.name)
+            shutil.copyfile(path, RESULTS / MACHINES[0] / path.name)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -285,6 +285,7 @@ def test_the_page_takes_the_figures_of_a_folder(capsys, weightless, monkeypatch,
     assert "<!-- pattern:begin -->" in script.PAGE.read_text(encoding="utf-8")
     monkeypatch.setattr(script, "PAGE", at / "performance.md")
     monkeypatch.setattr(script, "RESULTS", at / "results")
+    monkeypatch.setattr(script, "MACHINES", ("new", "old"))
     script.PAGE.write_text("before\n<!-- pattern:begin -->\n<!-- pattern:end -->\nafter\n")
     script.main([])
     assert "Not measured yet" in script.PAGE.read_text()
@@ -293,5 +294,9 @@ def test_the_page_takes_the_figures_of_a_folder(capsys, weightless, monkeypatch,
     page = script.PAGE.read_text()
     assert "keys per query" in page
     assert "Not measured yet" not in page
-    assert page.startswith("before\n<!-- pattern:begin -->\n\n![pattern](../benchmarks/results/results/pattern.png)\n")
-    assert {path.name for path in (at / "results").iterdir()} == {f"pattern.{end}" for end in ("json", "csv", "png")}
+    assert page.startswith("before\n<!-- pattern:begin -->\n\n![pattern](../benchmarks/results/new/pattern.png)\n")
+    found = at / "results" / "new"
+    assert {path.name for path in found.iterdir()} == {f"pattern.{end}" for end in ("json", "csv", "png")}
+    found.rename(at / "results" / "old")  # measured on the other machine alone
+    script.main([])
+    assert script.PAGE.read_text() == page.replace("results/new", "results/old")
