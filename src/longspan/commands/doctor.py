@@ -7,6 +7,7 @@ from pathlib import Path
 from .parser import Parser, make
 
 EXTRAS = {"lightning": "train", "sklearn": "train", "matplotlib": "plot", "PIL": "data", "pooch": "data"}
+COLUMN = 16  # where values begin
 
 
 def parser() -> Parser:
@@ -36,7 +37,7 @@ def run(args) -> int:
         print(f"deleted the compiled kernels in {folder / 'native'}: {freed:,} bytes")
         return 0
     for name, value in facts(folder).items():
-        print(f"{name:<16}{value}")
+        print(f"{name:<{COLUMN}}{value}")
     return 0
 
 
@@ -57,7 +58,7 @@ def facts(folder: Path) -> dict[str, str]:
         "accelerator": str(device or "none"),
         **describe.kernels_facts(),
         "cache": f"{folder} ({', '.join(parts(folder)) or 'empty'})",
-        "  compiled": "; ".join(compiled(folder / "native")) or "nothing",
+        "  compiled": f"\n{'':<{COLUMN}}".join(compiled(folder / "native")) or "nothing",
         "extras": ", ".join(f"{name}: {state}" for name, state in extras().items()),
     }
 
