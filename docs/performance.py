@@ -4,8 +4,8 @@
     python docs/performance.py FOLDER
 
 copies the JSON, CSV and PNG files of the kinds that FOLDER has to ``benchmarks/results/MACHINE``, where MACHINE is the
-first of ``MACHINES``, and writes the tables between the page's markers, each from the first machine that has it. Without
-an argument it only writes them again.
+first of ``MACHINES``, and writes the tables between the page's markers, each from the first machine that has it.
+Without an argument it only writes them again.
 """
 
 import importlib
