@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import fading
-from .halving import before_here, from_here_on, halved, halved_backward
+from .halving import before_here, from_here_on, halved, halved_backward, running
 from .recurrence import LOWEST, borders_of, cut, faded
 
 CHUNK = 64
@@ -81,7 +81,7 @@ class Span:
     k: Tensor
     v: Tensor
     beta: Tensor | None  # (B,G,R,L,C,1)
-    total: Tensor | None  # G by channel, in float64, where differences of large sums keep their digits; else None
+    steps: Tensor | None  # log decays by channel; else None
     same: Tensor | None  # (B,1,1,L,C,C) query and key lie in one segment
     weight: Tensor | None  # (...,C,C) e^(G_i - G_j) for j <= i, else 0; None for 1, or per channel
     entering: Tensor | None  # (...,C,1|D) what is left of the state before the chunk; None for all
@@ -90,16 +90,16 @@ class Span:
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
         """sum_d a_id b_jd e^(G_id - G_jd) for j <= i, else 0: (...,C,D) twice -> (...,C,C)."""
-        if self.total is not None:
-            out = halved(a, b, self.total)
+        if self.steps is not None:
+            out = halved(a, b, self.steps)
             return out if self.same is None else out * self.same
         out = a @ b.mT
         return out.tril() if self.weight is None else out * self.weight
 
     def products_backward(self, grad: Tensor, a: Tensor, b: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From that of ``products`` the gradients of a, b and the log decays (...,C,1|D), for each value head."""
-        if self.total is not None:
-            return halved_backward(grad if self.same is None else grad * self.same, a, b, self.total)
+        if self.steps is not None:
+            return halved_backward(grad if self.same is None else grad * self.same, a, b, self.steps)
         # The decay of token t lies between the pairs j < t <= i; a sum over these alone is no difference of large ones.
         decay = before_here((grad * products).tril(-1).mT).mT.tril().sum(-2)[..., None]
         grad = grad.tril() if self.weight is None else grad * self.weight
@@ -138,19 +138,17 @@ def _span(place, inputs, mask, segments, wide) -> Span:
         span.same, span.entering, span.leaving, span.whole = borders
     if log_decay is not None:
         per_token = log_decay[..., None] if log_decay.dim() == 3 else log_decay
-        steps = chunks(per_token.clamp(min=LOWEST))
+        steps = chunks(per_token).clamp(min=LOWEST)
         if log_decay.dim() == 4:
-            span.total = steps.double().cumsum(-2)
-            # A copy, since the sums are needed again where they have this type already.
-            entering = faded(span.total.to(wide, copy=True))
-            leaving = faded((span.total[..., -1:, :] - span.total).to(wide))
+            span.steps = steps
+            entering, leaving = map(faded, running(steps))
         else:
             total = steps.double().cumsum(-2)
             span.weight = _fading(total, wide)
             entering, leaving = faded(total, wide).to(wide), span.weight[..., -1, :, None]
         span.entering, span.leaving = times(entering, span.entering), times(leaving, span.leaving)
         span.whole = times(entering[..., -1:, :].mT, span.whole)
-    if borders is not None and span.total is None:
+    if borders is not None and span.steps is None:
         span.weight = times(borders[0].tril(), span.weight)
     return span
 
@@ -175,7 +173,7 @@ def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
 def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The states before the chunks (B,G,R,L,D,E), the state after the last chunk, V' (B,G,R,L,C,E)."""
     keys = times(span.k, span.leaving).mT
-    if w is None and span.total is None:
+    if w is None and span.steps is None:
         return *_sums(keys @ u, span.whole, state), u
     parts = keys @ u if w is None else None
     states, values = [], []
@@ -268,7 +266,7 @@ def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: 
     # Through the decay of token t goes what later tokens, and it, read of the state before the chunk, what earlier ones
     # leave to the state after it, and that state's share of the first.
     writes, kept = k * out, (states * ahead).mul(span.whole).sum(-1, keepdim=True).mT
-    if span.total is None:
+    if span.steps is None:
         reads, writes, kept = (t.sum(-1, keepdim=True) for t in (reads, writes, kept))
     return dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta, after
 

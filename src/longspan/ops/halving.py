@@ -3,8 +3,12 @@
 For a token i of the second half of a block and a token j of its first half, with m the last token of the first,
 e^(G_i - G_j) = e^(G_i - G_m) e^(G_m - G_j), and neither exponent is positive. So a block is one product of matrices,
 [a e^(G - G_m)] [b e^(G_m - G)]^T, and the same holds inside each half, down to single tokens. Nothing is clipped and
-no bound on the decay is needed; blocks of the same size are one batched product.
+no bound on the decay is needed; blocks of the same size are one batched product. Both exponents are sums of the log
+decays of one half, and sums of a block are made of those of its halves: no difference of sums is ever taken, so none
+loses its digits.
 """
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -13,35 +17,65 @@ from torch import Tensor
 from .recurrence import faded
 
 
-def halved(a: Tensor, b: Tensor, total: Tensor) -> Tensor:
-    """a, b and G = total (...,C,D), which never rises along C, a power of two -> (...,C,C), 0 above the diagonal."""
-    size = a.shape[-2]
-    out = torch.diag_embed((a * b).sum(-1).expand(total.shape[:-1]))
-    while size := size // 2:
-        rows, columns, _, _ = _sides(a, b, total, size)
+def halved(a: Tensor, b: Tensor, steps: Tensor) -> Tensor:
+    """a, b and the log decays (...,C,D) of the tokens, C a power of two -> (...,C,C), 0 above the diagonal."""
+    out = torch.diag_embed((a * b).sum(-1).expand(steps.shape[:-1]))
+    for size, risen, fallen in _fades(steps):
+        rows, columns = _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen
         _blocks(out, size).copy_(rows @ columns.mT)
     return out
 
 
-def halved_backward(grad: Tensor, a: Tensor, b: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def halved_backward(grad: Tensor, a: Tensor, b: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients (...,C,D) of a, b and the log decays from that of ``halved``; not read above the diagonal.
 
     The decay of token t lies between the pairs j < t <= i. Where the halves of a block meet, these are its rows from t
     on, or its columns before t: sums of what is wanted alone, without a difference of large ones.
     """
-    size = a.shape[-2]
     diagonal = grad.diagonal(dim1=-2, dim2=-1)[..., None]
     da, db = diagonal * b, diagonal * a
     decay = torch.zeros_like(da)
-    while size := size // 2:
-        rows, columns, risen, fallen = _sides(a, b, total, size)
+    for size, risen, fallen in _fades(steps):
+        rows, columns = _halves(a, size)[..., 1, :, :], _halves(b, size)[..., 0, :, :]
         block = _blocks(grad, size)
-        later, earlier = risen * (block @ columns), fallen * (block.mT @ rows)
+        later, earlier = risen * (block @ (columns * fallen)), fallen * (block.mT @ (rows * risen))
         _halves(da, size)[..., 1, :, :] += later
         _halves(db, size)[..., 0, :, :] += earlier
-        _halves(decay, size)[..., 1, :, :] += from_here_on(_halves(a, size)[..., 1, :, :] * later)
-        _halves(decay, size)[..., 0, :, :] += before_here(_halves(b, size)[..., 0, :, :] * earlier)
+        _halves(decay, size)[..., 1, :, :] += from_here_on(rows * later)
+        _halves(decay, size)[..., 0, :, :] += before_here(columns * earlier)
     return da, db, decay
+
+
+def running(steps: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decays (...,C,D) -> their sums up to each token, and those after it."""
+    until, after = steps.clone(), torch.zeros_like(steps)
+    for size in _sizes(steps):
+        until, after = _joined(until, after, size)
+    return until, after
+
+
+def _fades(steps: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """For blocks of two halves of s = 1, 2, 4 ... tokens: s, e^(G_i - G_m) and e^(G_m - G_j), (...,C/2s,s,D)."""
+    until, after = steps.clone(), torch.zeros_like(steps)
+    for size in _sizes(steps):
+        risen, fallen = _halves(until, size)[..., 1, :, :], _halves(after, size)[..., 0, :, :]
+        yield size, faded(risen.clone()), faded(fallen.clone())
+        until, after = _joined(until, after, size)
+
+
+def _sizes(steps: Tensor) -> list[int]:
+    return [1 << i for i in range((steps.shape[-2] - 1).bit_length())]
+
+
+def _joined(until: Tensor, after: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Sums inside blocks of ``size`` -> those inside blocks of twice that, in the same memory where none needs it."""
+    (first, second), (earlier, later) = _halves(until, size).unbind(-3), _halves(after, size).unbind(-3)
+    if until.requires_grad:
+        joined = [first, second + first[..., -1:, :]], [earlier + second[..., -1:, :], later]
+        return tuple(torch.stack(pair, -3).flatten(-4, -2) for pair in joined)  # type: ignore[return-value]
+    earlier += second[..., -1:, :]
+    second += first[..., -1:, :]
+    return until, after
 
 
 def from_here_on(x: Tensor) -> Tensor:
@@ -63,12 +97,3 @@ def _blocks(x: Tensor, size: int) -> Tensor:
     """(...,C,C) -> (...,C/2s,s,s): where the second half of a block of 2s tokens meets its first; a view."""
     rows = _halves(x, size)[..., 1, :, :].unflatten(-1, (-1, 2, size))[..., 0, :]  # (...,M,s,M,s)
     return rows.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-
-
-def _sides(a: Tensor, b: Tensor, total: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both factors of the product of a block, (...,C/2s,s,D), and by what e^G multiplied each."""
-    halves = _halves(total, size)
-    middle = halves[..., 0, -1:, :]
-    risen = faded((halves[..., 1, :, :] - middle).to(a.dtype))
-    fallen = faded((middle - halves[..., 0, :, :]).to(b.dtype))
-    return _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen, risen, fallen
