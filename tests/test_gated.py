@@ -166,6 +166,18 @@ def test_derivatives_and_their_derivatives_are_exact(decay, delta):
     assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("decay", KINDS)
+def test_gradients_that_can_be_differentiated_are_the_gradients(decay, delta):
+    """They come from other code, with which second derivatives would agree even if it were wrong."""
+    given = arguments(29, decay=decay, delta=delta, repeats=2)
+    inputs = [t.requires_grad_() for t in given.values() if t is not None]
+    o, end = chunks.attend(**given, scale=0.7, mask=None, segments=None, chunk=8)
+    loss = o.sin().sum() + end.square().sum()
+    plain = torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert_close(torch.autograd.grad(loss, inputs, create_graph=True), plain)
+
+
 def test_second_derivatives_survive_a_strong_decay():
     """Above the diagonal e^(G_i - G_j) would be infinite, and 0 times it is NaN in a derivative."""
     given = arguments(29, decay="head", strength=500.0)
