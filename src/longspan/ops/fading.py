@@ -1,8 +1,10 @@
 """The forward pass of ``chunks`` for a decay per head on a CPU: no delta rule, and no tensor that is not used again.
 
-Letters and axes as there. Keys are turned, (D,C), once, since a product with a transposed matrix takes about twice as
-long as one without; the states before the chunks of a span are one product.
+Letters and axes as there; the states before the chunks of a span are one product. What does not depend on the span is
+made once, views too: dispatching an operation takes a few microseconds, and a span has some thirty.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +38,31 @@ def forward(
         # The last span may have chunks of another width.
         if part is None or part.width != width:
             part = Part((start, count, width), (q, k, v, log_decay[..., None], o), mask, segments, scale, state.dtype)
-        end = part.span((start - part.start) // width, count, end, buffers)
+        end = part.span((start - part.start) // (part.most * width), end, buffers)
     return o, end.flatten(1, 2).contiguous(), starts
+
+
+class Room:
+    """The tensors that spans of one size use, one after the other, and how the products of matrices take them."""
+
+    def __init__(self, q: Tensor, v: Tensor, buffers: Buffers):
+        """q (B,G,1,L,C,D) and v (B,G,R,L,C,E) of a span."""
+        pairs, rows, (width, d), e = q.shape[:4], v.shape[:4], q.shape[4:], v.shape[-1]
+        self.q, self.k, self.v = buffers("q", *q.shape), buffers("k", *q.shape), buffers("v", *v.shape)
+        self.weights, self.states = buffers("weights", *rows, width, width), buffers("states", *rows, d, e)
+        # What has been read for the last time makes room: one name is one memory, here made large enough for both.
+        buffers("read", math.prod(rows) * width * max(width, e))
+        self.products, self.read = buffers("read", *pairs, width, width), buffers("read", *v.shape)
+        buffers("written", math.prod(rows) * max(width, d) * e)
+        self.written, self.out = buffers("written", *rows, d, e), buffers("written", *v.shape)
+        self.alone = pairs == rows  # one value head for each key head
+        self.kept = self.k if self.alone else buffers("kept", *rows, width, d)
+        self.first, self.last = ([t.select(3, at) for t in (self.written, self.states)] for at in (0, -1))
+        self.written_rows, self.states_rows = (t.view(-1, rows[3], d * e) for t in (self.written, self.states))
+        self.keys, self.kept_keys = _flat(self.k).mT, _flat(self.kept).mT
+        self.flat_q, self.flat_v, self.flat_read, self.flat_out = map(_flat, (self.q, self.v, self.read, self.out))
+        self.flat_products, self.flat_weights = _flat(self.products), _flat(self.weights)
+        self.flat_written, self.flat_states = _flat(self.written), _flat(self.states)
 
 
 class Part:
@@ -60,74 +85,73 @@ class Part:
         def cut(x: Tensor, groups: int) -> Tensor:
             return x[:, :, self.start : stop].view(x.shape[0], groups, -1, chunks, self.width, x.shape[-1])
 
-        self.q, self.k, self.v, log_decay, self.o = (cut(t, groups) for t in tensors)
-        self.hidden = None if mask is None else cut(~mask[:, None, :, None], 1)
+        q, k, v, log_decay, o = (cut(t, groups) for t in tensors)
+        hidden = None if mask is None else cut(~mask[:, None, :, None], 1)
         steps = log_decay.to(wide).clamp(min=LOWEST)
-        total = (steps if self.hidden is None else steps.masked_fill(self.hidden, 0.0)).double().cumsum(-2)
-        self.total, self.rest = split(total, wide)
+        total = (steps if hidden is None else steps.masked_fill(hidden, 0.0)).cumsum(-2, dtype=torch.float64)
         self.strong = bool(total.min() < FAINT[wide])
-        self.leaving = faded((total[..., -1:, :] - total).to(wide)).mT
-        entering = faded(total.clone(), wide).to(wide)
-        self.whole, self.same = entering[..., -1:, :], None
+        leaving = faded((total[..., -1:, :] - total).to(wide))
+        entering, same = faded(total.clone(), wide).to(wide), None
+        whole = entering[..., -1:, :]
         if segments is not None:
-            borders = borders_of(segments, self.start, chunks, self.width, self.total)
-            self.same, first, last, whole = (b[:, :, None] for b in borders)
-            entering, self.leaving, self.whole = entering * first, self.leaving * last.mT, self.whole * whole
-        self.scale, self.reading, self.left = scale, entering * scale, self._left()
+            borders = borders_of(segments, self.start, chunks, self.width, leaving)
+            same, first, last, more = (b[:, :, None] for b in borders)
+            entering, leaving, whole = entering * first, leaving * last, whole * more
+        self.scale, left, nothing = scale, self._left(whole), [None] * -(-chunks // self.most)
+        along = (q, k, v, o, leaving, entering * scale, whole, *split(total, wide), hidden, same)
+        spans = (nothing if t is None else t.split(self.most, 3) for t in along)
+        self.spans, self.rooms = list(zip(*spans, left, strict=True)), dict[int, Room]()
 
-    def _left(self) -> Tensor:
-        """What is left, before each chunk of a span, of what each was left with: (B,G,R,spans,L,L), L the most chunks.
+    def _left(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """What is left, before each chunk of a span, of what each was left with, for every span: (B G R,L,L).
 
-        Zero on and above the diagonal. The smallest numbers are zero too: a CPU takes long over those below them.
+        ``whole`` (B,G,R,chunks,1,1): what a chunk leaves of the state before it. Zero on and above the diagonal. The
+        smallest numbers are zero too: a CPU takes long over those below them.
         """
-        whole = self.whole[..., 0, 0]
-        whole = F.pad(whole, (0, -whole.shape[-1] % self.most)).unflatten(-1, (-1, self.most))
-        later = whole.new_ones(self.most, self.most).tril(-1) > 0
+        chunks, most = whole.shape[3], self.most
+        whole = F.pad(whole.flatten(0, 2)[..., 0, 0], (0, -chunks % most)).unflatten(-1, (-1, most))
+        later = whole.new_ones(most, most).tril(-1) > 0
         between = torch.where(later, whole[..., None], 1.0).cumprod(-2).tril()
         between = between.masked_fill(between < torch.finfo(between.dtype).tiny, 0.0)
-        return F.pad(between[..., :-1, :], (0, 0, 1, 0))
+        *full, last = F.pad(between[..., :-1, :], (0, 0, 1, 0)).unbind(1)
+        over = chunks - len(full) * most
+        return *full, last[:, :over, :over]
 
-    def span(self, first: int, count: int, state: Tensor, buffers: Buffers) -> Tensor:
-        """Write the outputs of some chunks, from the state (B,G,R,D,E) before them -> the state after them."""
-        at = slice(first, first + count)
-        q, k, v, o = (t[:, :, :, at] for t in (self.q, self.k, self.v, self.o))
-        leaving, whole, pairs, rows = self.leaving[:, :, :, at], self.whole[:, :, :, at], q.shape[:4], v.shape[:4]
-        (width, e), d = v.shape[4:], q.shape[-1]
-        queries, keys = buffers("q", *q.shape).copy_(q), buffers("k", *pairs, d, width).copy_(k.mT)
-        values = buffers("v", *v.shape).copy_(v)
-        if self.hidden is not None:
-            hidden = self.hidden[:, :, :, at]
-            keys.masked_fill_(hidden.mT, 0.0)
-            values.masked_fill_(hidden, 0.0)
-        products = buffers("products", *pairs, width, width)
-        torch.bmm(_flat(queries), _flat(keys), out=_flat(products))
-        inside = self._weights(at, buffers("weights", *rows, width, width)).mul_(products).tril_()
-        if self.same is not None:
-            inside.mul_(self.same[:, :, :, at])
+    def span(self, index: int, state: Tensor, buffers: Buffers) -> Tensor:
+        """Write the outputs of a span, from the state (B,G,R,D,E) before it -> the state after it."""
+        q, k, v, o, leaving, reading, whole, rounded, rest, hidden, same, left = self.spans[index]
+        count = q.shape[3]
+        if count not in self.rooms:
+            self.rooms[count] = Room(q, v, buffers)
+        room = self.rooms[count]
+        room.q.copy_(q)
+        room.k.copy_(k)
+        room.v.copy_(v)
+        if hidden is not None:
+            room.k.masked_fill_(hidden, 0.0)
+            room.v.masked_fill_(hidden, 0.0)
+        torch.bmm(room.flat_q, room.keys, out=room.flat_products)
+        # e^(G_i - G_j), which counts for j <= i only. Above the diagonal exponents are large where decays are strong.
+        weights = differences(rounded, rest, room.weights)
+        weights = faded(weights.tril_()) if self.strong else weights.exp_()
+        weights.mul_(room.products).tril_()
+        if same is not None:
+            weights.mul_(same)
 
-        # With one value head for each key head this overwrites the keys, which nobody reads any more.
-        kept = keys if pairs == rows else buffers("kept", *rows, d, width)
-        written, states = buffers("written", *rows, d, e), buffers("states", *rows, d, e)
-        torch.bmm(_flat(torch.mul(keys, leaving, out=kept)), _flat(values), out=_flat(written))
+        torch.mul(room.k, leaving, out=room.kept)
+        torch.bmm(room.kept_keys, room.flat_v, out=room.flat_written)
+        (first_written, first_state), (last_written, last_state) = room.first, room.last
         if count > 1:
-            written[:, :, :, 0].addcmul_(whole[:, :, :, 0], state)
-            left = self.left[:, :, :, first // self.most, :count, :count].flatten(0, 2)
-            torch.bmm(left, written.view(-1, count, d * e), out=states.view(-1, count, d * e))
-        states[:, :, :, 0] = state
-        state = torch.addcmul(written[:, :, :, -1], whole[:, :, :, -1], states[:, :, :, -1])
+            first_written.addcmul_(whole.select(3, 0), state)
+            torch.bmm(left, room.written_rows, out=room.states_rows)
+        first_state.copy_(state)
+        state = torch.addcmul(last_written, whole.select(3, -1), last_state)
 
-        # What nobody reads any more is overwritten.
-        read, out = buffers("products", *v.shape), buffers("written", *v.shape)
-        torch.bmm(_flat(queries.expand(*rows, width, d)), _flat(states), out=_flat(read))
-        torch.baddbmm(_flat(out), _flat(inside), _flat(values), beta=0, alpha=self.scale, out=_flat(out))
-        torch.addcmul(out, self.reading[:, :, :, at], read, out=o)
+        queries = room.flat_q if room.alone else _flat(room.q.expand(*v.shape[:4], *q.shape[4:]))
+        torch.bmm(queries, room.flat_states, out=room.flat_read)
+        torch.baddbmm(room.flat_out, room.flat_weights, room.flat_v, beta=0, alpha=self.scale, out=room.flat_out)
+        torch.addcmul(room.out, reading, room.read, out=o)
         return state
-
-    def _weights(self, at: slice, out: Tensor) -> Tensor:
-        """e^(G_i - G_j), which counts for j <= i only."""
-        differences(self.total[:, :, :, at], None if self.rest is None else self.rest[:, :, :, at], out)
-        # Above the diagonal exponents are large where decays are strong.
-        return faded(out.tril_()) if self.strong else out.exp_()
 
 
 def split(total: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
