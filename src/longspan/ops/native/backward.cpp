@@ -15,8 +15,7 @@ struct Backward {
     const float* below;  // (B, H, N): the denominators, eps included
 
     long packed() const { return C * (2 * call.kp() + 3 * call.vp()); }
-    long together() const { return heads_together(packed()); }
-    long scratch() const { return C * (5 * call.kp() + call.vp() + 2 * C + W + 1) + together() * packed(); }
+    long scratch() const { return C * (5 * call.kp() + call.vp() + 2 * C + W + 1) + packed(); }
     // The sums carried ahead are s (E, kp) of v h^T and z (kp) of h; those carried back, r (D, vp) of f dn^T and w (kp)
     // of db f, are the gradient of the state.
     long ahead_matrix() const { return call.values * call.kp(); }
@@ -29,24 +28,17 @@ struct Backward {
         float *q, *k, *v, *out, *grad;
     };
 
-    // All that ``heads`` rows need of n tokens, a chunk each: keys and values, or queries, outputs and gradients, or all.
-    Chunk enter(long first, long heads, long begin, long n, bool keys, bool queries, float* memory) const {
-        const long kp = call.kp(), vp = call.vp(), apart = packed();
-        const std::uint8_t* mask = call.mask_of(first);
-        const Chunk chunk{memory, memory + C * kp, memory + C * 2 * kp, memory + C * (2 * kp + vp),
-                          memory + C * 2 * (kp + vp)};
-        const auto same = [](vec x) { return x; };
-        const Heads rows{first / call.heads, first % call.heads, heads};
-        if (keys) pack(k, rows, begin, n, call.keys, nullptr, chunk.k, kp, apart, same);
-        if (keys) pack(v, rows, begin, n, call.values, mask, chunk.v, vp, apart, same);
-        if (queries) pack(q, rows, begin, n, call.keys, nullptr, chunk.q, kp, apart, same);
-        if (queries) pack(out, rows, begin, n, call.values, nullptr, chunk.out, vp, apart, same);
-        if (queries) pack(grad, rows, begin, n, call.values, nullptr, chunk.grad, vp, apart, same);
+    // What tokens of a row need, a chunk: keys and values, or queries, outputs and gradients, or all.
+    Chunk enter(Tokens at, bool keys, bool queries, Scratch& scratch) const {
+        const long kp = call.kp(), vp = call.vp();
+        const Chunk chunk{scratch.take(C * kp), scratch.take(C * kp), scratch.take(C * vp), scratch.take(C * vp),
+                          scratch.take(C * vp)};
+        if (keys) pack(call.of(k, at.row), at, call.keys, nullptr, chunk.k, kp, same);
+        if (keys) pack(call.of(v, at.row), at, call.values, call.mask_of(at.row), chunk.v, vp, same);
+        if (queries) pack(call.of(q, at.row), at, call.keys, nullptr, chunk.q, kp, same);
+        if (queries) pack(call.of(out, at.row), at, call.values, nullptr, chunk.out, vp, same);
+        if (queries) pack(call.of(grad, at.row), at, call.values, nullptr, chunk.grad, vp, same);
         return chunk;
-    }
-    Chunk next(const Chunk& chunk) const {
-        const long apart = packed();
-        return {chunk.q + apart, chunk.k + apart, chunk.v + apart, chunk.out + apart, chunk.grad + apart};
     }
 
     // The features of keys (n, kp), nothing where a token is masked.
@@ -69,59 +61,71 @@ struct Backward {
 
     // dq of n tokens of a row, from s and z, which go on to include them. Without READ only they do.
     template <bool READ>
-    void ahead(long row, long begin, long n, const Chunk& chunk, float* s, float* z, Scratch scratch) const {
+    void ahead(Tokens at, Tokens next, float* s, float* z, Scratch scratch) const {
+        const long row = at.row, begin = at.begin, n = at.n;
         const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
+        const Chunk chunk = enter(at, true, READ, scratch);
         float *fk = scratch.take(C * kp), *fq = scratch.take(C * kp), *df = scratch.take(C * kp);
         float *turned = scratch.take(C * vp), *p = scratch.take(C * C), *lanes = scratch.take(C * W);
         float* db = scratch.take(C);
+        fetch(call.of(k, next.row), next, keys);
         key_features(row, begin, n, chunk.k, fk);
         if (READ) {
-            const Rows<T> queries(dq, row / call.heads, row % call.heads);
+            const Rows<T> queries = call.of(dq, row);
             divide(row, begin, n, chunk, db, lanes);
+            fetch(call.of(q, next.row), next, keys);
             transpose(chunk.v, vp, turned, C, whole_vectors(n), vp);
             lower_product(n, values, chunk.grad, vp, turned, C, p, C);
             finish_lower(p, n, db, nullptr);
+            fetch(call.of(out, next.row), next, values);
             gemm<false>(n, kp, values, chunk.grad, vp, 1, s, kp, df, kp);
-            fetch(queries, begin, n, keys);
+            fetch(queries, at, keys);
             lower_times(n, kp, p, C, fk, kp, df, kp);
+            fetch(call.of(grad, next.row), next, values);
             for (long i = 0; i < n; ++i)
                 for (long j = 0; j < kp; j += W) store(df + i * kp + j, load(df + i * kp + j) + load(z + j) * db[i]);
             features(call.map, chunk.q, fq, n, keys, kp);
             slopes(call.map, df, chunk.q, fq, n * kp);
             write(df, kp, queries, begin, n, keys);
         }
+        fetch(call.of(v, next.row), next, values);
         gemm<true>(values, kp, n, chunk.v, 1, vp, fk, kp, s, kp);
         add_rows(fk, n, kp, z);
     }
 
     // dk and dv of n tokens of a row, from r and w after them, which go on to include them. Without READ only they do.
     template <bool READ>
-    void back(long row, long begin, long n, const Chunk& chunk, float* r, float* w, Scratch scratch) const {
+    void back(Tokens at, Tokens next, float* r, float* w, Scratch scratch) const {
+        const long row = at.row, begin = at.begin, n = at.n;
+        const Chunk chunk = enter(at, READ, true, scratch);
         const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp(), np = whole_vectors(n);
         float *fk = scratch.take(C * kp), *fq = scratch.take(C * kp), *dh = scratch.take(C * kp);
         float *across = scratch.take(C * kp), *turned_k = scratch.take(C * kp), *turned_v = scratch.take(C * vp);
         float *a = scratch.take(C * C), *p = scratch.take(C * C), *lanes = scratch.take(C * W), *db = scratch.take(C);
+        fetch(call.of(q, next.row), next, keys);
         features(call.map, chunk.q, fq, n, keys, kp);
+        fetch(call.of(out, next.row), next, values);
         divide(row, begin, n, chunk, db, lanes);
         if (READ) {
-            const long batch = row / call.heads, head = row % call.heads;
-            const Rows<T> key_grads(dk, batch, head), value_grads(dv, batch, head);
+            const Rows<T> key_grads = call.of(dk, row), value_grads = call.of(dv, row);
             float *dn = chunk.grad, *outputs = chunk.out;  // whose numbers are not needed any more
             key_features(row, begin, n, chunk.k, fk);
             transpose(fk, kp, turned_k, C, np, kp);
             transpose(chunk.v, vp, turned_v, C, np, vp);
             lower_product(n, keys, fq, kp, turned_k, C, a, C);
             finish_lower(a, n, nullptr, nullptr);
+            fetch(call.of(k, next.row), next, keys);
             lower_product(n, values, dn, vp, turned_v, C, p, C);
             finish_lower(p, n, db, nullptr);
             // dv = h r + a^T dn
             gemm<false>(n, vp, keys, fk, kp, 1, r, vp, outputs, vp);
-            fetch(value_grads, begin, n, values);
+            fetch(value_grads, at, values);
             upper_times(n, vp, a, C, dn, vp, outputs, vp);
+            fetch(call.of(v, next.row), next, values);
             write(outputs, vp, value_grads, begin, n, values);
             // dh^T = r v^T + f^T p, turned, since r lies right for that
             gemm<false>(keys, np, values, r, vp, 1, turned_v, C, across, C);
-            fetch(key_grads, begin, n, keys);
+            fetch(key_grads, at, keys);
             for (long j = 0; j < np; j += W)
                 gemm<true>(keys, W, n - j, fq + j * kp, 1, kp, p + j * C + j, C, across + j, C);
             transpose(across, C, dh, kp, kp, np);
@@ -131,6 +135,7 @@ struct Backward {
             clear_masked(call.mask_of(row), begin, n, dh, kp);
             write(dh, kp, key_grads, begin, n, keys);
         }
+        fetch(call.of(grad, next.row), next, values);
         gemm<true>(keys, vp, n, fq, 1, kp, chunk.grad, vp, r, vp);
         for (long j = 0; j < kp; j += W) {
             vec acc = load(w + j);
@@ -139,30 +144,18 @@ struct Backward {
         }
     }
 
-    // Calls use(row, chunk) for the rows of a unit, whose tokens begin ... end are read for some heads at a time.
-    template <class F>
-    void each_row(const Units& units, long unit, long begin, long end, bool keys, bool queries, float* memory,
-                  F use) const {
-        const long last = units.last_row(unit);
-        for (long row = units.first_row(unit); row < last;) {
-            const long heads = row + together() < last ? together() : last - row;
-            Chunk chunk = enter(row, heads, begin, end - begin, keys, queries, memory);
-            for (long i = 0; i < heads; ++i, ++row, chunk = next(chunk)) use(row, chunk);
-        }
-    }
-
     // One unit from its beginning to its end; its row r has its sums at sums + r * stride.
     template <bool READ>
     void run_ahead(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
         const Part part = units.tokens(unit);
         const std::int64_t* segments = call.segments_of(units.first_row(unit));
-        float* memory = scratch.take(together() * packed());
         for (long begin = part.begin, end; begin < part.end; begin = end) {
             end = chunk_end(segments, begin, part.end);
-            each_row(units, unit, begin, end, true, READ, memory, [&](long row, const Chunk& chunk) {
-                float* s = sums + row * stride;
+            const Part after{end, end + C < part.end ? end + C : part.end};
+            units.each_row(unit, {begin, end}, after, [&](Tokens at, Tokens next) {
+                float* s = sums + at.row * stride;
                 if (starts_anew(segments, begin)) std::memset(s, 0, sizeof(float) * ahead_size());
-                ahead<READ>(row, begin, end - begin, chunk, s, s + ahead_matrix(), scratch);
+                ahead<READ>(at, next, s, s + ahead_matrix(), scratch);
             });
         }
     }
@@ -172,14 +165,14 @@ struct Backward {
     void run_back(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
         const Part part = units.tokens(unit);
         const std::int64_t* segments = call.segments_of(units.first_row(unit));
-        float* memory = scratch.take(together() * packed());
         for (long end = part.end, begin; end > part.begin; end = begin) {
             begin = chunk_begin(segments, part.begin, end);
             const bool border = end < call.tokens && starts_anew(segments, end);
-            each_row(units, unit, begin, end, READ, true, memory, [&](long row, const Chunk& chunk) {
-                float* r = sums + row * stride;
+            const Part after{begin - C > part.begin ? begin - C : part.begin, begin};
+            units.each_row(unit, {begin, end}, after, [&](Tokens at, Tokens next) {
+                float* r = sums + at.row * stride;
                 if (border) std::memset(r, 0, sizeof(float) * back_size());
-                back<READ>(row, begin, end - begin, chunk, r, r + back_matrix(), scratch);
+                back<READ>(at, next, r, r + back_matrix(), scratch);
             });
         }
     }

@@ -14,77 +14,60 @@ struct Forward {
 
     long matrix() const { return call.keys * call.vp(); }
     long size() const { return matrix() + call.kp(); }
-    long packed() const { return C * (2 * call.kp() + call.vp()); }
-    long together() const { return heads_together(packed()); }
-    long scratch() const { return C * (call.kp() + call.vp() + C + W + 1) + together() * packed(); }
+    long scratch() const { return C * (3 * call.kp() + 2 * call.vp() + C + W + 1); }
 
-    // C tokens of a head: features of queries and keys (C, kp), values (C, vp).
-    struct Chunk {
-        float *q, *k, *v;
-    };
-
-    // All that ``heads`` rows need of n tokens, a chunk each.
+    // Tokens of a row, from the sums s (D, vp) and z (kp), which go on to include them. Without READ only they do.
+    // Meanwhile the next ones are fetched.
     template <bool READ>
-    Chunk enter(long first, long heads, long begin, long n, float* memory) const {
-        const long kp = call.kp(), vp = call.vp(), apart = packed();
-        const Chunk chunk{memory + C * (kp + vp), memory, memory + C * kp};
-        const std::uint8_t* mask = call.mask_of(first);
-        const Heads rows{first / call.heads, first % call.heads, heads};
+    void advance(Tokens at, Tokens next, float* s, float* z, Scratch scratch) const {
+        const long n = at.n, keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
+        const std::uint8_t* mask = call.mask_of(at.row);
+        float *fq = scratch.take(C * kp), *fk = scratch.take(C * kp), *v = scratch.take(C * vp);
         with_map(call.map, [&](auto map) {
-            pack(k, rows, begin, n, call.keys, mask, chunk.k, kp, apart, map);
-            if (READ) pack(q, rows, begin, n, call.keys, nullptr, chunk.q, kp, apart, map);
+            pack(call.of(this->k, at.row), at, keys, mask, fk, kp, map);
+            if (READ) pack(call.of(q, at.row), at, keys, nullptr, fq, kp, map);
         });
-        pack(v, rows, begin, n, call.values, mask, chunk.v, vp, apart, [](vec x) { return x; });
-        return chunk;
-    }
-
-    // n tokens of a row, from the sums s (D, vp) and z (kp), which go on to include them. Without READ only they do.
-    template <bool READ>
-    void advance(long row, long begin, long n, Chunk chunk, float* s, float* z, Scratch scratch) const {
-        const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
+        pack(call.of(this->v, at.row), at, values, mask, v, vp, same);
+        fetch(call.of(this->k, next.row), next, keys);
         if (READ) {
-            const Rows<T> outputs(out, row / call.heads, row % call.heads);
+            const Rows<T> outputs = call.of(out, at.row);
             float *turned = scratch.take(kp * C), *o = scratch.take(C * vp), *scores = scratch.take(C * C);
             float *lanes = scratch.take(C * W), *sums = scratch.take(C);
-            transpose(chunk.k, kp, turned, C, whole_vectors(n), kp);
-            for (long i = 0; i < n; ++i) store(lanes + i * W, dot_lanes(chunk.q + i * kp, z, kp));
-            lower_product(n, keys, chunk.q, kp, turned, C, scores, C);
+            transpose(fk, kp, turned, C, whole_vectors(n), kp);
+            for (long i = 0; i < n; ++i) store(lanes + i * W, dot_lanes(fq + i * kp, z, kp));
+            lower_product(n, keys, fq, kp, turned, C, scores, C);
             finish_lower(scores, n, nullptr, lanes);
             sum_lanes(lanes, n, sums);
-            gemm<false>(n, vp, keys, chunk.q, kp, 1, s, vp, o, vp);
-            fetch(outputs, begin, n, values);
-            lower_times(n, vp, scores, C, chunk.v, vp, o, vp);
+            fetch(call.of(q, next.row), next, keys);
+            gemm<false>(n, vp, keys, fq, kp, 1, s, vp, o, vp);
+            fetch(outputs, at, values);
+            lower_times(n, vp, scores, C, v, vp, o, vp);
             for (long i = 0; i < n; ++i) {
                 const float denominator = sums[i] + call.eps;
-                below[row * call.tokens + begin + i] = denominator;
+                below[at.row * call.tokens + at.begin + i] = denominator;
                 const vec scale = splat(1.0f / denominator);
                 for (long j = 0; j < vp; j += W) store(o + i * vp + j, load(o + i * vp + j) * scale);
             }
-            write(o, vp, outputs, begin, n, values);
+            write(o, vp, outputs, at.begin, n, values);
         }
-        gemm<true>(keys, vp, n, chunk.k, 1, kp, chunk.v, vp, s, vp);
-        add_rows(chunk.k, n, kp, z);
+        fetch(call.of(this->v, next.row), next, values);
+        gemm<true>(keys, vp, n, fk, 1, kp, v, vp, s, vp);
+        add_rows(fk, n, kp, z);
     }
 
     // One unit, whose row r has its sums at sums + r * stride.
     template <bool READ>
     void run(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
-        const long last = units.last_row(unit);
         const Part part = units.tokens(unit);
         const std::int64_t* segments = call.segments_of(units.first_row(unit));
-        float* memory = scratch.take(together() * packed());
         for (long begin = part.begin, end; begin < part.end; begin = end) {
             end = chunk_end(segments, begin, part.end);
-            for (long first = units.first_row(unit), next; first < last; first = next) {
-                next = first + together() < last ? first + together() : last;
-                Chunk chunk = enter<READ>(first, next - first, begin, end - begin, memory);
-                for (long row = first; row < next; ++row) {
-                    float* s = sums + row * stride;
-                    if (starts_anew(segments, begin)) std::memset(s, 0, sizeof(float) * size());
-                    advance<READ>(row, begin, end - begin, chunk, s, s + matrix(), scratch);
-                    chunk = {chunk.q + packed(), chunk.k + packed(), chunk.v + packed()};
-                }
-            }
+            const Part after{end, end + C < part.end ? end + C : part.end};
+            units.each_row(unit, {begin, end}, after, [&](Tokens at, Tokens next) {
+                float* s = sums + at.row * stride;
+                if (starts_anew(segments, begin)) std::memset(s, 0, sizeof(float) * size());
+                advance<READ>(at, next, s, s + matrix(), scratch);
+            });
         }
     }
 };

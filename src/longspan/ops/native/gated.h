@@ -26,7 +26,15 @@ struct Gates {
     long kp() const { return whole_vectors(keys); }
     long vp() const { return whole_vectors(values); }
     long key_head(long head) const { return head / (heads / key_heads); }
-    const std::uint8_t* mask_of(long batch_row) const { return mask ? mask + batch_row * tokens : nullptr; }
+    template <class T>
+    Rows<T> of(Tensor<T> t, long row) const {
+        return Rows<T>(t, row / heads, row % heads);
+    }
+    template <class T>
+    Rows<T> of_keys(Tensor<T> t, long row) const {
+        return Rows<T>(t, row / heads, key_head(row % heads));
+    }
+    const std::uint8_t* mask_of(long row) const { return mask ? mask + row / heads * tokens : nullptr; }
     const std::int64_t* segments_of(long batch_row) const { return segments ? segments + batch_row * tokens : nullptr; }
     bool hidden(long batch_row, long token) const { return mask && !mask[batch_row * tokens + token]; }
 };
@@ -63,38 +71,34 @@ inline void scale_row(float* out, const float* x, float factor, long width) {
     for (long j = 0; j < width; j += W) store(out + j, load(x + j) * factor);
 }
 
-// The operands of some heads, a chunk of each; masked tokens are zero.
 template <class T>
 struct Operands {
     Tensor<const T> q, k, v;
 
-    static long floats(const Gates& gates) { return C * (2 * gates.kp() + gates.vp()); }  // for each head
+    static long floats(const Gates& gates) { return C * (2 * gates.kp() + gates.vp()); }  // of an Operand
 };
 
-// One head of them: queries times scale and keys (C, kp), values (C, vp).
+// A chunk of one head: queries times scale and keys (C, kp), values (C, vp); masked tokens are zero.
 struct Operand {
     float *q, *k, *v;
+
+    Operand(const Gates& gates, Scratch& scratch)
+        : q(scratch.take(C * gates.kp())), k(scratch.take(C * gates.kp())), v(scratch.take(C * gates.vp())) {}
 };
 
-// Tokens begin ... begin + n of some heads into memory, queries only if wanted; find them with ``operand``.
 template <class T>
-void gather(const Operands<T>& from, const Gates& gates, Heads heads, long begin, long n, bool reads, float* memory) {
-    const long kp = gates.kp(), vp = gates.vp(), key_head = gates.key_head(heads.first);
-    const Heads shared{heads.batch, key_head, gates.key_head(heads.first + heads.count - 1) - key_head + 1};
-    const std::uint8_t* mask = gates.mask_of(heads.batch);
+void gather_queries(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
     const vec scale = splat(gates.scale);
-    float *k = memory + C * kp, *v = memory + 2 * C * kp * shared.count;
-    pack(from.k, shared, begin, n, gates.keys, mask, k, kp, 2 * C * kp, [](vec x) { return x; });
-    if (reads) pack(from.q, shared, begin, n, gates.keys, mask, memory, kp, 2 * C * kp, [=](vec x) { return x * scale; });
-    pack(from.v, heads, begin, n, gates.values, mask, v, vp, C * vp, [](vec x) { return x; });
+    pack(gates.of_keys(from.q, at.row), at, gates.keys, gates.mask_of(at.row), to.q, gates.kp(),
+         [=](vec x) { return x * scale; });
 }
-
-// Where ``gather`` put a head.
-inline Operand operand(const Gates& gates, Heads heads, long head, float* memory) {
-    const long block = 2 * C * gates.kp(), first = gates.key_head(heads.first);
-    const long count = gates.key_head(heads.first + heads.count - 1) - first + 1;
-    float* q = memory + (gates.key_head(head) - first) * block;
-    return {q, q + block / 2, memory + count * block + (head - heads.first) * C * gates.vp()};
+template <class T>
+void gather_keys(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
+    pack(gates.of_keys(from.k, at.row), at, gates.keys, gates.mask_of(at.row), to.k, gates.kp(), same);
+}
+template <class T>
+void gather_values(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
+    pack(gates.of(from.v, at.row), at, gates.values, gates.mask_of(at.row), to.v, gates.vp(), same);
 }
 
 // One chunk of one head in scratch memory; (C, kp) unless said otherwise.

@@ -36,11 +36,9 @@ struct Pass {
 
     void head(long row, bool adds, float* grad_state, Scratch scratch) const {
         const long batch = row / gates.heads, head = row % gates.heads;
-        const Heads alone{batch, head, 1};
         const std::int64_t* segments = gates.segments_of(batch);
         Chunk chunk(gates, scratch);
-        float* memory = scratch.take(Operands<T>::floats(gates));
-        const Operand operand = ::operand(gates, alone, head, memory);
+        const Operand operand(gates, scratch);
         Work work;
         work.after = scratch.take(matrix());
         work.kept = scratch.take((SPAN / C + 3) * matrix());
@@ -69,9 +67,13 @@ struct Pass {
                     std::memset(s, 0, sizeof(float) * matrix());
                 else
                     std::memcpy(next, s, sizeof(float) * matrix());
-                gather(operands, gates, alone, begin, end - begin, false, memory);
+                const Tokens at{row, begin, end - begin}, soon{row, end, to - end < C ? to - end : C};
+                gather_keys(operands, gates, at, operand);
+                gather_values(operands, gates, at, operand);
                 chunk.enter(operand, row, begin, end - begin, false);
+                fetch(gates.of_keys(operands.k, row), soon, gates.keys);
                 chunk.solve(anew ? nullptr : s);
+                fetch(gates.of(operands.v, row), soon, gates.values);
                 std::memcpy(work.errors + (begin - from) * vp(), chunk.e, sizeof(float) * chunk.n * vp());
                 std::memcpy(work.written + (begin - from) * vp(), chunk.x, sizeof(float) * chunk.n * vp());
                 chunk.advance(next);
@@ -79,12 +81,19 @@ struct Pass {
             }
             cuts[count] = to;
             for (long i = count - 1; i >= 0; --i) {
-                const long begin = cuts[i], n = cuts[i + 1] - begin;
-                gather(operands, gates, alone, begin, n, true, memory);
+                const long begin = cuts[i], n = cuts[i + 1] - begin, then = i ? cuts[i - 1] : begin;
+                const Tokens at{row, begin, n}, soon{row, then, begin - then};
+                gather_queries(operands, gates, at, operand);
+                gather_keys(operands, gates, at, operand);
+                gather_values(operands, gates, at, operand);
+                fetch(gates.of_keys(operands.q, row), soon, gates.keys);
                 chunk.enter(operand, row, begin, n, true);
+                fetch(gates.of_keys(operands.k, row), soon, gates.keys);
                 std::memcpy(chunk.e, work.errors + (begin - from) * vp(), sizeof(float) * n * vp());
                 std::memcpy(chunk.x, work.written + (begin - from) * vp(), sizeof(float) * n * vp());
                 back(chunk, work, before[i], row, begin, adds);
+                fetch(gates.of(operands.v, row), soon, gates.values);
+                fetch(gates.of(grad, row), soon, gates.values);
             }
         }
         save_state(work.after, gates.keys, gates.values, vp(), grad_state + row * size);

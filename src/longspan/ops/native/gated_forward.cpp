@@ -12,50 +12,55 @@ struct Pass {
     float* starts;  // (B, H, spans, D, E): the state before each span; null where no backward pass follows
 
     long matrix() const { return gates.keys * gates.vp(); }
-    long together() const { return heads_together(Operands<T>::floats(gates)); }
     long scratch(long heads) const {
-        return Chunk::size(gates) + heads * matrix() + C * gates.vp() + together() * Operands<T>::floats(gates);
+        return Chunk::size(gates) + heads * matrix() + C * gates.vp() + Operands<T>::floats(gates);
     }
 
-    // Some heads, a chunk of all before the next one: side by side, as heads often lie, they are read in order.
-    void run(Heads heads, const float* first, float* last, Scratch scratch) const {
-        const long size = gates.keys * gates.values;
-        const long row = heads.batch * gates.heads + heads.first;
-        const std::int64_t* segments = gates.segments_of(heads.batch);
+    // Some rows of one sequence, a chunk of all before the next one, as heads often lie side by side.
+    void run(long first_row, long last_row, const float* first, float* last, Scratch scratch) const {
+        const long size = gates.keys * gates.values, vp = gates.vp();
+        const std::int64_t* segments = gates.segments_of(first_row / gates.heads);
         Chunk chunk(gates, scratch);
-        float *states = scratch.take(heads.count * matrix()), *o = scratch.take(C * gates.vp());
-        float* memory = scratch.take(together() * Operands<T>::floats(gates));
-        for (long h = 0; h < heads.count; ++h)
-            load_state(first + (row + h) * size, gates.keys, gates.values, gates.vp(), states + h * matrix());
+        const Operand operand(gates, scratch);
+        float *states = scratch.take((last_row - first_row) * matrix()), *o = scratch.take(C * vp);
+        for (long row = first_row; row < last_row; ++row)
+            load_state(first + row * size, gates.keys, gates.values, vp, states + (row - first_row) * matrix());
         for (long begin = 0, end; begin < gates.tokens; begin = end) {
             const long span_end = begin / SPAN * SPAN + SPAN;
             end = chunk_end(segments, begin, span_end < gates.tokens ? span_end : gates.tokens);
-            for (long h = 0; h < heads.count; h += together()) {
-                const long count = h + together() < heads.count ? together() : heads.count - h;
-                const Heads group{heads.batch, heads.first + h, count};
-                gather(operands, gates, group, begin, end - begin, true, memory);
-                for (long i = h; i < h + count; ++i)
-                    advance(chunk, operand(gates, group, heads.first + i, memory), row + i, begin, end - begin,
-                            states + i * matrix(), o);
+            const Tokens after{first_row, end, gates.tokens - end < C ? gates.tokens - end : C};
+            for (long row = first_row; row < last_row; ++row) {
+                const Tokens at{row, begin, end - begin};
+                // Heads of values that share queries and keys follow each other.
+                if (row == first_row || row % (gates.heads / gates.key_heads) == 0) {
+                    gather_queries(operands, gates, at, operand);
+                    gather_keys(operands, gates, at, operand);
+                }
+                gather_values(operands, gates, at, operand);
+                const Tokens next = row + 1 < last_row ? Tokens{row + 1, begin, at.n} : after;
+                advance(chunk, operand, at, next, states + (row - first_row) * matrix(), o);
             }
         }
-        for (long h = 0; h < heads.count; ++h)
-            save_state(states + h * matrix(), gates.keys, gates.values, gates.vp(), last + (row + h) * size);
+        for (long row = first_row; row < last_row; ++row)
+            save_state(states + (row - first_row) * matrix(), gates.keys, gates.values, vp, last + row * size);
     }
 
-    // One chunk of one head, from the state s (D, vp) before it to that after it.
-    void advance(Chunk& chunk, Operand operand, long row, long begin, long n, float* s, float* o) const {
-        const long batch = row / gates.heads, vp = gates.vp(), size = gates.keys * gates.values;
-        const Rows<T> outputs(out, batch, row % gates.heads);
-        if (starts && begin % SPAN == 0)
-            save_state(s, gates.keys, gates.values, vp, starts + (row * spans(gates.tokens) + begin / SPAN) * size);
-        if (starts_anew(gates.segments_of(batch), begin)) std::memset(s, 0, sizeof(float) * matrix());
-        chunk.enter(operand, row, begin, n, true);
+    // One chunk of one row, from the state s (D, vp) before it to that after it. Meanwhile the next one is fetched.
+    void advance(Chunk& chunk, Operand operand, Tokens at, Tokens next, float* s, float* o) const {
+        const long row = at.row, vp = gates.vp(), size = gates.keys * gates.values;
+        const Rows<T> outputs = gates.of(out, row);
+        if (starts && at.begin % SPAN == 0)
+            save_state(s, gates.keys, gates.values, vp, starts + (row * spans(gates.tokens) + at.begin / SPAN) * size);
+        if (starts_anew(gates.segments_of(row / gates.heads), at.begin)) std::memset(s, 0, sizeof(float) * matrix());
+        fetch(gates.of_keys(operands.q, next.row), next, gates.keys);
+        chunk.enter(operand, row, at.begin, at.n, true);
+        fetch(gates.of_keys(operands.k, next.row), next, gates.keys);
         chunk.solve(s);
-        gemm<false>(n, vp, gates.keys, chunk.read, chunk.kp, 1, s, vp, o, vp);
-        fetch(outputs, begin, n, gates.values);
-        lower_times(n, vp, chunk.a, C, chunk.x, vp, o, vp);
-        write(o, vp, outputs, begin, n, gates.values);
+        gemm<false>(at.n, vp, gates.keys, chunk.read, chunk.kp, 1, s, vp, o, vp);
+        fetch(outputs, at, gates.values);
+        lower_times(at.n, vp, chunk.a, C, chunk.x, vp, o, vp);
+        fetch(gates.of(operands.v, next.row), next, gates.values);
+        write(o, vp, outputs, at.begin, at.n, gates.values);
         chunk.advance(s);
     }
 };
@@ -77,7 +82,8 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
 #pragma omp for schedule(static)
             for (long unit = 0; unit < units; ++unit) {
                 const long from = unit % groups * gates.heads / groups, to = (unit % groups + 1) * gates.heads / groups;
-                pass.run({unit / groups, from, to - from}, first, last, memory.scratch());
+                const long row = unit / groups * gates.heads;
+                pass.run(row + from, row + to, first, last, memory.scratch());
             }
         }
     }

@@ -42,44 +42,38 @@ inline void read_row(Rows<const T> rows, long token, long width, float* out, lon
     }
 }
 
+inline vec same(vec x) { return x; }
+
 // Tokens begin ... begin + n of a head into out (n, ld), zeros beyond the width.
 template <class T>
 void read(Rows<const T> rows, long begin, long n, long width, float* out, long ld) {
-    for (long i = 0; i < n; ++i) read_row(rows, begin + i, width, out + i * ld, ld, [](vec x) { return x; });
+    for (long i = 0; i < n; ++i) read_row(rows, begin + i, width, out + i * ld, ld, same);
 }
 
-// Heads of one batch row that follow each other.
-struct Heads {
-    long batch, first, count;
+// Tokens begin ... begin + n of a row, which is a head of a sequence.
+struct Tokens {
+    long row, begin, n;
 };
 
-// How many heads are read together, if each takes so many floats: as many as a cache of the second level holds beside
-// their sums.
-inline long heads_together(long floats) { return floats < 32768 ? 65536 / floats : 1; }
-
-// Tokens begin ... begin + n of some heads, through a map, into out (n, ld), one head ``apart`` floats from the next;
-// masked ones are zero. Side by side, as heads often lie, they are read in the order of memory: that a processor foresees,
-// which it does not of rows far apart.
+// Some tokens through a map into out (n, ld); masked ones are zero.
 template <class T, class F>
-void pack(Tensor<const T> from, Heads heads, long begin, long n, long width, const std::uint8_t* mask, float* out, long ld,
-          long apart, F map) {
-    for (long i = 0; i < n; ++i)
-        for (long h = 0; h < heads.count; ++h) {
-            float* row = out + h * apart + i * ld;
-            if (mask && !mask[begin + i])
-                std::memset(row, 0, sizeof(float) * ld);
-            else
-                read_row(Rows<const T>(from, heads.batch, heads.first + h), begin + i, width, row, ld, map);
-        }
+void pack(Rows<const T> rows, Tokens at, long width, const std::uint8_t* mask, float* out, long ld, F map) {
+    for (long i = 0; i < at.n; ++i, out += ld) {
+        if (mask && !mask[at.begin + i])
+            std::memset(out, 0, sizeof(float) * ld);
+        else
+            read_row(rows, at.begin + i, width, out, ld, map);
+    }
 }
 
-// Fetch the lines of tokens that will be read or written soon; they lie too far apart for the processor to foresee.
+// Fetch tokens that will be read or written soon; they lie too far apart for the processor to foresee. One tensor at a
+// time with work in between: a processor waits with all else when too many lines are asked for at once.
 template <class T>
-void fetch(Rows<T> rows, long begin, long n, long width) {
+void fetch(Rows<T> rows, Tokens at, long width) {
     if (rows.channel != 1) return;
     constexpr long line = 64 / sizeof(T);
-    for (long i = 0; i < n; ++i)
-        for (long j = 0; j < width; j += line) __builtin_prefetch(rows.data + (begin + i) * rows.token + j, 0, 2);
+    for (long i = 0; i < at.n; ++i)
+        for (long j = 0; j < width; j += line) __builtin_prefetch(rows.data + (at.begin + i) * rows.token + j, 0, 2);
 }
 
 template <class T>
@@ -213,6 +207,10 @@ struct Call {
     long kp() const { return whole_vectors(keys); }
     long vp() const { return whole_vectors(values); }
 
+    template <class T>
+    Rows<T> of(Tensor<T> t, long row) const {
+        return Rows<T>(t, row / heads, row % heads);
+    }
     const std::uint8_t* mask_of(long row) const { return mask ? mask + row / heads * tokens : nullptr; }
     const std::int64_t* segments_of(long row) const { return segments ? segments + row / heads * tokens : nullptr; }
 };
@@ -264,6 +262,18 @@ struct Units {
         const long chunks = (call.tokens + C - 1) / C, p = part(unit);
         const long begin = chunks * p / parts * C, end = chunks * (p + 1) / parts * C;
         return {begin < call.tokens ? begin : call.tokens, end < call.tokens ? end : call.tokens};
+    }
+
+    // Calls use(at, next) for the tokens ``now`` of every row of a unit, one row after the other, as heads often lie side by
+    // side; next is what will be used after that: the same tokens of the next row, or those that follow of the first one.
+    template <class F>
+    void each_row(long unit, Part now, Part after, F use) const {
+        const long first = first_row(unit), last = last_row(unit);
+        for (long row = first; row < last; ++row) {
+            const Part then = row + 1 < last ? now : after;
+            use(Tokens{row, now.begin, now.end - now.begin},
+                Tokens{row + 1 < last ? row + 1 : first, then.begin, then.end - then.begin});
+        }
     }
 
    private:
