@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import backend, gated, native
+from ..ops.pages import reuse_pages
 from ..spec import known
 from . import case, limits
 from .candidates import Sampler
@@ -161,6 +162,7 @@ def run(options: Options, watch: Watch) -> dict[str, Any]:
         known(rule, RULES, "rule")
     if options.heads % options.key_heads:
         raise ValueError(f"key heads {options.key_heads} must divide heads {options.heads}")
+    reuse_pages()  # as train and generate do
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     peak = 0.0
@@ -173,7 +175,8 @@ def run(options: Options, watch: Watch) -> dict[str, Any]:
         f"causal, B {options.batch}, N {options.length}, H {options.heads} value and {options.key_heads} key heads, "
         f"D {options.size}, float32, medians of {options.rounds} rounds; loop: in-place operations of torch, token by "
         f"token, forward only; transformers: torch_chunk_gated_delta_rule of Qwen3-Next; step: one token through the "
-        f"public op, state donated, against state.mul_(1.0); each candidate first agreed with a float64 definition"
+        f"public op, state donated, against state.mul_(1.0); freed memory is kept for the next tensor, as training keeps "
+        f"it; each candidate first agreed with a float64 definition"
     )
     return {
         "benchmark": "gated", "how": how, "machine": machine() | _versions(), "options": asdict(options),
