@@ -175,8 +175,8 @@ def run(options: Options, watch: Watch) -> dict[str, Any]:
         f"causal, B {options.batch}, N {options.length}, H {options.heads} value and {options.key_heads} key heads, "
         f"D {options.size}, float32, medians of {options.rounds} rounds; loop: in-place operations of torch, token by "
         f"token, forward only; transformers: torch_chunk_gated_delta_rule of Qwen3-Next; step: one token through the "
-        f"public op, state donated, against state.mul_(1.0); freed memory is kept, as in training; each candidate first "
-        f"agreed with a float64 definition"
+        f"public op, state donated, against state.mul_(1.0); freed memory is kept, as in training; each candidate "
+        f"first agreed with a float64 definition"
     )
     return {
         "benchmark": "gated", "how": how, "machine": machine() | _versions(), "options": asdict(options),
