@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow lint docs wheel peers clean
+.PHONY: demo test slow attack lint docs wheel peers clean
 
 demo: .venv/demo.stamp
 	$(BIN)/longspan demo --out demo
@@ -13,6 +13,10 @@ test: .venv/dev.stamp
 
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -m "slow or demo or inductor"
+
+# What tries to break it: specs, configs, files, kills, states, planted bugs; about an hour on two cores.
+attack: .venv/dev.stamp
+	cd tests && ../$(BIN)/python -m attacks
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff format --check
