@@ -1,7 +1,8 @@
 """The short form of every attack: nothing gets through."""
 
-import attacks
 import pytest
+
+import attacks
 
 
 @pytest.mark.parametrize("name", attacks.names())
