@@ -155,6 +155,13 @@ RECIPES = {
     "- 3": "r.yaml is no recipe, which has the entries model and run",
     "model: [3": "r.yaml is no YAML",
     "\xff": "cannot read 'r.yaml': it is no text",
+    "model: {positions: null, vocab: 17}": "positions=None must be a string",
+    "model: {attention: 5}": "--model.attention: expected str, got 5",
+    "run: {keep: null}": "keep=None must be a whole number",
+    "run: {warmup: null}": "warmup=None must be a whole number",
+    "model: {depth: 1000000000, vocab: 17}": "depth=1000000000 must be at most 10000",
+    "model: &a {dim: 16}\nrun: *a": "r.yaml has aliases (*name); a recipe says each value where it belongs",
+    "model: [[[[[[[[[1]]]]]]]]]": "r.yaml is nested more than 8 deep",
 }
 
 

@@ -3,12 +3,15 @@
 import dataclasses
 import functools
 import inspect
+import reprlib
 import sys
 import types
 from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _FLOAT32 = 3.4028234663852886e38  # the largest number there, since weights and their neighbours are no wider
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", types.NoneType: "None"}
 
 
@@ -73,7 +76,9 @@ def shown(value: Any) -> str:
     """A value for a message: its repr on one line, cut where it is long."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
-    text = " ".join(repr(value).split())
+    # Lists may hold one list so often that nobody can write them out.
+    text = repr(value) if isinstance(value, str) else _SHORT.repr(value)
+    text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 

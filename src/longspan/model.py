@@ -263,16 +263,20 @@ def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None) -> None:
         raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {highest}")
 
 
-def _afford(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:
-    """Raise ValueError where a model's weights would take more memory than there is, before any of it is taken."""
-    if not weights.wanted():
-        return
+def weigh(make: Callable[[Any], nn.Module], config: StackConfig) -> int:
+    """Bytes of the weights of a model, ``make(config)``, of which nothing is built but shapes."""
     # One round of the specs shows what all of them take.
     few = min(config.depth, len(spec.split(config.attention)))
     model = weights.shapes(lambda: make(replace(config, depth=few)))
     blocks: Any = getattr(model, "stack", model).blocks
-    size = weights.nbytes(model) + weights.nbytes(blocks) * (config.depth - few) // few
-    weights.afford(size, f"weights of dim={config.dim}, feedforward={config.feedforward}, depth={config.depth}")
+    return weights.nbytes(model) + weights.nbytes(blocks) * (config.depth - few) // few
+
+
+def _afford(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:
+    """Raise ValueError where a model's weights would take more memory than there is, before any of it is taken."""
+    if weights.wanted():
+        what = f"weights of dim={config.dim}, feedforward={config.feedforward}, depth={config.depth}"
+        weights.afford(weigh(make, config), what)
 
 
 def _initialise(model: nn.Module, depth: int) -> None:
