@@ -14,7 +14,8 @@ from ..weights import afford
 
 MOST = 1_000_000
 ROWS = {
-    "orthogonal": "blocks of D rows at right angles, each row uniform on the sphere: never more variance",
+    "orthogonal": "blocks of D rows at right angles, each row uniform on the sphere: less variance, but more of cos "
+    "and sin features where tokens are far apart (D = 4: where |q-k|^2/2 is beyond 4.75)",
     "iid": "each row on its own",
 }
 RADII = {
