@@ -10,7 +10,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from longspan.bench import guard
 from longspan.reproduce import provenance
 
 from . import failures, module, names
@@ -41,7 +40,7 @@ def main() -> int:
     cases, broken, seconds = (sum(row[key] for row in rows) for key in ("cases", "failures", "seconds"))
     print(f"| all | {cases} | {broken} | {seconds} |", flush=True)
     if args.json:
-        about = {**provenance.code(), **guard.machine(), "seed": args.seed, "attacks": rows}
+        about = {"commit": provenance.commit(), **provenance.machine(), "seed": args.seed, "attacks": rows}
         args.json.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return 1 if broken else 0
 
