@@ -27,7 +27,8 @@ def table(found: dict[str, Any]) -> str:
             *rows,
             f"| all | {cases:,} | {failures} | {seconds} |",
             "",
-            f"By `make attack` (seed {found['seed']}) at commit {found['commit'][:7] or 'unknown'} on {found['processor']}, "
+            f"By `make attack` (seed {found['seed']}) at commit {found['commit'][:7] or 'unknown'} on "
+            f"{found['processor']}, "
             f"{found['cores']} cores, {found['system']}, torch {found['torch']}.",
         )
     )
