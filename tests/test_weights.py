@@ -14,8 +14,8 @@ from longspan.model import Decoder, Encoder, Stack
     ("text", "message"),
     [
         (
-            "synthesizer(length=100000000)",
-            "weights of 'synthesizer.length=100000000.' with dim=12 would take .* GiB of m",
+            "synthesizer(kind='random', length=100000000)",
+            "weights of .synthesizer.* with dim=12 would take .* TiB of memory",
         ),
         ("etc(globals=1000000000)", "would take .* GiB of memory; this machine has"),
         ("kda(convolution=1000000000000)", "would take .* of memory; this machine has"),
