@@ -1,5 +1,6 @@
 """Checkpoints: what is saved comes back, whatever is killed when; what is not ours is refused in one line."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from longspan import checkpoint
+from longspan import checkpoint, sealed
 from longspan.config import Config, EncoderConfig
 from longspan.model import Decoder, Encoder
 
@@ -58,7 +59,7 @@ class TestRoundTrip:
 
     def test_header(self, folder):
         header = checkpoint.read_config(folder)
-        assert (header["format"], header["kind"], header["step"]) == (1, "decoder", 7)
+        assert (header["format"], header["kind"], header["step"]) == (2, "decoder", 7)
         assert Config.from_dict(header["config"]) == SMALL
 
     def test_global_random_numbers_are_left_alone(self, folder):
@@ -95,6 +96,9 @@ class TestRoundTrip:
         (tmp_path / "a").mkdir()
         checkpoint.save(tmp_path / "a", decoder())
         assert same(checkpoint.load(tmp_path / "a"), decoder())
+
+
+STEPPED_ASIDE = ".c.0123456789abcdef.old"
 
 
 class Killed(BaseException):
@@ -134,7 +138,7 @@ class TestKilled:
             folder = tmp_path / str(number) / "c"
             checkpoint.save(folder, old, training={"of": 1})
             if again:
-                os.rename(folder, folder.with_name(".c.old"))
+                os.rename(folder, folder.with_name(STEPPED_ASIDE))
             with monkeypatch.context() as patch:
                 kill_at(patch, number, after)
                 try:
@@ -154,7 +158,7 @@ class TestKilled:
         assert seen == {1, 2}
 
     def test_a_kill_between_the_renames_does_not_lose_the_old_one(self, folder):
-        os.rename(folder, folder.with_name(".a.old"))
+        os.rename(folder, folder.with_name(".a.0123456789abcdef.old"))
         assert same(checkpoint.load(folder), decoder())
 
     def test_each_file_is_synced_before_the_rename(self, tmp_path, monkeypatch):
@@ -225,8 +229,15 @@ class TestResolve:
 
 
 def edit(folder, **entries):
+    """As somebody does it who knows how to: the digests are those of what is there now."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+        if path.name != "config.json"
+    }
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+    header = json.loads(path.read_text()) | {"files": files} | entries
+    path.write_text(json.dumps(header | {"sha256": sealed.digest(header)}))
 
 
 class TestRefused:
@@ -250,8 +261,8 @@ class TestRefused:
             checkpoint.load(folder)
 
     def test_another_format(self, folder):
-        edit(folder, format=2)
-        with pytest.raises(ValueError, match=r"has format 2; this longspan .* reads format 1"):
+        edit(folder, format=1)
+        with pytest.raises(ValueError, match=r"has format 1; this longspan .* reads format 2"):
             checkpoint.load(folder)
 
     def test_another_kind(self, folder):
@@ -279,6 +290,9 @@ class TestRefused:
     def test_truncated_weights(self, folder, keep):
         path = folder / "model.safetensors"
         path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=r"model.safetensors was changed or damaged since it was written: it has"):
+            checkpoint.load(folder)
+        edit(folder)
         with pytest.raises(ValueError, match=r"model.safetensors is corrupt"):
             checkpoint.load(folder)
 
@@ -287,6 +301,7 @@ class TestRefused:
         weights = load_file(path)
         del weights["head.bias"]
         save_file(weights | {"tail": torch.zeros(2), "head.weight": torch.zeros(2, 3)}, path)
+        edit(folder)
         with pytest.raises(ValueError, match=r"does not fit the model") as error:
             checkpoint.load(folder)
         for part in ("1 missing: head.bias", "1 unexpected: tail", r"head.weight (2, 3) instead of (17, 10)"):
@@ -294,6 +309,7 @@ class TestRefused:
 
     def test_many_misfits_stay_one_line(self, folder):
         save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+        edit(folder)
         with pytest.raises(ValueError, match=r"\d\d missing: [^,]+, [^,]+, [^,]+, \.\.\.; 1 unexpected: x$"):
             checkpoint.load(folder)
 
@@ -306,6 +322,9 @@ class TestRefused:
     def test_truncated_training_state(self, folder, keep):
         path = folder / "training.pt"
         path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=r"training.pt was changed or damaged since it was written: it has"):
+            checkpoint.load_training(folder)
+        edit(folder)
         with pytest.raises(ValueError, match=r"training.pt is corrupt or foreign"):
             checkpoint.load_training(folder)
 
@@ -315,6 +334,7 @@ class TestRefused:
                 return (os.mkdir, (str(folder / "owned"),))
 
         torch.save({"a": Attack()}, folder / "training.pt")
+        edit(folder)
         with pytest.raises(ValueError, match=r"training.pt is corrupt or foreign"):
             checkpoint.load_training(folder)
         assert not (folder / "owned").exists()

@@ -152,7 +152,7 @@ class TestStopAndResume:
         assert [line.split(",")[0] for line in (tmp_path / "m.csv").read_text().splitlines()] == ["step", "5", "7"]
 
     def test_what_a_kill_left_half_written_is_removed(self, tmp_path):
-        for name in (".step-00000003.tmp", ".step-00000003.old"):
+        for name in (f".step-00000003.{7:016x}.{end}" for end in ("tmp", "old")):
             (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "run" / "config.yaml").write_text(
             yaml.safe_dump({"model": TINY.to_dict(), "run": vars(tiny(tmp_path, steps=5))})

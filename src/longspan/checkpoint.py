@@ -2,34 +2,34 @@
 
 =====================  =============================================================================================
 ``model.safetensors``  the weights; of tied weights one copy
-``config.json``        ``{"format": 1, "kind": "decoder", "config": {...}, "longspan": "0.1.0", ...}``
 ``training.pt``        only to resume training: plain values and tensors, read with ``weights_only=True``
+``config.json``        ``{"format": 2, "kind": "decoder", "config": {...}, "longspan": "0.1.0", "files": {...}, ...}``
 =====================  =============================================================================================
 
-A folder appears under its name complete or not at all: it is written beside it, synced to the disk and renamed. Where
-a folder of that name exists, it steps aside under the name ``.NAME.old`` first; readers look there when they find
-none, so that a process killed between the two renames costs nothing.
+A folder appears under its name complete or not at all, whoever is killed and however many save there at once, and no
+file of it can change or be exchanged for another checkpoint's unnoticed: see ``sealed``.
 """
 
-import importlib.metadata
-import json
+import contextlib
+import io
 import os
 import pickle
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from . import files, sealed
 from .config import Config, EncoderConfig
 from .kinds import shown
 from .model import Decoder, Encoder, weigh
+from .sealed import CONFIG
 
-FORMAT = 1
 KINDS: dict[str, tuple[Any, Any]] = {"decoder": (Config, Decoder), "encoder": (EncoderConfig, Encoder)}
-WEIGHTS, CONFIG, TRAINING = "model.safetensors", "config.json", "training.pt"
+WEIGHTS, TRAINING = "model.safetensors", "training.pt"
 
 
 def save(
@@ -44,33 +44,29 @@ def save(
     ``training``: plain values and tensors that :func:`load_training` gives back. ``extra``: plain values, further
     entries of config.json.
 
-    Raises ValueError for a model of another kind, an ``extra`` that hides an entry of the format, a folder that holds
-    something other than a checkpoint, and a place that cannot be written.
+    Raises ValueError for a model of another kind, weights that are NaN, an ``extra`` that hides an entry of the format
+    or is not plain, a folder that holds something other than a checkpoint, and a place that cannot be written or is
+    full; an older checkpoint then stays.
     """
-    from safetensors.torch import save_file
-
-    folder = Path(os.path.abspath(folder))
-    header = {"format": FORMAT, "kind": _kind(model), "config": model.config.to_dict(), "longspan": _version()}
-    taken = [name for name in extra or {} if name in header]
-    if taken:
-        raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(header)}")
-    if folder.exists() and not (folder / CONFIG).exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is no checkpoint (it has no {CONFIG}); it will not be replaced")
+    folder = _place(folder)
+    header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": sealed.version()}
+    known = ("format", *header, "files", "sha256")
+    if taken := [name for name in extra or {} if name in known]:
+        raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(known)}")
+    weights = _weights(model)
+    _refuse_nan("the model", weights)
     try:
-        temporary = folder.with_name(f".{folder.name}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file(_weights(model), temporary / WEIGHTS, metadata={"format": "pt"})
-        if training is not None:
-            torch.save(dict(training), temporary / TRAINING)
-        (temporary / CONFIG).write_text(json.dumps(header | dict(extra or {}), indent=2) + "\n", encoding="utf-8")
-        # safetensors writes files that nobody but their owner may read.
-        shutil.copymode(temporary / CONFIG, temporary / WEIGHTS)
-        for path in (*temporary.iterdir(), temporary):
-            _sync(path)
-        _swap(temporary, folder)
-    except OSError as error:
-        raise ValueError(f"cannot write the checkpoint {folder}: {error.strerror or error}") from error
+        _refuse_foreign(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with files.new_folder(folder) as temporary:
+            safetensors.torch.save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
+            if training is not None:
+                _save_training(dict(training), temporary / TRAINING)
+            sealed.seal(temporary, header | dict(extra or {}))
+            sealed.swap(temporary, folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise ValueError(f"cannot write the checkpoint {folder}: {reason}") from error
 
 
 def load(folder: str | Path) -> Any:
@@ -79,84 +75,51 @@ def load(folder: str | Path) -> Any:
     It is a ``Decoder`` or an ``Encoder``, ``model.config`` is its config. The global random number generator is left
     alone.
 
-    Raises ValueError for a folder that is missing or no checkpoint, another format or kind, a corrupt file, and weights
-    that do not fit the config.
+    Raises ValueError for a folder that is missing or no checkpoint, another format or kind, a file that was changed or
+    damaged or is another checkpoint's, and weights that do not fit the config, have other kinds of numbers or are NaN.
     """
-    folder = resolve(folder)
-    header = read_config(folder)
+    with _opened(resolve(folder), WEIGHTS) as (folder, header, content):
+        weights = _tensors(folder, content(WEIGHTS))
     config_class, model_class = KINDS[header["kind"]]
     try:
         config = config_class.from_dict(header["config"])
-        _look(folder / WEIGHTS, weigh(model_class, config))
+        _look(weights, weigh(model_class, config))
         with torch.random.fork_rng(devices=[]):
             model = model_class(config)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} does not describe a {header['kind']}: {error}") from error
-    load_weights(folder, model)
+    _fill(model, weights, folder / WEIGHTS)
     return model.eval()
 
 
 def load_training(folder: str | Path) -> dict[str, Any]:
     """What :func:`save` was given as ``training``; nothing but plain values and tensors is ever unpickled.
 
-    Raises ValueError for a checkpoint without it and for a corrupt file.
+    Raises ValueError for a checkpoint without it, and for a file that was changed or damaged.
     """
-    path = _settled(Path(folder)) / TRAINING
-    if not path.exists():
-        raise ValueError(f"{folder} has no {TRAINING}: the model can be loaded, but its training cannot be resumed")
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is corrupt or foreign: {_first_line(error)}") from error
+    with _opened(folder, TRAINING) as (folder, _, content):
+        return _training(folder, content(TRAINING))
 
 
-def load_weights(folder: str | Path, model: nn.Module) -> None:
-    """Copy the weights of a checkpoint into ``model``, which takes over their dtype where they agree on one.
+def restore(folder: str | Path, model: nn.Module) -> dict[str, Any]:
+    """Copy a checkpoint's weights into ``model``, which takes over their dtype -> its training, of the same moment.
 
-    Raises ValueError for a missing or corrupt file, and for weights that do not fit; the message names the first few.
+    Raises ValueError as :func:`load` and :func:`load_training` do.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = _settled(Path(folder)) / WEIGHTS
-    if not path.exists():
-        raise ValueError(f"{folder} is no complete checkpoint: it has no {WEIGHTS}")
-    try:
-        weights = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is corrupt: {_first_line(error)}") from error
-    own, names = model.state_dict(), _first_names(model)
-    weights |= {name: weights[first] for name, first in names.items() if name not in weights and first in weights}
-    _compare(path, {k: tuple(v.shape) for k, v in weights.items()}, {k: tuple(v.shape) for k, v in own.items()})
-    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
-    if len(dtypes) == 1:
-        model.to(dtypes.pop())
-    model.load_state_dict(weights)
+    with _opened(folder, TRAINING, WEIGHTS) as (folder, _, content):
+        training = _training(folder, content(TRAINING))
+        _fill(model, _tensors(folder, content(WEIGHTS)), folder / WEIGHTS)
+    return training
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of a checkpoint's config.json: format, kind, config, longspan, and what ``extra`` held.
+    """The content of a checkpoint's config.json: format, kind, config, longspan, files, sha256, what ``extra`` held.
 
-    Raises ValueError for a folder that is missing or no checkpoint, and for a format or kind that is not ours.
+    Raises ValueError for a folder that is missing or no checkpoint, for a format or kind that is not ours, and for a
+    config.json that was changed or damaged.
     """
-    path = _settled(Path(folder)) / CONFIG
-    if not path.parent.is_dir():
-        raise ValueError(f"no checkpoint at {folder}: there is no such folder")
-    if not path.exists():
-        raise ValueError(f"{folder} is no checkpoint: it has no {CONFIG}")
-    try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is corrupt: {error}") from error
-    if not isinstance(header, dict) or "format" not in header:
-        raise ValueError(f"{path} belongs to another program: it names no format of a longspan checkpoint")
-    if header["format"] != FORMAT:
-        raise ValueError(f"{path} has format {header['format']}; this longspan {_version()} reads format {FORMAT}")
-    if not isinstance(header.get("kind"), str) or header["kind"] not in KINDS:
-        raise ValueError(f"{path} has kind {shown(header.get('kind'))}; known: {', '.join(KINDS)}")
-    if not isinstance(header.get("config"), dict):
-        raise ValueError(f"{path} is corrupt: it has no config")
-    return header
+    with _opened(folder) as (_, header, _):
+        return header
 
 
 def resolve(folder: str | Path, prefer: str = "best") -> Path:
@@ -164,38 +127,50 @@ def resolve(folder: str | Path, prefer: str = "best") -> Path:
 
     A run that has no pointer of the preferred name answers with the other one.
 
-    Raises ValueError for a missing folder, one that is neither, and a pointer whose checkpoint is gone.
+    Raises ValueError for a missing folder, one that is neither, and a pointer that is damaged or whose checkpoint is
+    gone.
     """
-    folder = _settled(Path(folder))
-    if (folder / CONFIG).exists():
-        return folder
-    if not folder.is_dir():
-        raise ValueError(f"no checkpoint at {folder}: there is no such folder")
-    checkpoints = folder / "checkpoints"
-    for name in dict.fromkeys((prefer, "best", "last")):
-        pointer = checkpoints / name
-        if pointer.is_file():
-            target = _settled(checkpoints / Path(pointer.read_text(encoding="utf-8").strip()).name)
-            if not (target / CONFIG).exists():
-                raise ValueError(f"{pointer} points to {target.name!r}, and there is no such checkpoint beside it")
-            return target
+    place = _place(folder)
+    with files.reading(place):
+        folder = sealed.settled(place)
+        if (folder / CONFIG).exists():
+            return folder
+        if not folder.is_dir():
+            raise ValueError(f"no checkpoint at {folder}: there is no such folder")
+        checkpoints = folder / "checkpoints"
+        for name in dict.fromkeys((prefer, "best", "last")):
+            pointer = checkpoints / name
+            if pointer.is_file():
+                target = sealed.settled(checkpoints / _pointed(pointer))
+                if not (target / CONFIG).exists():
+                    raise ValueError(f"{pointer} points to {target.name!r}, and there is no such checkpoint beside it")
+                return target
     raise ValueError(f"{folder} is no checkpoint (no {CONFIG}) and no training run (no checkpoints/last)")
 
 
+def tidy(folder: str | Path) -> None:
+    """Remove what saves that were killed have left beside the checkpoint ``folder``; what is being written stays."""
+    sealed.tidy(_place(folder))
+
+
 def write_text(path: Path, text: str) -> None:
-    """Write a small file so that it has its old content or the new one, never a part of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
+    """Write a small file so that it has its old content or the new one, never a part of it; no link is followed.
+
+    Raises OSError, which names the file, where it cannot be written; its old content then stays.
+    """
+    files.write(path, text.encode())
 
 
-def _look(path: Path, size: int) -> None:
-    """Raise ValueError where weights of ``size`` bytes cannot be in this file, before a model is built for them."""
+def _place(folder: str | Path) -> Path:
+    return files.check(Path(os.path.abspath(folder)))
+
+
+def _look(weights: Mapping[str, Tensor], size: int) -> None:
+    """Raise ValueError where a model of ``size`` bytes cannot have these weights, before it is built for them."""
+    found = sum(t.nbytes for t in weights.values())
     # Even bytes instead of float64 are an eighth.
-    if path.exists() and size > 8 * path.stat().st_size + (1 << 20):
-        raise ValueError(f"its weights would take {size:,} bytes, and {path.name} has {path.stat().st_size:,}")
+    if size > 8 * found + (1 << 20):
+        raise ValueError(f"its weights would take {size:,} bytes, and {WEIGHTS} has {found:,}")
 
 
 def _kind(model: nn.Module) -> str:
@@ -205,64 +180,117 @@ def _kind(model: nn.Module) -> str:
     raise ValueError(f"cannot save a {type(model).__name__}; known: {', '.join(c.__name__ for _, c in KINDS.values())}")
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("longspan")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _first_names(model: nn.Module) -> dict[str, str]:
     """Each name in the state dict and the first name of the same tensor, which is another one only for tied weights."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def _weights(model: nn.Module) -> dict[str, Tensor]:
     state, names = model.state_dict(), _first_names(model)
     return {name: state[name].detach().contiguous() for name, first in names.items() if name == first}
 
 
-def _compare(path: Path, found: dict[str, tuple], wanted: dict[str, tuple]) -> None:
-    missing = [name for name in wanted if name not in found]
-    unexpected = [name for name in found if name not in wanted]
-    shapes = [f"{n} {found[n]} instead of {wanted[n]}" for n in wanted if n in found and found[n] != wanted[n]]
-    parts = [("missing", missing), ("unexpected", unexpected), ("of another shape", shapes)]
-    said = [f"{len(p)} {what}: {', '.join(p[:3])}{', ...' if len(p) > 3 else ''}" for what, p in parts if p]
+def _refuse_foreign(folder: Path) -> None:
+    """Raise ValueError where something is that is neither a checkpoint nor an empty folder."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        if not folder.exists():
+            raise
+        names = [folder.name]
+    if names and CONFIG not in names:
+        raise ValueError(f"{folder} exists and is no checkpoint (it has no {CONFIG}); it will not be replaced")
+
+
+def _refuse_nan(owner: str | Path, weights: Mapping[str, Tensor]) -> None:
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and (count := int(tensor.isnan().sum())):
+            raise ValueError(f"{owner} has NaN among its weights: {count} of {tensor.numel()} in {name}")
+
+
+def _save_training(training: dict[str, Any], path: Path) -> None:
+    with open(path, "xb") as file:
+        try:
+            torch.save(training, file)
+        except RuntimeError as error:
+            # torch's writer hides the system's error behind one of its own.
+            raise error.__context__ if isinstance(error.__context__, OSError) else error
+
+
+@contextlib.contextmanager
+def _opened(folder: str | Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], sealed.Content]]:
+    with sealed.opened(_place(folder), *names) as (folder, header, content):
+        if not isinstance(header.get("kind"), str) or header["kind"] not in KINDS:
+            raise ValueError(f"{folder / CONFIG} has kind {shown(header.get('kind'))}; known: {', '.join(KINDS)}")
+        if not isinstance(header.get("config"), dict):
+            raise ValueError(f"{folder / CONFIG} is corrupt: it has no config")
+        yield folder, header, content
+
+
+def _training(folder: Path, content: bytes | None) -> dict[str, Any]:
+    if content is None:
+        raise ValueError(f"{folder} has no {TRAINING}: the model can be loaded, but its training cannot be resumed")
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder / TRAINING} is corrupt or foreign: {_first_line(error)}") from error
+
+
+def _tensors(folder: Path, content: bytes | None) -> dict[str, Tensor]:
+    if content is None:
+        raise ValueError(f"{folder} is no complete checkpoint: it has no {WEIGHTS}")
+    try:
+        return safetensors.torch.load(content)
+    except (safetensors.SafetensorError, KeyError) as error:
+        raise ValueError(f"{folder / WEIGHTS} is corrupt: {_first_line(error)}") from error
+
+
+def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    own, names = model.state_dict(), _first_names(model)
+    weights |= {name: weights[first] for name, first in names.items() if name not in weights and first in weights}
+    _compare(path, weights, own)
+    _refuse_nan(path, weights)
+    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        model.to(dtypes.pop())
+    model.load_state_dict(weights)
+
+
+def _compare(path: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    both = [name for name in wanted if name in found]
+    parts = {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": [name for name in found if name not in wanted],
+        "of another shape": [
+            f"{name} {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
+            for name in both
+            if found[name].shape != wanted[name].shape
+        ],
+        # Precisions may differ, but integers in the place of real numbers were made by no training.
+        "of another kind": [
+            f"{name} {found[name].dtype} instead of {wanted[name].dtype}"
+            for name in both
+            if found[name].dtype != wanted[name].dtype
+            and not (found[name].is_floating_point() and wanted[name].is_floating_point())
+        ],
+    }
+    said = [f"{len(p)} {what}: {', '.join(p[:3])}{', ...' if len(p) > 3 else ''}" for what, p in parts.items() if p]
     if said:
         raise ValueError(f"{path} does not fit the model; weights {'; '.join(said)}")
 
 
-def _old(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.old")
-
-
-def _settled(folder: Path) -> Path:
-    """``folder``, or the older checkpoint of that name if a kill has left nothing but that."""
-    folder = Path(os.path.abspath(folder))
-    return _old(folder) if not folder.exists() and (_old(folder) / CONFIG).exists() else folder
-
-
-def _swap(temporary: Path, folder: Path) -> None:
-    """Rename ``temporary`` to ``folder``; at each moment a complete one is there, under its name or ``.NAME.old``."""
-    old = _old(folder)
-    if (folder / CONFIG).exists():
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(folder, old)
-        _sync(folder.parent)
-    os.rename(temporary, folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    if path.is_dir() and os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+def _pointed(pointer: Path) -> str:
+    content = files.read(pointer)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        name = Path(content.decode().strip()).name
+    except UnicodeDecodeError:
+        name = ""
+    if name in ("", "..") or "\0" in name:
+        raise ValueError(f"{pointer} is damaged: it holds no name of a checkpoint beside it, but {content[:40]!r}")
+    return name
 
 
 def _first_line(error: Exception) -> str:

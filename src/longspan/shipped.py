@@ -1,10 +1,9 @@
 """Trained models that come with the package, each a checkpoint with a record of its training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from . import checkpoint
+from . import checkpoint, files, sealed
 from .model import Decoder
 from .spec import known
 
@@ -32,8 +31,12 @@ def load(name: str) -> Decoder:
 
 
 def record(name: str) -> dict[str, Any]:
-    """How a model was trained, on what, and what it scored. Raises ValueError for a name that none has."""
-    return json.loads((path(name) / RECORD).read_text(encoding="utf-8"))
+    """How a model was trained, on what, and what it scored.
+
+    Raises ValueError for a name that none has, and for a record that is damaged.
+    """
+    file = path(name) / RECORD
+    return sealed.parsed(file, files.read(file))
 
 
 def means(folder: str) -> bool:

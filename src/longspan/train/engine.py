@@ -118,8 +118,7 @@ class FolderIO(CheckpointIO):
         checkpoints.save(path, self.model, training=training, extra=extra)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        training = checkpoints.load_training(path)
-        checkpoints.load_weights(path, self.model)
+        training = checkpoints.restore(path, self.model)
         return training | {"state_dict": {f"model.{name}": value for name, value in self.model.state_dict().items()}}
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -237,10 +236,8 @@ class Keeper(Callback):
         for name in names[: -self.run.keep]:
             if name not in pointed:
                 shutil.rmtree(self.folder / name, ignore_errors=True)
-        for path in self.folder.glob(".step-*"):
-            # What a kill has left half-written or half-removed; an older one still counts while it is the only one.
-            if (self.folder / path.name[1:].rpartition(".")[0]).exists() or path.suffix == ".tmp":
-                shutil.rmtree(path, ignore_errors=True)
+        for name in {path.name.split(".")[1] for path in self.folder.glob(".step-*")}:
+            checkpoints.tidy(self.folder / name)
 
 
 class Interrupt:

@@ -107,8 +107,12 @@ class SimpleMapper:
     def load_file(
         cls, filepath: Any, model_root: str | None = None, map_location: Any = None, **other_args: Any
     ) -> Any:
-        """``torch.load`` and ``map``. ``model_root``: the key under which a checkpoint has the state dict."""
-        state = torch.load(filepath, map_location=map_location, **other_args)
+        """``torch.load`` and ``map``. ``model_root``: the key under which a checkpoint has the state dict.
+
+        Nothing but plain values and tensors is unpickled, unless ``weights_only=False`` asks for it, which runs
+        whatever code a file brings.
+        """
+        state = torch.load(filepath, map_location=map_location, **{"weights_only": True, **other_args})
         if model_root is None:
             return cls().map(state)
         return {**state, model_root: cls().map(state[model_root])}
