@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import hashlib
 import lzma
+import struct
 import sys
 import sysconfig
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from data_files import check_cifar, cifar_parts, idx, mnist_folder, noise, same, shared
-from longspan.data import load
+from longspan.data import download, images, load
 
 
 def test_digits_are_the_whole_of_scikit_learns():
@@ -79,6 +80,38 @@ def test_real_mnist():
     pixels = torch.cat([data.splits["train"], data.splits["validation"]])
     # LeCun et al.: the mean pixel of the training set is 0.1307.
     assert pixels.sum(dtype=torch.float64).item() / pixels.numel() / 255 == pytest.approx(0.1307, abs=5e-5)
+
+
+def test_a_compressed_file_unpacks_to_no_more_than_its_header_says(tmp_path, monkeypatch):
+    path = mnist_folder(tmp_path, compress=True) / "t10k-labels-idx1-ubyte.gz"
+    whole = gzip.decompress(path.read_bytes())
+    unpacked, read = [], gzip.GzipFile.read
+    monkeypatch.setattr(gzip.GzipFile, "read", lambda *a: unpacked.append(found := read(*a)) or found)
+    path.write_bytes(gzip.compress(whole + bytes(10**7)))
+    with pytest.raises(
+        ValueError, match=rf"{path} has more bytes .uncompressed. where its header tells of 15; its sha"
+    ):
+        load(f"mnist:{tmp_path}")
+    assert len(b"".join(unpacked[-3:])) == len(whole) + 1
+    monkeypatch.setattr(images, "MOST", 6)
+    with pytest.raises(ValueError, match=rf"train-images-idx3-ubyte.gz tells of {5003 * 784} bytes; .* unpack it by"):
+        load(f"mnist:{tmp_path}")
+
+
+@pytest.mark.parametrize("compress", [gzip, lzma], ids=["gz", "xz"])
+def test_a_compressed_text_unpacks_to_no_more_than_memory_holds(tmp_path, monkeypatch, compress):
+    path = tmp_path / f"a.txt.{'gz' if compress is gzip else 'xz'}"
+    path.write_bytes(compress.compress(bytes(10**6)))
+    assert load(f"text:{path}").count("train")
+    monkeypatch.setattr(download, "MOST", 10**6 - 1)
+    with pytest.raises(ValueError, match=rf"{path} unpacks to more than 999999 bytes; .* unpack it by hand"):
+        load(f"text:{path}")
+
+
+def test_a_header_that_tells_of_too_much_takes_no_memory(tmp_path):
+    folder = mnist_folder(tmp_path, train_images=struct.pack(">4I", 2051, 2**32 - 1, 28, 28))
+    with pytest.raises(ValueError, match=rf"has 16 bytes .* tells of {16 + (2**32 - 1) * 784}; its sha256"):
+        load(f"mnist:{folder}")
 
 
 def test_mnist_names_the_missing_file(tmp_path):

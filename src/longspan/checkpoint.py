@@ -217,7 +217,9 @@ def _save_training(training: dict[str, Any], path: Path) -> None:
             torch.save(training, file)
         except RuntimeError as error:
             # torch's writer hides the system's error behind one of its own.
-            raise error.__context__ if isinstance(error.__context__, OSError) else error
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 @contextlib.contextmanager

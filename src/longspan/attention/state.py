@@ -46,7 +46,7 @@ def nbytes(state: Any) -> int:
 
 
 def check_values(state: Any) -> None:
-    """Raise ValueError for a state whose counters cannot be true: no int64, below zero, or a length beyond the slots."""
+    """Raise ValueError for a state whose counters cannot be: no int64, below zero, or a length beyond its slots."""
     leaves = _named(state)
     _refuse_meta(leaves)
     for name, leaf in leaves.items():

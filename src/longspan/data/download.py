@@ -1,13 +1,19 @@
 """Files: downloads checked by sha256, and readers that say what is wrong with a file."""
 
+import contextlib
 import gzip
 import hashlib
 import importlib.util
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from .. import files
+
+# Bytes that a compressed file may unpack to: a small one can be made to fill any memory.
+MOST = 2**32
 
 
 def fetch(urls: Sequence[str], sha256: str, folder: Path, seconds: float = 30.0) -> Path:
@@ -43,26 +49,49 @@ def read(path: Path, published: str = "") -> bytes:
 
     ``published`` is the sha256 (hex) that the file is known to have; messages name it.
 
-    Raises ValueError for a file that is not there or cannot be read, and for truncated or corrupt compression.
+    Raises ValueError for a file that is not there or cannot be read, for truncated or corrupt compression, and for one
+    that unpacks to more than ``MOST`` bytes.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
-    match path.suffix:
-        case ".gz":
-            unpack, errors = gzip.decompress, (OSError, EOFError, zlib.error)
-        case ".xz":
-            # Some builds of Python have no lzma; they still read everything else.
-            import lzma
+    with opened(path, published) as file:
+        if path.suffix not in (".gz", ".xz"):
+            return file.read()
+        data = take(file, MOST + 1)
+    if len(data) > MOST:
+        raise ValueError(f"{path} unpacks to more than {MOST} bytes; if it is what it should be, unpack it by hand")
+    return data
 
-            unpack, errors = lzma.decompress, lzma.LZMAError
-        case _:
-            return data
-    try:
-        return unpack(data)
-    except errors as error:
-        raise ValueError(f"{path} is truncated or corrupt ({error}){describe(path, published)}") from error
+
+@contextlib.contextmanager
+def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
+    """A file to read from, which unpacks as it is read; otherwise as ``read``."""
+    with files.reading(path):
+        raw = open(path, "rb")
+    with raw:
+        match path.suffix:
+            case ".gz":
+                file, errors = gzip.GzipFile(fileobj=raw), (OSError, EOFError, zlib.error)
+            case ".xz":
+                # Some builds of Python have no lzma; they still read everything else.
+                import lzma
+
+                file, errors = lzma.LZMAFile(raw), (OSError, EOFError, lzma.LZMAError)
+            case _:
+                with files.reading(path):
+                    yield raw
+                return
+        try:
+            yield file  # type: ignore[misc]
+        except errors as error:
+            raise ValueError(f"{path} is truncated or corrupt ({error}){describe(path, published)}") from error
+
+
+def take(file: BinaryIO, most: int) -> bytes:
+    """What comes next of a file, so many bytes at most; memory is only taken for what is there."""
+    pieces = []
+    while most and (piece := file.read(min(most, 2**20))):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
 
 
 def describe(path: Path, published: str = "") -> str:
@@ -71,7 +100,7 @@ def describe(path: Path, published: str = "") -> str:
     return f"; its sha256 is {found}" + (f", the published file's is {published}" if published else "")
 
 
-def _pooch():
+def _pooch() -> Any:
     try:
         import pooch
     except ImportError as error:

@@ -11,7 +11,7 @@ import numpy as np
 from ..folders import cache_folder
 from .dataset import Dataset
 from .dataset import images as dataset
-from .download import describe, fetch, read
+from .download import MOST, describe, fetch, opened, read, take
 
 _MNIST_MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -127,19 +127,23 @@ def _idx(folder: Path, name: str) -> np.ndarray:
     if path is None:
         raise ValueError(f"no {name} in {folder}: looked for {', '.join(known)}")
     published = _MNIST[name][path.suffix != ".gz"]
-    data = read(path, published)
     kind, magic, shape = ("images of 28x28", 2051, (28, 28)) if "images" in name else ("labels", 2049, ())
     size = 8 + 4 * len(shape)
-    # The count may be anything; it is read from where it stands and then tells how long the file must be.
-    count = int.from_bytes(data[4:8])
-    if data[:size] != struct.pack(f">{size // 4}I", magic, count, *shape):
-        end = describe(path, published)
-        raise ValueError(f"{path} does not begin as an idx file of {kind} bytes (magic {magic}){end}")
-    expected = size + count * math.prod(shape)
-    if len(data) != expected:
-        end = describe(path, published)
-        raise ValueError(f"{path} has {len(data)} bytes (uncompressed) where its header tells of {expected}{end}")
-    return np.frombuffer(data, np.uint8, offset=size).reshape(-1, *shape)
+    with opened(path, published) as file:
+        head = file.read(size)
+        # The count may be anything; it is read from where it stands and then tells how long the file must be.
+        count = int.from_bytes(head[4:8])
+        if head != struct.pack(f">{size // 4}I", magic, count, *shape):
+            end = describe(path, published)
+            raise ValueError(f"{path} does not begin as an idx file of {kind} bytes (magic {magic}){end}")
+        expected = count * math.prod(shape)
+        if path.suffix == ".gz" and expected > MOST:
+            raise ValueError(f"{path} tells of {expected} bytes; if it is what it should be, unpack it by hand")
+        data, more = take(file, expected), file.read(1)
+    if more or len(data) != expected:
+        found, end = "more" if more else size + len(data), describe(path, published)
+        raise ValueError(f"{path} has {found} bytes (uncompressed) where its header tells of {size + expected}{end}")
+    return np.frombuffer(data, np.uint8).reshape(-1, *shape)
 
 
 def _cifar_folder(folder: Path) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
