@@ -49,7 +49,10 @@ def write(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(descriptor)
-            os.replace(temporary, path)
+                if os.name == "nt":  # where no open file can be renamed
+                    file.close()
+                # Still locked, so that nobody takes it for what a killed process has left.
+                os.replace(temporary, path)
         except BaseException:
             remove(temporary)
             raise
