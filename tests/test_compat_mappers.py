@@ -1,5 +1,8 @@
 """Weights from other libraries and to longspan's own models; events."""
 
+import os
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -299,3 +302,24 @@ def test_dispatchers_are_shared_by_name():
     assert EventDispatcher.get("one") is not EventDispatcher.get("two")
     own = EventDispatcher()
     assert EventDispatcher.get(own) is own
+
+
+def test_a_file_runs_no_code_unless_that_is_asked_for(tmp_path, monkeypatch):
+    torch.save({"model": Planted(tmp_path / "owned")}, tmp_path / "a.pt")
+    # This turns torch's default round, where nothing else is said.
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.raises(pickle.UnpicklingError):
+        w.SimpleMapper.load_file(tmp_path / "a.pt")
+    assert not (tmp_path / "owned").exists()
+    w.SimpleMapper.load_file(tmp_path / "a.pt", weights_only=False)
+    assert (tmp_path / "owned").exists()
+
+
+class Planted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
