@@ -1,0 +1,108 @@
+"""Flip bits, zero blocks, cut and swap files: a load refuses, naming the file, or gives exactly what was written."""
+
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import longspan
+from longspan import checkpoint
+from longspan.config import Config
+from longspan.model import Decoder
+
+from . import Case
+
+SHORT, LONG = 150, 20_000
+BLOCK = 4096
+CONFIG = Config(dim=16, depth=2, heads=2, feedforward=32, attention="linear; softmax", vocab=17, length=29)
+CHECKPOINT = ("model.safetensors", "training.pt", "config.json")
+
+
+def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
+    whole = [_made(folder / name, number) for number, name in enumerate(("one", "other"))]
+    for number in range(count):
+        choice = random.Random(f"{seed}/{number}")
+        name = choice.choice((*CHECKPOINT, "state"))
+        way = choice.choice((_flip, _flip, _zero, _cut, _lengthen, _swap))
+        yield (
+            f"{number}-{way.__name__[1:]}-{name}",
+            lambda name=name, way=way, choice=choice: _attack(folder, name, way, choice, whole[0]),
+        )
+
+
+def _made(folder: Path, seed: int) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Decoder(CONFIG).eval()
+        training = {"step": seed, "moments": [torch.randn(500), torch.randn(3)]}
+        checkpoint.save(folder / "c", model, training=training, extra={"step": seed, "run": {"data": "digits"}})
+        with torch.no_grad():
+            _, state = model(torch.randint(17, (3, 7)), model.init_state(3))
+        longspan.save_state(folder / "state", state)
+    return _read(folder, "all")
+
+
+def _read(folder: Path, name: str) -> Any:
+    """What the files of ``folder`` hold: plain values and tensors."""
+    if name == "state":
+        return longspan.load_state(folder / "state", Decoder(CONFIG).init_state(1))
+    model = checkpoint.load(folder / "c")
+    found = [model.config.to_dict(), model.state_dict(), checkpoint.load_training(folder / "c")]
+    found.append(checkpoint.read_config(folder / "c"))
+    return [*found, _read(folder, "state")] if name == "all" else found
+
+
+def _attack(folder: Path, name: str, way: Callable, choice: random.Random, whole: Any) -> str | None:
+    place = folder / "attacked"
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(folder / "one", place)
+    path = place / name if name == "state" else place / "c" / name
+    other = folder / "other" / path.relative_to(place)
+    path.write_bytes(way(path.read_bytes(), choice, other))
+    try:
+        found = _read(place, name)
+    except ValueError as error:
+        # Of files that were exchanged, it is the others that no longer fit.
+        named = CHECKPOINT if way is _swap else (path.name,)
+        return None if any(file in str(error) for file in named) else f"refused without the file's name: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    wanted = whole[-1] if name == "state" else whole[:-1]
+    if way is _swap and name == "state":
+        return None  # whole as it is, and another's
+    return None if _equal(found, wanted) else "other values than were written"
+
+
+def _equal(a: Any, b: Any) -> bool:
+    (one, first), (other, second) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    same = first == second and len(one) == len(other)
+    return same and all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y for x, y in zip(one, other, strict=True)
+    )
+
+
+def _flip(content: bytes, choice: random.Random, other: Path) -> bytes:
+    at = choice.randrange(len(content))
+    return content[:at] + bytes([content[at] ^ 1 << choice.randrange(8)]) + content[at + 1 :]
+
+
+def _zero(content: bytes, choice: random.Random, other: Path) -> bytes:
+    at = choice.randrange(-(-len(content) // BLOCK)) * BLOCK
+    zeros = bytes(len(content[at : at + BLOCK]))
+    return content[:at] + zeros + content[at + BLOCK :]
+
+
+def _cut(content: bytes, choice: random.Random, other: Path) -> bytes:
+    return content[: choice.randrange(len(content))]
+
+
+def _lengthen(content: bytes, choice: random.Random, other: Path) -> bytes:
+    return content + choice.randbytes(choice.randrange(1, 100))
+
+
+def _swap(content: bytes, choice: random.Random, other: Path) -> bytes:
+    return other.read_bytes()
