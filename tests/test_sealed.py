@@ -219,6 +219,20 @@ class TestWhatIsLeft:
         assert os.listdir(tmp_path) == ["last"]
         assert (tmp_path / "last").read_text() == "new"
 
+    def test_or_before_it_is_opened(self, folder, monkeypatch):
+        swept, opened = [], os.open
+
+        def late(path, *arguments, **keywords):
+            if not swept and str(path).endswith(".tmp"):
+                swept.append(None)
+                os.rmdir(path)
+            return opened(path, *arguments, **keywords)
+
+        monkeypatch.setattr(os, "open", late)
+        checkpoint.save(folder, decoder(1))
+        assert swept
+        assert same(checkpoint.load(folder), decoder(1))
+
     def test_what_has_stepped_aside_stays_while_it_is_the_only_one(self, folder):
         aside = folder.with_name(f".a.{1:016x}.old")
         os.rename(folder, aside)

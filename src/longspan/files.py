@@ -135,7 +135,12 @@ def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int | 
     """Make a temporary file or folder and lock it -> its name and its descriptor, whose closing ends the lock."""
     while True:
         temporary = beside(path, "tmp")
-        descriptor = make(temporary)
+        try:
+            descriptor = make(temporary)
+        except FileNotFoundError:
+            if path.parent.is_dir():
+                continue  # swept between the two calls that make a folder and open it
+            raise
         if fcntl is None or descriptor is None:
             return temporary, descriptor
         # Some network file systems lock no folders; there, nobody else can lock this one either, so it is safe.

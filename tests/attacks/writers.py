@@ -20,8 +20,8 @@ from longspan.model import Decoder
 
 from . import Case
 
-SHORT, LONG = 6, 150
-PROCESSES, THREADS, SAVES = 2, 2, 10
+SHORT, LONG = 3, 150
+PROCESSES, THREADS, SAVES = 2, 2, 6
 NUMBERS = 97
 
 
