@@ -71,8 +71,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
         finally:
-            if descriptor is not None:
-                os.close(descriptor)
+            os.close(descriptor)
 
 
 def beside(path: Path, end: str) -> Path:
@@ -131,7 +130,7 @@ def check(path: Path) -> Path:
     return path
 
 
-def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int | None]:
+def _claim(path: Path, make: Callable[[Path], int]) -> tuple[Path, int]:
     """Make a temporary file or folder and lock it -> its name and its descriptor, whose closing ends the lock."""
     while True:
         temporary = beside(path, "tmp")
@@ -141,7 +140,7 @@ def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int | 
             if path.parent.is_dir():
                 continue  # swept between the two calls that make a folder and open it
             raise
-        if fcntl is None or descriptor is None:
+        if fcntl is None:
             return temporary, descriptor
         # Some network file systems lock no folders; there, nobody else can lock this one either, so it is safe.
         with contextlib.suppress(OSError):
@@ -152,6 +151,7 @@ def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int | 
         os.close(descriptor)
 
 
-def _make_folder(path: Path) -> int | None:
+def _make_folder(path: Path) -> int:
     os.mkdir(path)
-    return None if os.name == "nt" else os.open(path, os.O_RDONLY)
+    # Windows opens no folders, and has no such locks for them.
+    return os.open(os.devnull if os.name == "nt" else path, os.O_RDONLY)

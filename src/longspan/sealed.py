@@ -140,7 +140,7 @@ def _open(folder: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, BinaryI
         for _ in range(TRIES):
             at = settled(folder)
             with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
-                found = {CONFIG: stack.enter_context(open(at / CONFIG, "rb"))}
+                found: dict[str, BinaryIO] = {CONFIG: stack.enter_context(open(at / CONFIG, "rb"))}
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         found[name] = stack.enter_context(open(at / name, "rb"))

@@ -145,7 +145,7 @@ def _digest(leaves: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, leaf in leaves.items():
         digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
-        digest.update(leaf.reshape(-1).view(torch.uint8).numpy())
+        digest.update(leaf.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
