@@ -1,0 +1,96 @@
+"""Let the disk fill up at any byte of a save: it says so in a line, the older file stays, and nothing else is left.
+
+Files that may not grow stand in for the disk, so that no other program meets it.
+"""
+
+import os
+import random
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import longspan
+from longspan import checkpoint
+from longspan.config import Config
+from longspan.model import Decoder
+
+from . import Case
+
+SHORT, LONG = 25, 3000
+
+
+def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
+    checkpoint.save(folder / "c", _model(1), training=_training(1))
+    longspan.save_state(folder / "state", _state(1))
+    checkpoint.write_text(folder / "text", "1" * 9000)
+    largest = {"c": 60_000, "state": 4000, "text": 9000}
+    for number in range(count):
+        choice = random.Random(f"{seed}/{number}")
+        name = choice.choice(sorted(largest))
+        limit = choice.randrange(largest[name])
+        yield f"{number}-{name}-{limit}", lambda name=name, limit=limit: _attack(folder, name, limit)
+
+
+def _attack(folder: Path, name: str, limit: int) -> str | None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    said = ""
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        _write(folder, name, 2)
+    except (ValueError, OSError) as error:
+        said = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    if sorted(os.listdir(folder)) != ["c", "state", "text"]:
+        return f"it left {sorted(os.listdir(folder))}"
+    if said and (str(folder / name) not in said or "\n" in said or "File too large" not in said):
+        return f"it said {said!r}"
+    if _number(folder, name) != (1 if said else 2):
+        return "the older one was changed by a save that failed, or stayed after one that did not"
+    if not said:
+        _write(folder, name, 1)
+    return None
+
+
+def _write(folder: Path, name: str, number: int) -> None:
+    match name:
+        case "c":
+            checkpoint.save(folder / name, _model(number), training=_training(number))
+        case "state":
+            longspan.save_state(folder / name, _state(number))
+        case _:
+            checkpoint.write_text(folder / name, str(number) * 9000)
+
+
+def _number(folder: Path, name: str) -> int:
+    match name:
+        case "c":
+            model = checkpoint.load(folder / name)
+            values = {v for p in model.parameters() for v in p.unique().tolist()}
+            values |= set(checkpoint.load_training(folder / name)["moments"].unique().tolist())
+        case "state":
+            values = set(longspan.load_state(folder / name, _state(0)).sums.unique().tolist())
+        case _:
+            values = set(map(int, (folder / name).read_text()))
+    return int(values.pop()) if len(values) == 1 else -1
+
+
+def _model(number: int) -> Decoder:
+    model = Decoder(Config(dim=16, depth=1, heads=2, feedforward=16, vocab=5, length=3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(number)
+    return model
+
+
+def _training(number: int) -> dict:
+    return {"moments": torch.full((14_000,), float(number))}
+
+
+def _state(number: int) -> longspan.attention.linear.State:
+    return longspan.attention.linear.State(torch.full((1, 2, 20, 21), float(number)))
