@@ -79,6 +79,7 @@ class TestRoundTrip:
                 super().__init__()
                 self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
                 self.second.weight = self.first.weight
+                self.blocks = nn.ModuleList()
 
         monkeypatch.setitem(checkpoint.KINDS, "decoder", (Config, Tied))
         model = Tied(SMALL)
@@ -278,7 +279,7 @@ class TestRefused:
     @pytest.mark.parametrize("entries", [{"width": 3}, {"heads": 3}, {"dim": "wide"}])
     def test_config_that_describes_no_model(self, folder, entries):
         edit(folder, config=SMALL.to_dict() | entries)
-        with pytest.raises(ValueError, match=r"config.json does not describe a decoder: .*(width|heads|str)"):
+        with pytest.raises(ValueError, match=r"config.json does not describe a decoder: .*(width|heads|a whole number|integer|int)"):
             checkpoint.load(folder)
 
     def test_no_weights(self, folder):
@@ -392,7 +393,6 @@ def test_a_copied_checkpoint_is_a_checkpoint(folder, tmp_path):
 def test_a_config_is_looked_at_before_a_model_is_built(tmp_path, entry, message):
     folder = tmp_path / "m"
     checkpoint.save(folder, Decoder(Config(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)))
-    header = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(header | entry))
+    edit(folder, **entry)
     with pytest.raises(ValueError, match=message):
         checkpoint.load(folder)
