@@ -98,7 +98,7 @@ def cases():
     bare = [name for name in longspan.names() if name not in longspan.examples(name)]
     specs = [*bare, "rfa(gate=True)", "linear; softmax"]
     for law, spec in [*checks.cases(), *((law, spec) for spec in specs for law in checks.laws())]:
-        late = law in ("compiles", "exports", "adversarial") and spec not in first and ";" not in spec
+        late = law in ("compiles", "exports", "adversarial", "blocks") and spec not in first and ";" not in spec
         yield pytest.param(law, spec, marks=[pytest.mark.slow] if late else [])
 
 
