@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from longspan import checks
 from longspan.config import ACTIVATIONS, NORMS, POSITIONS, Config, EncoderConfig, StackConfig
 from longspan.model import Decoder, Encoder, Stack
 
@@ -155,3 +156,30 @@ class TestErrors:
     def test_rotary_where_there_is_none(self):
         with pytest.raises(ValueError, match="kernel has no rotary positions"):
             decoder(attention="kernel", positions="rotary")
+
+
+@pytest.mark.parametrize("prenorm", [True, False])
+@pytest.mark.parametrize("pool", ["none", "mean"])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_what_a_masked_vector_holds_moves_nothing(prenorm, pool, positions):
+    torch.manual_seed(0)
+    config = EncoderConfig(**SMALL, positions=positions, length=20, pool=pool, prenorm=prenorm, outputs=3)
+    model = Encoder(config).double()
+    vectors = torch.randn(2, 13, 8, dtype=torch.float64)
+    mask = torch.arange(13) < torch.tensor([[13], [9]])
+
+    def outcome(vectors):
+        vectors = vectors.clone().requires_grad_()
+        y = model(vectors, mask=mask)
+        return [y, *torch.autograd.grad(y.square().sum(), [vectors, *model.parameters()])]
+
+    for value in (float("nan"), float("inf"), 1e300):
+        spoilt = outcome(vectors.masked_fill(~mask[..., None], value))
+        torch.testing.assert_close(spoilt, outcome(vectors), atol=0, rtol=0)
+        assert not spoilt[1][~mask].any()
+
+
+@pytest.mark.parametrize("kind", ["realformer", "etc(globals=3, radius=5, clip=2)"])
+def test_what_a_masked_token_holds_is_not_handed_on(kind):
+    row = checks.check("content", f"{kind}; {kind}")
+    assert row.status == "passed", row.note

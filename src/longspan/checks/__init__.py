@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..attention import REGISTRY, examples
-from . import blocks, numeric, prefix, recurrent, software
+from . import blocks, content, numeric, prefix, recurrent, software
 from .gauge import Broken, Gauge, Subject
 
 # law -> (its function, the facts that a mechanism needs for it to apply)
@@ -14,6 +14,7 @@ _LAWS = {
     "parallel_is_recurrent": (recurrent.parallel_is_recurrent, ("causal",)),
     "state": (recurrent.state, ("causal",)),
     "padding": (recurrent.padding, ("mask",)),
+    "content": (content.content, ("mask",)),
     "rows_independent": (recurrent.rows_independent, ()),
     "mixed_rows": (recurrent.mixed_rows, ("causal", "mask")),
     "packed": (recurrent.packed, ("segments",)),
