@@ -300,6 +300,7 @@ def test_a_feature_map_of_your_own():
         y, state = module(token, state)
         outputs.append(y)
     torch.testing.assert_close(torch.cat(outputs, 1), module(x)[0])
+    assert Linear(8, 2, feature_map=torch.relu).phi(-torch.ones(4)).tolist() == [0] * 4
     with pytest.raises(ValueError, match="feature map 'tanh' reaches -1"):
         Linear(8, 2, feature_map=torch.tanh)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longspan.attention import build
 from longspan.attention.linear import Linear
 from longspan.ops import features, fourier, polynomial
 from longspan.ops import random_features as rf
@@ -325,3 +326,22 @@ class TestFourierConstruction:
     def test_too_weak_a_damping_is_refused(self):
         with pytest.raises(ValueError, match=r"strength=0.4 damps e.* too little .* at least 0.5"):
             fourier.exponential_frequencies(self.q, self.q, 0.4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("performer", {"rows": "iid", "radii": "quantiles"}),
+        ("fourier", {"rows": "iid", "radii": "quantiles"}),
+        ("rfa", {"rows": "orthogonal"}),
+    ],
+)
+def test_a_layers_rows_are_those_of_all_its_options(name, options):
+    chosen = ", ".join(f"{option}={value!r}" for option, value in options.items())
+    for spec, given in ((f"{name}(features=7, seed=3, {chosen})", options | {"seed": 3}), (f"{name}(features=7)", {})):
+        module = build(spec, 2 * D, 2, layer=5)
+        defaults = {option: getattr(module, option) for option in options}
+        for step in (0, 2):
+            module.redraw(step)
+            expected = rf.projections(2, 7, D, **defaults | given, layer=5, step=step)
+            assert torch.equal(module.projection, expected.float())
