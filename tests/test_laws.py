@@ -51,6 +51,11 @@ def leaking_gradients(self, x, state=None, original=Attention.forward, **argumen
     return y + Leak.apply(x), *rest
 
 
+def reading_masked_tokens(self, x, state=None, original=Attention.forward, **arguments):
+    y, *rest = original(self, x, state, **arguments)
+    return y + 0.0 * x.sum((1, 2), keepdim=True), *rest
+
+
 def fresh_if_some_row_is(state, n, mask, segments, record):
     return n > 1 and mask is None and segments is None and record is None and not bool(state.position.all())
 
@@ -78,6 +83,7 @@ MISTAKES = {
     "a packed segment: differ": ("packed", "linear", Linear, "attend", wrong_where_nothing_is_recorded),
     "gradients through states": ("gradients", "linear", Linear, "attend", cut_off_from_the_past),
     "a parameter gets no gradient": ("gradients", "softmax", Softmax, "__init__", with_an_idle_weight),
+    "NaN and infinity in masked tokens": ("content", "linear", Attention, "forward", reading_masked_tokens),
     "a masked token's gradient is not zero": ("content", "linear", Attention, "forward", leaking_gradients),
     "a used row beside another: one call": ("mixed_rows", LOCAL, reach, "_from_nothing", fresh_if_some_row_is),
     "139 tokens, packed, from nothing": ("blocks", LOCAL, sparse, "attend", meeting_in_long_rows),
@@ -95,6 +101,12 @@ def test_an_assertion_is_needed(words, monkeypatch):
     row = checks.check(law, spec)
     assert row.status == "failed"
     assert words in row.note
+
+
+def test_a_report_is_ok_where_no_law_failed():
+    passed, failed = (checks.Row("causal", status, 0.0, 0.0, "") for status in ("passed", "failed"))
+    assert checks.Report("linear", (passed, passed)).ok
+    assert not checks.Report("linear", (passed, failed)).ok
 
 
 def test_errors_are_relative_to_the_largest_number_and_absolute_below_one():

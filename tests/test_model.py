@@ -79,6 +79,15 @@ def test_packed_rows_equal_separate_ones():
         torch.testing.assert_close(y[:1, 5:], model(TOKENS[:1, 5:])[0], atol=1e-10, rtol=0)
 
 
+def test_weights_into_the_residual_begin_smaller_by_the_root_of_their_number():
+    for name, weight in Decoder(Config(dim=96, depth=8, heads=2, feedforward=96, vocab=300)).named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            assert (weight == float(name.endswith("weight"))).all()
+            continue
+        residual = name.endswith(("attention.out.weight", "feedforward.contract.weight"))
+        assert weight.std().item() == pytest.approx(0.02 / (4 if residual else 1), rel=0.05)
+
+
 def test_dropout_is_seeded_and_for_training_only():
     model = decoder(dropout=0.5)
     assert torch.equal(model(TOKENS)[0], model(TOKENS)[0])

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ..attention import clone, detach, load_state, nbytes, save_state, select
 from .gauge import BATCH, TOKENS, Gauge, Subject
 
-CUTS = ([1] * TOKENS, [5, 8, 16], [TOKENS - 1, 1], [TOKENS])
+CUTS = ([1] * TOKENS, [2, 3, 8, 16], [TOKENS - 1, 1], [TOKENS])
 
 
 def run(module, x: Tensor, cuts: list[int], state: Any, mask: Tensor | None = None, **arguments) -> tuple[Tensor, Any]:
@@ -182,7 +182,7 @@ def _packed(subject: Subject, gauge: Gauge) -> None:
     x, more = subject.data(), subject.data(2, 5)
     segments = torch.tensor([[0] * 7 + [3] * 11 + [4] * 11, [2] * TOKENS])
     mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
-    mask[0, [2, 7, 17, 28]] = False
+    mask[0, [0, 2, 7, 17, 28]] = False
     for direction in directions:
         module = subject.make(causal=direction)
         y = module(x, segments=segments)[0]
