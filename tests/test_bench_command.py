@@ -202,6 +202,9 @@ def test_crossovers():
     assert figures.crossover(linear, quadratic) == "from 100"
     assert figures.crossover(quadratic, linear) == "at no size"
     assert figures.crossover({16: 1.0}, quadratic) == "at every size"
+    assert figures.crossover(linear, linear) == "at no size"
+    # Ahead twice: from the second time on for good.
+    assert figures.crossover({1: 2.0, 4: 1.0, 16: 4.0, 64: 1.0}, dict.fromkeys((1, 4, 16, 64), 2.0)) == "from 32"
 
 
 def test_step(capsys, weightless):

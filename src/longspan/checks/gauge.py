@@ -145,7 +145,7 @@ def derivatives(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) 
     return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
 
 
-def off_kinks(module: nn.Module) -> nn.Module:
+def off_kinks(module: Any) -> Any:
     """The module with its weights moved a little, since they may begin where no gradient is, such as at a span of 0."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

@@ -187,6 +187,8 @@ def _packed(subject: Subject, gauge: Gauge) -> None:
         module = subject.make(causal=direction)
         y = module(x, segments=segments)[0]
         holes = module(x, segments=segments, mask=mask)[0]
+        odd = torch.where(mask, segments, torch.arange(TOKENS).flip(0) - 5)
+        gauge.close(module(x, segments=odd, mask=mask)[0], holes, "other ids of masked tokens")
         for part in (slice(0, 7), slice(7, 18), slice(18, TOKENS)):
             gauge.close(y[:1, part], module(x[:1, part])[0], "a packed segment")
             gauge.close(holes[:1, part], module(x[:1, part], mask=mask[:1, part])[0], "a packed segment with padding")
@@ -197,7 +199,8 @@ def _packed(subject: Subject, gauge: Gauge) -> None:
 
 def _packed_states(module, x, more, segments, mask, gauge: Gauge) -> None:
     _, before = module(more, module.init_state(BATCH))
-    y, after = module(x, before, segments=segments, mask=mask)
+    # Ids of masked tokens say nothing, those of the first and the last least of all.
+    y, after = module(x, before, segments=torch.where(mask, segments, -1), mask=mask)
     first = pytree.tree_map(lambda t: t[:1], before)
     gauge.close(y[:1, :7], module(x[:1, :7], first, mask=mask[:1, :7])[0], "the first segment goes on with the state")
     gauge.close(y[:1, 7:18], module(x[:1, 7:18], mask=mask[:1, 7:18])[0], "the second segment starts anew")
