@@ -187,7 +187,8 @@ def test_what_would_take_too_long_is_left_out_and_said_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("cost", "power"), [("N D^2", 1), ("N^2 D", 2), ("N^1.5 D", 1.5), ("N W D", 1),
-                                             ("N log N D", 1), ("D^2", 0), ("N D + N^2", 2), ("D log N", 0)])  # fmt: skip
+                                             ("N log N D", 1), ("D log N", 0), ("D^2", 0),
+                                             ("N D + N^2", 2)])  # fmt: skip
 def test_declared_powers(cost, power):
     assert figures.declared(cost) == power
 
