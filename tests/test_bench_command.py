@@ -187,7 +187,8 @@ def test_what_would_take_too_long_is_left_out_and_said_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("cost", "power"), [("N D^2", 1), ("N^2 D", 2), ("N^1.5 D", 1.5), ("N W D", 1),
-                                             ("N log N D", 1), ("D^2", 0), ("N D + N^2", 2)])  # fmt: skip
+                                             ("N log N D", 1), ("D log N", 0), ("D^2", 0),
+                                             ("N D + N^2", 2)])  # fmt: skip
 def test_declared_powers(cost, power):
     assert figures.declared(cost) == power
 
@@ -202,6 +203,9 @@ def test_crossovers():
     assert figures.crossover(linear, quadratic) == "from 100"
     assert figures.crossover(quadratic, linear) == "at no size"
     assert figures.crossover({16: 1.0}, quadratic) == "at every size"
+    assert figures.crossover(linear, linear) == "at no size"
+    # Ahead twice: from the second time on for good.
+    assert figures.crossover({1: 2.0, 4: 1.0, 16: 4.0, 64: 1.0}, dict.fromkeys((1, 4, 16, 64), 2.0)) == "from 32"
 
 
 def test_step(capsys, weightless):

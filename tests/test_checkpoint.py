@@ -279,7 +279,9 @@ class TestRefused:
     @pytest.mark.parametrize("entries", [{"width": 3}, {"heads": 3}, {"dim": "wide"}])
     def test_config_that_describes_no_model(self, folder, entries):
         edit(folder, config=SMALL.to_dict() | entries)
-        with pytest.raises(ValueError, match=r"config.json does not describe a decoder: .*(width|heads|a whole number|integer|int)"):
+        with pytest.raises(
+            ValueError, match=r"config.json does not describe a decoder: .*(width|heads|a whole number|integer|int)"
+        ):
             checkpoint.load(folder)
 
     def test_no_weights(self, folder):

@@ -93,3 +93,10 @@ def test_impossible_sizes_are_refused():
     for options in ({"redraw": 0}, {"n_dims": 1}):
         with pytest.raises(ValueError, match="must be at least 1, and n_dims=.* at least 2"):
             maps.RandomFourierFeatures(E, **options)
+
+
+def test_a_smoothing_constant_is_the_last_feature():
+    smoothed = maps.SmoothedRandomFourierFeatures(6, n_dims=9, smoothing=0.25)
+    features = smoothed(torch.randn(2, 3, 6))
+    assert features.shape == (2, 3, 9)
+    assert (features[..., -1] == 0.25).all()

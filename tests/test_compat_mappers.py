@@ -170,6 +170,20 @@ def test_a_stack_of_different_layers_keeps_their_order():
 
 
 @pytest.mark.parametrize(
+    ("builder", "kind", "causal"),
+    [
+        (TransformerEncoderBuilder, "linear", False),
+        (TransformerEncoderBuilder, "causal-linear", True),
+        (RecurrentEncoderBuilder, "linear", True),
+    ],
+)
+def test_eps_and_dropout_go_along(builder, kind, causal):
+    stack = to_native(encoder(builder, attention_type=kind, eps=0.25, dropout=0.375), causal=causal)
+    assert [attention.spec for attention in stack.attentions()] == 2 * ["linear(eps=0.25)"]
+    assert [block.dropout.p for block in stack.blocks] == 2 * [0.375]
+
+
+@pytest.mark.parametrize(
     ("options", "causal", "message"),
     [
         ({"attention_type": "linear"}, True, "LinearAttention cannot be causal=True"),

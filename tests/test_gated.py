@@ -112,10 +112,14 @@ def test_any_chunk_gives_one_answer(decay):
 
 
 @pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("decay", ["head", "channel"])
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("spans", [1, 3])
-def test_spans_give_one_answer(monkeypatch, spans, delta):
+def test_spans_give_one_answer(monkeypatch, spans, packed, decay, delta):
     monkeypatch.setattr(chunks, "SPAN", spans * 16 * 4)
-    given, options = arguments(139, delta=delta), {"scale": 0.7, "mask": None, "segments": None}
+    # Of the packed sequences some begin where spans do.
+    segments = torch.arange(139).div(48, rounding_mode="floor").expand(2, -1) if packed else None
+    given, options = arguments(139, decay=decay, delta=delta), {"scale": 0.7, "mask": None, "segments": segments}
     expected = outcome(gated.reference, given, **options)
     assert_close(outcome(chunks.attend, given, chunk=16, **options), expected)
 
@@ -176,6 +180,14 @@ def test_gradients_that_can_be_differentiated_are_the_gradients(decay, delta):
     loss = o.sin().sum() + end.square().sum()
     plain = torch.autograd.grad(loss, inputs, retain_graph=True)
     assert_close(torch.autograd.grad(loss, inputs, create_graph=True), plain)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_state_after_no_tokens_is_a_tensor_of_its_own(donate):
+    given = arguments(0)
+    _, after = gated.recur(**given, donate=donate)
+    torch.testing.assert_close(after, given["state"], atol=0, rtol=0)
+    assert after.data_ptr() != given["state"].data_ptr()
 
 
 def test_second_derivatives_survive_a_strong_decay():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from longspan import checks
 from longspan.config import ACTIVATIONS, NORMS, POSITIONS, Config, EncoderConfig, StackConfig
 from longspan.model import Decoder, Encoder, Stack
 
@@ -76,6 +77,15 @@ def test_packed_rows_equal_separate_ones():
         segments = torch.tensor([[0] * 5 + [1] * 8, [0] * 13])
         y, _ = model(TOKENS, segments=segments)
         torch.testing.assert_close(y[:1, 5:], model(TOKENS[:1, 5:])[0], atol=1e-10, rtol=0)
+
+
+def test_weights_into_the_residual_begin_smaller_by_the_root_of_their_number():
+    for name, weight in Decoder(Config(dim=96, depth=8, heads=2, feedforward=96, vocab=300)).named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            assert (weight == float(name.endswith("weight"))).all()
+            continue
+        residual = name.endswith(("attention.out.weight", "feedforward.contract.weight"))
+        assert weight.std().item() == pytest.approx(0.02 / (4 if residual else 1), rel=0.05)
 
 
 def test_dropout_is_seeded_and_for_training_only():
@@ -155,3 +165,30 @@ class TestErrors:
     def test_rotary_where_there_is_none(self):
         with pytest.raises(ValueError, match="kernel has no rotary positions"):
             decoder(attention="kernel", positions="rotary")
+
+
+@pytest.mark.parametrize("prenorm", [True, False])
+@pytest.mark.parametrize("pool", ["none", "mean"])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_what_a_masked_vector_holds_moves_nothing(prenorm, pool, positions):
+    torch.manual_seed(0)
+    config = EncoderConfig(**SMALL, positions=positions, length=20, pool=pool, prenorm=prenorm, outputs=3)
+    model = Encoder(config).double()
+    vectors = torch.randn(2, 13, 8, dtype=torch.float64)
+    mask = torch.arange(13) < torch.tensor([[13], [9]])
+
+    def outcome(vectors):
+        vectors = vectors.clone().requires_grad_()
+        y = model(vectors, mask=mask)
+        return [y, *torch.autograd.grad(y.square().sum(), [vectors, *model.parameters()])]
+
+    for value in (float("nan"), float("inf"), 1e300):
+        spoilt = outcome(vectors.masked_fill(~mask[..., None], value))
+        torch.testing.assert_close(spoilt, outcome(vectors), atol=0, rtol=0)
+        assert not spoilt[1][~mask].any()
+
+
+@pytest.mark.parametrize("kind", ["realformer", "etc(globals=3, radius=5, clip=2)"])
+def test_what_a_masked_token_holds_is_not_handed_on(kind):
+    row = checks.check("content", f"{kind}; {kind}")
+    assert row.status == "passed", row.note

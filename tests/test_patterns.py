@@ -246,6 +246,13 @@ def test_bounds_are_never_too_small(pattern):
     assert pattern.lookahead is None or pattern.lookahead >= ahead
 
 
+@pytest.mark.parametrize("choose", [by_head, by_layer])
+def test_bounds_of_choices_are_the_largest(choose):
+    pattern = choose(band(5), band(1, right=3))
+    assert (pattern.lookback, pattern.lookahead) == (5, 3)
+    assert choose(band(5), causal()).reach == (None, 0)
+
+
 def test_bounds_of_differences_are_exact():
     generator = dice.Random(8)
     for _ in range(300):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longspan.attention import build
 from longspan.attention.linear import Linear
 from longspan.ops import features, fourier, polynomial
 from longspan.ops import random_features as rf
@@ -360,3 +361,22 @@ def test_orthogonal_rows_have_less_variance_only_where_tokens_are_near(dim, x, s
     if abs(x - 4.75) > 1:
         assert abs(expected) > 4 * error
         assert math.copysign(1.0, products.mean().item()) == sign
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("performer", {"rows": "iid", "radii": "quantiles"}),
+        ("fourier", {"rows": "iid", "radii": "quantiles"}),
+        ("rfa", {"rows": "orthogonal"}),
+    ],
+)
+def test_a_layers_rows_are_those_of_all_its_options(name, options):
+    chosen = ", ".join(f"{option}={value!r}" for option, value in options.items())
+    for spec, given in ((f"{name}(features=7, seed=3, {chosen})", options | {"seed": 3}), (f"{name}(features=7)", {})):
+        module = build(spec, 2 * D, 2, layer=5)
+        defaults = {option: getattr(module, option) for option in options}
+        for step in (0, 2):
+            module.redraw(step)
+            expected = rf.projections(2, 7, D, **defaults | given, layer=5, step=step)
+            assert torch.equal(module.projection, expected.float())

@@ -43,6 +43,17 @@ def test_first_and_second_derivatives(segments):
     assert torch.autograd.gradgradcheck(scan, inputs)
 
 
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one sequence", "packed"])
+def test_gradients_that_can_be_differentiated_are_the_gradients(segments, monkeypatch):
+    """They come from other code, with which second derivatives would agree even if it were wrong."""
+    monkeypatch.setattr(recurrence, "SPAN", 8)
+    inputs = numbers(29)
+    found = loss(recurrence.scan(*inputs, segments=segments, chunk=4))
+    plain = torch.autograd.grad(found, inputs, retain_graph=True)
+    again = torch.autograd.grad(found, inputs, create_graph=True)
+    torch.testing.assert_close(again, plain, atol=1e-11, rtol=1e-11)
+
+
 def test_several_true_spans():
     inputs = numbers(2053)
     torch.testing.assert_close(recurrence.scan(*inputs), recurrence.reference(*inputs), atol=1e-10, rtol=1e-10)

@@ -226,3 +226,16 @@ def test_the_error_of_the_output_shrinks_with_the_root_of_the_features():
     )
     (before,), (after,) = few["output"], many["output"]
     assert 20 < before / after < 200  # of the square, with 64 times as many features
+
+
+@pytest.mark.parametrize(("estimator", "rows"), [("positive", 8), ("hyperbolic", 4), ("trigonometric", 4)])
+def test_a_map_of_two_features_a_row_gets_half_the_rows(estimator, rows, monkeypatch):
+    drawn, sample = [], random_features.sample
+
+    def told(count, features, *arguments, **options):
+        drawn.append(features)
+        return sample(count, features, *arguments, **options)
+
+    monkeypatch.setattr(random_features, "sample", told)
+    approximation.measure(approximation.QUICK, {"features": 8, "estimator": estimator, "rows": "iid"}, NOWHERE)
+    assert set(drawn) == {rows}

@@ -89,3 +89,14 @@ def test_sums_in_which_large_terms_cancel(module):
         judged(module, errors, cancelling)
     with pytest.raises(Broken):
         judged(module, ([[0.0], [0.0]], [1e3]), cancelling, sums=1)
+
+
+def test_the_largest_change_of_all_neighbours_counts(module):
+    calls = iter(range(100))
+
+    def jumpy(module, x):
+        return [torch.full((), 5.0 if next(calls) == 3 else 1.0, dtype=torch.float64)]
+
+    gauge = Gauge()
+    Question(jumpy, module, X).close(gauge, [torch.tensor(30.0, dtype=torch.float64)], "jumps", 1e-6, torch.float32)
+    assert gauge.excused == pytest.approx(29.0)

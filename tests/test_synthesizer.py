@@ -281,3 +281,16 @@ def test_fresh_scores_are_as_wide_as_is_said(kind, deviation):
     with torch.no_grad():
         found = attention._scores(kind, torch.randn(4, 256, 64), None, at, at)
     assert abs(found.std().item() / deviation - 1) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["dense", "random", "factored_random", "factored_dense", "random+dot"])
+def test_padding_may_lie_beyond_the_scores(kind):
+    torch.manual_seed(0)
+    module = longspan.build(f"synthesizer(kind='{kind}', length=6)", 8, 2).double()
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor([[6], [4]])
+    for state in (None, module.init_state(2)):
+        y = module(x, state, mask=mask)[0]
+        for row, real in enumerate(mask):
+            alone = module(x[row : row + 1, real])[0]
+            torch.testing.assert_close(y[row : row + 1, real], alone, atol=1e-12, rtol=0)

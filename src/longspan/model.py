@@ -105,6 +105,9 @@ class Stack(nn.Module):
         if state is not None and (not isinstance(state, tuple) or len(state) != len(self.blocks)):
             came = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"the state of this stack is a tuple of {len(self.blocks)} states, not {came}")
+        if mask is not None:
+            # What a masked token holds must not go around the attentions either, by residuals into weights' gradients.
+            x = x.masked_fill(~mask[..., None], 0.0)
         arguments = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate}
         new, carries = [], {}
         for i, block in enumerate(self.blocks):

@@ -143,13 +143,15 @@ class Attention(nn.Module):
         ``state=None`` starts from nothing and returns None (training builds no state); start from ``init_state(B)`` to
         go on later. The given state is left as it was, unless ``donate=True`` allows the call to overwrite it.
 
-        mask (B,N) bool: True = a real token. A masked token does not exist: no key, no position, no write; its y is 0.
+        mask (B,N) bool: True = a real token. A masked token does not exist: no key, no position, no write; its y is 0,
+        and what its x holds, be it NaN or infinity, reaches no output, state or gradient (its own gradient is 0).
         segments (B,N) int64: packed sequences; equal id = same sequence, never decreasing along a row. The state
         starts anew where it changes; a given state belongs to the first segment, the returned one to the last.
         prefix (B,) int64: so many real tokens at the beginning of this call's row see each other in both directions,
         and the state; those after them are causal. A prompt is read so in one call, on whose state the steps go on.
         context (B,M,context_dim), context_mask (B,M) bool: cross attention; every query sees every real context token
-        and ``causal`` plays no part. The returned state keeps the projected context: later calls pass it alone.
+        and ``causal`` plays no part; masked ones do not exist either. The returned state keeps the projected context:
+        later calls pass it alone.
         record: an empty dict to be filled with what this call can tell (``matrix``, ``mask``, ...); costs O(N M).
 
         Raises ValueError where an argument has the wrong rank, shape or dtype, is not supported by the mechanism, or
@@ -171,8 +173,14 @@ class Attention(nn.Module):
             given["segments"] = arguments.real_segments(segments, mask)
         if prefix is not None:
             given["prefix"] = inside(prefix, x.shape[1], mask)
-        result = self.attend(x, state, **given)
-        return result if mask is None else (result[0].masked_fill(~mask[..., None], 0.0), *result[1:])
+        if context_mask is not None:
+            given["context"] = given["context"].masked_fill(~context_mask[..., None], 0.0)
+        if mask is None:
+            return self.attend(x, state, **given)
+        # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
+        absent = ~mask[..., None]
+        y, *rest = self.attend(x.masked_fill(absent, 0.0), state, **given)
+        return y.masked_fill(absent, 0.0), *rest
 
     @property
     def positional(self) -> bool:

@@ -58,8 +58,8 @@ class Synthesizer(Attention):
     )
     examples = (
         "synthesizer",
-        "synthesizer(kind='factored_random', length=151, rank=3)",
-        "synthesizer(kind='random+dense+dot', length=151)",
+        "synthesizer(kind='factored_random', length=307, rank=3)",
+        "synthesizer(kind='random+dense+dot', length=307)",
     )
     states = (State, KeyValues)
 

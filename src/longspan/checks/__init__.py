@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..attention import REGISTRY, examples
-from . import numeric, prefix, recurrent, software
+from . import blocks, content, numeric, prefix, recurrent, software
 from .gauge import Broken, Gauge, Subject
 
 # law -> (its function, the facts that a mechanism needs for it to apply)
@@ -14,9 +14,12 @@ _LAWS = {
     "parallel_is_recurrent": (recurrent.parallel_is_recurrent, ("causal",)),
     "state": (recurrent.state, ("causal",)),
     "padding": (recurrent.padding, ("mask",)),
+    "content": (content.content, ("mask",)),
     "rows_independent": (recurrent.rows_independent, ()),
+    "mixed_rows": (recurrent.mixed_rows, ("causal", "mask")),
     "packed": (recurrent.packed, ("segments",)),
     "prefix_mode": (prefix.prefix_mode, ("causal", "prefix")),
+    "blocks": (blocks.blocks, ()),
     "oracle": (numeric.oracle, ()),
     "attention_matrix": (numeric.attention_matrix, ("record",)),
     "gradients": (numeric.gradients, ()),

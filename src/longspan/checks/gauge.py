@@ -14,6 +14,8 @@ from ..spec import known, split
 
 # Primes, so that no size is a multiple of a block; 29 tokens leave the windows of every example.
 BATCH, TOKENS, DIM, HEADS = 2, 29, 8, 2
+# Tokens, a prime: chunks end inside, and the forms for short sequences have ended.
+SEVERAL = 139
 EXACT = 1e-10  # float64, relative to the largest expected value (at least 1)
 
 
@@ -131,3 +133,22 @@ class Subject:
         """Random numbers (BATCH, n, width), the same for the same seed."""
         generator = torch.Generator().manual_seed(1000 * self.seed + seed)
         return torch.randn(BATCH, n, width, dtype=torch.float64, generator=generator).to(dtype)
+
+
+def derivatives(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) -> list[Tensor]:
+    """Gradients of the inputs and then of the weights, from random ones of the outputs; zeros where there is none."""
+    generator = torch.Generator().manual_seed(4)
+    outputs = [t for t in outputs if t.requires_grad]
+    upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
+    wanted = [*inputs, *module.parameters()]
+    found = torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
+    return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
+
+
+def off_kinks(module: Any) -> Any:
+    """The module with its weights moved a little, since they may begin where no gradient is, such as at a span of 0."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(0.01 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype))
+    return module

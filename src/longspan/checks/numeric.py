@@ -5,18 +5,16 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..ops import BACKENDS, backend
 from ..ops.heads import merge, split
 from ..ops.softmax import repeat
-from .gauge import BATCH, DIM, EXACT, HEADS, TOKENS, Gauge, Subject
+from .gauge import BATCH, DIM, EXACT, HEADS, SEVERAL, TOKENS, Gauge, Subject, derivatives, off_kinks
 from .recurrent import run
 from .rounding import Question
 
-# Tokens, a prime: chunks end inside, and the forms for short sequences have ended.
-SEVERAL = 139
 LONG = 100_003  # tokens, a prime
 ROUNDED = 1e-5  # float32, relative like EXACT: about as many roundings in a row as there are tokens
 
@@ -34,10 +32,13 @@ def oracle(subject: Subject, gauge: Gauge) -> None:
     cases += [] if subject.why_not(("prefix",)) else [{"mask": mask, "prefix": torch.tensor([61, 7])}]
     cases += [] if subject.why_not(("context",)) or exact.positional else [{"context": before}]
     sums = len(list(exact.parameters()))
-    for arguments in cases:
-        outcome = functools.partial(_outcome, subject, arguments)
+    # From nothing, as in training, and after a state: mechanisms read the two in forms of their own.
+    starts = (False, True) if subject.causal else (False,)
+    pairs = [(arguments, after) for arguments in cases for after in starts if not (after and "context" in arguments)]
+    for arguments, after in pairs:
+        outcome = functools.partial(_outcome, after, arguments)
         question = Question(functools.partial(outcome, "reference"), exact, x, before, sums=sums)
-        given = ", ".join(arguments) or "no arguments"
+        given = ", ".join([*arguments, *(["a state"] if after else [])]) or "no arguments"
         for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, ROUNDED)):
             module = copy.deepcopy(exact).to(dtype)
             for name in [name for name in BACKENDS if name != "reference"]:
@@ -54,12 +55,10 @@ def oracle(subject: Subject, gauge: Gauge) -> None:
                     question.close(gauge, found, what, tolerance, dtype)
 
 
-def _outcome(
-    subject: Subject, arguments: dict[str, Any], name: str, module: Any, x: Tensor, before: Tensor
-) -> list[Tensor]:
+def _outcome(after: bool, arguments: dict[str, Any], name: str, module: Any, x: Tensor, before: Tensor) -> list[Tensor]:
     """Outputs, the state and all gradients, those of the weights last, on a backend, in the dtype of the weights.
 
-    ``before``: the tokens of an earlier call, or the context.
+    ``before``: the context, or, where x comes ``after`` something, the tokens of an earlier call.
     """
     dtype = next(module.parameters()).dtype
     inputs = [t.to(dtype, copy=True).requires_grad_() for t in (x, before)]
@@ -67,19 +66,10 @@ def _outcome(
         if "context" in arguments:
             y, state = module(inputs[0], **(arguments | {"context": inputs[1]}))
         else:
-            state = module(inputs[1], module.init_state(BATCH))[1] if subject.causal else None
+            state = module(inputs[1], module.init_state(BATCH))[1] if after else None
             y, state = module(inputs[0], state, **arguments)
     outputs = [y, *(() if state is None else pytree.tree_leaves(state))]
-    return outputs + _gradients([t for t in outputs if t.requires_grad], inputs, module)
-
-
-def _gradients(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) -> list[Tensor]:
-    """Those of the inputs and the weights, from random ones of the outputs."""
-    generator = torch.Generator().manual_seed(4)
-    upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
-    wanted = [*inputs, *module.parameters()]
-    found = torch.autograd.grad(outputs, wanted, upstream, allow_unused=True)
-    return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
+    return outputs + derivatives(outputs, inputs, module)
 
 
 def attention_matrix(subject: Subject, gauge: Gauge) -> None:
@@ -126,11 +116,7 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
 
 def gradients(subject: Subject, gauge: Gauge) -> None:
     """Gradients equal finite differences, reach every parameter, and do not depend on the cut into calls."""
-    module, x = subject.make(), subject.data(n=5)[:1].requires_grad_()
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in module.parameters():  # which may begin on a kink, such as a span of 0
-            weight.add_(0.01 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype))
+    module, x = off_kinks(subject.make()), subject.data(n=5)[:1].requires_grad_()
     names, values = zip(*module.named_parameters(), strict=True)
 
     def call(x: Tensor, *parameters: Tensor) -> Tensor:
@@ -147,7 +133,7 @@ def gradients(subject: Subject, gauge: Gauge) -> None:
     for cuts in ([TOKENS], [5, 8, 16]):
         x = subject.data().requires_grad_()
         y, _ = run(module, x, cuts, module.init_state(BATCH))
-        found.append(_gradients([y], [x], module))
+        found.append(derivatives([y], [x], module))
     gauge.close(found[1], found[0], "gradients through states")
 
 

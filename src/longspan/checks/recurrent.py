@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ..attention import clone, detach, load_state, nbytes, save_state, select
 from .gauge import BATCH, TOKENS, Gauge, Subject
 
-CUTS = ([1] * TOKENS, [5, 8, 16], [TOKENS - 1, 1], [TOKENS])
+CUTS = ([1] * TOKENS, [2, 3, 8, 16], [TOKENS - 1, 1], [TOKENS])
 
 
 def run(module, x: Tensor, cuts: list[int], state: Any, mask: Tensor | None = None, **arguments) -> tuple[Tensor, Any]:
@@ -98,6 +98,12 @@ def _donated(module, tail: Tensor, kept: Any, copy: Any, end: Tensor, gauge: Gau
 
 def padding(subject: Subject, gauge: Gauge) -> None:
     """A masked token does not exist: left, right, in the middle, and on the right before more tokens come."""
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            _padding(subject, gauge)
+
+
+def _padding(subject: Subject, gauge: Gauge) -> None:
     module, x, more = subject.make(), subject.data(), subject.data(2, 5)
     kept = torch.rand(TOKENS, generator=torch.Generator().manual_seed(7)) < 0.6
     places = {"left": slice(4, TOKENS), "right": slice(0, 20), "middle": kept}
@@ -123,6 +129,38 @@ def padding(subject: Subject, gauge: Gauge) -> None:
                 gauge.close(module(more, given, donate=True)[0][:1], then, f"padding on the {place}, donate=True")
 
 
+def mixed_rows(subject: Subject, gauge: Gauge) -> None:
+    """Rows of one state that have read nothing go on beside rows that have, each as it would alone."""
+    _mixed_rows(subject, 0, gauge)
+    with torch.no_grad():
+        for fresh in range(BATCH):
+            _mixed_rows(subject, fresh, gauge)
+
+
+def _mixed_rows(subject: Subject, fresh: int, gauge: Gauge) -> None:
+    module, before, x, more = subject.make(), subject.data(3, 7), subject.data(), subject.data(2, 5)
+    forms: dict[str, dict[str, Tensor]] = {"one call": {}}
+    forms["a mask"] = {"mask": torch.rand(BATCH, TOKENS, generator=torch.Generator().manual_seed(7)) < 0.7}
+    if not subject.why_not(("segments",)):
+        forms["segments"] = {"segments": torch.tensor([[0] * 7 + [1] * (TOKENS - 7), [0] * TOKENS])}
+    if not subject.why_not(("prefix",)):
+        forms["a prefix"] = {"prefix": torch.tensor([5, 11])}
+    read = (torch.arange(BATCH) != fresh)[:, None].expand(-1, 7)
+    _, state = module(before, module.init_state(BATCH), mask=read)
+    for row in range(BATCH):
+        own, alone = slice(row, row + 1), module.init_state(1)
+        if row != fresh:
+            _, alone = module(before[own], alone)
+        what = f"a {'fresh' if row == fresh else 'used'} row beside another"
+        for form, arguments in forms.items():
+            y, after = module(x, state, **arguments)
+            expected, then = module(x[own], alone, **{name: value[own] for name, value in arguments.items()})
+            gauge.close(y[own], expected, f"{what}: {form}")
+            gauge.close(module(more, after)[0][own], module(more[own], then)[0], f"{what}: calls after {form}")
+        y, _ = run(module, x[:, :3], [1, 1, 1], state)
+        gauge.close(y[own], module(x[own, :3], alone)[0], f"{what}: steps")
+
+
 def rows_independent(subject: Subject, gauge: Gauge) -> None:
     """A row's outputs do not depend on the other rows of the batch."""
     module, x = subject.make(), subject.data()
@@ -133,28 +171,36 @@ def rows_independent(subject: Subject, gauge: Gauge) -> None:
 
 
 def packed(subject: Subject, gauge: Gauge) -> None:
-    """Packed segments have the outputs and the state of separate runs."""
+    """Packed segments have the outputs and the state of separate runs, with gradients or without."""
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            _packed(subject, gauge)
+
+
+def _packed(subject: Subject, gauge: Gauge) -> None:
     directions = [d for d in (True, False) if not subject.why_not(("causal" if d else "bidirectional",))]
     x, more = subject.data(), subject.data(2, 5)
     segments = torch.tensor([[0] * 7 + [3] * 11 + [4] * 11, [2] * TOKENS])
     mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
-    mask[0, [2, 7, 17, 28]] = False
+    mask[0, [0, 2, 7, 17, 28]] = False
     for direction in directions:
         module = subject.make(causal=direction)
         y = module(x, segments=segments)[0]
         holes = module(x, segments=segments, mask=mask)[0]
+        odd = torch.where(mask, segments, torch.arange(TOKENS).flip(0) - 5)
+        gauge.close(module(x, segments=odd, mask=mask)[0], holes, "other ids of masked tokens")
         for part in (slice(0, 7), slice(7, 18), slice(18, TOKENS)):
             gauge.close(y[:1, part], module(x[:1, part])[0], "a packed segment")
             gauge.close(holes[:1, part], module(x[:1, part], mask=mask[:1, part])[0], "a packed segment with padding")
         gauge.close(y[1:], module(x[1:])[0], "a row of one segment")
     if subject.causal:
-        module = subject.make()
-        _packed_states(module, x, more, segments, mask, gauge)
+        _packed_states(subject.make(), x, more, segments, mask, gauge)
 
 
 def _packed_states(module, x, more, segments, mask, gauge: Gauge) -> None:
     _, before = module(more, module.init_state(BATCH))
-    y, after = module(x, before, segments=segments, mask=mask)
+    # Ids of masked tokens say nothing, those of the first and the last least of all.
+    y, after = module(x, before, segments=torch.where(mask, segments, -1), mask=mask)
     first = pytree.tree_map(lambda t: t[:1], before)
     gauge.close(y[:1, :7], module(x[:1, :7], first, mask=mask[:1, :7])[0], "the first segment goes on with the state")
     gauge.close(y[:1, 7:18], module(x[:1, 7:18], mask=mask[:1, 7:18])[0], "the second segment starts anew")

@@ -126,9 +126,8 @@ class RecurrentLinearAttention(RecurrentSums):
             _check_batch(query, state[0])
             # A copy of the state, which the step may then overwrite.
             sums = torch.cat([state[0].to(wide), state[1].to(wide)[..., None]], -1)
-        donate = not torch.is_grad_enabled()
         token = (x[:, :, None] for x in (q, k, value))
-        arguments = {"causal": True, "eps": self.eps, "state": sums, "donate": donate}
+        arguments = {"causal": True, "eps": self.eps, "state": sums, "donate": True}
         if self.elu:
             out, sums = linear.named(*token, feature_map="elu", **arguments)
         else:
