@@ -155,3 +155,18 @@ class TestErrors:
     def test_rotary_where_there_is_none(self):
         with pytest.raises(ValueError, match="kernel has no rotary positions"):
             decoder(attention="kernel", positions="rotary")
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_what_writes_into_the_residual_begins_smaller(depth):
+    """Deviation 0.02, by sqrt(2 depth) less for the last map of attentions and feed-forward networks; biases are 0."""
+    torch.manual_seed(0)
+    model = Decoder(Config(dim=64, depth=depth, heads=2, feedforward=96, vocab=50, length=64, positions="learned"))
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            continue
+        if name.endswith("bias"):
+            assert not p.any(), name
+        else:
+            residual = name.endswith(("attention.out.weight", "feedforward.contract.weight"))
+            assert p.std().item() == pytest.approx(0.02 / (2 * depth) ** 0.5 if residual else 0.02, rel=0.06), name

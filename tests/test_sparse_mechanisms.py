@@ -227,3 +227,18 @@ def test_layers_that_take_turns_keep_the_laws(law):
     stack = "sparse_transformer(block=7, integration='interleaved'); axial(width=7)"
     row = longspan.checks.check(law, stack + "; sparse_transformer(block=7, integration='interleaved'); axial(width=7)")
     assert row.status == "passed", row.note
+
+
+@pytest.mark.parametrize("spec", ["local(window=5)", "sparse(pattern='causal & (band(3) | strided(4))')", "bigbird(block=4)"])
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_fresh_row_beside_a_used_one(spec, used):
+    """A prompt is read as from nothing only where no row has come further."""
+    module, x = build(spec).double(), data(20)
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[used] = True
+    with torch.no_grad():
+        _, state = module(x[:, :7], module.init_state(2), mask=mask)
+        found, _ = module(x[:, 7:], state)
+        for row in range(2):
+            own = x[row : row + 1, 0 if row == used else 7 :]
+            torch.testing.assert_close(found[row], module(own)[0][0, -13:])
