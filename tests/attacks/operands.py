@@ -34,7 +34,7 @@ def attack(name: str, dice: random.Random, seed: int) -> str | None:
     """One call."""
     generator = torch.Generator().manual_seed(seed)
     options, spoilt = operands(name, dice, generator)
-    # Copies, as a state may be overwritten; and torch itself loses a sign that is still to be changed in half precision.
+    # Copies, as a state may be overwritten; and torch itself loses a sign that is still to be changed in half types.
     exact = {k: t.resolve_neg().clone() if isinstance(t, Tensor) else t for k, t in options.items() if k != "donate"}
     exact = {k: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for k, t in exact.items()}
     shape = tuple(options["value"].shape)
