@@ -229,7 +229,9 @@ def test_layers_that_take_turns_keep_the_laws(law):
     assert row.status == "passed", row.note
 
 
-@pytest.mark.parametrize("spec", ["local(window=5)", "sparse(pattern='causal & (band(3) | strided(4))')", "bigbird(block=4)"])
+@pytest.mark.parametrize(
+    "spec", ["local(window=5)", "sparse(pattern='causal & (band(3) | strided(4))')", "bigbird(block=4)"]
+)
 @pytest.mark.parametrize("used", [0, 1])
 def test_a_fresh_row_beside_a_used_one(spec, used):
     """A prompt is read as from nothing only where no row has come further."""
