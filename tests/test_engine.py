@@ -17,7 +17,8 @@ try:
     REASON = ""
 except build.Unavailable as error:
     REASON = str(error)
-pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no native kernels here: {REASON}")
+needs_kernels = pytest.mark.skipif(bool(REASON), reason=f"no native kernels here: {REASON}")
+pytestmark = needs_kernels
 
 # attention, positions, activation, norm, prenorm, tied
 MODELS = [

@@ -1,11 +1,14 @@
 """Generation equals what the definition says, token by token; the likelihood does not depend on how it is read."""
 
+import importlib
+
 import pytest
 import torch
 
 from longspan.config import Config
 from longspan.generate import generate, prefill, score
 from longspan.model import Decoder
+from longspan.ops import native
 
 PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0))
 
@@ -151,3 +154,22 @@ def test_wrong_options_are_refused_at_the_call(options, message):
 def test_score_refuses_a_negative_chunk():
     with pytest.raises(ValueError, match="chunk=-1 must be 0"):
         score(decoder(), PROMPT, chunk=-1)
+
+
+@pytest.mark.parametrize(("tokens", "engines"), [(8, 0), (9, 1)])
+def test_the_engine_is_for_more_than_a_few_tokens(tokens, engines, monkeypatch):
+    module, made = importlib.import_module("longspan.generate"), []
+
+    class Counted(module.Engine):
+        def __init__(self, model):
+            made.append(1)
+            super().__init__(model)
+
+    if not native.available():
+        pytest.skip("there is no engine without native kernels")
+    monkeypatch.setattr(module, "Engine", Counted)
+    model = decoder().float()
+    list(generate(model, PROMPT, tokens=tokens, seed=0))
+    assert len(made) == engines
+    list(generate(model.double(), PROMPT, tokens=tokens, seed=0))
+    assert len(made) == engines

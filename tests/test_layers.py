@@ -7,7 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from longspan.config import ACTIVATIONS
-from longspan.layers import FeedForward, HeadNorm, ShortConvolution, norm, positions, rotate, sinusoid, unit, visible
+from longspan.layers import (
+    FeedForward,
+    HeadNorm,
+    ShortConvolution,
+    norm,
+    positions,
+    rotate,
+    sinusoid,
+    time_steps,
+    unit,
+    visible,
+)
 from longspan.ops.heads import merge, split
 
 
@@ -279,3 +290,32 @@ def test_unit():
     unit(zero).sum().backward()
     assert zero.grad.isfinite().all()
     assert unit(torch.tensor([600.0, 800.0]).half()).tolist() == pytest.approx([0.6, 0.8], abs=1e-3)
+
+
+def test_angles_of_half_precision_are_those_of_single_precision():
+    """At 3000 tokens an angle in bfloat16 would be off by radians; only what is turned may be rounded."""
+    x, at = randn(1, 2, 3000, 32), torch.arange(3000)[None]
+    exact = rotate(x.bfloat16().double(), at, 10000.0)
+    error = (rotate(x.bfloat16(), at, 10000.0).double() - exact).abs().max()
+    assert error < 4 * torch.finfo(torch.bfloat16).eps * x.abs().max()
+
+
+def test_weights_of_a_head_norm():
+    """One for each channel where the kind has weights, and they begin as 1."""
+    assert [name for name, _ in HeadNorm(6, kind="group").named_parameters()] == []
+    module, x = HeadNorm(6, kind="rms").double(), randn(2, 3, 5, 6)
+    assert module.weight is not None
+    assert torch.equal(module.weight, torch.ones(6, dtype=torch.float64))
+    before = module(x)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(6.0))
+    torch.testing.assert_close(module(x), before * torch.arange(6.0))
+
+
+def test_time_steps_are_log_uniform():
+    torch.manual_seed(0)
+    steps = F.softplus(time_steps(4000).double())
+    assert 0.001 * (1 - 1e-4) < steps.min()
+    assert steps.max() < 0.1 * (1 + 1e-4)
+    quarters = (steps.log10() + 3).mul(2).long().bincount(minlength=4)
+    assert (quarters - 1000).abs().max() < 150

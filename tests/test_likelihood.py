@@ -278,3 +278,10 @@ def test_wrong_outputs_and_targets_are_refused(kind):
 def test_wrong_options_are_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         kind.sample(torch.zeros(3, kind.size), **options)
+
+
+@pytest.mark.parametrize(("levels", "top_p", "kept"), [(2, 0.5, 1), (4, 0.5, 2), (4, 0.75, 3), (8, 0.125, 1)])
+def test_top_p_at_a_tie_keeps_the_smallest_set(levels, top_p, kept):
+    """Where the mass of the levels so far is top_p exactly, the next one is not needed."""
+    stays = _kept(torch.zeros(levels, dtype=torch.float64), 1.0, 0, top_p)
+    assert stays.tolist() == [True] * kept + [False] * (levels - kept)

@@ -192,3 +192,18 @@ def test_what_a_masked_vector_holds_moves_nothing(prenorm, pool, positions):
 def test_what_a_masked_token_holds_is_not_handed_on(kind):
     row = checks.check("content", f"{kind}; {kind}")
     assert row.status == "passed", row.note
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_what_writes_into_the_residual_begins_smaller(depth):
+    """Deviation 0.02, by sqrt(2 depth) less for the last map of attentions and feed-forward networks; biases are 0."""
+    torch.manual_seed(0)
+    model = Decoder(Config(dim=64, depth=depth, heads=2, feedforward=96, vocab=50, length=64, positions="learned"))
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            continue
+        if name.endswith("bias"):
+            assert not p.any(), name
+        else:
+            residual = name.endswith(("attention.out.weight", "feedforward.contract.weight"))
+            assert p.std().item() == pytest.approx(0.02 / (2 * depth) ** 0.5 if residual else 0.02, rel=0.06), name

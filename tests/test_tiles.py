@@ -308,3 +308,20 @@ def test_wrong_arguments(change, message):
     given = {name: torch.zeros(1, 2, 7, 4) for name in ("query", "key", "value")} | {"pattern": "causal"} | change
     with pytest.raises(ValueError, match=message):
         longspan.sparse_attention(**given)
+
+
+@pytest.mark.parametrize(
+    "text", ["causal & block(40)", "causal & local1d(40, memory=24)", "blockwise(40, 1)", "block(40)"]
+)
+@pytest.mark.parametrize("n", [139, 400])
+def test_blocks_of_a_pattern_that_no_tile_is_made_of(text, n):
+    """One mask serves all rows of tiles only where their size moves the pattern onto itself."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in "qkv")
+    pattern = patterns.parse(text)
+    expected = sparse.dense(q, k, v, pattern, scale=0.5)[0]
+    with longspan.backend("torch"):
+        found = sparse.attend(q, k, v, pattern, scale=0.5)
+    torch.testing.assert_close(found, expected)
+    right = torch.autograd.grad(expected.sin().sum(), (q, k, v))
+    torch.testing.assert_close(torch.autograd.grad(found.sin().sum(), (q, k, v)), right)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layers import positions, visible
+from .layers import check_counts, counted, positions, visible
 from .ops.prefix import join
 
 
@@ -117,6 +117,8 @@ def extend(
     k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, prefix (B,N) bool: new tokens that see each other,
     which does not go with segments. Without ``donate`` the given cache is left as it is and the new one is exactly as
     long as it must be; with it, free slots are written in place, and when they run out the slots are doubled.
+    Raises ValueError for a cache that counts fewer tokens than none or more than it has slots, except while a compiler
+    traces, and for packed sequences on a GPU.
     """
     k, v = k.to(cache.keys.dtype), v.to(cache.values.dtype)  # they differ under autocast
     if prefix is not None:
@@ -127,14 +129,9 @@ def extend(
         allowed = sight.allowed(k.shape[2]) | (prefix[:, None, :, None] & (slots < end))
         return Sight(sight.keys, sight.values, allowed, False), added
     if segments is not None:
+        check_counts("length", cache.length, cache.keys.shape[2])
         return _extend_packed(cache, k, v, mask, segments)
-    if torch.compiler.is_compiling():
-        lengths = None
-    else:
-        lengths = (
-            int(cache.length.min()) if len(cache.length) else 0,
-            int(cache.length.max()) if len(cache.length) else 0,
-        )
+    lengths = None if torch.compiler.is_compiling() else counted("length", cache.length, cache.keys.shape[2])
     if mask is None and lengths is not None and lengths[0] == lengths[1]:
         return _extend_even(cache, k, v, lengths[0], donate)
     at, length = positions(k.transpose(1, 2), cache.length, mask=mask)

@@ -10,10 +10,11 @@ from . import cache, ops
 from .attention.linear import Linear, RotaryState, State
 from .attention.softmax import Softmax
 from .cache import KeyValues
-from .layers import FeedForward
+from .layers import FeedForward, check_counts
 from .model import Block, Decoder, DecoderState, Embedding, Stack, check_tokens
 from .ops import native
 from .ops.native import decode
+from .ops.operands import in_memory, overlap
 
 
 class Engine:
@@ -25,7 +26,8 @@ class Engine:
     the state that it returned last.
 
     Serves decoders on the CPU, in float32 or bfloat16, of ``linear`` and ``softmax`` layers; ``why_not`` tells.
-    Raises ValueError for a decoder that it does not serve, and for the tokens and positions that a decoder refuses.
+    Raises ValueError for a decoder that it does not serve, for the tokens and positions that a decoder refuses, and for
+    a state of another decoder, or one that no decoder can have made: it is looked at when it is new to the engine.
     """
 
     def __init__(self, model: Decoder):
@@ -69,16 +71,21 @@ class Engine:
     @torch.no_grad()
     def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """See the class."""
-        batch = len(state.position)
-        if tokens.shape != (batch, 1) or tokens.dtype != torch.int64:
-            raise ValueError(f"tokens must be int64 {(batch, 1)}, not {tokens.dtype} {tuple(tokens.shape)}")
         # The state that the last call returned is nearly always the one that the next call brings.
-        if self.last is None or state is not self.last[0]:
-            self._check(state, batch)
-            state = state._replace(layers=tuple(map(_whole, state.layers)), position=state.position.contiguous())
-            addresses = _addresses(state)
+        known = self.last is not None and state is self.last[0]
+        if not known:
+            self._check(state)
+        batch = len(state.position)
+        if tokens.shape != (batch, 1) or tokens.dtype != torch.int64 or not tokens.is_cpu:
+            came = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
+            raise ValueError(f"tokens must be int64 {(batch, 1)} on the CPU, not {came}")
+        if known:
+            addresses = self.last[1]  # type: ignore[index]
         else:
-            addresses = self.last[1]
+            state = DecoderState(state.position.contiguous(), tuple(map(_whole, state.layers)))
+            if overlap(*(t for layer in state.layers for t in layer if t.is_floating_point())):
+                raise ValueError("the engine overwrites the state, parts of which share memory; give a clone of it")
+            addresses = _addresses(state)
         self.last, embedded = None, None
         if self.sinusoidal:
             check_tokens(tokens, self.model.start, None)
@@ -91,6 +98,8 @@ class Engine:
             addresses = _addresses(state)
             code = decode.step(self.plan, addresses, given, state.position, embedded, out)
         if code != decode.FINE:
+            # It has overwritten nothing. Whoever holds a state can have changed it since the last call.
+            _check_counters(state)
             check_tokens(tokens, self.model.start, None)
             self.model.embedding(tokens, state.position)
             raise AssertionError(f"the kernel refused with code {code} what the decoder accepts")
@@ -98,24 +107,27 @@ class Engine:
         self.last = state, addresses
         return (out if self.dtype == torch.float32 else out.to(self.dtype)), state
 
-    def _check(self, state: DecoderState, batch: int) -> None:
-        # The kernel trusts what it is given, so a state of another model must not reach it.
+    def _check(self, state: Any) -> None:
+        """Raise ValueError for a state that the kernel, which trusts what it is given, must not read."""
         size, layers = self.model.config.dim // self.model.config.heads, self.layers
-        fits = isinstance(state.layers, tuple) and len(state.layers) == len(layers)
-        for given, layer in zip(state.layers, layers, strict=False):
-            heads = layer.groups
+        fits = isinstance(state, DecoderState) and isinstance(state.layers, tuple) and len(state.layers) == len(layers)
+        fits = fits and isinstance(state.position, Tensor) and state.position.dim() == 1
+        for given, layer in zip(state.layers, layers, strict=False) if fits else ():
+            batch, heads = len(state.position), layer.groups
             match given:
                 case KeyValues(keys, values, length):
-                    fits &= layer.kind == decode.SOFTMAX and keys.shape == values.shape and keys.dtype == values.dtype
-                    fits &= keys.dtype == self.dtype and (*keys.shape[:2], keys.shape[3]) == (batch, heads, size)
-                    fits &= len(length) == batch
+                    slots = (batch, heads, keys.shape[2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0, size)
+                    fits &= layer.kind == decode.SOFTMAX and _is(length, torch.int64, batch)
+                    fits &= _is(keys, self.dtype, *slots) and _is(values, self.dtype, *slots)
                 case State(sums) | RotaryState(sums, _):
                     fits &= layer.kind == decode.LINEAR and isinstance(given, RotaryState) == bool(layer.rates)
-                    fits &= sums.dtype == torch.float32 and sums.shape == (batch, heads, size, size + 1)
+                    fits &= _is(sums, torch.float32, batch, heads, size, size + 1)
+                    fits &= not isinstance(given, RotaryState) or _is(given.position, torch.int64, batch)
                 case _:
                     fits = False
-        if not fits:
+        if not fits or not _is(state.position, torch.int64, len(state.position)):
             raise ValueError("the state does not fit this decoder; take it from its init_state, or from its calls")
+        _check_counters(state)
 
     def _layer(self, block: Any) -> decode.Layer:
         attention, forward, weights = block.attention, block.feedforward, self.weights
@@ -158,9 +170,24 @@ def _odd(name: str, module: nn.Module) -> str:
     return ""
 
 
+def _is(t: Any, dtype: torch.dtype, *shape: int) -> bool:
+    """Whether it is a tensor of this type and shape with numbers in the memory of the CPU."""
+    return isinstance(t, Tensor) and in_memory(t) and t.is_cpu and t.dtype == dtype and t.shape == shape
+
+
+def _check_counters(state: DecoderState) -> None:
+    """Raise ValueError where a layer counts fewer tokens than none, or more than its cache holds."""
+    check_counts("position", state.position)
+    for layer in state.layers:
+        if isinstance(layer, KeyValues):
+            check_counts("length", layer.length, layer.keys.shape[2])
+        elif isinstance(layer, RotaryState):
+            check_counts("position", layer.position)
+
+
 def _whole(layer: Any) -> Any:
     """The state in one piece, as it nearly always is."""
-    return layer if all(t.is_contiguous() for t in layer) else type(layer)(*(t.contiguous() for t in layer))
+    return type(layer)(*(t.resolve_neg().contiguous() for t in layer))
 
 
 def _addresses(state: DecoderState) -> ctypes.Array:

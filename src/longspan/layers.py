@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .ops.linear import widen
+from .ops.operands import in_memory, transformed
 from .spec import known
 
 
@@ -30,6 +31,24 @@ def positions(
     base = torch.where(border, before, 0).cummax(1).values
     at = before - base + torch.where(segments == segments[:, :1], start[:, None], 0)
     return at, at[:, -1] + real[:, -1] if n else start
+
+
+def counted(name: str, counts: Tensor, most: int | None = None) -> tuple[int, int]:
+    """The fewest and the most tokens that the rows of a state count, counts (B,) int64; (0, 0) without rows.
+
+    Raises ValueError where that is fewer than none, or more than ``most``.
+    """
+    low, high = (int(t) for t in counts.aminmax()) if counts.numel() else (0, 0)
+    if low < 0 or (most is not None and high > most):
+        odd, least = low if low < 0 else high, "at least 0" if most is None else f"0 to {most}"
+        raise ValueError(f"the state's {name} is {odd} where it counts tokens, {least}; it is damaged or was changed")
+    return low, high
+
+
+def check_counts(name: str, counts: Tensor, most: int | None = None) -> None:
+    """What ``counted`` refuses, where looking costs no waiting: on the CPU, and not while anything traces."""
+    if counts.is_cpu and not torch.compiler.is_compiling() and not transformed() and in_memory(counts):
+        counted(name, counts, most)
 
 
 def visible(x: Tensor, *, causal: bool, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:

@@ -13,7 +13,8 @@ from .attention import Attention
 from .attention.arguments import check_mask, check_x
 from .attention.base import make
 from .config import Config, EncoderConfig, StackConfig
-from .layers import FeedForward, norm, positions, sinusoid
+from .layers import FeedForward, check_counts, norm, positions, sinusoid
+from .ops.operands import same_device
 
 ROTARY_BASE = 10000.0
 
@@ -214,6 +215,8 @@ class Decoder(nn.Module):
         if state is not None and not isinstance(state, DecoderState):
             raise ValueError(f"a decoder continues a DecoderState, not {type(state).__name__}")
         position, layers = state if state is not None else (None, None)
+        if position is not None:
+            _check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, donate=donate)
         outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore
@@ -280,6 +283,16 @@ def _afford(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:
     if weights.wanted():
         what = f"weights of dim={config.dim}, feedforward={config.feedforward}, depth={config.depth}"
         weights.afford(weigh(make, config), what)
+
+
+def _check_position(position: Tensor, tokens: Tensor) -> None:
+    """Raise ValueError unless these are counts of tokens, int64 (B,), as a decoder's state has them."""
+    batch = len(tokens)
+    if not isinstance(position, Tensor) or position.dtype != torch.int64 or tuple(position.shape) != (batch,):
+        came = f"{position.dtype} {tuple(position.shape)}" if isinstance(position, Tensor) else type(position).__name__
+        raise ValueError(f"the position of this decoder's state must be int64 {(batch,)}, not {came}")
+    same_device(tokens=tokens, state=position)
+    check_counts("position", position)
 
 
 def _initialise(model: nn.Module, depth: int) -> None:

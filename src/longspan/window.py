@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .layers import positions
+from .layers import check_counts, positions
 
 
 class Window(NamedTuple):
@@ -48,7 +48,9 @@ def extend(
 
     k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, of which the first goes on with the window and the
     last leaves its tokens there. Without ``donate`` the given window is left as it is; with it, it is overwritten.
+    Raises ValueError for a window on the CPU that counts fewer tokens than none, except while a compiler traces.
     """
+    check_counts("position", window.position)
     k, v = k.to(window.keys.dtype), v.to(window.values.dtype)  # they differ under autocast
     (batch, _, n, _), slots = k.shape, window.keys.shape[2]
     if n == 1 and mask is None:

@@ -139,10 +139,19 @@ class _Ramp:
 class _Within(torch.autograd.Function):
     """x.clamp(0, 1), except that a gradient which would lead farther out is dropped, and one that leads back is not."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
+    def forward(x):  # type: ignore[override]
         return x.clamp(0, 1)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def jvp(ctx, tangent):  # type: ignore[override]
+        raise ValueError("the spans of adaptive_span learn by a rule for gradients; forward-mode derivatives have none")
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]

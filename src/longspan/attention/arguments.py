@@ -6,6 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..layers import check_counts
+from ..ops.operands import check_donation, same_device
+
 if TYPE_CHECKING:
     from .base import Attention
 
@@ -35,6 +38,8 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
         raise ValueError(f"record must be a dict to write into, not {type(given['record']).__name__}")
     if state is not None:
         check_state(attention, state, batch)
+        for leaf in pytree.tree_leaves(state):
+            same_device(x=x, state=leaf)
         if isinstance(state, attention.contexts) and segments is not None:
             raise ValueError("segments= packs one sequence's own tokens; a state of cross attention has none")
         if isinstance(state, attention.contexts) and prefix is not None:
@@ -132,28 +137,35 @@ def check_state(attention: "Attention", state: Any, batch: int) -> None:
             f"{attention.name} cannot continue {_kind(state)}, a state of {len(leaves)} tensors: with these options "
             f"its own has {len(shapes)}; init_state makes one"
         )
-    for leaf, expected in zip(leaves, shapes, strict=True):
+    for leaf, (expected, dtype) in zip(leaves, shapes, strict=True):
         # A dimension that starts at zero grows, so any size fits.
-        if leaf.dim() != len(expected) or any(
-            e not in (0, s) for s, e in zip(leaf.shape[1:], expected[1:], strict=True)
-        ):
+        odd = leaf.dim() != len(expected) or len(leaf) != batch
+        if odd or any(e not in (0, s) for s, e in zip(leaf.shape[1:], expected[1:], strict=True)):
             raise ValueError(
                 f"state has a part of shape {tuple(leaf.shape)} where {attention.name} with dim={attention.dim}, "
                 f"heads={attention.heads} has {(batch, *expected[1:])}; it belongs to an attention of another size"
             )
+        # Numbers may have another precision, after autocast for instance; what counts or chooses may not.
+        if leaf.dtype != dtype and not (leaf.is_floating_point() and dtype.is_floating_point):
+            raise ValueError(f"state has a part of {leaf.dtype} where {attention.name} has {dtype}")
+        if dtype == torch.int64 and leaf.dim() == 1:
+            check_counts("counter", leaf)
 
 
-def _shapes(attention: "Attention") -> list[tuple[int, ...]]:
-    shapes = attention.__dict__.get("_state_shapes")
-    if shapes is None:
-        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves(attention.start(1, 0))]
-        attention.__dict__["_state_shapes"] = shapes
-    return shapes
+def _shapes(attention: "Attention") -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each part of a new state."""
+    found = attention.__dict__.get("_state_shapes")
+    if found is None:
+        found = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(attention.start(1, 0))]
+        attention.__dict__["_state_shapes"] = found
+    return found
 
 
 def _check_donate(attention: "Attention", x: Tensor, state: Any) -> None:
     if state is None:
         raise ValueError("donate=True gives a state away, but no state came")
+    for leaf in pytree.tree_leaves(state):
+        check_donation(leaf, x=x)
     if not torch.is_grad_enabled():
         return
     if any(t.requires_grad for t in (x, *pytree.tree_leaves(state), *attention.parameters())):

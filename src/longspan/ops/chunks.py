@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import fading
 from .halving import before_here, from_here_on, halved, halved_backward, running
+from .operands import records
 from .recurrence import LOWEST, borders_of, cut, faded
 
 CHUNK = 64
@@ -155,8 +156,8 @@ def _span(place, inputs, mask, segments, wide) -> Span:
 
 def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
     """e^(G_i - G_j) for j <= i, else 0, in ``wide``, from G (...,C,1) in float64: (...,C,C)."""
-    out = faded(fading.differences(*fading.split(total, wide)).tril_())  # above the diagonal exponents could overflow
-    return out.tril() if out.requires_grad else out.tril_()
+    lower = Tensor.tril if records(total) else Tensor.tril_
+    return lower(faded(lower(fading.differences(*fading.split(total, wide)))))  # above the diagonal they could overflow
 
 
 def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -216,7 +217,7 @@ def _advance(span: Span, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     inside = span.products(span.q, span.k)
     inside = inside.expand(*values.shape[:4], *inside.shape[4:])
     out = (times(span.q, span.entering) @ states).flatten(0, 3)
-    add = torch.baddbmm if out.requires_grad or inside.requires_grad or values.requires_grad else Tensor.baddbmm_
+    add = torch.baddbmm if records(out, inside, values) else Tensor.baddbmm_
     return add(out, inside.flatten(0, 3), values.flatten(0, 3), beta=scale, alpha=scale).view(values.shape), state
 
 
@@ -357,7 +358,7 @@ def _backward(
     return [*found, after.flatten(1, 2).contiguous()]
 
 
-def composed(q, k, v, log_decay, beta, state, *, mask, segments, scale, chunk) -> tuple[Tensor, Tensor]:
+def composed(q, k, v, log_decay, beta, state, *, mask, segments, scale, chunk=CHUNK) -> tuple[Tensor, Tensor]:
     """The forward pass from plain operations, which can be differentiated again and again."""
     end, out = state.unflatten(1, (k.shape[1], -1)), []
     with torch.autocast(q.device.type, enabled=False):

@@ -53,6 +53,11 @@ def dpfp(x: Tensor, nu: int = 1) -> Tensor:
     return torch.cat([r * r.roll(-j, -1) for j in range(1, nu + 1)], -1)
 
 
+def divisors(below: Tensor) -> Tensor:
+    """Denominators, infinite where they are 0: a query that no key answers reads 0 then, and has no gradient."""
+    return below.masked_fill(below == 0, torch.inf)
+
+
 def sum_normalise(features: Tensor, eps: float = 1e-12) -> Tensor:
     """Divide by the sum of absolute values, or by ``eps`` where that is larger: (..., F) -> (..., F).
 

@@ -7,6 +7,7 @@ from . import chosen, chunks
 from .linear import widen
 from .native import gated as kernels
 from .native import sequence
+from .operands import check_donation, hidden, same_device, settled, transformed
 from .recurrence import LOWEST
 
 DECAY, DELTA = "decay attention", "the delta rule"
@@ -35,13 +36,17 @@ def decay_attention(
     ``scale``: None means 1/sqrt(D). ``mask`` (B,N) bool: True = a real token; another one writes nothing, nothing
     decays, and its output is 0. ``segments`` (B,N) int64: packed sequences, equal ids side by side; the state starts
     from zero where they change, a given state belongs to the first and the returned one to the last. ``donate=True``
-    may overwrite ``state``. There is no normaliser.
+    may overwrite ``state``. There is no normaliser. Transforms of ``torch.func`` and forward-mode derivatives take
+    plain forms.
 
-    Raises ValueError for shapes or dtypes that do not fit.
+    Raises ValueError for shapes or dtypes that do not fit, and for a state to be overwritten that shares memory with
+    another operand or itself.
 
     Source: Yang et al. 2023 (2312.06635), eq. 3, per channel; Sun et al. 2023 (2307.08621), eq. 6, and Dao and Gu 2024
     (2405.21060), eq. 16, per head.
     """
+    if donate and state is not None:
+        check_donation(state, query=query, key=key, value=value, log_decay=log_decay)
     if mask is None and segments is None and state is not None:
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
         found = _token(query, key, value, log_decay, None, scale, state, donate)
@@ -77,6 +82,8 @@ def delta_rule(
     Source: Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5; with a decay per head Yang et
     al. 2024 (2412.06464), eq. 10, and per channel Kimi Team 2025 (2510.26692), eq. 1.
     """
+    if donate and state is not None:
+        check_donation(state, query=query, key=key, value=value, beta=beta, log_decay=log_decay)
     if mask is None and segments is None and state is not None:
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
         found = _token(query, key, value, log_decay, beta, scale, state, donate)
@@ -112,6 +119,7 @@ def recur(
         found = _token(q, k, v, log_decay, beta, scale, state, donate)
         if found is not None:
             return found
+    q, k, v, state, log_decay, beta = settled(q, k, v, state, log_decay, beta)
     op, factor = _op(beta), q.shape[-1] ** -0.5 if scale is None else scale
     options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
     why_not = sequence.why_not(q, k, v, state, log_decay, beta, mask, segments)
@@ -126,7 +134,9 @@ def recur(
             return torch.zeros_like(v), state.clone()
         case _ if q.shape[2] == 1:
             del options["segments"]  # one token lies in one segment, the state's
-            return step(q, k, v, state=state, donate=donate, **options)
+            return step(q, k, v, state=state, donate=donate and not transformed(), **options)
+        case _ if transformed():
+            return chunks.composed(q, k, v, options.pop("log_decay"), options.pop("beta"), state, **options)
         case _:
             return chunks.attend(q, k, v, state=state, **options)
 
@@ -145,6 +155,7 @@ def _op(beta) -> str:
 def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tuple[Tensor, Tensor]:
     """The definition, one token at a time, in float32 at least; arguments as in ``recur``."""
     wide, groups = state.dtype, v.shape[1] // k.shape[1]
+    q, k, v, log_decay, beta = hidden(mask, q, k, v, log_decay, beta)
     queries, keys = (t.to(wide).repeat_interleave(groups, 1) for t in (q, k))
     values, out, state = v.to(wide), [], state.clone()
     for t in range(q.shape[2]):
@@ -170,12 +181,8 @@ def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tupl
 def step(q, k, v, *, log_decay, beta, scale, mask, state, donate) -> tuple[Tensor, Tensor]:
     """The same for one token, N = 1, in few passes over the state, which ``donate=True`` overwrites."""
     wide, groups = state.dtype, v.shape[1] // k.shape[1]
-    if mask is not None:
-        # A masked token neither decays nor writes, and reads 0.
-        hidden = ~mask[:, None, :, None]
-        q, k, v = (t.masked_fill(hidden, 0.0) for t in (q, k, v))
-        if log_decay is not None:
-            log_decay = log_decay.masked_fill(hidden if log_decay.dim() == 4 else hidden[..., 0], 0.0)
+    # A masked token neither decays nor writes, and reads 0.
+    q, k, v, log_decay, beta = hidden(mask, q, k, v, log_decay, beta)
     queries, keys, new = q.to(wide) * scale, k.to(wide), v.to(wide)
     if groups > 1:
         queries, keys = queries.repeat_interleave(groups, 1), keys.repeat_interleave(groups, 1)
@@ -183,7 +190,7 @@ def step(q, k, v, *, log_decay, beta, scale, mask, state, donate) -> tuple[Tenso
         alpha = log_decay.to(wide).clamp(min=LOWEST).exp()
         alpha = alpha.mT if log_decay.dim() == 4 else alpha[..., None]
         state = state.mul_(alpha) if donate else state * alpha
-        donate = donate or not torch.is_grad_enabled()
+        donate = donate or not (torch.is_grad_enabled() or transformed())
     if beta is not None:
         new = beta[..., None].to(wide) * (new - keys @ state)
     state = state.addcmul_(keys.mT, new) if donate else torch.addcmul(state, keys.mT, new)
@@ -195,6 +202,8 @@ def check(query, key, value, log_decay, beta, mask, segments, state) -> None:
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 4 or not t.is_floating_point():
             raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {t.dtype} {tuple(t.shape)}")
+    others = {"log_decay": log_decay, "beta": beta, "mask": mask, "segments": segments, "state": state}
+    same_device(query=query, key=key, value=value, **others)
     (batch, groups, n, size), (heads, width) = key.shape, value.shape[1::2]
     if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % max(groups, 1):
         raise ValueError(

@@ -14,16 +14,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .operands import records
 from .recurrence import faded
 
 
 def halved(a: Tensor, b: Tensor, steps: Tensor) -> Tensor:
     """a, b and the log decays (...,C,D) of the tokens, C a power of two -> (...,C,C), 0 above the diagonal."""
-    out = torch.diag_embed((a * b).sum(-1).expand(steps.shape[:-1]))
+    diagonal = (a * b).sum(-1).expand(steps.shape[:-1])
+    if records(a, b, steps):
+        return _joined_blocks(diagonal, a, b, steps)
+    out = torch.diag_embed(diagonal)
     for size, risen, fallen in _fades(steps):
         rows, columns = _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen
         _blocks(out, size).copy_(rows @ columns.mT)
     return out
+
+
+def _joined_blocks(diagonal: Tensor, a: Tensor, b: Tensor, steps: Tensor) -> Tensor:
+    """The same, with nothing written in place: two blocks (...,s,s) side by side become one of twice their size."""
+    blocks = diagonal[..., None, None]  # (...,C,1,1)
+    for size, risen, fallen in _fades(steps):
+        rows, columns = _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen
+        first, second = F.pad(blocks[..., ::2, :, :], (0, size)), blocks[..., 1::2, :, :]
+        blocks = torch.cat([first, torch.cat([rows @ columns.mT, second], -1)], -2)
+    return blocks[..., 0, :, :]
 
 
 def halved_backward(grad: Tensor, a: Tensor, b: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,7 +84,7 @@ def _sizes(steps: Tensor) -> list[int]:
 def _joined(until: Tensor, after: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Sums inside blocks of ``size`` -> those inside blocks of twice that, in the same memory where none needs it."""
     (first, second), (earlier, later) = _halves(until, size).unbind(-3), _halves(after, size).unbind(-3)
-    if until.requires_grad:
+    if records(until):
         joined = [first, second + first[..., -1:, :]], [earlier + second[..., -1:, :], later]
         return tuple(torch.stack(pair, -3).flatten(-4, -2) for pair in joined)  # type: ignore[return-value]
     earlier += second[..., -1:, :]

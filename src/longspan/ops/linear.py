@@ -4,10 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import chosen, native, prefix, recurrence, spans
-from .features import MAPS, FeatureMap
+from . import chosen, native, plain, prefix, recurrence, spans
+from .features import MAPS, FeatureMap, divisors
 from .features import feature_map as choose
 from .native import sequence
+from .operands import check_donation, hidden, same_device, settled, transformed
 
 OP, SERVED = "linear attention", ("reference", "torch", "native")
 
@@ -31,14 +32,18 @@ def linear_attention(
     query (B,H,N,D), key (B,H,M,D), value (B,H,M,E) -> (B,H,N,E) in value's dtype; with ``return_state=True`` also the
     state (B,H,F,E+1), in float32 or float64: the sum of phi(k) v^T and, in its last column, the sum of phi(k).
 
-    ``mask`` (B,M) bool: True = a real token; a masked key does not exist. ``segments`` (B,N) int64: packed sequences.
-    ``causal=True`` needs N = M. ``donate=True`` may overwrite ``state``.
+    ``mask`` (B,M) bool: True = a real token; a masked one does not exist, whatever it holds: its output means nothing,
+    and with ``causal=False``, where queries may be other tokens, it is a key that does not exist. ``segments`` (B,N)
+    int64: packed sequences. ``causal=True`` needs N = M. ``donate=True`` may overwrite ``state``. A query that no key
+    answers reads 0, also with ``eps=0``. Transforms of ``torch.func`` and forward-mode derivatives take plain forms.
 
-    Raises ValueError for shapes that do not fit, an unknown feature map or one that can go negative, and a state that
-    is given with ``causal=False``.
+    Raises ValueError for shapes that do not fit, an unknown feature map or one that can go negative, a state that is
+    given with ``causal=False``, and one to be overwritten that shares memory with query, key, value or itself.
 
     Source: Katharopoulos et al. 2020 (2006.16236), eqs 4-12. The state and all sums are float32 at least.
     """
+    if donate and state is not None:
+        check_donation(state, query=query, key=key, value=value)
     if causal and mask is None and segments is None and state is not None and isinstance(feature_map, str):
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
         found = _token(query, key, value, state, feature_map, eps, donate)
@@ -53,6 +58,7 @@ def linear_attention(
         if state.shape != expected or state.dtype != wide:
             found = f"{state.dtype} {tuple(state.shape)}"
             raise ValueError(f"state must be {wide} (B, H, F, E+1) = {expected}, not {found}")
+    query, (key, value) = hidden(mask if causal else None, query)[0], hidden(mask, key, value)
     if isinstance(feature_map, str):
         out, state = named(
             query, key, value, causal=causal, feature_map=feature_map, eps=eps, mask=mask, segments=segments,
@@ -87,6 +93,7 @@ def named(
     token = causal and mask is None and state is not None and q.shape[2] == 1
     if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
         return found
+    q, k, v, state = settled(q, k, v, state)
     why_not = sequence.why_not(q, k, v, state, mask, segments) if causal else "they are for causal attention"
     options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
     match chosen(OP, SERVED, "torch" if why_not else "native"):
@@ -94,6 +101,8 @@ def named(
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
             return sequence.attend(q, k, v, state=state, **options)
+        case "torch" if transformed():
+            return plain.composed(q, k, v, state, causal=causal, **options)
         case "torch" if causal and not token:
             return spans.attend(q, k, v, state=state, **options)
         case "torch" if not causal:
@@ -131,21 +140,22 @@ def attend(
     ``numerator``: other features of queries and keys for the numerator (rotated ones), where the denominator must keep
     the positive ones. Returns o (B,H,N,E) in v's dtype and the state (B,H,F,E+1).
     """
+    q, k, v, state = settled(q, k, v, state)
     # phi(0) = 1, so padding is removed after the feature map, not before.
-    real = None if mask is None else mask[:, None, :, None]
+    k, values = hidden(mask, k, with_ones(widen(v)))
     with torch.autocast(q.device.type, enabled=False):
         if numerator is None:
-            read, state = _sum(q, k, with_ones(widen(v)), causal, real, segments, state, donate)
+            read, state = _sum(q, k, values, causal, segments, state, donate)
         else:
             parts = (None, None) if state is None else (state[..., :-1], state[..., -1:])
-            above, s = _sum(*numerator, widen(v), causal, real, segments, parts[0], False)
-            below, z = _sum(q, k, torch.ones_like(k[..., :1]), causal, real, segments, parts[1], False)
+            turned = numerator[0], *hidden(mask, numerator[1])
+            above, s = _sum(turned[0], turned[1], values[..., :-1], causal, segments, parts[0], False)
+            below, z = _sum(q, k, values[..., -1:], causal, segments, parts[1], False)
             read, state = torch.cat([above, below], -1), torch.cat([s, z], -1)
         return normalise(read, eps).to(v.dtype), state
 
 
-def _sum(q, k, v, causal, real, segments, state, donate):
-    k = k if real is None else k * real
+def _sum(q, k, v, causal, segments, state, donate):
     if causal:
         return recurrence.scan(q, k, v, state, segments=segments, donate=donate)
     return recurrence.total(q, k, v, segments)
@@ -182,7 +192,7 @@ def matrix(
         past = q @ state[..., -1:]
         below = below + (past if segments is None else past * (segments == segments[:, :1])[:, None, :, None])
     q, k = numerator or (q, k)
-    return (q @ k.mT) * allowed / below
+    return (q @ k.mT) * allowed / divisors(below)
 
 
 def widen(x: Tensor) -> Tensor:
@@ -196,8 +206,8 @@ def with_ones(v: Tensor) -> Tensor:
 
 
 def normalise(read: Tensor, eps: float) -> Tensor:
-    """(..., E+1) -> (..., E): numerator / (denominator + eps); the denominator is the last column."""
-    return read[..., :-1] / (read[..., -1:] + eps)
+    """(..., E+1) -> (..., E): numerator / (denominator + eps), the last column; 0 where that divisor is 0."""
+    return read[..., :-1] / divisors(read[..., -1:] + eps)
 
 
 def _check(query, key, value, causal, mask, segments, state):
@@ -209,6 +219,7 @@ def _check(query, key, value, causal, mask, segments, state):
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit: "
             f"(B, H, N, D), (B, H, M, D), (B, H, M, E) are expected"
         )
+    same_device(query=query, key=key, value=value, mask=mask, segments=segments, state=state)
     batch, _, keys, _ = key.shape
     if (causal or segments is not None) and query.shape[2] != keys:
         raise ValueError(f"causal or packed attention needs as many queries as keys, not {query.shape[2]} and {keys}")

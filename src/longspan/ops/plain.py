@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import recurrence
-from .features import MAPS
+from .features import MAPS, divisors
+from .operands import hidden
 
 
 def composed(
@@ -25,13 +26,13 @@ def composed(
         fq, fk, values = _mapped(q, k, v, feature_map, mask)
         if not causal and segments is None:
             sums, keys = fk.mT @ values, fk.sum(-2)[..., None]
-            return ((fq @ sums) / (fq @ keys + eps)).to(v.dtype), torch.cat([sums, keys], -1)
+            return ((fq @ sums) / divisors(fq @ keys + eps)).to(v.dtype), torch.cat([sums, keys], -1)
         values = F.pad(values, (0, 1), value=1.0)
         if causal:
             read, state = recurrence.scan(fq, fk, values, state, segments=segments)
         else:
             read, state = recurrence.total(fq, fk, values, segments)
-        return (read[..., :-1] / (read[..., -1:] + eps)).to(v.dtype), state
+        return (read[..., :-1] / divisors(read[..., -1:] + eps)).to(v.dtype), state
 
 
 def _mapped(q, k, v, feature_map, mask) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,8 +40,7 @@ def _mapped(q, k, v, feature_map, mask) -> tuple[Tensor, Tensor, Tensor]:
     fq, fk, values = phi(q.to(wide)), phi(k.to(wide)), v.to(wide)
     if mask is not None:
         # phi(0) is not 0, so padding is removed after the feature map, not before.
-        hidden = ~mask[:, None, :, None]
-        fk, values = fk.masked_fill(hidden, 0.0), values.masked_fill(hidden, 0.0)
+        fk, values = hidden(mask, fk, values)
     return fq, fk, values
 
 
@@ -60,7 +60,7 @@ def quadratic(q, k, v, state, feature_map, eps, mask, segments) -> tuple[Tensor,
             if segments is not None:
                 state = state * (segments[:, :1] == segments[:, -1:]).all(-1)[:, None, None, None]
             end = end + state
-        return (above / (below + eps)).to(v.dtype), end
+        return (above / divisors(below + eps)).to(v.dtype), end
 
 
 def differentiable_backward(inputs, grads, **options) -> list[Tensor | None]:

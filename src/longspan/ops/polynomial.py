@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import chosen, recurrence
 from .linear import normalise, widen, with_ones
+from .operands import hidden, settled, transformed
 
 OP = "polynomial attention"
 SHORTEST, LONGEST = 64, 512  # tokens of a span
@@ -66,7 +67,8 @@ def attend(
     """
     backend, kernel = chosen(OP), {"constant": constant, "taylor": taylor}
     with torch.autocast(v.device.type, enabled=False):
-        values = with_ones(widen(v))
+        q, k, v, state = settled(q, k, v, state)
+        values = hidden(mask, with_ones(widen(v)))[0]
         if prefix is not None:
             folded = _total(k, values, prefix, **kernel)
             state, mask = folded if state is None else state + folded, ~prefix if mask is None else mask & ~prefix
@@ -74,7 +76,7 @@ def attend(
             total = _total(k, values, mask, **kernel)
             return read(q, total, eps=eps, **kernel).to(v.dtype), total
         scan = _reference if backend == "reference" else _scan
-        found, end = scan(q, k, values, mask, segments, state, donate, **kernel)
+        found, end = scan(q, k, values, mask, segments, state, donate and not transformed(), **kernel)
         if segments is not None and not causal:
             last = None if mask is None else mask.flip(1)
             later, _ = scan(q.flip(2), k.flip(2), values.flip(2), last, segments.flip(1), None, False, **kernel)
@@ -129,7 +131,7 @@ def _scan(q, k, values, mask, segments, state, donate, constant, taylor):
 
     def span(q, k, values, mask, borders, state):
         scores = similarity(q, k, constant, taylor).tril()
-        scores = scores if mask is None else scores * mask[:, None, None, :]
+        scores = scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
         queries, keys = features(q, constant, taylor), _masked(features(k, constant, taylor), mask)
         if borders is not None:
             same, first, last, whole = borders
@@ -167,7 +169,7 @@ def _total(k, values, mask, constant, taylor):
 
 def _again(many: bool, function: Callable, *arguments: Any) -> Any:
     """``function(*arguments)``; where it is one of many, what it makes inside is not kept but made again backwards."""
-    if not many or not torch.is_grad_enabled():
+    if not many or not torch.is_grad_enabled() or transformed():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
@@ -185,4 +187,4 @@ def _empty(x: Tensor, values: Tensor) -> Tensor:
 
 def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
     # phi(0) is not 0, so padding is removed after the feature map.
-    return rows if mask is None else rows * mask[:, None, :, None]
+    return hidden(mask, rows)[0]

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import chosen
+from .operands import records, transformed
 
 CHUNK = 64  # tokens whose products are formed directly, as one small matrix
 LOWEST = -800.0  # a log decay; below it e^x is 0 in float64 too, so it stands for -inf
@@ -43,7 +44,9 @@ def scan(
     if q.shape[2] == 0:
         return torch.zeros_like(v), state.clone()
     if q.shape[2] == 1:
-        return step(q, k, v, state, donate=donate)
+        return step(q, k, v, state, donate=donate and not transformed())
+    if transformed():
+        return plain(q, k, v, state, segments, chunk)
     return _Scan.apply(q, k, v, state, segments, chunk)  # type: ignore[return-value]
 
 
@@ -56,6 +59,21 @@ def reference(q: Tensor, k: Tensor, v: Tensor, state: Tensor, segments: Tensor |
         state = state + k[:, :, t, :, None] * v[:, :, t, None, :]
         out.append(torch.einsum("bhd,bhde->bhe", q[:, :, t], state))
     return (torch.stack(out, 2) if out else torch.zeros_like(v)), state.clone()
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, state: Tensor, segments: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
+    """The chunked form from plain operations alone, none of them in place. Shapes as in ``scan``."""
+    out = []
+    for start in range(0, q.shape[2], chunk):
+        rows = slice(start, start + chunk)
+        qs, ks, vs = (t[:, :, rows] for t in (q, k, v))
+        scores, read, written, kept = (qs @ ks.mT).tril(), qs, ks, state
+        if segments is not None:
+            same, first, last, whole = (t[:, :, 0] for t in borders_of(segments, start, 1, qs.shape[2], q))
+            scores, read, written, kept = scores * same, qs * first, ks * last, state * whole
+        out.append(scores @ vs + read @ state)
+        state = kept + written.mT @ vs
+    return torch.cat(out, 2), state
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, donate: bool = False) -> tuple[Tensor, Tensor]:
@@ -87,7 +105,7 @@ def faded(x: Tensor, to: torch.dtype | None = None) -> Tensor:
     if x.device.type != "cpu" or not x.numel():
         return x.exp()
     least = FAINT[to or x.dtype]
-    if x.requires_grad:
+    if records(x):
         return F.threshold(x.clamp(min=least - 1.0).exp(), math.exp(least), 0.0)
     if x.min() >= least:
         return x.exp_()

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import chosen
+from .operands import settled, transformed
 
 
 def attend(
@@ -24,7 +25,9 @@ def attend(
 
     Source: Vaswani et al. 2017 (1706.03762), eq. 1; Ainslie et al. 2023 (2305.13245) for G < H.
     """
-    if chosen("softmax attention") == "reference":
+    q, k, v = settled(q, k, v)
+    # Fused kernels have no forward-mode derivatives.
+    if chosen("softmax attention") == "reference" or transformed():
         p, _ = weights(q, k, mask=mask, causal=causal)
         return F.dropout(p, dropout) @ repeat(v, q.shape[1])
     if q.shape[2] == 1 and mask is None and dropout == 0:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import recurrence
 from .buffers import BUDGET, Buffers, Rows, groups, outputs
+from .features import divisors
 from .pages import fresh_like
 from .plain import differentiable_backward, quadratic
 from .whole import bidirectional as bidirectional
@@ -137,6 +138,8 @@ def _forward_span(rows: Rows, span: tuple[int, int, int], end: Tensor, eps: floa
     above.baddbmm_(read, sums[: -rows.heads])
     below.add_(torch.mul(read, keys[: -rows.heads], out=rows.tokens("spare", d)).sum(-1, keepdim=True))
     low = torch.add(rows.wide(below), eps, out=rows.at("below"))
+    if eps == 0:
+        low.copy_(divisors(low))
     torch.div(rows.wide(above), low, out=rows.at("o"))
     end[..., :-1].copy_(sums[-rows.heads :])
     end[..., -1:].copy_(keys[-rows.heads :].mT)

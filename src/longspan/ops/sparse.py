@@ -1,6 +1,7 @@
 """Softmax attention under a pattern: which rows go where, and the public function."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from .. import patterns
 from ..patterns import Pattern
 from . import blockwise, chosen, softmax
 from .layout import Tiles, plan
+from .operands import TRANSFORMED, hidden, same_device, settled, transformed
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -19,7 +21,7 @@ class Score(Protocol):
     """Something to be added to the logits; it may have learned parameters and depend on the queries."""
 
     def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """q_tile (B,H,n,D), positions i (n,) and j (m,) -> something that broadcasts to (B,H,n,m)."""
+        """q_tile (B,H,n,D) of all heads, positions i (n,) and j (m,) -> something that broadcasts to (B,H,n,m)."""
         ...
 
 
@@ -40,16 +42,17 @@ def sparse_attention(
 
     query (B,H,N,D), key (B,G,N,D), value (B,G,N,E), where G divides H -> (B,H,N,E). ``pattern`` is a value of
     ``longspan.patterns`` or its spec, such as ``"band(255) | globals(4)"``; a query that sees no key gets 0.
-    ``mask`` (B,N) bool: True = a real token; a masked one does not exist: positions count the real tokens before.
-    ``bias``: an object whose ``score(q_tile, i, j)`` is added to the logits, or a tensor (H|1,N,N) that is.
-    ``scale`` multiplies q k^T; None: 1 / sqrt(D). ``torch.compile`` takes a spec in a call with neither mask nor bias,
-    and a value in any.
+    ``mask`` (B,N) bool: True = a real token; a masked one does not exist, whatever it holds: positions count the real
+    tokens before, and its output is 0. ``bias``: an object whose ``score(q_tile, i, j)`` is added to the logits, or a
+    tensor (H|1,N,N) that is. ``scale`` multiplies q k^T; None: 1 / sqrt(D). ``torch.compile`` takes a spec in a call
+    with neither mask nor bias, and a value in any. Transforms of ``torch.func`` and forward-mode derivatives take plain
+    forms: block by block without a mask, O(N^2) with one.
 
     Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern.
     """
     _check(query, key, value, mask)
-    if isinstance(bias, Tensor) and (bias.dim() != 3 or bias.shape[1:] != (query.shape[2], query.shape[2])):
-        raise ValueError(f"a bias tensor is (H|1,N,N), here N={query.shape[2]}, not {tuple(bias.shape)}")
+    if isinstance(bias, Tensor):
+        _check_bias(query, bias)
     # A compiler cannot take the value that a spec makes into its graph, but the spec itself.
     if not torch.compiler.is_compiling() or mask is not None or bias is not None:
         pattern = patterns.parse(pattern)
@@ -70,22 +73,26 @@ def attend(
 ) -> Tensor:
     """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    reference = chosen(blockwise.OP, blockwise.SERVED) == "reference"
-    given = mask is not None or segments is not None or (bias is not None and not reference)
-    dense_form = torch.compiler.is_compiling() and given
-    if reference or bias is not None or dense_form:
+    q, k, v = settled(q, k, v)
+    way, plain = chosen(blockwise.OP, blockwise.SERVED, ""), transformed()
+    if plain and way not in ("", "torch", "reference"):
+        raise ValueError(f"backend {way!r} cannot serve this call of {blockwise.OP}: {TRANSFORMED}")
+    reference, packed = way == "reference", mask is not None or segments is not None
+    traced = torch.compiler.is_compiling()
+    dense_form = (packed and (traced or plain)) or (traced and bias is not None and not reference)
+    if reference or bias is not None or dense_form or plain:
         k, v = softmax.repeat(k, q.shape[1]), softmax.repeat(v, q.shape[1])
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if reference:
             return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer)[0]
-        if bias is not None:
+        if bias is not None or plain:
             return _scored(q, k, v, pattern, bias, scale, layer)
         return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale)[0]
 
     if not q.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * v.sum()
-    if mask is None and segments is None and not dense_form:
+    if not packed and not dense_form:
         return run(q, k, v)
     if isinstance(bias, Tensor):
         bias = _Table(bias)
@@ -105,16 +112,23 @@ def dense(
 
 
 def _softmax(q, k, v, allowed, bias, i, j, scale) -> tuple[Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    logits = (q @ k.mT).to(wide) * scale
+    logits = _logits(q, k, scale)
     if bias is not None:
         logits = logits + _score(bias, q, i, j)
+    return _weighted(logits, v, allowed)
+
+
+def _weighted(logits: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.masked_fill(~allowed, -torch.inf)
     lse = logits.logsumexp(-1)
     # A row without keys: every weight is 0, and so is every gradient.
     blind = (lse == -torch.inf)[..., None]
     p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(~allowed, 0.0)
     return p.to(v.dtype) @ v, p, lse
+
+
+def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
 
 
 def _score(bias: Bias, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -163,6 +177,7 @@ def ragged(
 def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
     """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
     at = places(mask, segments, q)
+    q, k, v = hidden(mask, q, k, v)
     allowed = allowed_at(pattern, at, at, q.shape[1], layer)
     if mask is not None:
         allowed = allowed & mask[:, None, None, :]
@@ -211,15 +226,16 @@ def matrix(q, k, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale
     return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 
 
-def _scored(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias, scale: float, layer: int) -> Tensor:
+def _scored(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias | None, scale: float, layer: int) -> Tensor:
     """With a score, whose gradient torch finds: block by block of queries, each computed again in the backward."""
+    # Transforms cannot follow what is computed again.
+    block = _block if transformed() else partial(checkpoint, _block, use_reentrant=False)
     n, outs = q.shape[2], []
     for head in range(q.shape[1]) if pattern.per_head else [0]:
         own = slice(head, head + 1) if pattern.per_head else slice(None)
         pieces, order = [v[:, own, :0]], [torch.zeros(0, dtype=torch.int64, device=q.device)]
         for i, j, allowed in _blocks(repr(pattern), n, head, layer, q.device):
-            arguments = (q[:, own, i], k[:, own, j], v[:, own, j], allowed, bias, i, j, scale, own)
-            pieces.append(checkpoint(_block, *arguments, use_reentrant=False))  # type: ignore[arg-type]
+            pieces.append(block(q[:, :, i], k[:, own, j], v[:, own, j], allowed, bias, i, j, scale, own))
             order.append(i)
         out = torch.cat(pieces, 2)
         outs.append(out.new_zeros(*out.shape[:2], n, v.shape[-1]).index_copy(2, torch.cat(order), out))
@@ -227,9 +243,12 @@ def _scored(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias, scale
 
 
 def _block(q, k, v, allowed, bias, i, j, scale, own) -> Tensor:
-    if isinstance(bias, Tensor) and len(bias) > 1:
-        bias = bias[own]
-    return _softmax(q, k, v, allowed, bias, i, j, scale)[0]
+    """Some queries of all heads, of which the ``own`` ones meet their keys: a score may depend on the others' too."""
+    logits = _logits(q[:, own], k, scale)
+    if bias is not None:
+        score = _score(bias, q, i, j)
+        logits = logits + (score[..., own, :, :] if score.dim() > 2 and score.shape[-3] > 1 else score)
+    return _weighted(logits, v, allowed)[0]
 
 
 def _blocks(text: str, n: int, head: int, layer: int, device: torch.device):
@@ -246,10 +265,20 @@ def _blocks(text: str, n: int, head: int, layer: int, device: torch.device):
             yield i[i < n].to(device), j[inside].to(device), allowed[i < n][:, inside].to(device)
 
 
+def _check_bias(query: Tensor, bias: Tensor) -> None:
+    heads, n = query.shape[1:3]
+    if tuple(bias.shape) not in ((heads, n, n), (1, n, n)) or not bias.is_floating_point():
+        raise ValueError(
+            f"a bias tensor is (H|1,N,N) in floating point, here H={heads}, N={n}, not {bias.dtype} {tuple(bias.shape)}"
+        )
+    same_device(query=query, bias=bias)
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4 or not x.is_floating_point() or x.dtype != query.dtype:
             raise ValueError(f"{name} must be (B,H,N,D) in {query.dtype}, not {x.dtype} {tuple(x.shape)}")
+    same_device(query=query, key=key, value=value, mask=mask)
     batch, heads, n, dim = query.shape
     groups = key.shape[1]
     if key.shape != (batch, groups, n, dim) or value.shape[:3] != key.shape[:3] or not groups or heads % groups:

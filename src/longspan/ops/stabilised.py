@@ -15,6 +15,7 @@ from torch import Tensor
 from . import gated, recurrence
 from . import prefix as prefixes
 from .linear import widen, with_ones
+from .operands import hidden
 from .random_features import Parts
 
 
@@ -48,10 +49,11 @@ def attend(
         values = with_ones(widen(v))
         if prefix is not None:
             state, mask = _folded(k, values, prefix, state, mask)
+        values = hidden(mask, values)[0]
         sums, start = state or (None, None)
         queries, decay, peak = _queries(q), None, None
         if k.exponent is None:
-            keys = k.features() if mask is None else k.features() * mask[:, None, :, None]
+            keys = hidden(mask, k.features())[0]
         else:
             after = shifts(k, causal=causal, mask=mask, segments=segments, start=start)
             keys = _shifted(k, after, mask)
@@ -183,7 +185,7 @@ def _shifted(k: Parts, shift: Tensor, mask: Tensor | None) -> Tensor:
     assert k.exponent is not None
     if mask is not None:
         k = k._replace(exponent=k.exponent.masked_fill(~mask[:, None, :, None], -torch.inf))
-    return k.features(shift.masked_fill(shift == -torch.inf, 0.0))
+    return hidden(mask, k.features(shift.masked_fill(shift == -torch.inf, 0.0)))[0]
 
 
 def _prefix_peak(k: Parts, prefix: Tensor, start: Tensor | None) -> Tensor:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from . import recurrence
 from .buffers import BUDGET, Buffers, Rows, groups, outputs
+from .features import divisors
 from .pages import fresh_like
 from .plain import composed, differentiable_backward
 
@@ -93,6 +94,8 @@ def _forward(
                 lower = torch.bmm(features, keys.mT, out=rows.tokens("below", 1))
                 upper = torch.bmm(features, sums, out=rows.tokens("above", e))
                 low = torch.add(rows.wide(lower), eps, out=rows.at("below"))
+                if eps == 0:
+                    low.copy_(divisors(low))
                 torch.div(rows.wide(upper), low, out=rows.at("o"))
             into = totals[part].flatten(0, 1)
             into[..., :-1].copy_(sums)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..operands import transformed
 from . import build
 from .openmp import threads
 
@@ -17,11 +18,11 @@ def available() -> bool:
 
 
 def readable(*tensors: Tensor | None) -> bool:
-    """Whether a token step may read those that there are: plain float32 on the CPU, no gradients, nothing that traces.
+    """Whether a token step may read those that there are: plain float32 on the CPU, no gradients, nothing that follows.
 
     Asked once per token and layer, as all of a token step is, so it is written for speed.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
         return False
     grad, wide = torch.is_grad_enabled(), torch.float32
     for t in tensors:

@@ -16,7 +16,7 @@ constexpr long PANEL = COLUMNS * W;  // outputs of a linear map that lie side by
 constexpr long BLOCK = 48;           // sequences that a thread takes through a panel before the next one
 
 enum Kind { linear_kind = 0, softmax_kind = 1 };
-enum Failure { fine = 0, no_memory = 1, bad_token = 2, bad_position = 3, no_room = 4 };
+enum Failure { fine = 0, no_memory = 1, bad_token = 2, bad_position = 3, no_room = 4, bad_length = 5 };
 
 }  // namespace
 
@@ -253,8 +253,13 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
         // All is checked before anything is overwritten.
         if (layer.kind == softmax_kind)
             for (long b = 0; b < batch; ++b)
-                if (states[l].position[b] >= states[l].capacity) return no_room;
+                if (states[l].position[b] < 0 || states[l].position[b] > states[l].capacity) return bad_length;
     }
+    // A cache that is to grow must be a sound one, so that all lengths come first.
+    for (long l = 0; l < model.depth; ++l)
+        if (model.layers[l].kind == softmax_kind)
+            for (long b = 0; b < batch; ++b)
+                if (states[l].position[b] == states[l].capacity) return no_room;
     if (!embedded)
         for (long b = 0; b < batch; ++b) {
             if (tokens[b] < 0 || tokens[b] >= model.vocab) return bad_token;
@@ -314,7 +319,8 @@ extern "C" void longspan_pack(const void* weight, long out, long in, int type, v
 
 // One token of every sequence: tokens (B) and positions (B), or embedded (B, d) in place of both -> out (B, outputs);
 // states (depth) are overwritten, their positions are not. Returns 0; 1 where memory is lacking; 2 or 3 for a token or a
-// position out of range; 4 where a cache has no room, and then nothing is changed.
+// position out of range; 4 where a cache has no room; 5 where it says it holds fewer tokens than none or more than it can;
+// and then nothing is changed.
 extern "C" int longspan_decode(const longspan_model* model, const longspan_state* states, const std::int64_t* tokens,
                                const std::int64_t* positions, const float* embedded, long batch, float* out,
                                int threads) {

@@ -14,7 +14,7 @@ from . import build, threads
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2, "squared_relu": 3, "geglu": 4, "swiglu": 5}
 LINEAR, SOFTMAX = 0, 1
-FINE, NO_MEMORY, BAD_TOKEN, BAD_POSITION, NO_ROOM = range(5)
+FINE, NO_MEMORY, BAD_TOKEN, BAD_POSITION, NO_ROOM, BAD_LENGTH = range(6)
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 

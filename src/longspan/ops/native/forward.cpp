@@ -43,7 +43,7 @@ struct Forward {
             fetch(outputs, at, values);
             lower_times(n, vp, scores, C, v, vp, o, vp);
             for (long i = 0; i < n; ++i) {
-                const float denominator = sums[i] + call.eps;
+                const float denominator = divisor(sums[i] + call.eps);
                 below[at.row * call.tokens + at.begin + i] = denominator;
                 const vec scale = splat(1.0f / denominator);
                 for (long j = 0; j < vp; j += W) store(o + i * vp + j, load(o + i * vp + j) * scale);

@@ -1,5 +1,7 @@
 // Feature maps and their slopes; the numbers are those of ops/native/__init__.py.
 #pragma once
+#include <cmath>
+
 #include "vec.h"
 
 namespace {
@@ -39,5 +41,8 @@ inline vec slope(vec x, vec y) {
         default: return pick(x <= splat(30.0f), y, zero);
     }
 }
+
+// What a sum over keys is divided by: nothing is left of one that no key has entered.
+inline float divisor(float below) { return below == 0.0f ? INFINITY : below; }
 
 }  // namespace

@@ -7,7 +7,7 @@
 
 namespace {
 
-constexpr float NEVER = -1e30f;  // below every logit: a key that is not seen
+constexpr float NEVER = -INFINITY;  // the logit of a key that is not seen
 
 // Which blocks of keys each block of queries meets: keys[e] and masks + tiles[e] (null for a negative one: all is seen)
 // for e in offsets[u] ... offsets[u + 1].
@@ -34,9 +34,8 @@ inline void hide(float* x, long rows, long cols, long width, long ld, const std:
     }
 }
 
-inline vec seen_exponential(vec x, vec shift) {
-    return pick(x <= splat(0.5f * NEVER), vec{}, exponential(x - shift));
-}
+// e^(x - shift), 0 where a key is not seen, also where nothing is and the shift is no number to be taken off.
+inline vec seen_exponential(vec x, vec shift) { return pick(x == splat(NEVER), vec{}, exponential(x - shift)); }
 
 inline float largest(vec x) {
     float out = x[0];

@@ -61,7 +61,7 @@ struct Forward {
             store(x + j, p);
             total += p;
         }
-        const float kept = top > 0.5f * NEVER ? std::exp(top - now) : 0.0f;
+        const float kept = top > NEVER ? std::exp(top - now) : 0.0f;
         if (now > top && below > 0.0f)
             for (long j = 0; j < vp; j += W) store(sum + j, load(sum + j) * kept);
         below = below * kept + ::sum(total);

@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from ..operands import TRANSFORMED, transformed
 from ..pages import fresh_like
 from ..plain import differentiable_backward
 from . import MAPS, available, build, threads
@@ -29,8 +30,8 @@ def why_not(
         or any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)  # type: ignore
     ):
         return "what counts or traces the operations of torch would see none of theirs"
-    if not torch.compiler.is_compiling() and any(t.is_neg() for t in given):
-        return "they read memory as it is, and a view of it is negated"
+    if transformed():
+        return TRANSFORMED
     if any(t.device.type != "cpu" for t in given):
         return "they are for the CPU"
     if any(t.dtype not in TYPES or t.dtype != v.dtype for t in (q, k, v)):

@@ -71,7 +71,7 @@ void advance(float* state, const float* end, const Token& token, float* out, lon
         state[width] = z;
         below += token.plain_q[d] * z;
     }
-    const float scale = 1.0f / (below + eps);
+    const float scale = 1.0f / divisor(below + eps);
     if (E) {
         for (long j = 0; j < held; ++j) store(out + j * W, acc[j] * scale);
     } else {

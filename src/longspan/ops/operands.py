@@ -1,0 +1,91 @@
+"""What enters an operation: views with another sign, masked content, memory that is given away, transforms of torch."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+TRANSFORMED = "a transform of torch.func, or a forward-mode derivative, follows the operations of torch alone"
+
+
+def settled(*tensors: Tensor | None) -> Sequence[Any]:
+    """The same numbers, where none is a view whose sign is still to be changed.
+
+    A kernel would read the memory as it is, and torch's own ``copy_`` loses the sign of such a view in half precision.
+    """
+    return [t if t is None else t.resolve_neg() for t in tensors]
+
+
+def hidden(mask: Tensor | None, *tensors: Tensor | None) -> Sequence[Any]:
+    """Tensors (B,H,N,...) with 0 at masked tokens, mask (B,N): what they held, NaN too, reaches no sum or gradient."""
+    if mask is None:
+        return tensors
+    away = ~mask[:, None, :, None]
+    return [t if t is None else t.masked_fill(away if t.dim() == 4 else away[..., 0], 0.0) for t in tensors]
+
+
+def transformed() -> bool:
+    """Whether a transform of ``torch.func`` (grad, vjp, jvp, vmap) or ``torch.autograd.forward_ad`` is at work.
+
+    They follow the operations of torch one by one, so that only forms made of these alone may run. A compiler's own
+    tracing is none of them.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+
+
+def records(*tensors: Tensor) -> bool:
+    """Whether operations on these are recorded, by autograd or a transform, so that none may work in place."""
+    return transformed() or any(t.requires_grad for t in tensors)
+
+
+def same_device(**tensors: Tensor | None) -> None:
+    """Raise ValueError unless those that there are live on one device."""
+    given = {name: t for name, t in tensors.items() if t is not None}
+    first, *others = given
+    for name in others:
+        if given[name].device != given[first].device:
+            raise ValueError(
+                f"{first} is on {given[first].device} and {name} on {given[name].device}; move one of them"
+            )
+
+
+def check_donation(state: Tensor, **others: Tensor | None) -> None:
+    """Raise ValueError where a state that may be overwritten shares memory with what is still to be read, or itself."""
+    if transformed() or torch.compiler.is_compiling():
+        return
+    begin, end = _range(state)
+    if end - begin < state.nbytes and begin < end:
+        raise ValueError("donate=True overwrites the state, parts of which share memory; give a clone of it")
+    for name, other in others.items():
+        if other is not None:
+            first, last = _range(other)
+            if first < end and begin < last:
+                raise ValueError(f"donate=True overwrites the state, which shares memory with {name}; give a clone")
+
+
+def in_memory(x: Tensor) -> bool:
+    """Whether its numbers lie somewhere: not for the meta device, nor for fake tensors and others with own rules."""
+    own_rules = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return x.layout == torch.strided and not x.is_meta and not own_rules
+
+
+def overlap(*tensors: Tensor) -> bool:
+    """Whether two of some contiguous tensors share memory."""
+    ranges = sorted(_range(t) for t in tensors if t.numel())
+    return any(end > begin for (_, end), (begin, _) in pairwise(ranges))
+
+
+def _range(x: Tensor) -> tuple[int, int]:
+    """Where its numbers lie, in bytes, as far as that is known; in between there may be others."""
+    if not in_memory(x) or not x.numel():
+        return 0, 0
+    begin = x.data_ptr()
+    if x.is_contiguous():
+        return begin, begin + x.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return begin, begin + (last + 1) * x.element_size()

@@ -1,0 +1,307 @@
+"""What enters the operations: signs that are still to be changed, memory given away, and what masked tokens hold."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import longspan
+from longspan import backend, decay_attention, delta_rule, linear_attention, sparse_attention
+from longspan.ops import linear, native, operands, softmax
+
+B, H, D, E = 2, 3, 5, 4
+NAN = float("nan")
+BACKENDS = ("reference", "torch", *(["native"] if native.available() else []))
+
+
+def operation(name: str):
+    """A function of operands by name, and those operands for n tokens: all (B,H,n,...)."""
+
+    def made(n: int, dtype=torch.float32) -> dict:
+        generator = torch.Generator().manual_seed(n)
+        given = {name: torch.randn(B, H, n, D, generator=generator) for name in ("query", "key")}
+        given["value"] = torch.randn(B, H, n, E, generator=generator)
+        given = {name: t.to(dtype) for name, t in given.items()}
+        more = {
+            "log_decay": -torch.rand(B, H, n, generator=generator),
+            "beta": torch.rand(B, H, n, generator=generator),
+        }
+        by_channel = {"log_decay": -torch.rand(B, H, n, D, generator=generator)}
+        match name:
+            case "decay":
+                return given | {"log_decay": more["log_decay"].to(dtype)}
+            case "decay by channel":
+                return given | {"log_decay": by_channel["log_decay"].to(dtype)}
+            case "delta":
+                return given | {name: t.to(dtype) for name, t in (more | by_channel).items()}
+        return given
+
+    functions = {
+        "linear": linear_attention,
+        "linear, all keys": lambda **given: linear_attention(causal=False, **given),
+        "linear, own map": lambda **given: linear_attention(feature_map=torch.exp, **given),
+        "decay": decay_attention,
+        "decay by channel": decay_attention,
+        "delta": delta_rule,
+        "sparse": lambda **given: sparse_attention(pattern="band(3)", **given),
+        "sparse, both ways": lambda **given: sparse_attention(pattern="band(3, 2) | globals(2)", **given),
+    }
+    return functions[name], made
+
+
+ALL = (
+    "linear",
+    "linear, all keys",
+    "linear, own map",
+    "decay",
+    "decay by channel",
+    "delta",
+    "sparse",
+    "sparse, both ways",
+)
+
+
+def serves(name: str, kind: str) -> bool:
+    return not (kind == "native" and name in ("linear, all keys", "linear, own map"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("name", ALL)
+def test_a_sign_that_is_still_to_be_changed(name, tokens, dtype):
+    call, made = operation(name)
+    given = made(tokens, dtype)
+    expected = call(**given)
+    for which in given:
+        negated = given | {which: torch._neg_view(-given[which])}
+        assert negated[which].is_neg()
+        torch.testing.assert_close(call(**negated), expected, msg=lambda m, which=which: f"{which}: {m}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_sign_in_attention_under_a_mask(dtype):
+    q, k, v = (torch.randn(B, H, 7, D).to(dtype) for _ in "qkv")
+    mask = torch.rand(B, 1, 7, 7) > 0.3
+    expected = softmax.attend(q, k, v, mask=mask)
+    found = softmax.attend(*(torch._neg_view(-t) for t in (q, k, v)), mask=mask)
+    torch.testing.assert_close(found, expected)
+
+
+class TestDonation:
+    def calls(self, state, tokens):
+        """By name, calls that give ``state`` (1,1,D,D) away, which may be what they read too."""
+        plain = {name: torch.rand(1, 1, tokens, D) for name in ("query", "key", "value")}
+        rate = torch.rand(1, 1, tokens)
+        for which in plain:
+            given = plain | {which: state[:, :, :tokens]}
+            yield which, lambda given=given: decay_attention(**given, log_decay=-rate, state=state, donate=True)
+            yield which, lambda given=given: delta_rule(**given, beta=rate, state=state, donate=True)
+            wide = torch.rand(1, 1, D, D + 1)
+            part = wide.flatten()[: tokens * D].view(1, 1, tokens, D)
+            given = plain | {which: part}
+            yield which, lambda given=given, wide=wide: linear_attention(**given, state=wide, donate=True)
+            given = plain | {which: wide[:, :, :tokens, :D]}
+            yield which, lambda given=given, wide=wide: linear_attention(**given, state=wide, donate=True)
+        yield "beta", lambda: delta_rule(**plain, beta=state[..., :tokens, 0], state=state, donate=True)
+        yield "log_decay", lambda: decay_attention(**plain, log_decay=state[:, :, :tokens], state=state, donate=True)
+
+    @pytest.mark.parametrize("tokens", [1, 3])
+    @pytest.mark.parametrize("kind", BACKENDS)
+    def test_what_is_read_may_not_be_given_away(self, kind, tokens):
+        for which, call in self.calls(torch.rand(1, 1, D, D), tokens):
+            with (
+                backend(kind),
+                pytest.raises(ValueError, match=f"overwrites the state, which shares memory with {which}"),
+            ):
+                call()
+
+    def test_memory_that_torch_does_not_know_to_be_shared(self):
+        numbers = torch.rand(D * D).numpy()
+        state, x = (torch.from_numpy(numbers[i:]) for i in (0, D))
+        state, x = state.view(1, 1, D, D), x[:D].view(1, 1, 1, D)
+        with pytest.raises(ValueError, match="shares memory with query"):
+            delta_rule(x, x, x, beta=torch.ones(1, 1, 1), state=state, donate=True)
+
+    def test_rows_of_a_state_that_are_one(self):
+        x, state = torch.rand(B, H, 1, D), torch.rand(1, H, D, D).expand(B, H, D, D)
+        with pytest.raises(ValueError, match="overwrites the state, parts of which share memory"):
+            decay_attention(x, x, x, log_decay=-x[..., 0], state=state, donate=True)
+
+    def test_neighbours_and_nothing_are_fine(self):
+        both = torch.rand(2 * D * D)
+        state, x = both[: D * D].view(1, 1, D, D), both[D * D : D * D + D].view(1, 1, 1, D)
+        kept = state.clone()
+        found = delta_rule(x, x, x, beta=torch.ones(1, 1, 1), state=state, donate=True)
+        torch.testing.assert_close(found, delta_rule(x, x, x, beta=torch.ones(1, 1, 1), state=kept))
+        operands.check_donation(both, x=both[:0], y=None)
+
+    def test_an_attention_may_not_be_given_what_it_reads(self):
+        module = longspan.build("linear", 8, 2)
+        state = module.init_state(1)
+        with torch.no_grad(), pytest.raises(ValueError, match="overwrites the state, which shares memory with x"):
+            module(state.sums.flatten()[:8].view(1, 1, 8), state, donate=True)
+
+
+def masked(name, given, mask, content):
+    """What an operation makes of operands that hold ``content`` at masked tokens: outputs, and gradients of a loss."""
+    away = ~mask[:, None, :, None]
+    held = {n: t.masked_fill(away if t.dim() == 4 else away[..., 0], content) for n, t in given.items()}
+    if name == "linear, all keys":  # where a mask is one of keys
+        held["query"] = given["query"]
+    leaves = {n: t.requires_grad_() for n, t in held.items()}
+    call, _ = operation(name)
+    out = call(**leaves, mask=mask)
+    real = out if name == "linear, all keys" else out[mask[:, None].expand(out.shape[:3])]
+    return real, torch.autograd.grad(real.sin().sum(), leaves.values())
+
+
+@pytest.mark.parametrize("content", [NAN, float("inf"), 1e30])
+@pytest.mark.parametrize("tokens", [7, 300])
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("name", ALL)
+def test_a_masked_token_does_not_exist_whatever_it_holds(name, kind, tokens, content):
+    if not serves(name, kind):
+        pytest.skip("the backend does not serve it")
+    _, made = operation(name)
+    mask = torch.rand(B, tokens, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[0, :3], mask[1, -2:] = False, False
+    with backend(kind):
+        expected, right = masked(name, made(tokens), mask, 0.5)
+        found, grads = masked(name, made(tokens), mask, content)
+    torch.testing.assert_close(found, expected)
+    for given, grad, wanted in zip(made(tokens), grads, right, strict=True):
+        torch.testing.assert_close(grad, wanted, msg=lambda m, given=given: f"gradient of {given}: {m}")
+        if not (name == "linear, all keys" and given == "query"):
+            hidden = ~mask[:, None, :].expand(grad.shape[:3])
+            assert not grad[hidden].any(), given
+
+
+@pytest.mark.parametrize("name", ["sparse", "sparse, both ways"])
+def test_a_masked_token_of_a_compiled_call(name):
+    call, made = operation(name)
+    given, mask = made(7), torch.tensor([[True, False] * 3 + [True], [False] + [True] * 6])
+    away = ~mask[:, None, :, None]
+    held = {n: t.masked_fill(away, NAN) for n, t in given.items()}
+    if name == "sparse":
+        pattern = longspan.patterns.band(3)
+    else:
+        pattern = longspan.patterns.band(3, 2) | longspan.patterns.globals(2)
+    compiled = torch.compile(
+        lambda q, k, v: sparse_attention(q, k, v, pattern, mask=mask), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(*held.values()), call(**given, mask=mask))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("kind", BACKENDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_query_that_no_key_answers_reads_nothing(kind, tokens, causal):
+    """Also without an eps: 0 / 0 at the masked tokens before the first real one was in everyone's gradients."""
+    if kind == "native" and not causal:
+        pytest.skip("the backend does not serve it")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, H, tokens, D, generator=generator).requires_grad_() for _ in "qkv")
+    mask = torch.ones(B, tokens, dtype=torch.bool)
+    mask[0, : tokens - 2 if tokens > 2 else tokens] = False
+    state = torch.zeros(B, H, D, D + 1) if causal else None
+    with backend(kind):
+        out = linear_attention(q, k, v, eps=0.0, mask=mask, causal=causal, state=state)
+        real = out if not causal else out[mask[:, None].expand(out.shape[:3])]
+        grads = torch.autograd.grad(real.sin().sum(), (q, k, v))
+    assert torch.isfinite(out).all()
+    if causal:
+        assert not out[0, :, : tokens - 2].any()
+    wanted = linear_attention(q[1:], k[1:], v[1:], eps=0.0, causal=causal)
+    torch.testing.assert_close(out[1:], wanted, atol=1e-5, rtol=1e-4)
+    expected = torch.autograd.grad(wanted.sin().sum(), (q, k, v))
+    for found, right in zip(grads, expected, strict=True):
+        assert torch.isfinite(found).all()
+        torch.testing.assert_close(found[1:], right[1:], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_step_that_no_key_answers(kind):
+    x, state = -torch.ones(1, 1, 1, D), torch.zeros(1, 1, D, D + 1)
+    with backend(kind):
+        out = linear_attention(x, x, x, feature_map="relu", eps=0.0, state=state)
+        named = linear.named(x, x, x, causal=True, feature_map="relu", eps=0.0)[0]
+    assert not out.any()
+    assert not named.any()
+
+
+@pytest.mark.parametrize("name", ["linear", "decay", "delta", "sparse"])
+def test_operands_on_two_devices(name):
+    call, made = operation(name)
+    given = made(3)
+    for which in list(given)[1:]:
+        with pytest.raises(ValueError, match=f"query is on cpu and {which} on meta"):
+            call(**given | {which: given[which].to("meta")})
+
+
+class Slopes:
+    """A score that differs by head, of a head axis of its own."""
+
+    def __init__(self, heads: int):
+        self.slopes = torch.arange(1.0, heads + 1)[:, None, None] / heads
+
+    def score(self, q_tile, i, j):
+        return -self.slopes * (i[:, None] - j[None]).abs()
+
+
+class Asked(Slopes):
+    """One that depends on the queries, of all heads."""
+
+    def score(self, q_tile, i, j):
+        return super().score(q_tile, i, j) * q_tile.mean(-1, keepdim=True).sigmoid()
+
+
+@pytest.mark.parametrize("kind", BACKENDS[:-1] if len(BACKENDS) == 3 else BACKENDS)
+@pytest.mark.parametrize("pattern", ["random(2)", "causal & by_head(band(3), dilated(2, 3))", "band(3)"])
+@pytest.mark.parametrize(("bias", "mask"), list(product(["table", Slopes, Asked], ["none", "all", "some"])))
+def test_a_bias_for_each_head_under_a_pattern_for_each_head(kind, pattern, bias, mask):
+    n, generator = 43, torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, 4, n, D, dtype=torch.float64, generator=generator).requires_grad_() for _ in "qkv")
+    table = torch.randn(4, n, n, dtype=torch.float64, generator=generator).requires_grad_()
+    real = torch.rand(B, n, generator=generator) > 0.3
+    options = {
+        "bias": table if bias == "table" else bias(4),
+        "mask": {"none": None, "all": torch.ones_like(real), "some": real}[mask],
+    }
+    leaves = (q, k, v, table) if bias == "table" else (q, k, v)
+    with backend("reference"):
+        expected = sparse_attention(q, k, v, pattern, **options)
+        right = torch.autograd.grad(expected.sin().sum(), leaves)
+    with backend(kind):
+        found = sparse_attention(q, k, v, pattern, **options)
+        grads = torch.autograd.grad(found.sin().sum(), leaves)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads, right)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(2, 7, 7), torch.zeros(3, 7, 7, dtype=torch.long)])
+def test_a_bias_that_does_not_fit(bias):
+    x = torch.zeros(1, 3, 7, 4)
+    with pytest.raises(ValueError, match=r"a bias tensor is \(H\|1,N,N\) in floating point, here H=3, N=7, not "):
+        sparse_attention(x, x, x, "causal", bias=bias)
+
+
+@pytest.mark.parametrize("size", [-1e29, -4.9e29, -1e30, -3e30, -1e38, 1e30, 1e38])
+@pytest.mark.parametrize("pattern", ["causal", "band(3)", "band(40)", "band(3) | strided(16)", "blockwise(5, 1)"])
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_logits_of_any_size(kind, pattern, size):
+    """No logit is so low that its key is not seen: the softmax of a row does not depend on a constant."""
+    n, generator = 150, torch.Generator().manual_seed(0)
+    k = torch.randn(1, 2, n, 4, generator=generator)
+    q, v = torch.randn(1, 2, n, 4, generator=generator), torch.randn(1, 2, n, 3, generator=generator)
+    # One channel makes the size, and is another one for each key, since sums of rows could not tell how many are alike.
+    q[..., 0], k[..., 0] = size, 1 + torch.randperm(n, generator=generator) * 2.0**-20
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    with backend("reference"):
+        expected = sparse_attention(*leaves, pattern, scale=1.0)
+        right = torch.autograd.grad(expected.sum(), leaves[2])[0]
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    with backend(kind):
+        found = sparse_attention(*leaves, pattern, scale=1.0)
+        grad = torch.autograd.grad(found.sum(), leaves[2])[0]
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(grad.double(), right, atol=1e-4, rtol=1e-4)
