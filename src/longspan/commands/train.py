@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonargparse
 import yaml
 
+from .. import signals
 from ..config import Config
 from ..spec import known
 from .parser import Parser, make
@@ -33,8 +34,8 @@ def parser() -> Parser:
         "train",
         "Train a decoder. A recipe is a YAML file with the two entries model and run; every field of it is also a "
         "flag, and flags win over the recipes before them; model.vocab 0 takes that of the data. The run's folder gets "
-        "config.yaml, checkpoints and metrics. Ctrl-C saves a checkpoint from which --resume goes on to the very same "
-        "result.",
+        "config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM and SIGHUP save a checkpoint, from which --resume goes on "
+        "to the very same result; a second one ends at once.",
         "longspan train --config recipes/digits.yaml --run.steps 100 --run.out runs/digits",
         "longspan train --config runs/digits/config.yaml --resume",
         "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
@@ -60,7 +61,7 @@ def run(args) -> int:
     try:
         result = fit(config, run, resume=args.resume)
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(_how_to_go_on(str(error), Path(run.out) / "config.yaml")) from error
+        raise signals.told(error, _how_to_go_on(str(error), Path(run.out) / "config.yaml")) from error
     # Of several processes only the first one has the result.
     if result.bits:
         bits = ", ".join(f"{split} {value:.3f}" for split, value in result.bits.items())
@@ -82,8 +83,8 @@ def _check(path: str) -> None:
 
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text, or its name is none"
         raise ValueError(f"--config: cannot read {path!r}: {reason}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"--config: {path} is no YAML: {error}") from error
