@@ -34,7 +34,7 @@ def parser() -> Parser:
         "train",
         "Train a decoder. A recipe is a YAML file with the two entries model and run; every field of it is also a "
         "flag, and flags win over the recipes before them; model.vocab 0 takes that of the data. The run's folder gets "
-        "config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM and SIGHUP save a checkpoint, from which --resume goes on "
+        "config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves one from which --resume goes on "
         "to the very same result; a second one ends at once.",
         "longspan train --config recipes/digits.yaml --run.steps 100 --run.out runs/digits",
         "longspan train --config runs/digits/config.yaml --resume",
