@@ -98,7 +98,7 @@ def start(at: Path, *words: str) -> subprocess.Popen:
 
 def judged(at: Path, name: str, code: int, number: int, *, twice: bool) -> str | None:
     """What is wrong with a command that was ended by a signal; None where nothing is."""
-    said, group = (at / "err").read_text(), [path.name for path in at.rglob(".*")]
+    said, hidden = (at / "err").read_text(), [path.name for path in at.rglob(".*")]
     # The second one may come when all is said, or before there was anything to say.
     if code != 128 + number and not (code == -number and (twice or not said)):
         return f"its exit code is {code}; it said {said!r}"
@@ -107,17 +107,13 @@ def judged(at: Path, name: str, code: int, number: int, *, twice: bool) -> str |
     if code > 0 and not re.search(r"^longspan: (interrupted|stopped at once)", said.splitlines()[-1]):
         return f"it said {said!r}"
     # An unlocked lock file does no harm, and what ends at once cannot remove it.
-    if not twice and code > 0 and group:
-        return f"it left {group}"
-    for path in at.rglob("*.json"):
-        if "checkpoints" not in path.parts:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            if (
-                name == "bench"
-                and not (result["partial"] and f"{len(result['rows'])} figures so far" in said)
-                and not twice
-            ):
-                return f"it said {said!r} with {len(result['rows'])} rows in {path.name}"
+    if not twice and code > 0 and hidden:
+        return f"it left {hidden}"
+    for path in (at / "o").glob("*.json"):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        kept = f"{len(result['rows'])} figures so far" if name == "bench" else str(len(result["rows"]))
+        if not twice and (result.get("partial", False) != (name == "bench") or (result["rows"] and kept not in said)):
+            return f"it said {said!r} with {len(result['rows'])} rows in {path.name}"
     if name == "train" and not twice and (at / "run" / "config.yaml").exists():
         if "is saved in run; go on with: longspan train --config run/config.yaml --resume" not in said:
             return f"it said {said!r}"

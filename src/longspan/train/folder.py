@@ -28,10 +28,11 @@ def held(folder: Path) -> Iterator[None]:
     """
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     with contextlib.ExitStack() as stack:
-        stack.callback(_tidy, folder, made)
+        stack.callback(_remove, made)
         with _named(f"cannot write the run's folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             stack.enter_context(alone(folder / LOCK, f"into {folder}"))
+        stack.callback(_tidy, folder)
         yield
 
 
@@ -81,14 +82,19 @@ def _content(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(f".{CONFIG}.")]
 
 
-def _tidy(folder: Path, made: list[Path]) -> None:
-    """Remove what a refused run has made. Whatever is in use, or holds something, stays."""
+def _tidy(folder: Path) -> None:
+    """Remove what is left of a run that ended before it had begun."""
     with contextlib.suppress(OSError):
-        if not _content(folder):
-            for path in folder.iterdir():
+        for path in [] if _content(folder) else folder.iterdir():
+            if path.name != LOCK:
                 path.unlink()
-            for one in made:
-                one.rmdir()
+
+
+def _remove(made: list[Path]) -> None:
+    """Remove these folders, the innermost first, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        for one in made:
+            one.rmdir()
 
 
 @contextlib.contextmanager
