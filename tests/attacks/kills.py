@@ -14,7 +14,7 @@ from longspan import checkpoint
 from longspan.train import begun, fit
 from training_process import TINY, tiny
 
-SHORT, LONG = 3, 240
+SHORT, LONG = 3, 160
 # What touches the disk, as Python's audit hooks tell; reading does no harm, and is an event too.
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod")
 
