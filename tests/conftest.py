@@ -1,6 +1,7 @@
 """What holds in every test: uninitialised memory is never zero by luck, and tests that need a device say so."""
 
 import functools
+import math
 import os
 import re
 import shutil
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+
+from longspan import progress
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes side by side, each with as many threads as there are processors, would only wait for each other; the
@@ -64,6 +67,13 @@ def _nothing_is_zero_by_luck() -> Iterator[None]:
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, spoiled(getattr(torch, name)))
         patch.setattr(Tensor, "new_empty", spoiled(Tensor.new_empty))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_line_is_due_however_slow_the_machine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "EVERY", math.inf)
         yield
 
 

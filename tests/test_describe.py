@@ -11,7 +11,6 @@ import longspan
 from longspan import data, describe, pictures
 from longspan.attention import REGISTRY, Attention
 from longspan.commands import trained
-from longspan.commands.progress import track
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
@@ -278,28 +277,3 @@ def test_shapes_are_those_of_the_data(name):
         pytest.skip(f"no {name} files beside the repository")
     found = data.load(name if name == "digits" else f"{name}:{folder}")
     assert trained.SHAPES[name] == (found.grid, found.vocab)
-
-
-class Terminal:
-    """A terminal that keeps what is written."""
-
-    def __init__(self, watched: bool):
-        self.watched, self.text = watched, ""
-
-    def isatty(self) -> bool:
-        return self.watched
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize(("watched", "tick", "drawn"), [(True, 1.0, True), (True, 0.01, False), (False, 1.0, False)])
-def test_a_bar_is_drawn_on_terminals_after_a_second(watched, tick, drawn):
-    terminal, times = Terminal(watched), iter(range(99))
-    items = list(track("abcde", 5, "letters", stream=terminal, clock=lambda: next(times) * tick))  # type: ignore
-    assert items == list("abcde")
-    assert ("letters 3/5 [############" in terminal.text) == drawn
-    assert terminal.text.endswith("\r\x1b[K") == drawn

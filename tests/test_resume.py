@@ -281,7 +281,7 @@ def finish(process, folder):
     assert process.wait(timeout=120) == 0, (folder / "err").read_text()
     assert (folder / "out").read_text() == ""
     for line in (folder / "err").read_text().splitlines():
-        assert re.match(r"step \d+: training|\d+ steps; best checkpoint: ", line), line
+        assert re.match(r"step \d+(: training|/\d+, )|\d+ steps; best checkpoint: ", line), line
 
 
 def wait_for(folder, process, step):
@@ -345,3 +345,15 @@ class TestProcesses:
         first, second = (torch.load(tmp_path / "two" / f"weights-{rank}.pt") for rank in (0, 1))
         assert all(torch.equal(value, second[name]) for name, value in first.items())
         assert checkpoints(tmp_path / "two")[-1] == "step-00000030"
+
+    def test_sigterm_to_the_first_process_stops_both_and_loses_nothing(self, tmp_path):
+        config = {"batch": 3, "steps": 30, "devices": 2, "save_every": 1000, "evaluate_every": 1000}
+        process = start(tmp_path / "two", pause=0.05, **config)
+        table = tmp_path / "two" / "run" / "tensorboard"
+        while process.poll() is None and not table.exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 143
+        said = (tmp_path / "two" / "err").read_text()
+        assert len(re.findall(r"interrupted at step \d+; step-\d+ is saved in", said)) == 1
+        assert "Traceback" not in said

@@ -1,7 +1,6 @@
 """Training: the pure functions of the step, what a run learns and leaves in its folder, and what it reports."""
 
 import csv
-import io
 import itertools
 import math
 
@@ -15,7 +14,7 @@ from longspan.data import batch_indices
 from longspan.model import Decoder
 from longspan.train import Run, bits, engine, fit, rate
 from longspan.train.evaluate import roomy, total
-from longspan.train.report import COLUMNS, Bar, _short
+from longspan.train.report import COLUMNS, _short
 from longspan.train.run import step_seed
 from training_process import TINY, best_at, checkpoints, tiny, weights
 
@@ -292,20 +291,6 @@ class TestReport:
     def test_silence(self, tmp_path, capfd):
         fit(TINY, tiny(tmp_path, steps=1), progress=False)
         assert capfd.readouterr() == ("", "")
-
-    def test_bar_shows_loss_bits_speed_and_time_left(self):
-        from rich.console import Console
-
-        screen = io.StringIO()
-        bar = Bar(100, "byte", Console(file=screen, force_terminal=True, width=100))
-        bar.start(40)
-        bar.step(50, 1.25, 1.8034, 12345.0)
-        bar.line("step 50: [better] than before")
-        bar.progress.refresh()
-        bar.stop()
-        shown = screen.getvalue()
-        for part in ("50/100", "loss 1.2500", "1.803 bits/byte", "12.3k tokens/s", "ETA", "[better] than"):
-            assert part in shown
 
     def test_large_numbers_are_short(self):
         assert [_short(n) for n in (7.0, 1234.0, 5.678e6)] == ["7", "1.23k", "5.68M"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from longspan import signals
 from longspan.config import Config
 from longspan.train import Run, engine, fit
 
@@ -74,7 +75,7 @@ def main() -> None:
         fit(Config(**job["model"]), Run(**job["run"]), resume=job["resume"])
     except KeyboardInterrupt as interruption:
         print(interruption, file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + signals.number(interruption))
 
 
 if __name__ == "__main__":

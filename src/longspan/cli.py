@@ -4,10 +4,12 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
 
+from . import signals
 from .spec import known
 
 # command -> (module in commands/, what it does)
@@ -25,14 +27,17 @@ COMMANDS = {
     "check": ("check", "measure the laws that every attention keeps"),
 }
 
-OK, WRONG, INTERRUPTED, PIPE_CLOSED = 0, 2, 130, 141
+OK, FAILED, WRONG, PIPE_CLOSED = 0, 1, 2, 141
+SIGNAL = 128  # and the number of the signal that ended the command
+INTERRUPTED = SIGNAL + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command: ``main(["list"])``; ``None`` reads the process's own arguments.
 
-    -> exit code: 0 done; 1 a law of ``check`` failed; 2 a mistake of the caller, said in one line on stderr; 130 after
-    Ctrl-C; 141 where nobody reads the output any more. ``--debug`` shows the traceback as well.
+    -> exit code: 0 done; 1 a law of ``check`` failed, or a library left by itself; 2 a mistake of the caller or of the
+    system, said in one line on stderr; 128 and the number of the signal that ended it: 130 after Ctrl-C, 143 after
+    SIGTERM; 141 where nobody reads the output any more. ``--debug`` shows the traceback as well.
 
     >>> main(["--version"])  # doctest: +ELLIPSIS
     longspan ...
@@ -42,20 +47,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        code = _run(words)
-        sys.stdout.flush()
+        with signals.raised():
+            code = _run(words)
+            sys.stdout.flush()
         return code
     except SystemExit as exit_:
-        # --help and --print_config leave this way, having printed what was asked for.
-        return exit_.code if isinstance(exit_.code, int) else OK
+        # --help and --print_config have returned, so somebody else wants to leave, which is no success.
+        code = exit_.code if isinstance(exit_.code, int) and exit_.code else FAILED
+        return _say(f"error: a library ended the command: {exit_!r}", code, debug)
     except KeyboardInterrupt as error:
-        return _say(str(error) or "interrupted", INTERRUPTED, debug)
+        if argv is None:
+            # What Python would print if another one came on the way out would hide what is said now.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return _say(str(error) or "interrupted", SIGNAL + signals.number(error), debug)
     except BrokenPipeError:
-        # Python would complain when it flushes stdout at its end, so that goes where nobody reads either.
-        with contextlib.suppress(OSError, ValueError):
-            stdout = sys.stdout.fileno()
-            with open(os.devnull, "wb") as nobody:
-                os.dup2(nobody.fileno(), stdout)
+        _drop_output()
         return PIPE_CLOSED
     except ImportError as error:
         # Only a missing extra is the caller's; it says what to install.
@@ -63,10 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         return _say(f"error: {error}", WRONG, debug)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{error.filename}: " if error.filename else "standard output: " if _drop_output() else ""
         return _say(f"error: {where}{error.strerror or error}", WRONG, debug)
     except ValueError as error:
         return _say(f"error: {error}", WRONG, debug)
+
+
+def _drop_output() -> bool:
+    """Where stdout takes no more, let it go where nobody reads: Python would complain when it flushes it at its end."""
+    try:
+        # A line, since without a buffer there would be nothing to flush.
+        print(flush=True)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            stdout = sys.stdout.fileno()
+            with open(os.devnull, "wb") as nobody:
+                os.dup2(nobody.fileno(), stdout)
+        return True
+    return False
 
 
 def _run(words: list[str]) -> int:
@@ -79,9 +99,16 @@ def _run(words: list[str]) -> int:
     if words[0].startswith("-"):
         raise ValueError(f"unknown option {words[0]!r}; known: --debug, --help, --version; see longspan --help")
     module, _ = COMMANDS[known(words[0], COMMANDS, "command")]
+    if any("\0" in word for word in words):
+        raise ValueError("an argument holds a NUL character, which no name of a file and no number has")
     # Imported now, so that each command pays for its own imports only.
     command = importlib.import_module(f".commands.{module}", __package__)
-    return command.run(command.parser().read(words[1:]))
+    try:
+        args = command.parser().read(words[1:])
+    except SystemExit:
+        # --help and --print_config leave this way, having printed what was asked for; mistakes raise ValueError.
+        return OK
+    return command.run(args)
 
 
 def _help() -> str:
@@ -106,5 +133,7 @@ def _help() -> str:
 def _say(text: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    print(f"longspan: {' '.join(text.split())}", file=sys.stderr)
+    # After SIGHUP there is no terminal any more.
+    with contextlib.suppress(OSError):
+        print(f"longspan: {' '.join(text.split())}", file=sys.stderr)
     return code

@@ -1,9 +1,7 @@
 """The main job in one command: train on real images, generate new ones as an RNN, and time it against softmax."""
 
-import csv
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -16,12 +14,14 @@ from torch import Tensor
 
 from . import checkpoint, data, pictures
 from .attention import nbytes
-from .bench import guard, throughput
+from .bench import guard, plots, throughput
+from .bench import report as report_files
 from .config import Config
 from .data import Dataset
 from .generate import generate
+from .lock import alone
 from .model import Decoder
-from .train import Run, fit
+from .train import Run, begun, fit
 
 SPECS = ("linear", "softmax")
 DIGITS = Config(
@@ -35,7 +35,8 @@ TRAINING = Run(
 PAPER = Config(
     dim=256, depth=8, heads=8, feedforward=1024, vocab=256, likelihood="logistics(mixtures=10)", length=784
 )  # fmt: skip
-FILES = {"demo.json", "demo.csv", "throughput.png", *SPECS, *(f"samples_{spec}.png" for spec in SPECS)}
+LOCK = ".lock"
+FILES = {LOCK, "demo.json", "demo.csv", "throughput.png", *SPECS, *(f"samples_{spec}.png" for spec in SPECS)}
 BATCH = 256
 ROUNDS = 3
 
@@ -50,10 +51,16 @@ def run(
     ``demo.csv``, ``samples_linear.png``, ``samples_softmax.png`` and ``throughput.png`` into the folder ``out`` and
     returns what ``demo.json`` holds.
 
-    Raises ValueError where ``out`` cannot be written or holds something else, ImportError without the extras.
+    Raises ValueError where ``out`` cannot be written, is in use or holds something else, ImportError without extras.
     """
-    begin, out = time.monotonic(), Path(out)
+    out = Path(out)
     _claim(out)
+    with alone(out / LOCK, str(out)):
+        return _run(out, steps, paper, batch, seed)
+
+
+def _run(out: Path, steps: int, paper: Config, batch: int, seed: int) -> dict:
+    begin = time.monotonic()
     dataset = data.load("digits")
     result: dict[str, Any] = {"bits_per_dim": {}, "images_per_second": {}, "state_bytes": {}, "samples": {}}
     models: dict[str, Decoder] = {}
@@ -62,7 +69,7 @@ def run(
         folder = out / spec
         settings = replace(TRAINING, steps=steps, warmup=min(TRAINING.warmup, steps), out=str(folder), seed=seed)
         # What an earlier, interrupted demo has trained is not trained again.
-        trained = fit(replace(DIGITS, attention=spec), settings, resume=folder.is_dir() and any(folder.iterdir()))
+        trained = fit(replace(DIGITS, attention=spec), settings, resume=begun(folder))
         models[spec] = checkpoint.load(folder)  # type: ignore[assignment]
         result["bits_per_dim"][spec] = trained.bits["test"]
     result["bits_per_dim"]["histogram"] = histogram_bits(dataset)
@@ -171,12 +178,8 @@ def _write(out: Path, result: dict[str, Any]) -> None:
         for group in ("bits_per_dim", "images_per_second", "state_bytes", "samples")
         for key in _flat(result[group])
     ]
-    temporary = out / ".demo.csv.part"
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(("figure", "name", "value"))
-        writer.writerows(rows)
-    os.replace(temporary, out / "demo.csv")
+    table: list[dict[str, Any]] = [dict(zip(("figure", "name", "value"), row, strict=True)) for row in rows]
+    checkpoint.write_text(out / "demo.csv", report_files.rows_csv(table))
     _draw(out / "throughput.png", result)
 
 
@@ -236,10 +239,7 @@ def _draw(path: Path, result: dict[str, Any]) -> None:
     )
     right.margins(y=0.15)
     figure.suptitle(f"{result['machine']['processor']}, {result['machine']['threads']} threads", fontsize=9)
-    temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, dpi=120, format="png")
-    plt.close(figure)
-    os.replace(temporary, path)
+    plots.save(plt, figure, path)
 
 
 def _pyplot() -> Any:

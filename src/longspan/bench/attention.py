@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -107,8 +107,10 @@ def group(name: local.Name) -> str:
     return "module" if name.module else "op"
 
 
-def run(names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch) -> dict:
-    """Measure -> what ``report.write`` takes. Raises ValueError for a name that is not known."""
+def run(
+    names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch
+) -> Iterator[dict]:
+    """Measure -> what ``report.write`` takes, as it grows. Raises ValueError for a name that is not known."""
     read = {name: local.read(name) for name in names}
     for name, one in read.items():
         if one.spec == "kernel":
@@ -124,6 +126,11 @@ def run(names: Sequence[str], remotes: Sequence[Remote], weigher: Process, optio
     for length in sorted(options.lengths):
         for mode in MODES[: 1 + options.backward]:
             one.compare(length, mode)
+            yield _result(one)
+
+
+def _result(one: Run) -> dict[str, Any]:
+    """What there is so far."""
     baselines = _compare(one.rows)
     peak = max(one.peaks)
     for row in one.rows:
@@ -131,15 +138,15 @@ def run(names: Sequence[str], remotes: Sequence[Remote], weigher: Process, optio
             row["share"] = row["gflops"] / peak
     return {
         "benchmark": "attention",
-        "how": "; ".join(_how(options)),
+        "how": "; ".join(_how(one.options)),
         "machine": machine(),
-        "options": asdict(options),
+        "options": asdict(one.options),
         "gemm_gflops": peak,
         "baselines": baselines,
         "rows": one.rows,
-        "growth": _growth(one.rows, read),
+        "growth": _growth(one.rows, one.names),
         "refused": [
-            {"candidate": name, "reason": reason, "ours": candidates[name].ours}
+            {"candidate": name, "reason": reason, "ours": one.candidates[name].ours}
             for name, reason in one.refused.items()
         ],
         "left_out": one.left_out,

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,7 +85,10 @@ class Process:
         self.errors = tempfile.TemporaryFile("w+", encoding="utf-8")
         pipe = subprocess.PIPE
         try:
-            self.running = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True)
+            # In a group of its own: Ctrl-C is for this process, which then ends it with all that it has started.
+            self.running = subprocess.Popen(
+                self.command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, start_new_session=True
+            )
         except OSError as error:
             self.close()
             raise Refused(f"cannot start {self.command[0]}: {error.strerror or error}") from error
@@ -98,9 +102,11 @@ class Process:
         return f"its process ended with code {code}: {last}"
 
     def close(self) -> None:
-        """End it."""
+        """End it, at once, also in the middle of a request."""
         running, errors, self.running, self.errors = self.running, self.errors, None, None
         if running is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL) if os.name == "posix" else running.kill()
             # A request that nobody took may still lie in the pipe.
             with contextlib.suppress(BrokenPipeError):
                 running.communicate()

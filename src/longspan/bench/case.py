@@ -58,12 +58,12 @@ def take(
         ready[name] = partial(_sample, sample, name, failed)
     timings = {name: Timing() for name in ready}
     guard = Guard()
-    for _ in watch(range(rounds), rounds, label):
-        for name, timing in take_turns(ready, 1, guard).items():
-            whole = timings[name]
-            whole.samples += timing.samples
-            whole.rejected += timing.rejected
-            whole.disturbed += timing.disturbed
+    turns = [*ready] * rounds
+    for name in watch(turns, len(turns), label):
+        timing, whole = take_turns({name: ready[name]}, 1, guard)[name], timings[name]
+        whole.samples += timing.samples
+        whole.rejected += timing.rejected
+        whole.disturbed += timing.disturbed
     figures = {
         name: Figure(t.seconds, min(t.samples), len(t.samples), calls[name], t.rejected, t.disturbed)
         for name, t in timings.items()

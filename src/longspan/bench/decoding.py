@@ -1,6 +1,6 @@
 """Generation by whole decoders: one token by position and batch, and whole images, sampling included."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -73,8 +73,8 @@ class Run:
                 return None
         return error
 
-    def steps(self, batch: int) -> None:
-        """One token at each position, for one batch."""
+    def steps(self, batch: int) -> Iterator[int]:
+        """One token at each position, for one batch -> the positions, as they are done."""
         names = [name for name in self.candidates if name not in self.refused]
         errors = {name: self.check(name, batch) for name in self.watch(names, len(names), f"batch {batch}: checks")}
         names = [name for name, error in errors.items() if error is not None]
@@ -102,6 +102,7 @@ class Run:
                 self.rows.append(row)
             for candidate in self.candidates.values():
                 candidate.release()
+            yield position
 
     def _samplers(self, names: list[str], batch: int, position: int) -> dict[str, Sampler]:
         samplers: dict[str, Sampler] = {}
@@ -171,8 +172,10 @@ def _images(spec: str, task: Task) -> Sampler:
     return lambda repeat: worker.timed(images, repeat)
 
 
-def run(names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch) -> dict:
-    """Measure -> what ``report.write`` takes.
+def run(
+    names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch
+) -> Iterator[dict]:
+    """Measure -> what ``report.write`` takes, as it grows.
 
     Raises ValueError for a name that is not known, and for a mechanism without a definition to hold it to.
     """
@@ -192,13 +195,20 @@ def run(names: Sequence[str], remotes: Sequence[Remote], weigher: Process, optio
     one = Run(candidates, options, watch)
     one.left_out += left_out
     for batch in options.batches:
-        one.steps(batch)
+        for _ in one.steps(batch):
+            yield _result(one)
         if options.images:
             one.whole(batch)
+            yield _result(one)
+
+
+def _result(one: Run) -> dict[str, Any]:
+    """What there is so far."""
+    options, ours = one.options, {name: candidate.ours for name, candidate in one.candidates.items()}
     return {
         "benchmark": "generate", "how": "; ".join(_how(options)), "machine": machine(), "options": asdict(options),
         "rows": one.rows, "left_out": one.left_out,
-        "refused": [{"candidate": n, "reason": r, "ours": candidates[n].ours} for n, r in one.refused.items()],
+        "refused": [{"candidate": n, "reason": r, "ours": ours[n]} for n, r in one.refused.items()],
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Decay and the delta rule: kernels, chunks, a plain loop over the tokens, and the code of transformers, by rule."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -156,8 +156,11 @@ def check(function: Callable, rule: str, options: Options, *, backward: bool) ->
     return errors[part], wrong
 
 
-def run(options: Options, watch: Watch) -> dict[str, Any]:
-    """Measure -> what ``report.write`` takes. Raises ValueError for an unknown rule, or heads that do not fit."""
+def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
+    """Measure -> what ``report.write`` takes, as it grows.
+
+    Raises ValueError for an unknown rule, or heads that do not fit.
+    """
     for rule in options.rules:
         known(rule, RULES, "rule")
     if options.heads % options.key_heads:
@@ -166,23 +169,31 @@ def run(options: Options, watch: Watch) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     peak = 0.0
-    for rule in options.rules:
-        for mode in MODES[:2]:
-            peak = max(peak, _sequence(rule, mode, options, watch, rows, refused))
-        for batch in options.batches:
+    points = [
+        (rule, *point)
+        for rule in options.rules
+        for point in (*((m, 0) for m in MODES[:2]), *(("step", b) for b in options.batches))
+    ]
+    for rule, mode, batch in points:
+        if mode == "step":
             _step(rule, batch, options, watch, rows, refused)
-    how = (
+        else:
+            peak = max(peak, _sequence(rule, mode, options, watch, rows, refused))
+        yield {
+            "benchmark": "gated", "how": _how(options), "machine": machine() | _versions(), "options": asdict(options),
+            "gemm_gflops": peak, "rows": rows,
+            "refused": [{"candidate": n, "reason": r, "ours": "transformers" not in n} for n, r in refused.items()],
+        }  # fmt: skip
+
+
+def _how(options: Options) -> str:
+    return (
         f"causal, B {options.batch}, N {options.length}, H {options.heads} value and {options.key_heads} key heads, "
         f"D {options.size}, float32, medians of {options.rounds} rounds; loop: in-place operations of torch, token by "
         f"token, forward only; transformers: torch_chunk_gated_delta_rule of Qwen3-Next; step: one token through the "
         f"public op, state donated, against state.mul_(1.0); freed memory is kept, as in training; each candidate "
         f"first agreed with a float64 definition"
     )
-    return {
-        "benchmark": "gated", "how": how, "machine": machine() | _versions(), "options": asdict(options),
-        "gemm_gflops": peak, "rows": rows,
-        "refused": [{"candidate": n, "reason": r, "ours": "transformers" not in n} for n, r in refused.items()],
-    }  # fmt: skip
 
 
 def _versions() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """What this machine can do at most: matrix products, and moving bytes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -67,8 +67,8 @@ TRAFFIC: dict[str, tuple[Callable[[int], Call], int]] = {
 }  # fmt: skip
 
 
-def run(rounds: int, watch: Watch) -> dict[str, Any]:
-    """Measure the limits -> what ``report.write`` takes."""
+def run(rounds: int, watch: Watch) -> Generator[dict[str, Any], None, None]:
+    """Measure the limits -> what ``report.write`` takes, as it grows."""
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
         samplers = {f"gemm {size}": case.bound(gemm(size, dtype)) for size in SIZES}
@@ -77,6 +77,7 @@ def run(rounds: int, watch: Watch) -> dict[str, Any]:
             value = rate(name, figure.seconds)
             rows.append({"limit": "gemm", "dtype": dtype, "size": int(name.split()[1]), "value": value,
                          "unit": "GFLOP/s", **figure.row()})  # fmt: skip
+        yield _result(rounds, rows)
     for megabytes in MEGABYTES:
         numbers = int(megabytes * 2**20 / 4)
         kinds = {name: kind for name, kind in TRAFFIC.items() if megabytes >= FRESH or name != "fill fresh pages"}
@@ -86,6 +87,11 @@ def run(rounds: int, watch: Watch) -> dict[str, Any]:
             value = kinds[name][1] * 4 * numbers / figure.seconds / 1e9
             rows.append({"limit": name, "dtype": "float32", "size": megabytes, "value": value, "unit": "GB/s",
                          **figure.row()})  # fmt: skip
+        yield _result(rounds, rows)
+
+
+def _result(rounds: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What there is so far."""
     how = (
         f"medians of {rounds} rounds; gemm: square matrices into memory that is there; "
         f"copy and scale count what they read and what they write"

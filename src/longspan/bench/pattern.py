@@ -2,7 +2,7 @@
 
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -262,8 +262,8 @@ def weigher() -> Process:
                     "from longspan.bench import pattern, worker; worker.serve(pattern.find)"])  # fmt: skip
 
 
-def run(options: Options, weigher: Process, watch: Watch) -> dict[str, Any]:
-    """Measure -> what ``report.write`` takes. Raises ValueError for a pattern that is none."""
+def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
+    """Measure -> what ``report.write`` takes, as it grows. Raises ValueError for a pattern that is none."""
     parsed = {text: patterns.parse(text) for text in options.patterns}
     one = Run(options, weigher, watch)
     for text, pattern in parsed.items():
@@ -271,11 +271,16 @@ def run(options: Options, weigher: Process, watch: Watch) -> dict[str, Any]:
             keys = keys_per_query(pattern, n, options.heads)
             for mode in ("forward", *(["forward+backward"] if options.backward else []), "layout"):
                 one.compare(text, n, mode, keys)
+                yield _result(one)
+
+
+def _result(one: Run) -> dict[str, Any]:
+    """What there is so far."""
     return {
         "benchmark": "pattern",
-        "how": "; ".join(_how(options)),
+        "how": "; ".join(_how(one.options)),
         "machine": machine(),
-        "options": asdict(options),
+        "options": asdict(one.options),
         "rows": one.rows,
         "growth": _growth(one.rows),
         "refused": [{"candidate": f"{text}, {way}", "reason": reason, "ours": way in (*OURS, *LAYOUTS)}

@@ -28,10 +28,21 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     figure = PICTURES[result["benchmark"]](plt, result)
     facts = result["machine"]
     figure.suptitle(f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}", fontsize=9)
-    temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, dpi=120, format="png")
-    plt.close(figure)
-    os.replace(temporary, path)
+    save(plt, figure, path)
+
+
+def save(plt: Any, figure: Any, path: Path) -> None:
+    """Write a figure as one PNG, whole or not at all. Raises OSError, with the file's name."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        figure.savefig(temporary, dpi=120, format="png")
+        os.replace(temporary, path)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        plt.close(figure)
+        temporary.unlink(missing_ok=True)
 
 
 def _panels(plt: Any, count: int) -> tuple[Any, list[Any]]:

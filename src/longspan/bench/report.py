@@ -1,32 +1,59 @@
 """Results as files and as text: JSON with everything, CSV with the rows, PNG with a picture, tables on the screen."""
 
+import contextlib
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, pictures
+from .. import checkpoint, pictures, signals
+from ..lock import alone
 from . import plots
 
 Result = dict[str, Any]
 Table = list[list[str]]
 
 
-def claim(out: Path, benchmark: str) -> None:
-    """See to it, before any measurement, that the files can be written. Raises ValueError, ImportError."""
+@contextlib.contextmanager
+def claimed(out: Path, benchmark: str) -> Iterator[None]:
+    """See to it, before any measurement, that the files can be written, and by nobody else meanwhile.
+
+    Raises ValueError, ImportError.
+    """
     pictures.claim_folder(out)
     pictures.check(out / f"{benchmark}.png")
     plots.pyplot()
+    with alone(out / f".{benchmark}.lock", str(out / f"{benchmark}.json")):
+        yield
 
 
-def write(out: Path, result: Result) -> None:
-    """Write ``BENCHMARK.json``, ``.csv`` and ``.png`` into the folder; each whole or not at all."""
-    name = result["benchmark"]
-    checkpoint.write_text(out / f"{name}.json", json.dumps(result, indent=2) + "\n")
-    checkpoint.write_text(out / f"{name}.csv", rows_csv(result["rows"]))
-    plots.draw(out / f"{name}.png", result)
+def collect(out: Path, benchmark: str, results: Generator[Result, None, None]) -> Result:
+    """The last of ``results``, which grow, written as ``BENCHMARK.json``, ``.csv`` and ``.png``, each whole or not at
+    all; until then what there is of it is in ``BENCHMARK.partial.json``, which has the entry ``"partial": true``.
+
+    Raises ``signals.Interrupted``, which says what is there, ValueError where a file cannot be written.
+    """
+    path = out / f"{benchmark}.partial.json"
+    result: Result = {"rows": []}
+    try:
+        with contextlib.closing(results):
+            for result in results:
+                _write(path, {"partial": True, **result})
+    except KeyboardInterrupt as error:
+        count = len(result["rows"])
+        kept = f"{count} figures so far are in {path}" if count else "before the first figure; nothing was written"
+        raise signals.told(error, f"interrupted: {kept}") from error
+    _write(out / f"{benchmark}.json", result)
+    checkpoint.write_text(out / f"{benchmark}.csv", rows_csv(result["rows"]))
+    plots.draw(out / f"{benchmark}.png", result)
+    path.unlink(missing_ok=True)
+    return result
+
+
+def _write(path: Path, result: Result) -> None:
+    checkpoint.write_text(path, json.dumps(result, indent=2) + "\n")
 
 
 def rows_csv(rows: Sequence[dict[str, Any]]) -> str:

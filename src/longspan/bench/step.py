@@ -1,6 +1,6 @@
 """One layer's token step by batch, against scaling its state in place."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,8 +26,10 @@ class Options:
     rounds: int = 21
 
 
-def run(names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch) -> dict:
-    """Measure -> what ``report.write`` takes. Raises ValueError for a candidate that is no token step."""
+def run(
+    names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch
+) -> Iterator[dict]:
+    """Measure -> what ``report.write`` takes, as it grows. Raises ValueError for a candidate that is no token step."""
     candidates: dict[str, Candidate] = {}
     for name in names:
         if "step" not in (makers := local.find(name)):
@@ -60,16 +62,19 @@ def run(names: Sequence[str], remotes: Sequence[Remote], weigher: Process, optio
             rows.append(row)
         for candidate in candidates.values():
             candidate.release()
-    how = (
+        yield {
+            "benchmark": "step", "how": _how(options), "machine": machine(), "options": asdict(options), "rows": rows,
+            "refused": [{"candidate": n, "reason": r, "ours": candidates[n].ours} for n, r in refused.items()],
+        }  # fmt: skip
+
+
+def _how(options: Options) -> str:
+    return (
         f"one token of one layer, H {options.heads}, D {options.size}, float32, state donated, medians of "
         f"{options.rounds} rounds; kernel: the native function alone; the others are called through their public "
         f"functions; {BOUND}: state.mul_(1.0), which reads and writes what a step must; each candidate first agreed "
         f"with a float64 definition"
     )
-    return {
-        "benchmark": "step", "how": how, "machine": machine(), "options": asdict(options), "rows": rows,
-        "refused": [{"candidate": n, "reason": r, "ours": candidates[n].ours} for n, r in refused.items()],
-    }  # fmt: skip
 
 
 def _defined(name: str) -> dict[str, Any]:

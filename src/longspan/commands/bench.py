@@ -1,7 +1,7 @@
 """``longspan bench``: time and memory, beside other libraries and against the limits of the machine."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ from .parser import Parser, make, positive
 COMMON = (
     "Candidates take turns round by round; samples on a busy machine are rejected and counted; figures are medians, "
     "and ratios are of one run. Every candidate first has to agree with a float64 definition; one that does not is "
-    "named and gets no figure. Writes a JSON, a CSV and a PNG file."
+    "named and gets no figure. Writes a JSON, a CSV and a PNG file; what there is before the end, or is left by Ctrl-C "
+    "or SIGTERM, is in KIND.partial.json."
 )
 
 
@@ -23,7 +24,8 @@ class Kind(NamedTuple):
     about: str
     examples: tuple[str, ...]
     options: Callable[[Parser], None]
-    measure: Callable[[Any], tuple[dict, Callable[[dict], list]]]
+    measure: Callable[[Any], tuple[Generator[dict, None, None], Callable[[dict], list]]]
+    """-> results, as they grow, which are measured while they are asked for; and their tables"""
 
 
 class _Bench(Parser):
@@ -61,8 +63,9 @@ def run(args) -> int:
     from ..bench import report
 
     out = Path(args.out)
-    result, tables = KINDS[args.kind].measure(args)
-    report.write(out, result)
+    results, tables = KINDS[args.kind].measure(args)
+    with report.claimed(out, args.kind):
+        result = report.collect(out, args.kind, results)
     print(report.show(result, tables))
     print(f"Files: {', '.join(str(out / (args.kind + ending)) for ending in ('.json', '.csv', '.png'))}")
     return 1 if any(one["ours"] for one in result.get("refused", [])) else 0
@@ -97,7 +100,7 @@ def _attention_options(parser: Parser) -> None:
     parser.add_argument("--limit", type=float, default=20.0, help="seconds; leave out calls expected to take longer")
 
 
-def _attention(args) -> tuple[dict, Callable]:
+def _attention(args) -> tuple[Generator, Callable]:
     from ..bench import attention, oracle
 
     positive(args, "batch", "heads", "size", "rounds")
@@ -117,7 +120,7 @@ def _step_options(parser: Parser) -> None:
     parser.add_argument("--rounds", type=int, default=21, help="samples of each candidate")
 
 
-def _step(args) -> tuple[dict, Callable]:
+def _step(args) -> tuple[Generator, Callable]:
     from ..bench import step
 
     positive(args, "heads", "size", "rounds")
@@ -150,7 +153,7 @@ def _generate_options(parser: Parser) -> None:
     )
 
 
-def _generate(args) -> tuple[dict, Callable]:
+def _generate(args) -> tuple[Generator, Callable]:
     from dataclasses import replace
 
     from ..bench import decoding
@@ -184,14 +187,13 @@ def _gated_options(parser: Parser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate; three times that of steps")
 
 
-def _gated(args) -> tuple[dict, Callable]:
-    from ..bench import gated, report
-    from .progress import track
+def _gated(args) -> tuple[Generator, Callable]:
+    from ..bench import gated
+    from ..progress import track
 
     positive(args, "length", "batch", "heads", "size", "rounds")
     if args.key_heads < 0:
         raise ValueError(f"--key-heads={args.key_heads} must not be negative")
-    report.claim(Path(args.out), args.kind)
     options = gated.Options(
         rules=tuple(args.rules) or tuple(gated.RULES), length=args.length, batch=args.batch, heads=args.heads,
         key_heads=args.key_heads or args.heads, size=args.size, rounds=args.rounds,
@@ -219,11 +221,11 @@ def _pattern_options(parser: Parser) -> None:
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, forward only; its compilation is slow")
 
 
-def _pattern(args) -> tuple[dict, Callable]:
+def _pattern(args) -> tuple[Generator, Callable]:
     from .. import patterns
-    from ..bench import pattern, report
+    from ..bench import pattern
+    from ..progress import track
     from ..spec import split
-    from .progress import track
 
     positive(args, "batch", "heads", "size", "rounds")
     if args.matrix < 0:
@@ -235,45 +237,49 @@ def _pattern(args) -> tuple[dict, Callable]:
         patterns=texts, lengths=_numbers(args, "lengths"), batch=args.batch, heads=args.heads, size=args.size,
         rounds=args.rounds, backward=not args.no_backward, matrix=args.matrix, limit=_seconds(args), flex=args.flex,
     )  # fmt: skip
-    report.claim(Path(args.out), args.kind)
-    with contextlib.closing(pattern.weigher()) as weigher:
-        return pattern.run(options, weigher, track), pattern.text
+
+    def results() -> Generator[dict, None, None]:
+        with contextlib.closing(pattern.weigher()) as weigher:
+            yield from pattern.run(options, weigher, track)
+
+    return results(), pattern.text
 
 
 def _limits_options(parser: Parser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each figure")
 
 
-def _limits(args) -> tuple[dict, Callable]:
-    from ..bench import limits, report
-    from .progress import track
+def _limits(args) -> tuple[Generator, Callable]:
+    from ..bench import limits
+    from ..progress import track
 
     positive(args, "rounds")
-    report.claim(Path(args.out), args.kind)
     return limits.run(args.rounds, track), limits.text
 
 
-def _compared(args, benchmark: Any, options: Any) -> tuple[dict, Callable]:
+def _compared(args, benchmark: Any, options: Any) -> tuple[Generator, Callable]:
     """Measure candidates, with the processes that this needs."""
-    from ..bench import candidates, peers, report
-    from .progress import track
+    from ..bench import candidates, peers
+    from ..progress import track
 
     named = [name for name in args.candidates if name in peers.SUBJECTS]
     if args.peers_python and not (args.peers or named):
         raise ValueError("--peers-python says where the other libraries are; measure them by --peers")
     ours = [name for name in args.candidates if name not in peers.SUBJECTS]
     names = tuple(dict.fromkeys(ours if args.candidates else benchmark.DEFAULT))
-    report.claim(Path(args.out), args.kind)
-    with contextlib.ExitStack() as stack:
-        others = tuple(named or peers.SUBJECTS) if args.peers or named else ()
-        remotes = candidates.find_peers(args.peers_python, others) if others else []
-        weigher = candidates.weigher()
-        for process in (*remotes, weigher):
-            stack.callback(process.close)
-        about = candidates.versions(remotes)
-        result = benchmark.run(names, remotes, weigher, options, track)
-    result["machine"] |= about
-    return result, benchmark.text
+    others = tuple(named or peers.SUBJECTS) if args.peers or named else ()
+    remotes = candidates.find_peers(args.peers_python, others) if others else []
+
+    def results() -> Generator[dict, None, None]:
+        with contextlib.ExitStack() as stack:
+            weigher = candidates.weigher()
+            for process in (*remotes, weigher):
+                stack.callback(process.close)
+            about = candidates.versions(remotes)
+            for result in benchmark.run(names, remotes, weigher, options, track):
+                yield {**result, "machine": result["machine"] | about}
+
+    return results(), benchmark.text
 
 
 def _numbers(args: Any, name: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ def parser() -> Parser:
 
 def run(args) -> int:
     from .. import checks
-    from .progress import track
+    from ..progress import track
 
     laws = checks.laws()
     rows = [checks.check(law, args.spec, seed=args.seed) for law in track(laws, len(laws), "laws")]

@@ -20,7 +20,7 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
-    from .. import pictures
+    from .. import pictures, signals
 
     positive(args, "steps")
     out = Path(args.out)
@@ -30,6 +30,6 @@ def run(args) -> int:
     try:
         demo.run(out, steps=args.steps, seed=args.seed)
     except KeyboardInterrupt as error:
-        said = str(error).removesuffix("; go on with resume") or "interrupted"
-        raise KeyboardInterrupt(f"{said}; the same command goes on from there") from error
+        said = str(error).removesuffix("; go on with resume") or f"interrupted; what is trained is in {out}"
+        raise signals.told(error, f"{said}; the same command goes on from there") from error
     return 0

@@ -3,6 +3,7 @@
 import json
 import math
 
+from .. import signals
 from .generate import HELP
 from .parser import Parser, make, positive
 
@@ -59,17 +60,25 @@ def run(args) -> int:
 
 
 def _bits(model, data, split: str, batch: int) -> dict:
+    from ..progress import track
     from ..train.evaluate import total
-    from .progress import track
 
     count = data.count(split)
     if not count:
         raise ValueError(f"{split} of {data.name} has no examples")
     parts = -(-count // batch)
-    # Every parts-th example from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
-    sums = [total(model, data, split, batch, 0, i, parts) for i in track(range(parts), parts, "batches")]
-    nats, tokens = (math.fsum(column) for column in zip(*(s.tolist() for s in sums), strict=True))
-    bits = nats / tokens / math.log(2)
+    sums: list[list[float]] = []
+    try:
+        # Every parts-th example from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
+        for i in track(range(parts), parts, "batches"):
+            sums.append(total(model, data, split, batch, 0, i, parts).tolist())
+    except KeyboardInterrupt as error:
+        if not sums:
+            raise
+        bits, tokens = _mean(sums)
+        seen = f"{int(tokens) // data.length} of {count} examples, evenly spaced"
+        raise signals.told(error, f"interrupted: {bits:.4f} bits/{data.unit} on {seen}") from error
+    bits, tokens = _mean(sums)
     return {
         "data": data.name,
         "split": split,
@@ -80,11 +89,17 @@ def _bits(model, data, split: str, batch: int) -> dict:
     }
 
 
+def _mean(sums: list[list[float]]) -> tuple[float, float]:
+    """Bits per token of pairs (nats, tokens), and all their tokens."""
+    nats, tokens = (math.fsum(column) for column in zip(*sums, strict=True))
+    return nats / tokens / math.log(2), tokens
+
+
 def _stepwise(model, data, split: str, examples: int) -> dict:
     import torch
 
     from ..generate import score
-    from .progress import track
+    from ..progress import track
 
     count = data.count(split)
     chosen = min(examples, count)

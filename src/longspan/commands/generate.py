@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from .. import signals
 from .parser import Parser, make, positive
 
 HELP = "a training run (its best checkpoint), a checkpoint, or a model that comes with longspan: mnist"
@@ -66,14 +67,12 @@ def _images(model, args, options, data) -> None:
 
     from .. import pictures
     from ..generate import generate
-    from .progress import track
 
     path = Path(args.out or "samples.png")
     pictures.check(path)
+    begin = time.perf_counter()
     if not args.complete:
-        begin = time.perf_counter()
-        drawn = generate(model, batch=args.count, tokens=data.length, **options)
-        tokens = torch.stack(list(track(drawn, data.length, "tokens")), 1)
+        tokens = _drawn(generate(model, batch=args.count, tokens=data.length, **options), data.length, path, data)
         speed = args.count / (time.perf_counter() - begin)
         pictures.save(path, data.picture(tokens))
         print(f"{path}: {args.count} samples, {speed:.3g} images/s")
@@ -82,13 +81,38 @@ def _images(model, args, options, data) -> None:
     prompt, hidden = originals[:, :known], torch.full_like(originals[:, known:], data.vocab // 2)
     begin = time.perf_counter()
     drawn = generate(model, prompt, tokens=hidden.shape[1], **options)
-    tokens = torch.stack(list(track(drawn, hidden.shape[1], "tokens")), 1)
+    tokens = torch.cat([prompt, _drawn(drawn, hidden.shape[1], path, data, prompt)], 1)
     speed = args.count / (time.perf_counter() - begin)
     # What was not given is shown in a middle grey.
-    shown = (torch.cat([prompt, hidden], 1), torch.cat([prompt, tokens], 1), originals)
+    shown = (torch.cat([prompt, hidden], 1), tokens, originals)
     columns = 3 * math.ceil((args.count / 3) ** 0.5)
     pictures.save(path, data.picture(torch.stack(shown, 1).flatten(0, 1)), columns=columns)
     print(f"{path}: {args.count} images, each as it was given, completed, and as it was; {speed:.3g} images/s")
+
+
+def _drawn(steps, count: int, path: Path, data, prompt=None):
+    """The tokens (B,count) that ``steps`` yields one by one.
+
+    Raises Interrupted, having saved what was drawn until then after ``prompt``, the rest in a middle grey.
+    """
+    import torch
+
+    from .. import pictures
+    from ..progress import track
+
+    found: list[torch.Tensor] = []
+    try:
+        found += track(steps, count, "tokens")
+    except KeyboardInterrupt as error:
+        if not found:
+            raise
+        partial = path.with_stem(f"{path.stem}.partial")
+        rest = torch.full((len(found[0]), count - len(found)), data.vocab // 2)
+        parts = [*([] if prompt is None else [prompt]), torch.stack(found, 1), rest]
+        pictures.save(partial, data.picture(torch.cat(parts, 1)))
+        said = f"interrupted: {len(found)} of {count} pixels of each of {len(rest)} images are in {partial}"
+        raise signals.told(error, said) from error
+    return torch.stack(found, 1)
 
 
 def _examples(args, data):
@@ -128,8 +152,15 @@ def _text(model, args, options) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tokens = generate(model, prompt, tokens=steps, **options)
     _write(decoder.decode(data))
-    for token in tokens:
-        _write(decoder.decode(bytes(token.tolist())))
+    done = 0
+    try:
+        for token in tokens:
+            done += 1
+            _write(decoder.decode(bytes(token.tolist())))
+    except KeyboardInterrupt as error:
+        # So that what is said on stderr begins a line of its own.
+        _write(decoder.decode(b"", final=True) + "\n")
+        raise signals.told(error, f"interrupted: {done} of {steps} bytes were written") from error
     _write(decoder.decode(b"", final=True) + "\n")
 
 

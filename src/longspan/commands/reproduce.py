@@ -91,8 +91,8 @@ def subparser(name: str, scale: str = "laptop") -> Parser:
 
 
 def run(args) -> int:
+    from ..progress import track
     from ..reproduce import EXPERIMENTS, experiment, page
-    from .progress import track
 
     one, out = EXPERIMENTS[args.name], Path(args.out)
     scale = "quick" if args.quick else args.scale

@@ -8,6 +8,7 @@ from pathlib import Path
 import jsonargparse
 import yaml
 
+from .. import signals
 from ..config import Config
 from ..kinds import shown
 from ..spec import known
@@ -35,8 +36,8 @@ def parser() -> Parser:
         "train",
         "Train a decoder. A recipe is a YAML file with the two entries model and run; every field of it is also a "
         "flag, and flags win over the recipes before them; model.vocab 0 takes that of the data. The run's folder gets "
-        "config.yaml, checkpoints and metrics. Ctrl-C saves a checkpoint from which --resume goes on to the very same "
-        "result.",
+        "config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves one from which --resume goes on "
+        "to the very same result; a second one ends at once.",
         "longspan train --config recipes/digits.yaml --run.steps 100 --run.out runs/digits",
         "longspan train --config runs/digits/config.yaml --resume",
         "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
@@ -62,7 +63,7 @@ def run(args) -> int:
     try:
         result = fit(config, run, resume=args.resume)
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(_how_to_go_on(str(error), Path(run.out) / "config.yaml")) from error
+        raise signals.told(error, _how_to_go_on(str(error), Path(run.out) / "config.yaml")) from error
     # Of several processes only the first one has the result.
     if result.bits:
         bits = ", ".join(f"{split} {value:.3f}" for split, value in result.bits.items())
@@ -82,16 +83,17 @@ def _check(path: str) -> None:
     """Raise ValueError for a recipe that is missing or has an entry that is not known, were it empty."""
     from ..train import Run
 
+    # A device such as /dev/zero has no end.
+    if Path(path).exists() and not Path(path).is_file():
+        raise ValueError(f"--config: {path!r} is no file")
     try:
-        # A device such as /dev/zero has no end.
-        if Path(path).exists() and not Path(path).is_file():
-            raise ValueError(f"--config: {path!r} is no file")
         text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text, or its name is none"
+        raise ValueError(f"--config: cannot read {path!r}: {reason}") from error
+    try:
         _plain(path, text)
         recipe = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"--config: cannot read {path!r}: {reason}") from error
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"--config: {path} is no YAML of a recipe: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):

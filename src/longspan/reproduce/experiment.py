@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import time
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import checkpoint, pictures
+from .. import checkpoint, pictures, signals
 from ..bench import plots
 from ..bench.report import Table
+from ..lock import alone
 from . import page, provenance
 
 Result = dict[str, Any]
@@ -50,11 +52,17 @@ class Place(NamedTuple):
             raise ValueError(f"{path} is corrupt or foreign; delete it") from error
 
     def save(self, name: str, values: Mapping[str, Any]) -> None:
-        """Keep plain values and tensors, whole or not at all."""
+        """Keep plain values and tensors, whole or not at all. Raises OSError, with the file's name."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{name}.pt.part"
-        torch.save(dict(values), temporary)
-        os.replace(temporary, self.folder / f"{name}.pt")
+        path, temporary = self.folder / f"{name}.pt", self.folder / f".{name}.pt.part"
+        content = io.BytesIO()
+        torch.save(dict(values), content)
+        try:
+            temporary.write_bytes(content.getbuffer())
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def synthetic(settings: Any) -> dict[str, str]:
@@ -100,13 +108,20 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
     data (checksums), machines, cpu_seconds and rows: the fields of each point together with its figures. Ctrl-C loses
     the point at which it comes, up to what that point keeps in ``out/NAME-work``.
 
-    Raises ValueError where the files cannot be written or the folder holds the experiment with other settings, data or
-    version, ImportError without matplotlib.
+    Raises ``signals.Interrupted``, which says what is kept, after Ctrl-C and SIGTERM; ValueError where the files cannot
+    be written (any more), another process is at it, or the folder holds the experiment with other settings, data or
+    version; ImportError without matplotlib.
     """
-    path = out / f"{name}.json"
     pictures.claim_folder(out)
-    pictures.check(path.with_suffix(".png"))
+    pictures.check(out / f"{name}.png")
     plots.pyplot()
+    with alone(out / f".{name}.lock", str(out / f"{name}.json")):
+        return _run(name, experiment, scale, settings, out, track)
+
+
+def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path, track: Track) -> Result:
+    """``run`` in a folder in which nobody else is at this experiment."""
+    path = out / f"{name}.json"
     place = Place(out / f"{name}-work", track)
     result = _begun(path, name, experiment, scale, settings, place.folder)
     rows, points = result["rows"], experiment.points(settings)
@@ -121,21 +136,26 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
             result["cpu_seconds"] = round(result["cpu_seconds"] + time.process_time() - begin, 2)
             _write(path, result)
     except KeyboardInterrupt as error:
-        kept = f"{len(rows)} of {len(points)} points are in {path}" if rows else "before the first point was done"
-        raise KeyboardInterrupt(f"interrupted: {kept}; the same command goes on from there") from error
+        raise signals.told(error, f"interrupted: {_kept(path, points)}") from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ValueError(f"{where}{error.strerror or error}; {_kept(path, points)}") from error
     picture(path.with_suffix(".png"), experiment, result)
     checkpoint.write_text(path.with_suffix(".md"), page.fragment(experiment, result, page.pictures(out, name)))
     return result
+
+
+def _kept(path: Path, points: list[Row]) -> str:
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    kept = f"{len(rows)} of {len(points)} points are in {path}" if rows else "before the first point was done"
+    return f"{kept}; the same command goes on from there"
 
 
 def picture(path: Path, experiment: Experiment, result: Result) -> None:
     """Draw a result as one PNG, whole or not at all."""
     plt = plots.pyplot()
     figure = experiment.draw(plt, result)
-    temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, dpi=120, format="png")
-    plt.close(figure)
-    os.replace(temporary, path)
+    plots.save(plt, figure, path)
 
 
 def generator(seed: int, *names: object) -> torch.Generator:

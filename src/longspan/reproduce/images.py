@@ -2,7 +2,6 @@
 
 import csv
 import re
-import sys
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..config import Config
 from ..data import Dataset
 from ..generate import generate
 from ..model import Decoder
-from ..train import Run, bits, fit
+from ..train import Run, begun, bits, fit
 from ..train.evaluate import roomy
 from . import images_report, images_speed
 from .experiment import Experiment, Place, Row, at_least
@@ -147,8 +146,7 @@ def train(settings: Settings, attention: str, place: Place) -> Row:
     """
     dataset, folder = data.load(settings.data), place.folder / slug(attention)
     config = settings.config(attention, dataset.vocab, dataset.length)
-    begun = folder.is_dir() and any(folder.iterdir())
-    fit(config, settings.run(folder), resume=begun, progress=sys.stderr.isatty())
+    fit(config, settings.run(folder), resume=begun(folder))
     model = trained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
     found = bits(model, dataset, "test", roomy(dataset.length), examples=settings.tests)
     for kind, images, columns in draw(settings, model, dataset, attention, place):

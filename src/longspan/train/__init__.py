@@ -12,7 +12,7 @@ A run that is killed and resumed ends with the same bits as one that is not: bat
 the micro-batch's number, and all else is in the checkpoint.
 """
 
-import os
+import contextlib
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,18 +21,18 @@ from typing import Any
 import torch
 import yaml
 
-from .. import checkpoint, data
+from .. import checkpoint, data, signals
 from ..config import Config
 from ..data import Dataset
 from ..model import Decoder
 from ..ops.pages import reuse_pages
+from . import folder as runs
 from .evaluate import bits, roomy
 from .run import Run, rate
 
-__all__ = ["Result", "Run", "bits", "fit", "rate"]
+begun = runs.begun
 
-# A resumed run may change these: they say where and how long, not what.
-FREE = ("steps", "devices", "out", "seconds", "save_every", "keep")
+__all__ = ["Result", "Run", "begun", "bits", "fit", "rate"]
 
 
 @dataclass(frozen=True)
@@ -55,47 +55,61 @@ SPLITS = ("validation", "test")
 def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True) -> Result:
     """Train a decoder. ``resume=True`` goes on from the last checkpoint in ``run.out``, or starts if there is none yet.
 
-    ``progress``: a bar on a terminal, and a line per evaluation, on stderr. With ``devices`` > 1 the script or command
-    that calls this is started once more per further process (Lightning's launcher), or each is started by torchrun.
+    ``progress``: a bar on a terminal, else a line now and then, and a line per evaluation, on stderr. With ``devices``
+    > 1 the script or command that calls this is started once more per further process (Lightning's launcher), or each
+    is started by torchrun. Nobody else may write into the folder meanwhile; a run that is refused leaves nothing there.
 
-    Raises ValueError for a folder that is taken (without ``resume``), has nothing to resume, belongs to another run or
-    cannot be written; for a config that does not fit the data; for a loss or gradient that is not finite (the last good
-    checkpoint stays). Raises KeyboardInterrupt, with a message that says how to go on, after a Ctrl-C, when the step in
-    hand is finished and saved. Raises ImportError without the extra ``train``.
+    Raises ValueError for a folder that is taken (without ``resume``), in use, has nothing to resume, belongs to another
+    run, has a corrupt file or cannot be written (any more); for a config that does not fit the data; for a loss or
+    gradient that is not finite (the last good checkpoint stays). Raises ``signals.Interrupted``, a KeyboardInterrupt
+    that says how to go on, after Ctrl-C, SIGTERM or SIGHUP, when the step in hand is finished and saved, and after a
+    second one at once. Raises ImportError without the extra ``train``.
     """
-    begin, folder = time.monotonic(), Path(run.out)
+    folder, first = Path(run.out), signals.first_rank()
     engine = _engine()
     reuse_pages()
-    first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
-    recipe = {"model": asdict(config), "run": asdict(run)}
-    if first:
-        _claim(folder, recipe, resume)
-    last = folder / "checkpoints" / "last"
-    start = checkpoint.resolve(folder, prefer="last") if resume and last.exists() else None
+    with contextlib.ExitStack() as stack:
+        if first:
+            stack.enter_context(runs.held(folder))
+            runs.claim(folder, {"model": asdict(config), "run": asdict(run)}, resume)
+        return _fit(engine, config, run, resume, progress and first)
+
+
+def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) -> Result:
+    """``fit`` in a folder that is ours, in one of the processes."""
+    begin, folder = time.monotonic(), Path(run.out)
+    start, remark = runs.start(folder) if resume else (None, "")
     dataset = data.load(run.data, run.length)
     _check(config, run, dataset)
-    if first:
-        checkpoint.write_text(folder / "config.yaml", yaml.safe_dump(recipe, sort_keys=False))
-
-    bar = engine.Bar(run.steps, dataset.unit) if progress and first else None
     # The caller's random numbers are his: ours start from the seed, and his go on afterwards.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
         model = Decoder(config)
-        steps, stopped, first = engine.train(model, run, dataset, {"run": asdict(run)}, start, bar)
-    if not first:
+        bar = engine.Bar(run.steps, dataset.unit) if progress else None
+        if bar and remark:
+            bar.line(remark)
+        try:
+            if signals.first_rank():
+                recipe = {"model": asdict(config), "run": asdict(run)}
+                checkpoint.write_text(folder / runs.CONFIG, yaml.safe_dump(recipe, sort_keys=False))
+            end = engine.train(model, run, dataset, {"run": asdict(run)}, start, bar)
+        except OSError as error:
+            where = error.filename or folder
+            raise ValueError(f"cannot write {where}: {error.strerror or error}; {runs.kept(folder)}") from error
+    if not end.first:
         # Quietly, after an interruption too: the launcher kills rank 0 if it sees another process fail before it.
-        return Result(folder, steps, time.monotonic() - begin, {})
-    if stopped in ("interrupted", "stopped at once"):
-        where = f"{last.read_text().strip()} is saved" if last.exists() else "nothing was saved"
-        raise KeyboardInterrupt(f"{stopped} at step {steps}; {where} in {folder}; go on with resume")
+        return Result(folder, end.steps, time.monotonic() - begin, {})
+    if end.signal:
+        last = folder / "checkpoints" / "last"
+        where = f"{runs.pointer(last)} is saved" if last.exists() else "nothing was saved"
+        raise signals.Interrupted(f"{end.why} at step {end.steps}; {where} in {folder}; go on with resume", end.signal)
     best = checkpoint.load(folder)
     scores = {s: bits(best, dataset, s, roomy(dataset.length), examples=run.evaluate_examples) for s in SPLITS}
     if bar:
         shown = ", ".join(f"{split} {value:.3f}" for split, value in scores.items())
-        early = f" ({stopped})" if stopped else ""
-        bar.line(f"{steps} steps{early}; best checkpoint: {shown} bits/{dataset.unit}; in {folder}")
-    return Result(folder, steps, time.monotonic() - begin, scores)
+        early = f" ({end.why})" if end.why else ""
+        bar.line(f"{end.steps} steps{early}; best checkpoint: {shown} bits/{dataset.unit}; in {folder}")
+    return Result(folder, end.steps, time.monotonic() - begin, scores)
 
 
 def _engine() -> Any:
@@ -104,46 +118,6 @@ def _engine() -> Any:
     except ImportError as error:
         raise ImportError(f'training needs {error.name}: pip install "longspan[train]"', name=error.name) from error
     return engine
-
-
-def _claim(folder: Path, recipe: dict[str, Any], resume: bool) -> None:
-    """See that the folder can be ours, before any work is done."""
-    try:
-        taken = folder.is_dir() and any(folder.iterdir())
-        if resume and not taken:
-            raise ValueError(f"nothing to resume in {folder}; start the run without resume")
-        if taken and not resume:
-            raise ValueError(f"{folder} is not empty; go on with its run by resume, or choose another folder by out")
-        if resume:
-            _same(folder, recipe)
-        # No more than that yet: a run refused for its settings must not leave a folder that counts as taken.
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".probe"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"cannot write the run's folder {folder}: {error.strerror or error}") from error
-
-
-def _same(folder: Path, recipe: dict[str, Any]) -> None:
-    path = folder / "config.yaml"
-    if not path.exists():
-        raise ValueError(f"{folder} holds no run: it has no config.yaml; choose another folder by out")
-    try:
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
-        differ = [
-            f"{part}.{name} ({old.get(name, 'absent')} -> {new.get(name, 'absent')})"
-            for part, old, new in ((part, before[part], recipe[part]) for part in ("model", "run"))
-            for name in dict.fromkeys((*old, *new))
-            if old.get(name) != new.get(name) and not (part == "run" and name in FREE)
-        ]
-        fewer = recipe["run"]["steps"] < before["run"]["steps"]
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is corrupt: it holds no model and run") from error
-    if fewer:
-        differ.append(f"run.steps ({before['run']['steps']} -> {recipe['run']['steps']}; it may only grow)")
-    if differ:
-        raise ValueError(f"cannot resume {folder} with other settings: {', '.join(differ)}")
 
 
 def _check(config: Config, run: Run, dataset: Dataset) -> None:

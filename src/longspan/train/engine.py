@@ -5,29 +5,32 @@ import logging
 import math
 import shutil
 import signal
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from .. import checkpoint as checkpoints
+from .. import signals
 from ..data import Dataset
 from ..data.order import batch_indices
 from ..model import Decoder
+from . import folder as runs
 from .evaluate import roomy, total
-from .report import EVERY, Bar, Clock, Table
+from .report import EVERY, Bar, Clock, Events, Table
 from .run import Run, rate, step_seed
 
 # Lightning 2.6 on torch 2.13; each is a regular expression for the beginning of a message.
 REMARKS = ((r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),)
+
+# What a task knows beside its weights, and a checkpoint of it holds.
+KEPT = ("micro", "best", "evaluated", "best_step")
 
 
 class Batches:
@@ -52,7 +55,7 @@ class Task(LightningModule):
         self.model, self.run, self.dataset = model, run, dataset
         # Micro-batches, not steps: a loader that looks ahead or a step that accumulates cannot shift it.
         self.micro = 0
-        self.best, self.evaluated = math.inf, 0
+        self.best, self.evaluated, self.best_step = math.inf, 0, 0
         self.losses: list[Tensor] = []
         self.norm = math.nan
 
@@ -92,17 +95,16 @@ class Task(LightningModule):
             group["lr"] = rate(self.run, self.trainer.global_step)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["longspan"] = {"micro": self.micro, "best": self.best, "evaluated": self.evaluated}
+        checkpoint["longspan"] = {name: getattr(self, name) for name in KEPT}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        ours = checkpoint["longspan"]
-        self.micro, self.best, self.evaluated = ours["micro"], ours["best"], ours["evaluated"]
+        for name, value in checkpoint["longspan"].items():
+            setattr(self, name, value)
 
     def broken(self, what: str) -> str:
-        last = Path(self.run.out) / "checkpoints" / "last"
-        kept = f"the last good checkpoint is {last.read_text().strip()}" if last.exists() else "nothing was saved yet"
         return (
-            f"{what} at step {self.trainer.global_step}; {kept}; a lower learning_rate, clip or precision=32 may help"
+            f"{what} at step {self.trainer.global_step}; {runs.kept(Path(self.run.out))}; "
+            "a lower learning_rate, clip or precision=32 may help"
         )
 
 
@@ -119,6 +121,8 @@ class FolderIO(CheckpointIO):
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         training = checkpoints.restore(path, self.model)
+        if set(training.get("longspan", ())) != set(KEPT):
+            raise ValueError(f"{path} holds no state of a run, as training writes it; it cannot be resumed")
         return training | {"state_dict": {f"model.{name}": value for name, value in self.model.state_dict().items()}}
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -133,14 +137,20 @@ class Keeper(Callback):
         self.folder = Path(run.out) / "checkpoints"
         self.window: list[float] = []
         self.stopped = ""
+        self.opened = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:  # type: ignore[override]
         run, step = self.run, trainer.global_step
         self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.dataset.length)
+        # Lightning has put its own in their place by now, whose SIGTERM would end the run without a checkpoint.
+        self.interrupt.take()
         if trainer.is_global_zero:
             self.table = Table(Path(run.out) / "metrics.csv", step)
+            self.events = self.opened.enter_context(contextlib.closing(Events(Path(run.out) / "tensorboard", step)))
+            self._point(task.best_step, step)
         if self.bar:
             self.bar.start(step)
+            self.opened.callback(self.bar.stop)
         if step and step % run.evaluate_every == 0 and task.evaluated < step:
             _, improved = self._evaluate(trainer, task)
             if improved:
@@ -174,19 +184,17 @@ class Keeper(Callback):
         self.clock.resume()
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:  # type: ignore[override]
-        if self.bar:
-            self.bar.stop()
+        self.opened.close()
 
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:  # type: ignore[override]
-        if self.bar:
-            self.bar.stop()
+        self.opened.close()
 
     def _agree(self, trainer: Trainer, task: Task) -> tuple[float, bool, bool]:
         """The ranks' mean loss, and whether any of them is to stop: all must take the same decisions."""
         loss = torch.stack(task.losses).double().mean()
         task.losses.clear()
         late = 0 < self.run.seconds <= self.clock.seconds
-        flags = torch.tensor([self.interrupt.presses > 0, late], dtype=torch.float64, device=loss.device)
+        flags = torch.tensor([len(self.interrupt.came) > 0, late], dtype=torch.float64, device=loss.device)
         values = trainer.strategy.reduce(torch.cat([loss[None], flags]), reduce_op="sum")
         loss, pressed, late = values.tolist()
         return loss / trainer.world_size, pressed > 0, late > 0
@@ -199,6 +207,7 @@ class Keeper(Callback):
         evaluated = nats / tokens / math.log(2)
         improved = evaluated < task.best
         task.best, task.evaluated = min(evaluated, task.best), trainer.global_step
+        task.best_step = trainer.global_step if improved else task.best_step
         return evaluated, improved
 
     def _report(self, trainer: Trainer, task: Task, speed: float, evaluated: float | None, improved: bool) -> None:
@@ -212,26 +221,35 @@ class Keeper(Callback):
         if evaluated is not None:
             row["validation_bits"] = evaluated
         self.table.write({"step": step, **row})
-        for logger in trainer.loggers:
-            logger.log_metrics(row, step)
+        self.events.write(row, step)
         if self.bar and evaluated is not None:
             star = "  (best so far)" if improved else ""
             train = f"training {loss / math.log(2):.3f}, validation {evaluated:.3f} bits/{task.dataset.unit}"
             self.bar.line(f"step {step}: {train}{star}")
 
     def _save(self, trainer: Trainer, step: int, improved: bool) -> None:
-        name = f"step-{step:08d}"
-        trainer.save_checkpoint(self.folder / name)
-        if not trainer.is_global_zero:
-            return
+        try:
+            trainer.save_checkpoint(self.folder / _name(step))
+        except ValueError as error:
+            raise ValueError(f"{error}; {runs.kept(Path(self.run.out))}") from error
+        if trainer.is_global_zero:
+            self._point(step if improved else 0, step)
+            self._prune()
+
+    def _point(self, best: int, last: int) -> None:
+        """Let the pointers name the checkpoints of these steps; what is there already, and step 0, stays unnamed."""
         # The best first: a run killed in between goes on from the older `last`, and meets this step again.
-        if improved:
-            checkpoints.write_text(self.folder / "best", name + "\n")
-        checkpoints.write_text(self.folder / "last", name + "\n")
-        self._prune()
+        for pointer, step in (("best", best), ("last", last)):
+            path, text = self.folder / pointer, f"{_name(step)}\n"
+            if (
+                step
+                and (self.folder / _name(step)).is_dir()
+                and not (path.exists() and path.read_bytes() == text.encode())
+            ):
+                checkpoints.write_text(path, text)
 
     def _prune(self) -> None:
-        pointed = {(self.folder / p).read_text().strip() for p in ("best", "last") if (self.folder / p).exists()}
+        pointed = {runs.pointer(self.folder / p) for p in ("best", "last") if (self.folder / p).exists()}
         names = sorted(path.name for path in self.folder.glob("step-*"))
         for name in names[: -self.run.keep]:
             if name not in pointed:
@@ -240,39 +258,53 @@ class Keeper(Callback):
             checkpoints.tidy(self.folder / name)
 
 
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
 class Interrupt:
-    """Ctrl-C: at the first the step in hand is finished and a checkpoint written, at the second all ends at once."""
+    """Ctrl-C and its kin: at the first the step in hand is finished and saved, at the second all ends at once."""
 
     def __init__(self, say: Callable[[str], None]):
-        self.presses, self.say = 0, say
+        self.came: list[int] = []
+        self.say = say
 
     def __enter__(self) -> "Interrupt":
-        self.ours = threading.current_thread() is threading.main_thread()
-        if self.ours:
-            self.previous = signal.signal(signal.SIGINT, self._press)
+        self.stack = contextlib.ExitStack()
+        self.take = self.stack.enter_context(signals.handled(self._press))
         return self
 
     def __exit__(self, *_: Any) -> None:
-        if self.ours:
-            signal.signal(signal.SIGINT, self.previous)
+        self.stack.close()
 
-    def _press(self, *_: Any) -> None:
-        self.presses += 1
-        if self.presses > 1:
-            raise KeyboardInterrupt
-        self.say("interrupted: finishing the step and saving; press Ctrl-C again to stop at once")
+    def _press(self, number: int) -> None:
+        self.came.append(number)
+        if len(self.came) > 1:
+            raise signals.Interrupted(number=number)
+        name = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
+        again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+        self.say(f"{name}: finishing the step and saving; {again} to stop at once")
+
+
+class End(NamedTuple):
+    """How a training ended in one of its processes."""
+
+    steps: int
+    """done since the very beginning"""
+    why: str
+    """it stopped early; "" for its last step"""
+    signal: int
+    """that stopped it; 0 for none"""
+    first: bool
+    """whether this process is rank 0"""
 
 
 def train(
     model: Decoder, run: Run, dataset: Dataset, extra: dict[str, Any], start: Path | None, bar: Bar | None
-) -> tuple[int, str, bool]:
-    """Train ``model`` in place, from the checkpoint ``start`` if there is one; ``extra`` goes into each config.json.
-
-    -> (steps done since the very beginning, why it stopped early or "", whether this process is rank 0).
-    """
+) -> End:
+    """Train ``model`` in place, from the checkpoint ``start`` if there is one; ``extra`` goes into each config.json."""
     gpu = torch.cuda.is_available()
     distributed = DDPStrategy(process_group_backend="nccl" if gpu else "gloo")
-    done = int(checkpoints.read_config(start)["step"]) if start else 0
     with quiet(), Interrupt(bar.line if bar else lambda text: None) as interrupt:
         keeper = Keeper(run, interrupt, bar)
         trainer = Trainer(
@@ -283,7 +315,7 @@ def train(
             max_steps=run.steps,
             max_epochs=-1,
             accumulate_grad_batches=run.accumulate,
-            logger=TensorBoardLogger(run.out, name="tensorboard", version="", purge_step=done + 1 if done else None),
+            logger=False,
             callbacks=[keeper],
             plugins=[FolderIO(model, extra)],
             default_root_dir=run.out,
@@ -294,14 +326,18 @@ def train(
             enable_model_summary=False,
             enable_autolog_hparams=False,
         )
+        why = ""
         try:
             trainer.fit(Task(model, run, dataset), ckpt_path=start)
-        except SystemExit:
-            # Lightning turns the KeyboardInterrupt of a second Ctrl-C into an exit.
-            if interrupt.presses < 2:
+        # At the second signal anything may come out: Lightning's own exit, or a process group that has lost its others.
+        except BaseException as error:
+            if len(interrupt.came) < 2 and not (interrupt.came and isinstance(error, SystemExit)):
                 raise
-            return trainer.global_step, "stopped at once", trainer.is_global_zero
-        return trainer.global_step, keeper.stopped, trainer.is_global_zero
+            why = "stopped at once"
+        why = why or ("interrupted" if interrupt.came else keeper.stopped)
+        # One that came to another process only, of those that share the training, must have been meant for all.
+        number = interrupt.came[0] if interrupt.came else signal.SIGTERM if why == "interrupted" else 0
+        return End(trainer.global_step, why, number, trainer.is_global_zero)
 
 
 @contextlib.contextmanager

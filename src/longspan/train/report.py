@@ -1,11 +1,20 @@
 """Reports of a run: the bar and the lines that people read, the CSV and TensorBoard files that programs read."""
 
+import contextlib
 import csv
 import io
+import os
+import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[attr-defined]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from .. import progress
 from ..checkpoint import write_text
 
 COLUMNS: tuple[str, ...] = (
@@ -18,12 +27,18 @@ class Table:
     """metrics.csv, one row at a time. Lightning's own CSV logger would empty the file of a run that is resumed."""
 
     def __init__(self, path: Path, start: int):
-        """Keep the rows up to step ``start``, which is where the run goes on; later ones will be written again."""
+        """Keep the rows up to step ``start``, which is where the run goes on; later ones will be written again.
+
+        Raises ValueError for a file that is no table.
+        """
         kept = []
         if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                # A process killed while writing leaves a last row that is cut off.
-                kept = [row for row in csv.DictReader(file) if _complete(row) and int(row["step"]) <= start]
+            try:
+                with path.open(newline="", encoding="utf-8") as file:
+                    # A process killed while writing leaves a last row that is cut off.
+                    kept = [row for row in csv.DictReader(file) if _complete(row) and int(row["step"]) <= start]
+            except (ValueError, csv.Error) as error:
+                raise ValueError(f"{path} is corrupt: {error}; move it away to go on without its rows") from error
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
@@ -32,48 +47,70 @@ class Table:
         self.path = path
 
     def write(self, row: dict[str, Any]) -> None:
-        with self.path.open("a", newline="", encoding="utf-8") as file:
+        """Add a row. Raises OSError, with the file's name."""
+        with _named(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n").writerow(row)
 
 
+class Events:
+    """A file for TensorBoard, written where it stands. Its own writer has a thread, whose errors nobody can catch."""
+
+    def __init__(self, folder: Path, start: int):
+        """``start``: the step where the run goes on; TensorBoard drops what an earlier file has of later ones."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        with _named(self.path):
+            # Without a buffer, which a full disk would keep from being closed.
+            self.file = self.path.open("wb", buffering=0)
+            self.records = RecordWriter(self.file)
+            self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            if start:
+                begin = SessionLog(status=SessionLog.START)
+                self._add(Event(wall_time=time.time(), step=start + 1, session_log=begin))
+
+    def write(self, row: dict[str, Any], step: int) -> None:
+        """Add scalars. Raises OSError, with the file's name."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
+        with _named(self.path):
+            self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        """Nothing is left to be written."""
+        self.file.close()
+
+    def _add(self, event: Any) -> None:
+        self.records.write(event.SerializeToString())
+
+
 class Bar:
-    """A line that moves: step, loss, bits, tokens/s, time left; and above it the lines that stay."""
+    """Step, loss, bits, tokens/s, time left: a line that moves, or one now and then; and the lines that stay."""
 
-    def __init__(self, steps: int, unit: str, console: Any = None):
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.console = console or Console(stderr=True)
-        self.unit = unit
-        self.progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=self.console,
-            transient=True,
-            # Where nobody watches, a file or a pipe, only the lines.
-            disable=not self.console.is_terminal,
-        )
-        self.task = self.progress.add_task("", total=steps, figures="")
-
-    def step(self, step: int, loss: float, bits: float, speed: float) -> None:
-        figures = f"loss {loss:.4f}  {bits:.3f} bits/{self.unit}  {_short(speed)} tokens/s"
-        self.progress.update(self.task, completed=step, figures=figures)
-
-    def line(self, text: str) -> None:
-        self.progress.console.print(text, soft_wrap=True, markup=False, highlight=False)
+    def __init__(self, steps: int, unit: str):
+        self.steps, self.unit = steps, unit
+        self.bar: progress.Bar | None = None
 
     def start(self, step: int) -> None:
-        self.progress.update(self.task, completed=step)
-        # Without this the steps of earlier processes would count as done in no time, and the time left be wrong.
-        self.progress.reset(self.task, completed=step)
-        self.progress.start()
+        """The steps begin, after so many of earlier processes."""
+        self.lines = progress.Lines(self.steps, step)
+        if progress.watched():
+            self.bar = progress.Bar(self.steps, "step", step)
+
+    def step(self, step: int, loss: float, bits: float, speed: float) -> None:
+        figures = f"loss {loss:.4f}, {bits:.3f} bits/{self.unit}, {_short(speed)} tokens/s"
+        if self.bar is None:
+            self.lines.at(step, "step", figures)
+        else:
+            self.bar.set_postfix_str(figures, refresh=False)
+            self.bar.update(step - self.bar.n)
+
+    def line(self, text: str) -> None:
+        if self.bar is not None:
+            self.bar.clear()
+        progress.say(text)
 
     def stop(self) -> None:
-        self.progress.stop()
+        if self.bar is not None:
+            self.bar.close()
 
 
 class Clock:
@@ -97,6 +134,16 @@ class Clock:
     def seconds(self) -> float:
         """Since the clock was made."""
         return time.monotonic() - self.begin
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of the system know the file that they are about, also where it was open already."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _complete(row: dict) -> bool:

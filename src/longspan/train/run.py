@@ -75,6 +75,8 @@ class Run:
             _require(
                 self.drop_at == 0, f"drop_at={self.drop_at} is read by schedule='drop' only, not {self.schedule!r}"
             )
+        for name in ("out", "data"):
+            _require("\0" not in getattr(self, name), f"{name}={getattr(self, name)!r} holds a NUL, which no path may")
         _require(bool(self.out.strip()), "out is empty; name a folder for the run, e.g. runs/digits")
 
 
