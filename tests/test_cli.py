@@ -1,10 +1,8 @@
 """The command line: every command does its work, and every mistake is one line with exit code 2."""
 
-import ast
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +14,8 @@ import torch
 import longspan
 from longspan import checkpoint, checks, cli, data
 from longspan.cli import COMMANDS, main
-from longspan.commands import bench, reproduce
 from longspan.config import Config, EncoderConfig
 from longspan.model import Decoder, Encoder
-from longspan.reproduce import EXPERIMENTS
 from longspan.train import bits
 
 # The module; the package has a function of that name.
@@ -389,36 +385,3 @@ def test_print_config_shows_flags_over_recipes_over_defaults_and_reads_back(at, 
     assert all(part in shown for part in ("dim: 96", "depth: 5", "heads: 8", "learning_rate: 0.0001"))
     Path("s.yaml").write_text(shown)
     assert said(capsys, "train", "--config", "s.yaml", "--print_config") == shown
-
-
-def test_an_interrupted_run_says_how_to_go_on_if_it_can(at, capsys, monkeypatch):
-    def interrupted(config, run, *, resume):
-        raise KeyboardInterrupt(said)
-
-    monkeypatch.setattr("longspan.train.fit", interrupted)
-    said = ""
-    assert main(["train", "--run.out", "a b"]) == 130
-    assert capsys.readouterr().err == "longspan: interrupted; nothing was saved\n"
-    Path("a b").mkdir()
-    Path("a b/config.yaml").touch()
-    said = "interrupted at step 3; step-00000003 is saved in a b; go on with resume"
-    assert main(["train", "--run.out", "a b"]) == 130
-    command = "longspan train --config 'a b/config.yaml' --resume"
-    assert capsys.readouterr().err == f"longspan: {said.removesuffix(' resume')}: {command}\n"
-
-
-def test_options_that_messages_name_exist():
-    """Whatever --option a text inside the package names, some command has it, or the tool that the text is about."""
-    parsers = [importlib.import_module(f"longspan.commands.{module}").parser() for module, _ in cli.COMMANDS.values()]
-    parsers += [bench.subparser(name) for name in bench.KINDS]
-    parsers += [reproduce.subparser(name) for name in EXPERIMENTS]
-    known = {option for parser in parsers for option in parser._option_string_actions} | {"--debug", "--version"}
-    foreign = {"--porcelain", "--spec"}  # git's, and that of the process that weighs a mechanism
-    named: dict[str, str] = {}
-    for path in Path(cli.__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                named |= dict.fromkeys(re.findall(r"(?<![\w-])--[a-zA-Z][\w.-]*", node.value), path.name)
-    unknown = {option: place for option, place in named.items() if option.rstrip(".") not in known | foreign}
-    assert not unknown
-    assert "--peers-python" in named

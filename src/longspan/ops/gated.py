@@ -120,6 +120,7 @@ def recur(
         if found is not None:
             return found
     q, k, v, state, log_decay, beta = settled(q, k, v, state, log_decay, beta)
+    assert state is not None
     op, factor = _op(beta), q.shape[-1] ** -0.5 if scale is None else scale
     options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
     why_not = sequence.why_not(q, k, v, state, log_decay, beta, mask, segments)

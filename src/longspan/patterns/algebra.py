@@ -323,8 +323,7 @@ class Both(Pattern):
         return both((p.at(head, layer) for p in self.parts), (p.at(head, layer) for p in self.removed))
 
 
-# Remembered, since nested patterns ask the same of the same parts again and again.
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 14)  # nested patterns ask the same of the same parts again and again
 def _within(a: Pattern, b: Pattern) -> bool:
     """Whether the forms alone prove that every pair of a is in b."""
     if a == b or isinstance(a, nowhere) or isinstance(b, everywhere):
