@@ -301,20 +301,19 @@ def _pattern(attention: Attention) -> Pattern | None:
     return None if attention.name in PARTLY else vars(attention).get("sees")
 
 
-def picture(text: str, dim: int, heads: int, tokens: int = 64) -> Tensor:
-    """``patterns.picture`` of a spec: (heads|1, tokens, tokens) uint8. Raises ValueError as ``seen`` and ``sight``."""
+def picture(text: str, dim: int, heads: int, tokens: int | None = None) -> Tensor:
+    """``patterns.picture`` of a spec: (heads|1, tokens, tokens) uint8. Arguments and errors as in ``sight``."""
     pattern = seen(text, dim, heads)
-    _looked_at(tokens)
-    return patterns.picture(pattern, tokens, heads=heads)
+    return patterns.picture(pattern, _looked_at(tokens, pattern, heads), heads=heads)
 
 
-def sight(text: str, dim: int, heads: int, tokens: int = 64) -> dict[str, Any]:
+def sight(text: str, dim: int, heads: int, tokens: int | None = None) -> dict[str, Any]:
     """Facts about the pattern of a spec: how far it sees, and how many keys a query sees at a number of tokens.
 
-    Raises ValueError as ``seen`` does, and for tokens < 1 or above 4096.
+    ``tokens``: None takes as many as show what the pattern does, ``patterns.picture_size``. Raises ValueError as ``seen`` does, and for tokens < 1 or above 4096.
     """
     pattern = seen(text, dim, heads)
-    _looked_at(tokens)
+    tokens = _looked_at(tokens, pattern, heads)
     keys = pattern.dense(tokens, heads=heads).sum(-1)
     return {
         "pattern": repr(pattern),
@@ -326,9 +325,12 @@ def sight(text: str, dim: int, heads: int, tokens: int = 64) -> dict[str, Any]:
     }
 
 
-def _looked_at(tokens: int) -> None:
+def _looked_at(tokens: int | None, pattern: Pattern, heads: int) -> int:
+    if tokens is None:
+        return patterns.picture_size(pattern, heads=heads)
     if not 1 <= tokens <= LOOKED_AT:
         raise ValueError(f"tokens={tokens} must be from 1 to {LOOKED_AT}, since all pairs are looked at")
+    return tokens
 
 
 def parameters(module: nn.Module) -> int:
@@ -336,11 +338,11 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int = 64) -> list[dict[str, Any]]:
+def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int | None = None) -> list[dict[str, Any]]:
     """All of the above for each distinct spec of a stack, as plain values; what ``longspan show`` prints.
 
     Attention of width ``dim`` with ``heads`` heads, causal where it has that form; feed-forward network of 4 dim units;
-    ``sight`` at so many tokens, None where there is no pattern.
+    ``sight`` at so many tokens, or its own number, None where there is no pattern.
 
     Raises ValueError for a spec, a size or a device that is not possible.
     """

@@ -32,7 +32,12 @@ def parser() -> Parser:
         help="draw which keys each query sees as this PNG file: queries downwards, keys to the right, black is seen, "
         "grey comes later; heads side by side where they differ; global tokens of their own come first",
     )
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of the picture, and of the number of keys")
+    parser.add_argument(
+        "--tokens",
+        type=int | None,
+        default=None,
+        help="tokens of the picture, and of the number of keys; otherwise as many as show what the pattern does",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
