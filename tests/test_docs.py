@@ -13,14 +13,15 @@ import torch
 
 import longspan
 from longspan import checks
-from longspan.attention.base import REGISTRY
+from longspan.attention.base import REGISTRY, own_options
 from longspan.config import Config
 from longspan.generate import generate
 from longspan.model import Decoder
 
 ROOT = Path(__file__).parents[1]
 DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
-WRITTEN = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ("encoder.md", "mechanisms.md")]
+MADE = ("mechanisms.md", "files.md")  # by conf.py
+WRITTEN = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ("encoder.md", *MADE)]
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +37,58 @@ def site(tmp_path_factory):
 
 
 def test_every_mechanism_has_a_row_and_a_section(site):
-    page = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
+    table = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
     for name in longspan.names():
         cls = REGISTRY[name]
-        (row,) = [line for line in page.splitlines() if line.startswith(f"| [`{name}`]")]
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| [`{name}`]")]
         assert cls.paper in row
-        assert cls.cost in row
         assert all(form in row for form in cls.directions)
+        page = (DOCS / "mechanisms" / f"{cls.family}.md").read_text(encoding="utf-8")
         assert f"\n## {name}\n" in page
-        assert all(f"`{spec}`" in page for spec in cls.examples)
+        assert f"mechanisms/{cls.family}.md#{name.replace('_', '-')}" in row
+        assert all(f'longspan check "{spec}"' in page for spec in cls.examples)
+        assert all(f"| `{option}` | `{p.default!r}` | " in page for option, p in own_options(cls).items())
+        html = (site / "mechanisms" / f"{cls.family}.html").read_text(encoding="utf-8")
+        for equation in cls.equations:
+            assert all(part in page for part in equation.split(r" \quad "))
+        assert f'id="{name.replace("_", "-")}"' in html
+
+
+def test_no_formula_of_the_pages_is_left_as_it_is_typed(site):
+    """A dollar sign outside of code is a formula that was not understood."""
+    for page in site.rglob("*.html"):
+        text = re.sub(
+            r"<(script|pre|style)\b.*?</\1>|<code\b.*?</code>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+        )
+        text = re.sub(r'<(span|div) class="math[^"]*">.*?</\1>', "", text, flags=re.DOTALL)
+        assert "$" not in re.sub(r"<[^>]*>", "", text), page.name
+
+
+def test_every_file_is_on_the_page_of_files(site):
+    page = (site / "files.html").read_text(encoding="utf-8")
+    source = ROOT / "src" / "longspan"
+    for path in source.rglob("*"):
+        if path.suffix in (".py", ".cpp", ".h") and path.name != "__init__.py":
+            assert f">{path.name}<" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.py", '"""What it is: all.\n\nMore."""', "What it is: all"),
+        ("a.py", '"""One. Two."""', "One"),
+        ("a.h", "// A head,\n// in two lines. More\n\n// other", "A head, in two lines"),
+    ],
+)
+def test_a_file_is_told_by_its_first_sentence(name, text, said, tmp_path):
+    (tmp_path / name).write_text(text)
+    assert runpy.run_path(str(DOCS / "tree.py"))["phrase"](tmp_path / name) == said
+
+
+def test_a_file_that_does_not_say_what_it_is_is_refused(tmp_path):
+    (tmp_path / "a.py").write_text("import os\n")
+    with pytest.raises(ValueError, match=r"a\.py opens with no sentence"):
+        runpy.run_path(str(DOCS / "tree.py"))["phrase"](tmp_path / "a.py")
 
 
 def test_every_public_name_is_on_the_api_page(site):
@@ -154,7 +198,7 @@ def test_the_log_has_dated_sections_the_newest_first():
         for entry in entries:
             question, command, *findings = entry.strip().split("\n\n")
             assert "\n" not in question
-            assert command.startswith("Command: "), question
+            assert command.startswith("Command:"), question
             assert findings, question
 
 

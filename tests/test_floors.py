@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "longspan"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
-    ("spec", "config", "folders", "patterns"),
+    ("spec", "config", "folders", "notation", "patterns"),
     ("ops", "likelihood"),
     ("layers", "cache", "window", "reach"),
     ("attention",),

@@ -13,6 +13,25 @@ from . import arguments
 
 REGISTRY: dict[str, type["Attention"]] = {}
 
+# What kinds of mechanisms there are: the pages about them, in this order.
+FAMILIES = {
+    "softmax": "Softmax over all pairs",
+    "sparse": "Softmax over some pairs",
+    "linear": "Sums without decay",
+    "gated": "Sums with decay, and the delta rule",
+    "others": "Others",
+}
+# What the equations of all mechanisms have in common: the symbol by which it is found in them, and the words.
+LEGEND = {
+    "_": r"$i$ or $t$ counts the queries, $j$ the keys, $h$ the $H$ heads",
+    "q_": r"$q_i = W_q x_i$, $k_j = W_k x_j$, $v_j = W_v x_j$: each head's channels, $D$ of them in queries and keys",
+    "o_": r"$o_i$: what a head reads; $y_i = W_o [o_i^1; \ldots; o_i^H]$ unless it is said otherwise",
+    r"\mathcal{A}_i": r"$\mathcal{A}_i$: the keys that query $i$ may see, all or, if causal, those with $j \le i$",
+    "S_": r"$S$: a state, zero before the first token; each head has its own",
+    r"\phi": r"$\phi$: a map from channels to features",
+    r"\sigma": r"$\sigma(x) = \frac{1}{1 + e^{-x}}$",
+    r"\odot": r"$\odot$: channel by channel",
+}
 # Given by the stack, never by a spec.
 PLACE = ("dim", "heads", "causal", "layer", "depth")
 # What a mechanism's ``attend`` may ask for, besides x and state.
@@ -39,6 +58,10 @@ class Attention(nn.Module):
     """authors in BibTeX form, title, year"""
     cost: ClassVar[str]
     """time for one sequence, in N (tokens) and D (head size)"""
+    family: ClassVar[str] = "others"
+    """one of ``FAMILIES``, the page that tells of it"""
+    equations: ClassVar[tuple[str, ...]] = ()
+    """what it computes, one line of LaTeX each: typeset on the pages, in Unicode in a terminal (``notation.text``)"""
     examples: ClassVar[tuple[str, ...]] = ()
     """specs small enough that 29 tokens leave any window; default: the bare name"""
     exempt: ClassVar[dict[str, str]] = {}
@@ -75,6 +98,7 @@ class Attention(nn.Module):
         if missing:
             raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
         cls.examples = cls.__dict__.get("examples") or (cls.name,)
+        spec.known(cls.family, FAMILIES, "family of mechanisms")
         asked = list(inspect.signature(cls.attend).parameters)[3:]
         for argument in asked:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
