@@ -41,6 +41,16 @@ ARGUMENTS = ("mask", "segments", "prefix", "context", "context_mask", "carry", "
 class Attention(nn.Module):
     """``y, state = attention(x, state)``: a whole sequence, a segment or a single token, in one signature.
 
+    >>> import torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> x = torch.randn(1, 5, 8)
+    >>> y, _ = attention(x)  # all at once
+    >>> state = attention.init_state(1)
+    >>> for token in x.split(1, dim=1):  # or one by one
+    ...     last, state = attention(token, state)
+    >>> torch.allclose(last, y[:, 4:], atol=1e-6)
+    True
+
     A mechanism is one file with one final subclass: the facts below, ``__init__`` whose keyword-only options are the
     config (each kept as an attribute of the same name), ``start`` and ``attend``. Having a ``name`` registers it.
 
@@ -218,7 +228,12 @@ def own_options(cls: type[Attention]) -> dict[str, inspect.Parameter]:
 def build(
     text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, rotary: float = 0.0
 ) -> Attention:
-    """Build an attention from its spec: ``build("linear(feature_map='relu')", dim=64, heads=4)``.
+    """Build an attention from its spec, such as ``linear`` or ``local(window=64)``.
+
+    >>> import longspan
+    >>> attention = longspan.build("linear(feature_map='relu')", dim=64, heads=4)
+    >>> attention.spec, attention.causal
+    ("linear(feature_map='relu')", True)
 
     ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
     depend on it; ``rotary`` is the base of rotary positions where the spec itself gives none (0: none).
@@ -248,10 +263,20 @@ def build(
 
 
 def names() -> list[str]:
-    """The registered mechanisms, sorted."""
+    """The registered mechanisms, sorted.
+
+    >>> import longspan
+    >>> "gated_deltanet" in longspan.names()
+    True
+    """
     return sorted(REGISTRY)
 
 
 def examples(name: str) -> tuple[str, ...]:
-    """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one."""
+    """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one.
+
+    >>> import longspan
+    >>> longspan.examples("local")
+    ('local(window=5)', 'local(window=3, kv_heads=1, rotary=100.0)')
+    """
     return REGISTRY[spec.known(name, REGISTRY, "attention")].examples
