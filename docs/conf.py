@@ -154,7 +154,10 @@ def pages() -> None:
 
 def typeset(app: Any, what: str, name: str, thing: object, options: object, lines: list[str]) -> None:
     """Formulas between dollar signs in a docstring, as reStructuredText has them."""
-    text = re.sub(r"^\$\$\n(.+?)\n\$\$$", r".. math::\n\n   \1", "\n".join(lines), flags=re.MULTILINE | re.DOTALL)
+    text, flags = "\n".join(lines), re.MULTILINE | re.DOTALL
+    text = re.sub(
+        r"^\$\$\n(.+?)\n\$\$$", lambda found: f".. math::\n\n   {' '.join(found[1].split())}", text, flags=flags
+    )
     text = re.sub(r"\$([^$]+)\$", lambda found: f":math:`{' '.join(found[1].split())}`", text)
     lines[:] = text.split("\n")
 

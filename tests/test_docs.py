@@ -1,5 +1,6 @@
 """The pages: they build without a warning, their Python runs, and what they list is all there is."""
 
+import ast
 import datetime
 import importlib.util
 import re
@@ -106,6 +107,19 @@ def test_python_in_the_pages_runs(page, blocks):
     namespace = {"__name__": page.stem}
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_the_pages_import_what_is_public(page, blocks):
+    """The package itself, patterns, and other libraries' interfaces, which are modules that one imports."""
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                assert not node.module.startswith("longspan.") or node.module.startswith("longspan.compat")
+                assert node.module != "longspan" or {name.name for name in node.names} <= {
+                    *longspan.__all__,
+                    "patterns",
+                }
 
 
 def encoder(blocks) -> str:
