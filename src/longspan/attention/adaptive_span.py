@@ -14,7 +14,7 @@ from .base import Attention
 
 
 class AdaptiveSpan(Attention):
-    """Each head learns how far back it looks: the weights of farther keys fall to zero along a ramp.
+    r"""Each head learns how far back it looks: the weights of farther keys fall to zero along a ramp.
 
     The soft mask m leaves full weight up to the span z, and exactly none from z + R on. Positions count real tokens.
     The token itself is seen, with m = 1; the paper's sum leaves it out.
@@ -26,7 +26,8 @@ class AdaptiveSpan(Attention):
 
     ``record["penalty"]`` is the mean span, to be added to the loss times some small factor; ``spans(x)`` gives the
     spans without the rest of a record. Keys that no head sees are not read. The state is a ring of the last
-    max ceil(z + R) keys and values, S + R of them if ``dynamic``; it serves as long as the spans do not outgrow it.
+    $\max \lceil z + R \rceil$ keys and values, S + R of them if ``dynamic``; it serves as long as the spans do not
+    outgrow it.
 
     Source: Sukhbaatar et al. 2019, section 3, eqs 3-4. Raises ValueError for span < 1, ramp < 1, an ``initial`` span
     outside 0 to S or beside ``dynamic``, and for a state whose ring is smaller than the spans have become since.

@@ -42,7 +42,7 @@ class Axial(Attention):
     that this call's tokens have read; ``carried`` (B,H,N,2C) are their weights on older h, whose own are not kept.
 
     The state is a ring of C keys and values in the layers of rows alone, else all of them; ``shifted`` keeps rings of
-    2C keys and values and of C queries of h besides. Time is N^1.5 D for square images.
+    2C keys and values and of C queries of h besides. Time is $N^{1.5} D$ for square images.
 
     Source: Ho et al. 2019, section 2.2, and for ``shifted`` its section on the autoregressive model. The sum is
     lucidrains/axial-attention's, the cross that of Huang et al. 2018 (1811.11721), with the pixel itself counted once.

@@ -9,12 +9,12 @@ from .base import Attention
 
 
 class BigBird(Attention):
-    """Each block of queries sees the blocks around it, the first ones, and a few drawn at random.
+    r"""Each block of queries sees the blocks around it, the first ones, and a few drawn at random.
 
     ``block``: tokens b of a block. ``window``: w blocks around the query's own block u. ``globals``: so many first
     blocks g see everything, and all see them. ``random``: so many different blocks $R_u$ are drawn from 0 to u, anew
     for each u, head and layer. ``seed``: of these draws. A block counts once, since
-    the keys are a set. A causal one sees the keys j <= i of that set.
+    the keys are a set. A causal one sees the keys $j \le i$ of that set.
 
     What a query sees never depends on the length. So the last block, global in the paper, is not so here, and random
     blocks are the past's in both directions; they may fall into the window, where they add nothing. Its state is a

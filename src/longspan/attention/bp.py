@@ -27,7 +27,7 @@ class BinaryPartition(Attention):
     step costs O(k log N).
 
     Source: Ye et al. 2019, sections 3.1-3.3. Raises ValueError for k < 1 or levels < 1, and for more
-    than 2^24 tokens with a state.
+    than $2^{24}$ tokens with a state.
     """
 
     name, paper, cost = "bp", "1911.04070", "N log N D"

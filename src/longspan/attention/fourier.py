@@ -34,7 +34,7 @@ class Fourier(Attention):
 
     ``features``: rows m drawn for each head, two features each (0: D log D rounded up, at least D). ``bandwidth``: b,
     the distance, over $D^{1/4}$, at which a weight has fallen to $e^{-1/2}$. ``rows``: orthogonal (in blocks of D) or
-    iid. ``radii``: their lengths, chi (of a Gaussian: unbiased), sqrt (all sqrt D), quantiles or midpoints (at even
+    iid. ``radii``: their lengths, chi (of a Gaussian: unbiased), sqrt (all $\sqrt D$), quantiles or midpoints (at even
     levels of chi). ``seed``: of the rows, together with the layer and the head. ``context_dim``: width of the context
     of cross attention (0: dim).
 

@@ -50,8 +50,8 @@ class Performer(Attention):
     $e^{w \cdot x}$, which weighs a key by $e^{\lVert k \rVert^2 / 2}$ besides; relu, $\max(w \cdot x, 0)$ of x as it
     is, another kernel than softmax's. ``floor``: added to each feature of map='relu', so that a query has something in
     common with every key. ``rows``: orthogonal (in blocks of D) or iid. ``radii``: their lengths, chi (of a Gaussian:
-    unbiased), sqrt (all sqrt D), quantiles or midpoints (at even levels of chi); all but chi are biased low. ``seed``:
-    of the rows, together with the layer and the head. ``eps``: a denominator d becomes
+    unbiased), sqrt (all $\sqrt D$), quantiles or midpoints (at even levels of chi); all but chi are biased low.
+    ``seed``: of the rows, together with the layer and the head. ``eps``: a denominator d becomes
     $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$, after queries and keys are divided by their largest features (of
     the keys so far, never of later ones), so it is relative to those. ``context_dim``: width of the context of cross
     attention (0: dim).

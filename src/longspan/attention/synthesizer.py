@@ -37,7 +37,7 @@ class Synthesizer(Attention):
     i and j are positions: real tokens before. ``kind``: dense, one score per position by a network; factored_dense,
     products of the outputs of two such networks a and b, of $A = \lceil \sqrt{n} \rceil$ and $\lceil n / A \rceil$
     outputs, n the length; random, a learned matrix per head, whatever the input; factored_random, one of low rank.
-    ``length``: most tokens of a sequence, a size of the weights; random has length^2 of them per head. ``rank``:
+    ``length``: most tokens of a sequence, a size of the weights; random has $n^2$ of them per head. ``rank``:
     columns of $R_1$ and $R_2$, for factored_random.
 
     Different kinds joined by + are a mixture, with one learned number w per kind, all equal at first. It may also have
