@@ -57,6 +57,9 @@ def spoiled(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _nothing_is_zero_by_luck() -> Iterator[None]:
+    # What makes tensors elsewhere remembers at its first use which functions make tensors: these, not the wrappers.
+    with torch.device("meta"):
+        torch.empty(0)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("empty", "empty_like"):
             patch.setattr(torch, name, spoiled(getattr(torch, name)))

@@ -357,3 +357,22 @@ def test_a_copied_checkpoint_is_a_checkpoint(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "elsewhere" / "b")
     shutil.rmtree(folder)
     assert same(checkpoint.load(tmp_path / "elsewhere" / "b"), decoder())
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"kind": []}, r"has kind \[\]; known: decoder, encoder"),
+        ({"config": {"depth": 10**9}}, "does not describe a decoder: depth=1000000000 must be at most 10000"),
+        ({"config": {"dim": 10**6}}, r"its weights would take .* bytes, and model.safetensors has "),
+        ({"config": {"dim": 64, "depth": 10**4}}, r"its weights would take .* bytes, and model.safetensors has "),
+        ({"config": {"positions": None}}, "does not describe a decoder: positions=None must be a string"),
+    ],
+)
+def test_a_config_is_looked_at_before_a_model_is_built(tmp_path, entry, message):
+    folder = tmp_path / "m"
+    checkpoint.save(folder, Decoder(Config(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)))
+    header = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(header | entry))
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(folder)

@@ -1,8 +1,10 @@
 """The command line: every command does its work, and every mistake is one line with exit code 2."""
 
+import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,11 @@ import torch
 import longspan
 from longspan import checkpoint, checks, cli, data
 from longspan.cli import COMMANDS, main
+from longspan.commands import bench, reproduce
 from longspan.commands.parser import kebab
 from longspan.config import Config, EncoderConfig
 from longspan.model import Decoder, Encoder
+from longspan.reproduce import EXPERIMENTS
 from longspan.train import bits
 
 # The module; the package has a function of that name.
@@ -156,6 +160,13 @@ RECIPES = {
     "- 3": "r.yaml is no recipe, which has the entries model and run",
     "model: [3": "r.yaml is no YAML",
     "\xff": "cannot read 'r.yaml': it is no text",
+    "model: {positions: null, vocab: 17}": "positions=None must be a string",
+    "model: {attention: 5}": "--model.attention: expected str, got 5",
+    "run: {keep: null}": "keep=None must be a whole number",
+    "run: {warmup: null}": "warmup=None must be a whole number",
+    "model: {depth: 1000000000, vocab: 17}": "depth=1000000000 must be at most 10000",
+    "model: &a {dim: 16}\nrun: *a": "r.yaml has aliases (*name); a recipe says each value where it belongs",
+    "model: [[[[[[[[[1]]]]]]]]]": "r.yaml is nested more than 8 deep",
 }
 
 
@@ -395,3 +406,20 @@ def test_an_interrupted_run_says_how_to_go_on_if_it_can(at, capsys, monkeypatch)
     assert main(["train", "--run.out", "a b"]) == 130
     command = "longspan train --config 'a b/config.yaml' --resume"
     assert capsys.readouterr().err == f"longspan: {said.removesuffix(' resume')}: {command}\n"
+
+
+def test_options_that_messages_name_exist():
+    """Whatever --option a text inside the package names, some command has it, or the tool that the text is about."""
+    parsers = [importlib.import_module(f"longspan.commands.{module}").parser() for module, _ in cli.COMMANDS.values()]
+    parsers += [bench.subparser(name) for name in bench.KINDS]
+    parsers += [reproduce.subparser(name) for name in EXPERIMENTS]
+    known = {option for parser in parsers for option in parser._option_string_actions} | {"--debug", "--version"}
+    foreign = {"--porcelain", "--spec"}  # git's, and that of the process that weighs a mechanism
+    named: dict[str, str] = {}
+    for path in Path(cli.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named |= dict.fromkeys(re.findall(r"(?<![\w-])--[a-zA-Z][\w.-]*", node.value), path.name)
+    unknown = {option: place for option, place in named.items() if option.rstrip(".") not in known | foreign}
+    assert not unknown
+    assert "--peers-python" in named

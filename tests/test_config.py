@@ -26,6 +26,14 @@ def test_round_trip(config):
         (EncoderConfig, {"vocab": -1}, "vocab=-1 must not be negative"),
         (EncoderConfig, {"outputs": -1}, "outputs=-1 must not be negative"),
         (EncoderConfig, {"pool": "max"}, "unknown pool 'max'; known: mean, none"),
+        (Config, {"positions": None}, "positions=None must be a string"),
+        (Config, {"attention": 5}, "attention=5 must be a string"),
+        (Config, {"norm": []}, r"norm=\[\] must be a string"),
+        (Config, {"dim": True, "heads": 1}, "dim=True must be a whole number"),
+        (Config, {"prenorm": 1}, "prenorm=1 must be True or False"),
+        (Config, {"dropout": float("nan")}, "dropout=nan must be a number, finite"),
+        (Config, {"depth": 10**9}, "depth=1000000000 must be at most 10000"),
+        (Config, {"length": 1 << 63}, "length=9223372036854775808 must be a whole number, finite and within the range"),
     ],
 )
 def test_refused(kind, fields, message):
@@ -36,3 +44,10 @@ def test_refused(kind, fields, message):
 def test_unknown_fields_are_named():
     with pytest.raises(ValueError, match=r"unknown field of Config 'dims' \(did you mean 'dim'\?\); known: activation"):
         Config.from_dict({"dims": 3})
+
+
+def test_a_config_is_made_from_a_dict():
+    with pytest.raises(ValueError, match=r"Config is made from a dict of its fields, not from \[3\]"):
+        Config.from_dict([3])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown field of Config 3; known: activation"):
+        Config.from_dict({3: 3})  # type: ignore[dict-item]

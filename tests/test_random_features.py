@@ -325,3 +325,38 @@ class TestFourierConstruction:
     def test_too_weak_a_damping_is_refused(self):
         with pytest.raises(ValueError, match=r"strength=0.4 damps e.* too little .* at least 0.5"):
             fourier.exponential_frequencies(self.q, self.q, 0.4)
+
+
+def hypergeometric(a, b, x):
+    """1F1(a; b; x) by its series."""
+    term, total = 1.0, 1.0
+    for i in range(200):
+        term *= (a + i) / (b + i) * x / (i + 1)
+        total += term
+    return total
+
+
+def covariance(x, dim):
+    """Of cos w.z of two rows w of a block, x = |z|^2 / 2.
+
+    |w1|^2 + |w2|^2 is that of two Gaussians, and the sum of two rows at right angles is as long as their difference: so
+    cos w1.z cos w2.z = (cos (w1+w2).z + cos (w1-w2).z) / 2 is on average the characteristic function of a vector of
+    uniform direction and a squared length of 2 D degrees of freedom: 1F1(D; D/2; -x) = e^-x 1F1(-D/2; D/2; x).
+    """
+    return math.exp(-x) * hypergeometric(-dim / 2, dim / 2, x) - math.exp(-2 * x)
+
+
+@pytest.mark.parametrize(("dim", "x", "sign"), [(4, 2.0, -1), (4, 4.74, -1), (4, 4.76, 1), (4, 6.0, 1), (2, 3.0, -1)])
+def test_orthogonal_rows_have_less_variance_only_where_tokens_are_near(dim, x, sign):
+    """Of cos and sin features: the covariance of two rows is negative for near tokens and positive for far ones."""
+    expected = covariance(x, dim)
+    assert math.copysign(1.0, expected) == sign
+    z = torch.zeros(dim, dtype=torch.float64)
+    z[0] = (2 * x) ** 0.5
+    found = (rows("orthogonal", count=300_000, features=dim, dim=dim) @ z).cos() - math.exp(-x)
+    products = (found.sum(-1).square() - found.square().sum(-1)) / (dim * (dim - 1))
+    error = products.std().item() / len(products) ** 0.5
+    assert abs(products.mean().item() - expected) < 4 * error
+    if abs(x - 4.75) > 1:
+        assert abs(expected) > 4 * error
+        assert math.copysign(1.0, products.mean().item()) == sign

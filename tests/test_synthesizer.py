@@ -269,3 +269,15 @@ def test_weights_of_single_kinds_keep_their_names():
 def test_bad_specs_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         longspan.build(spec, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "deviation"), [("random", 1.0), ("factored_random", 1.0), ("dense", 0.58), ("factored_dense", 0.35)]
+)
+def test_fresh_scores_are_as_wide_as_is_said(kind, deviation):
+    torch.manual_seed(0)
+    attention = longspan.build(f"synthesizer(kind='{kind}', length=256)", 64, 4)
+    at = torch.arange(256).expand(4, 256)
+    with torch.no_grad():
+        found = attention._scores(kind, torch.randn(4, 256, 64), None, at, at)
+    assert abs(found.std().item() / deviation - 1) < 0.05

@@ -24,7 +24,8 @@ import torch
 from torch import nn
 
 from .config import Config, EncoderConfig
-from .model import Decoder, Encoder
+from .kinds import shown
+from .model import Decoder, Encoder, weigh
 
 FORMAT = 1
 KINDS: dict[str, tuple[Any, Any]] = {"decoder": (Config, Decoder), "encoder": (EncoderConfig, Encoder)}
@@ -101,9 +102,11 @@ def load(folder: str | Path) -> Any:
     header = read_config(folder)
     config_class, model_class = KINDS[header["kind"]]
     try:
+        config = config_class.from_dict(header["config"])
+        _look(folder / WEIGHTS, weigh(model_class, config))
         with torch.random.fork_rng(devices=[]):
-            model = model_class(config_class.from_dict(header["config"]))
-    except (TypeError, ValueError) as error:
+            model = model_class(config)
+    except ValueError as error:
         raise ValueError(f"{folder / CONFIG} does not describe a {header['kind']}: {error}") from error
     load_weights(folder, model)
     return model.eval()
@@ -159,14 +162,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is no checkpoint: it has no {CONFIG}")
     try:
         header = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt: {error}") from error
     if not isinstance(header, dict) or "format" not in header:
         raise ValueError(f"{path} belongs to another program: it names no format of a longspan checkpoint")
     if header["format"] != FORMAT:
         raise ValueError(f"{path} has format {header['format']}; this longspan {_version()} reads format {FORMAT}")
-    if header.get("kind") not in KINDS:
-        raise ValueError(f"{path} has kind {header.get('kind')!r}; known: {', '.join(KINDS)}")
+    if not isinstance(header.get("kind"), str) or header["kind"] not in KINDS:
+        raise ValueError(f"{path} has kind {shown(header.get('kind'))}; known: {', '.join(KINDS)}")
     if not isinstance(header.get("config"), dict):
         raise ValueError(f"{path} is corrupt: it has no config")
     return header
@@ -202,6 +205,13 @@ def write_text(path: Path, text: str) -> None:
     _sync(temporary)
     os.replace(temporary, path)
     _sync(path.parent)
+
+
+def _look(path: Path, size: int) -> None:
+    """Raise ValueError where weights of ``size`` bytes cannot be in this file, before a model is built for them."""
+    # Even bytes instead of float64 are an eighth.
+    if path.exists() and size > 8 * path.stat().st_size + (1 << 20):
+        raise ValueError(f"its weights would take {size:,} bytes, and {path.name} has {path.stat().st_size:,}")
 
 
 def _kind(model: nn.Module) -> str:

@@ -3,12 +3,15 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
+from . import kinds
 from .spec import known, split
 
 ACTIVATIONS = ("relu", "gelu", "silu", "squared_relu", "geglu", "swiglu")
 NORMS = ("layer", "rms")
 POSITIONS = ("none", "sinusoidal", "learned", "rotary")
 POOLS = ("none", "mean")
+# Blocks cost time to build, whatever their weights are; the deepest networks that were ever trained have 1000.
+DEEPEST = 10_000
 
 
 def _require(condition: bool, message: str) -> None:
@@ -24,6 +27,8 @@ class _Fields:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build from plain values. Raises ValueError for a field that does not exist, naming those that do."""
+        if not isinstance(values, dict):
+            raise ValueError(f"{cls.__name__} is made from a dict of its fields, not from {kinds.shown(values)}")
         names = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
         for name in values:
             known(name, names, f"field of {cls.__name__}")
@@ -63,8 +68,10 @@ class StackConfig(_Fields):
     """dropout on the embedding and each sub-layer's output; attention weights have theirs: 'softmax(dropout=0.1)'"""
 
     def __post_init__(self):
+        kinds.check_fields(self)
         for name in ("dim", "depth", "heads", "feedforward"):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        _require(self.depth <= DEEPEST, f"depth={self.depth} must be at most {DEEPEST}")
         _require(self.dim % self.heads == 0, f"dim={self.dim} is not a multiple of heads={self.heads}")
         _require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         _choose("activation", self.activation, ACTIVATIONS)

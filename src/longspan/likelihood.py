@@ -10,20 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from . import spec
+from . import kinds, spec
 
 
 @dataclass(frozen=True)
 class Likelihood(ABC):
     """A distribution over the tokens 0 ... levels-1 whose parameters are the last dimension of a model's outputs.
 
-    Raises ValueError when built with fewer than two levels.
+    Raises ValueError when built with fewer than two levels, and for fields of another kind than annotated.
     """
 
     levels: int
 
     def __post_init__(self):
-        if not isinstance(self.levels, int) or self.levels < 2:
+        kinds.check_fields(self)
+        if self.levels < 2:
             raise ValueError(f"levels={self.levels!r}: a likelihood needs at least two levels, e.g. 256 for bytes")
 
     @property
@@ -144,7 +145,7 @@ class Logistics(Likelihood):
 
     def __post_init__(self):
         super().__post_init__()
-        if not isinstance(self.mixtures, int) or self.mixtures < 1:
+        if self.mixtures < 1:
             raise ValueError(f"mixtures={self.mixtures!r}: a mixture has at least one part")
 
     @property

@@ -1,14 +1,17 @@
 """Models: a stack of blocks; a decoder that predicts tokens; an encoder that sees whole sequences."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import likelihood, spec
-from .attention import Attention, build
+from . import likelihood, spec, weights
+from .attention import Attention
 from .attention.arguments import check_mask, check_x
+from .attention.base import make
 from .config import Config, EncoderConfig, StackConfig
 from .layers import FeedForward, norm, positions, sinusoid
 
@@ -59,17 +62,19 @@ class Stack(nn.Module):
     ``y, state = stack(x, state, mask=, segments=, prefix=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state is the
     tuple of the layers' states. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
 
-    Raises ValueError for a spec that cannot be built and for arguments that one of the attentions does not support.
+    Raises ValueError for a spec that cannot be built, for weights that would take more memory than this machine has,
+    and for arguments that one of the attentions does not support.
     """
 
     def __init__(self, config: StackConfig, *, causal: bool = True, rotary: float = 0.0):
         super().__init__()
+        _afford(config, lambda few: Stack(few, causal=causal, rotary=rotary))
         specs = spec.split(config.attention)
         self.dim, self.causal = config.dim, causal
         self.blocks = nn.ModuleList(
             Block(
                 config,
-                build(
+                make(
                     specs[i % len(specs)],
                     config.dim,
                     config.heads,
@@ -165,11 +170,13 @@ class Decoder(nn.Module):
     torch.Size([1, 4])
 
     ``outputs, state = decoder(tokens, state)``: tokens (B,N) int64, where ``vocab`` itself is the start token, to the
-    parameters (B,N,likelihood.size) of the next token's distribution. Attention and state as in ``Stack``.
+    parameters (B,N,likelihood.size) of the next token's distribution. Attention and state as in ``Stack``, and so is
+    what building it raises.
     """
 
     def __init__(self, config: Config):
         super().__init__()
+        _afford(config, Decoder)
         self.config = config
         self.likelihood = likelihood.build(config.likelihood, config.vocab)
         self.embedding = Embedding(config.vocab + 1, config)
@@ -234,10 +241,12 @@ class Encoder(nn.Module):
     torch.Size([2, 3])
 
     With ``pool="mean"`` the result is one per sequence, (B,dim) or (B,outputs): the mean over its real tokens.
+    Building it raises what ``Stack`` raises.
     """
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
+        _afford(config, Encoder)
         self.config = config
         self.embedding = Embedding(config.vocab, config)
         self.stack = Stack(config, causal=False, rotary=ROTARY_BASE if config.positions == "rotary" else 0.0)
@@ -272,6 +281,22 @@ def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None) -> None:
     low, high = (int(t) for t in tokens.aminmax())
     if low < 0 or high > highest:
         raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {highest}")
+
+
+def weigh(make: Callable[[Any], nn.Module], config: StackConfig) -> int:
+    """Bytes of the weights of a model, ``make(config)``, of which nothing is built but shapes."""
+    # One round of the specs shows what all of them take.
+    few = min(config.depth, len(spec.split(config.attention)))
+    model = weights.shapes(lambda: make(replace(config, depth=few)))
+    blocks: Any = getattr(model, "stack", model).blocks
+    return weights.nbytes(model) + weights.nbytes(blocks) * (config.depth - few) // few
+
+
+def _afford(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:
+    """Raise ValueError where a model's weights would take more memory than there is, before any of it is taken."""
+    if weights.wanted():
+        what = f"weights of dim={config.dim}, feedforward={config.feedforward}, depth={config.depth}"
+        weights.afford(weigh(make, config), what)
 
 
 def _initialise(model: nn.Module, depth: int) -> None:

@@ -7,7 +7,13 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from . import kinds
+
 _OPERATORS = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.Sub: operator.sub}
+# A spec is written by hand or printed by what it built, and what is longer, deeper or more joined than this is neither.
+# Joining n parts takes time that grows with n^3.
+LONGEST, DEEPEST, JOINED = 1_000_000, 64, 100
+_NESTED = (ast.expr, ast.keyword)
 
 
 def parse(text: str, names: Mapping[str, Callable]) -> Any:
@@ -15,48 +21,58 @@ def parse(text: str, names: Mapping[str, Callable]) -> Any:
 
     ``names`` maps each known name to the callable that builds the thing; its signature says which options exist.
 
-    Raises ValueError for text that is no spec, an unknown name, an unknown option, a missing option or an option given
-    by position where only keywords are allowed; the message names what came and what is known.
+    Raises ValueError for text that is no spec, an unknown name, an unknown option, a missing option, an option given
+    by position where only keywords are allowed, or a value that is not of the kind with which the option is annotated;
+    the message names what came and what is known.
 
     >>> parse("pair(first=1, second=-2.5)", {"pair": lambda *, first, second: (first, second)})
     (1, -2.5)
     """
     if not isinstance(text, str):
         raise ValueError(f"a spec is a string such as 'linear' or 'local(window=64)', not {type(text).__name__}")
+    if len(text) > LONGEST:
+        raise ValueError(f"a spec of {len(text)} characters is longer than any that means something ({LONGEST})")
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"{text!r} is not a spec; a spec reads name or name(option=value, ...)") from error
+    # Python's parser says of deep brackets that it has no memory.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{kinds.shown(text)} is not a spec; a spec reads name or name(option=value, ...)") from error
+    if _depth(tree.body) > DEEPEST:
+        raise ValueError(f"{kinds.shown(text)} is nested more than {DEEPEST} deep; a spec is flatter than that")
     return _walk(tree.body, text, names)
 
 
 def split(text: str) -> list[str]:
     """The specs of a stack, ``"gla; gla; local(window=512)"``, one string per layer.
 
-    Raises ValueError for an empty one.
+    Raises ValueError for an empty one, and for something else than a string.
 
     >>> split("linear; softmax")
     ['linear', 'softmax']
     """
+    if not isinstance(text, str):
+        raise ValueError(f"specs are a string such as 'linear; softmax', not {type(text).__name__}")
     specs = [part.strip() for part in text.split(";")]
     if not all(specs):
-        raise ValueError(f"empty spec in {text!r}; specs are separated by single semicolons, e.g. 'linear; softmax'")
+        raise ValueError(
+            f"empty spec in {kinds.shown(text)}; specs are separated by single semicolons, e.g. 'linear; softmax'"
+        )
     return specs
 
 
 def known(name: str, names: Mapping[str, object], kind: str = "name") -> str:
     """Return ``name`` if it is known; otherwise raise a ValueError that lists what is, and guesses what was meant."""
-    if name in names:
+    if isinstance(name, str) and name in names:
         return name
-    close = difflib.get_close_matches(name, names, n=1)
+    close = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else ()
     guess = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"unknown {kind} {name!r}{guess}; known: {', '.join(sorted(names))}")
+    raise ValueError(f"unknown {kind} {kinds.shown(name)}{guess}; known: {', '.join(sorted(names))}")
 
 
 def options(maker: Callable) -> dict[str, inspect.Parameter]:
     """The options that ``maker`` takes, by name: its parameters other than ``self``, ``*args`` and ``**kwargs``."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(maker).parameters
+    parameters = inspect.signature(maker, eval_str=True).parameters
     return {name: p for name, p in parameters.items() if name != "self" and p.kind not in variadic}
 
 
@@ -72,31 +88,40 @@ def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
             return _call(name, [], {}, text, names)
         case ast.Call(func=ast.Name(id=name), args=positional, keywords=keywords):
             if any(isinstance(a, ast.Starred) for a in positional) or any(k.arg is None for k in keywords):
-                raise ValueError(f"cannot read * or ** in spec {text!r}; write each option as name=value")
+                raise ValueError(f"cannot read * or ** in spec {kinds.shown(text)}; write each option as name=value")
             arguments = [_walk(a, text, names) for a in positional]
             return _call(name, arguments, {k.arg: _option(k.arg, k.value, text, names) for k in keywords}, text, names)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _combine(op, _walk(left, text, names), _walk(right, text, names), text)
-    raise ValueError(f"cannot read {ast.unparse(node)!r} in spec {text!r}; a spec has names, options and literals only")
+        case ast.BinOp(op=op) if type(op) in _OPERATORS:
+            first, others = _chain(node)
+            if len(others) >= JOINED:
+                raise ValueError(f"{kinds.shown(text)} joins {len(others) + 1} parts by & | -; at most {JOINED} can be")
+            value = _walk(first, text, names)
+            for op, part in others:
+                value = _combine(op, value, _walk(part, text, names), text)
+            return value
+    part = kinds.shown(ast.unparse(node))
+    raise ValueError(f"cannot read {part} in spec {kinds.shown(text)}; a spec has names, options and literals only")
 
 
 def _option(option: str | None, value: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
     used = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     if isinstance(value, ast.Name | ast.Call | ast.BinOp) and used and used.isdisjoint(names):
         bare = ast.unparse(value)
-        meant = bare.capitalize() if bare in ("true", "false") else repr(bare)
-        raise ValueError(f"unknown value {bare!r} of {option} in spec {text!r}; write {option}={meant}")
+        meant = bare.capitalize() if bare in ("true", "false") else kinds.shown(bare)
+        raise ValueError(
+            f"unknown value {kinds.shown(bare)} of {option} in spec {kinds.shown(text)}; write {option}={meant}"
+        )
     return _walk(value, text, names)
 
 
 def _combine(op: ast.operator, left: Any, right: Any, text: str) -> Any:
     numbers = (bool, int, float, str, tuple)
     if isinstance(left, numbers) or isinstance(right, numbers):
-        raise ValueError(f"& | - join patterns, not numbers or strings, in spec {text!r}")
+        raise ValueError(f"& | - join patterns, not numbers or strings, in spec {kinds.shown(text)}")
     try:
         return _OPERATORS[type(op)](left, right)
     except TypeError as error:
-        raise ValueError(f"cannot join the parts of spec {text!r} by & | -: {error}") from error
+        raise ValueError(f"cannot join the parts of spec {kinds.shown(text)} by & | -: {error}") from error
 
 
 def _call(name: str, arguments: list, keywords: dict, text: str, names: Mapping[str, Callable]) -> Any:
@@ -106,7 +131,36 @@ def _call(name: str, arguments: list, keywords: dict, text: str, names: Mapping[
     if unknown:
         raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(has) or 'none'}")
     try:
-        inspect.signature(maker).bind(*arguments, **keywords)
+        bound = inspect.signature(maker).bind(*arguments, **keywords)
     except TypeError as error:
-        raise ValueError(f"cannot build {text!r}: {error}; {name} has {', '.join(has) or 'no options'}") from error
+        raise ValueError(
+            f"cannot build {kinds.shown(text)}: {error}; {name} has {', '.join(has) or 'no options'}"
+        ) from error
+    for option, value in bound.arguments.items():
+        if option in has:
+            kinds.check(option, value, has[option].annotation, name)
     return maker(*arguments, **keywords)
+
+
+def _chain(node: ast.AST) -> tuple[ast.AST, list[tuple[ast.operator, ast.AST]]]:
+    """``a | b - c`` as its first part, and the others, each with what joins it to those before it."""
+    others = []
+    while isinstance(node, ast.BinOp):
+        others.append((node.op, node.right))
+        node = node.left
+    return node, others[::-1]
+
+
+def _depth(tree: ast.AST) -> int:
+    """How deep a tree is nested, without going deep itself; what is joined one after the other lies side by side."""
+    level, depth = [tree], 0
+    while level:
+        parts = [part for node in level for part in _beside(node)]
+        level = [child for node in parts for child in ast.iter_child_nodes(node) if isinstance(child, _NESTED)]
+        depth += 1
+    return depth
+
+
+def _beside(node: ast.AST) -> list[ast.AST]:
+    first, others = _chain(node)
+    return [first, *(part for _, part in others)]

@@ -1,12 +1,13 @@
 """The contract that every attention keeps, and the registry that finds it by name."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from .. import spec
+from .. import kinds, spec, weights
 from ..ops.prefix import inside
 from ..patterns import Pattern
 from . import arguments
@@ -52,7 +53,8 @@ class Attention(nn.Module):
     True
 
     A mechanism is one file with one final subclass: the facts below, ``__init__`` whose keyword-only options are the
-    config (each kept as an attribute of the same name), ``start`` and ``attend``. Having a ``name`` registers it.
+    config (each kept as an attribute of the same name, and checked against its annotation whoever builds it), ``start``
+    and ``attend``. Having a ``name`` registers it.
 
     ``attend(self, x, state, *, ...)`` names those of ``mask, segments, prefix, context, context_mask, carry, record,
     donate`` that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with
@@ -103,6 +105,8 @@ class Attention(nn.Module):
                 f"two attentions are named {cls.name!r}: {REGISTRY[cls.name].__qualname__}, {cls.__qualname__}"
             )
         missing = [fact for fact in ("paper", "citation", "cost") if not hasattr(cls, fact)]
+        bare = [name for name, p in inspect.signature(cls.__init__).parameters.items() if p.annotation is p.empty]
+        missing += [f"an annotation of {name}, which says what a spec may set" for name in bare if name != "self"]
         if not (cls.__dict__.get("__doc__") or "").strip():
             missing.append("a docstring, whose first line is its row in the docs")
         if missing:
@@ -113,6 +117,7 @@ class Attention(nn.Module):
         for argument in asked:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
         cls.takes = frozenset(asked)
+        cls.__init__ = kinds.checked(cls.__init__, cls.name)
         REGISTRY[cls.name] = cls
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True):
@@ -238,13 +243,22 @@ def build(
     ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
     depend on it; ``rotary`` is the base of rotary positions where the spec itself gives none (0: none).
 
-    Raises ValueError for an unknown mechanism or option, naming the known ones, and for values that do not fit.
+    Raises ValueError for an unknown mechanism or option, naming the known ones, for values that do not fit, and where
+    its weights would take more memory than this machine has.
     """
+    made = functools.partial(make, text, dim, heads, causal=causal, layer=layer, depth=depth, rotary=rotary)
+    if weights.wanted():
+        weights.afford(weights.nbytes(weights.shapes(made)), f"weights of {kinds.shown(text)} with dim={dim}")
+    return made()
+
+
+def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: int, rotary: float) -> Attention:
+    """``build`` without a look at the memory that it takes."""
 
     def maker(cls: type[Attention]) -> Callable[..., Attention]:
         taken = spec.options(cls.__init__)
 
-        def make(**options: Any) -> Attention:
+        def made(**options: Any) -> Attention:
             place = {"causal": causal, "layer": layer, "depth": depth}
             options |= {name: value for name, value in place.items() if name in taken}
             if rotary and "rotary" not in taken:
@@ -253,8 +267,8 @@ def build(
                 options.setdefault("rotary", rotary)
             return cls(dim, heads, **options)
 
-        make.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
-        return make
+        made.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
+        return made
 
     built = spec.parse(text, {name: maker(cls) for name, cls in REGISTRY.items()})
     if not isinstance(built, Attention):

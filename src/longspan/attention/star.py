@@ -47,8 +47,8 @@ class Star(Attention):
 
     def __init__(self, dim: int, heads: int, *, causal: bool = False, cycles: int = 2, kind: str = "cyclic"):
         super().__init__(dim, heads, causal=causal)
-        if cycles < 1:
-            raise ValueError(f"cycles={cycles} must be at least 1")
+        if not 1 <= cycles <= 1000:
+            raise ValueError(f"cycles={cycles} must be from 1 to 1000, since each has weights of its own")
         self.cycles, self.kind = cycles, known(kind, KINDS, "kind of ring")
         self.rings = nn.ModuleList(_Part(dim, heads) for _ in range(cycles))
         self.relays = nn.ModuleList(_Part(dim, heads) for _ in range(cycles - 1))

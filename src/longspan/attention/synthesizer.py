@@ -94,7 +94,7 @@ class Synthesizer(Attention):
         # The networks: that of dense is the first, those of factored_dense are the last two.
         sizes = [length] if "dense" in kinds else []
         sizes += [tile, -(-length // tile)] if "factored_dense" in kinds else []
-        # Standard normal scores, roughly, whatever the kind.
+        # Scores of standard normal x: deviation 1 (random, factored_random), 0.58 (dense), 0.35 (factored_dense).
         self.hidden = nn.ModuleList(nn.Linear(dim, dim) for _ in sizes)
         self.outputs = nn.ParameterList(torch.randn(heads, size, n) * (2 / size) ** 0.5 for n in sizes)
         self.offsets = nn.ParameterList(torch.zeros(heads, 1, n) for n in sizes)

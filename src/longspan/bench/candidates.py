@@ -203,7 +203,7 @@ def find_peers(python: str, names: Sequence[str] = tuple(peers.SUBJECTS)) -> lis
     if not Path(path).is_file():
         raise ValueError(
             f"there is no {path}; build the other libraries with: make peers, "
-            f"or name the Python that has them: --peers_python PATH or LONGSPAN_PEERS=PATH"
+            f"or name the Python that has them: --peers-python PATH or LONGSPAN_PEERS=PATH"
         )
     command = [path, "-I", str(Path(worker.__file__)), str(Path(peers.__file__))]
     return [Remote(name, command) for name in names]

@@ -9,10 +9,12 @@ import jsonargparse
 import yaml
 
 from ..config import Config
+from ..kinds import shown
 from ..spec import known
 from .parser import Parser, make
 
 SECTIONS = ("model", "run", "resume")
+DEEPEST = 8
 
 
 class _Parser(Parser):
@@ -81,12 +83,17 @@ def _check(path: str) -> None:
     from ..train import Run
 
     try:
-        recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        # A device such as /dev/zero has no end.
+        if Path(path).exists() and not Path(path).is_file():
+            raise ValueError(f"--config: {path!r} is no file")
+        text = Path(path).read_text(encoding="utf-8")
+        _plain(path, text)
+        recipe = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(f"--config: cannot read {path!r}: {reason}") from error
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config: {path} is no YAML: {error}") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"--config: {path} is no YAML of a recipe: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"--config: {path} is no recipe, which has the entries model and run")
     for section, values in recipe.items():
@@ -94,7 +101,21 @@ def _check(path: str) -> None:
         if section == "resume":
             continue
         if not isinstance(values, dict):
-            raise ValueError(f"--config: {section} of {path} must map fields to values, not be {values!r}")
+            raise ValueError(f"--config: {section} of {path} must map fields to values, not be {shown(values)}")
         fields = dataclasses.fields(Config if section == "model" else Run)
         for name in values:
             known(str(name), {field.name: None for field in fields}, f"field of {section} in {path}")
+
+
+def _plain(path: str, text: str) -> None:
+    """Raise ValueError for YAML that is small as a text and large, or slow, as what it means."""
+    depth = 0
+    for event in yaml.parse(text):
+        # A few aliases of aliases are larger than any memory when they are written out, as messages do.
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"--config: {path} has aliases (*name); a recipe says each value where it belongs")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(
+                f"--config: {path} is nested more than {DEEPEST} deep; a recipe maps two entries to fields"
+            )

@@ -80,7 +80,9 @@ def _spec(layer: Projections, causal: bool) -> str:
         raise ValueError(f"the heads are together {sorted(widths)} wide; a longspan.Stack of dim={dim} needs {dim}")
     match inner:
         case Sums() if not inner.elu:
-            raise ValueError("only the feature map elu(x) + 1 has the same form in longspan; see docs/mechanisms.md")
+            raise ValueError(
+                "only the feature map elu(x) + 1 has the same form in longspan; `longspan show linear` has more"
+            )
         case LinearAttention() if not causal:
             return f"linear(eps={inner.eps!r})"
         case CausalLinearAttention() | RecurrentLinearAttention() if causal:

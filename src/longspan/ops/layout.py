@@ -110,7 +110,8 @@ def _split(pattern: Pattern, n: int) -> tuple[Pattern | None, list[tuple[int, Pa
     near: list[Pattern] = []
     steps: list[tuple[int, Pattern]] = []
     for member in members(pattern):
-        apart = step(member)
+        # Further apart than all tokens is only the token itself.
+        apart = min(step(member), n)
         # Classes pay where tiles would have few pairs each, and where writing a class's pattern out is cheap.
         if apart >= APART and _up(n, apart) // apart <= DENSE:
             steps.append((apart, member))

@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..spec import known
+from ..weights import afford
 
+MOST = 1_000_000
 ROWS = {
-    "orthogonal": "blocks of D rows at right angles, each row uniform on the sphere: never more variance",
+    "orthogonal": "blocks of D rows at right angles, each row uniform on the sphere: less variance, but more of cos "
+    "and sin features where tokens are far apart (D = 4: where |q-k|^2/2 is beyond 4.75)",
     "iid": "each row on its own",
 }
 RADII = {
@@ -67,6 +70,10 @@ def sample(count: int, features: int, dim: int, *, rows: str, radii: str, genera
     known(radii, RADII, "radii")
     if min(features, dim) < 1:
         raise ValueError(f"features={features} rows of dim={dim} channels: both must be at least 1")
+    if features > MOST:
+        raise ValueError(f"features={features} rows are more than anything needs; at most {MOST}")
+    # The directions, and what they are made of.
+    afford(3 * 8 * count * features * dim, f"features={features} random rows of {dim} channels")
     kind = {"dtype": torch.float64, "device": "cpu"}
     if rows == "iid":
         directions = F.normalize(torch.randn(count, features, dim, generator=generator, **kind), dim=-1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..kinds import shown
 from . import blocks as tiling
 from .blocks import Blocks, Grid, Tiles
 
@@ -130,12 +132,19 @@ class Pattern:
 
 
 _INTEGERS = (torch.int64, torch.int32)
+_PART = 1 << 20
 
 
-def whole(name: str, value: object, least: int) -> None:
-    """Raise ValueError unless a value is a whole number of at least ``least``."""
+# No sequence is as long, and products of two such numbers are still exact.
+FARTHEST = (1 << 30) - 1
+
+
+def whole(name: str, value: object, least: int, most: int = FARTHEST) -> None:
+    """Raise ValueError unless a value is a whole number of at least ``least`` and at most ``most``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+        raise ValueError(f"{name}={shown(value)} must be a whole number of at least {least}")
+    if value > most:
+        raise ValueError(f"{name}={shown(value)} must be at most {most}")
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,13 @@ def largest(bounds: Iterable[int | None]) -> int | None:
     return None if None in bounds else max(b for b in bounds if b is not None)
 
 
+def farthest(parts: Iterable[Pattern]) -> tuple[int | None, int | None]:
+    """(lookback, lookahead) of a union."""
+    # Each part is asked once, or time would double with every level of nesting.
+    bounds = [part.reach for part in parts]
+    return largest(back for back, _ in bounds), largest(ahead for _, ahead in bounds)
+
+
 def smallest(bounds: Iterable[int | None]) -> int | None:
     return min((b for b in bounds if b is not None), default=None)
 
@@ -204,7 +220,7 @@ class Either(Pattern):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        return largest(p.lookback for p in self.parts), largest(p.lookahead for p in self.parts)
+        return farthest(self.parts)
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
         seen = self.parts[0].see(i, j, head, layer)
@@ -254,15 +270,22 @@ class Both(Pattern):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        back, ahead = smallest(p.lookback for p in self.parts), smallest(p.lookahead for p in self.parts)
+        # Each part is asked once, or time would double with every level of nesting.
+        bounds = [part.reach for part in self.parts]
+        back, ahead = smallest(b for b, _ in bounds), smallest(a for _, a in bounds)
         return (self._last(back, 1), self._last(ahead, -1)) if self.kind == "diagonal" else (back, ahead)
 
     def _last(self, bound: int | None, sign: int) -> int | None:
         """The largest difference up to a bound that a function of differences allows; 0 where there is none."""
         if bound is None:
             return None
-        allowed = self.see(sign * torch.arange(bound + 1), torch.zeros((), dtype=torch.int64), 0, 0).nonzero()
-        return int(allowed.max()) if len(allowed) else 0
+        # From the largest down, a part at a time: a bound may be far beyond what fits into memory.
+        for end in range(bound + 1, 0, -_PART):
+            begin = max(end - _PART, 0)
+            allowed = self.see(sign * torch.arange(begin, end), torch.zeros((), dtype=torch.int64), 0, 0).nonzero()
+            if len(allowed):
+                return begin + int(allowed.max())
+        return 0
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
         seen = [part.see(i, j, head, layer) for part in self.parts]
@@ -300,6 +323,8 @@ class Both(Pattern):
         return both((p.at(head, layer) for p in self.parts), (p.at(head, layer) for p in self.removed))
 
 
+# Remembered, since nested patterns ask the same of the same parts again and again.
+@lru_cache(maxsize=1 << 14)
 def _within(a: Pattern, b: Pattern) -> bool:
     """Whether the forms alone prove that every pair of a is in b."""
     if a == b or isinstance(a, nowhere) or isinstance(b, everywhere):
@@ -313,6 +338,7 @@ def _within(a: Pattern, b: Pattern) -> bool:
     return isinstance(a, Both) and any(_within(part, b) for part in a.parts)
 
 
+@lru_cache(maxsize=1 << 14)
 def _apart(a: Pattern, b: Pattern) -> bool:
     """Whether the forms alone prove that no pair is in both."""
     for one, other in ((a, b), (b, a)):

@@ -162,10 +162,6 @@ class globals(Pattern):
             whole("number of globals", self.indices, 1)
 
     @property
-    def positions(self) -> tuple[int, ...]:
-        return self.indices if isinstance(self.indices, tuple) else tuple(range(self.indices))
-
-    @property
     def reach(self) -> tuple[int | None, int | None]:
         return None, None
 
@@ -179,12 +175,17 @@ class globals(Pattern):
 
     def _count(self, first: Tensor, last: Tensor) -> Tensor:
         """How many are among first ... last."""
-        points = torch.tensor(self.positions)
+        if isinstance(self.indices, int):
+            return last.clamp(max=self.indices - 1) - first.clamp(max=self.indices) + 1
+        points = torch.tensor(self.indices)
         return torch.searchsorted(points, last, right=True) - torch.searchsorted(points, first)
 
     def near(self, grid: Grid) -> Tensor | None:
         rows = self._count(grid.first, grid.last) > 0
-        blocks = torch.tensor(sorted({p // grid.size for p in self.positions if p < grid.total}), dtype=torch.int64)
+        if isinstance(self.indices, int):
+            blocks = torch.arange(-(-min(self.indices, grid.total) // grid.size))
+        else:
+            blocks = torch.tensor(sorted({p // grid.size for p in self.indices if p < grid.total}), dtype=torch.int64)
         columns = blocks.expand(len(rows), -1)
         if not rows.any():
             return columns
@@ -298,11 +299,10 @@ class random(Pattern):
     block: int = 1
 
     def __post_init__(self) -> None:
-        whole("keys", self.keys, 1)
-        whole("seed", self.seed, 0)
+        # The time of a draw grows with the square of its number.
+        whole("keys", self.keys, 1, 1024)
+        whole("seed", self.seed, 0, (1 << 32) - 1)
         whole("block", self.block, 1)
-        if self.seed >= 1 << 32:
-            raise ValueError(f"seed={self.seed} must be below 2^32")
 
     @property
     def unit(self) -> int:

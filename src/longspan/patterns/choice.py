@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .algebra import Pattern, largest
+from .algebra import Pattern, farthest
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -27,7 +27,7 @@ class _Choice(Pattern):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        return largest(p.lookback for p in self.patterns), largest(p.lookahead for p in self.patterns)
+        return farthest(self.patterns)
 
     def choose(self, head: int, layer: int) -> Pattern:
         raise NotImplementedError

@@ -11,6 +11,8 @@ from .algebra import Pattern, whole
 from .atoms import block as same_block
 from .atoms import strided
 
+_PIXELS = 1 << 20  # of a block; a row of any picture that is generated has fewer
+
 
 def rows(width: int) -> Pattern:
     """Pixels of a raster image of that width see their own row: the pattern ``block(width)``, by another name."""
@@ -62,6 +64,8 @@ class local2d(Pattern):
         object.__setattr__(self, "block", _pair("block", self.block, 1))
         object.__setattr__(self, "memory", _pair("memory", self.memory, 0))
         whole("width", self.width, 1)
+        if self.unit > _PIXELS:
+            raise ValueError(f"block={self.block} has {self.unit} pixels; at most {_PIXELS}")
         if self.width % self.block[1]:
             raise ValueError(f"width={self.width} is not a multiple of the block's width {self.block[1]}")
 
@@ -72,14 +76,17 @@ class local2d(Pattern):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        # The longest look is from the last pixel of a block to the first key of its memory. A row of blocks far enough
-        # down shows the longest of all.
-        across = self.width // self.block[1]
-        down = -(-self.memory[0] // self.block[0])
-        units = torch.arange(across) + across * down
-        begin, end = self.spans(units, 0, 0)
-        first = begin.masked_fill(begin >= end, int(end.max())).amin(1)
-        return int(((units + 1) * self.unit - 1 - first).max()), self.unit - 1
+        # The longest look is from the last pixel of a block to the first key of its memory, at the left of its top row,
+        # far enough down. It grows until the memory's left edge is inside the image, and is the same from there on.
+        (h, w), (up, side) = self.block, self.memory
+        across, down = self.width // w, -(-up // h)
+        y = down * h - up
+        looks = []
+        for column in (min(side // w, across - 1), min(-(-side // w), across - 1)):
+            x = max(column * w - side, 0)
+            first = (y // h * across + x // w) * self.unit + y % h * w + x % w
+            looks.append((across * down + column + 1) * self.unit - 1 - first)
+        return max(looks), self.unit - 1
 
     def _pixels(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Row and column of positions in generation order."""
@@ -99,8 +106,9 @@ class local2d(Pattern):
     def spans(self, units: Tensor, head: int, layer: int) -> tuple[Tensor, Tensor]:
         """Each row of pixels in each block that the memory touches is one span."""
         (h, w), (up, side) = self.block, self.memory
-        reach = -(-side // w)
         top, left = self._pixels(units * self.unit)
+        # No more rows and columns than there are, whatever the memory says.
+        up, reach = min(up, int(top.max())), min(-(-side // w), self.width // w)
         y = top[:, None, None] + torch.arange(-up, h)[:, None]  # (U, rows, 1)
         column = left[:, None, None] // w + torch.arange(-reach, reach + 1)  # (U, 1, block columns)
         left, top = left[:, None, None], top[:, None, None]

@@ -4,6 +4,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 
+from ..kinds import check_fields
 from ..spec import known
 
 OPTIMIZERS = ("adamw", "radam")
@@ -59,12 +60,13 @@ class Run:
     """folder of the run: config, metrics, checkpoints"""
 
     def __post_init__(self):
+        check_fields(self)
         for name in ("steps", "batch", "accumulate", "evaluate_every", "save_every", "keep", "devices"):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         for name in ("length", "warmup", "drop_at", "weight_decay", "clip", "evaluate_examples", "seconds"):
             value = getattr(self, name)
-            _require(0 <= value < math.inf, f"{name}={value} must be a finite number, at least 0")
-        _require(0 < self.learning_rate < math.inf, f"learning_rate={self.learning_rate} must be positive and finite")
+            _require(value >= 0, f"{name}={value} must be at least 0")
+        _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
         for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
             known(getattr(self, name), dict.fromkeys(choices), name)
         if self.schedule == "drop":
