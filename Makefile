@@ -34,7 +34,7 @@ wheel: .venv/dev.stamp
 peers: .venv-peers/peers.stamp
 
 clean:
-	rm -rf .venv .venv-peers dist docs/_build docs/mechanisms.md .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers dist docs/_build docs/mechanisms docs/mechanisms.md docs/files.md .pytest_cache .ruff_cache
 
 .venv/%.stamp: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -e ".[$*]"

@@ -3,86 +3,13 @@
 import pytest
 import torch
 
+import frozen
 import longspan
 from longspan import checks
-from longspan.attention import REGISTRY, Attention, base
+from longspan.attention import REGISTRY, Attention
 from longspan.attention.linear import Linear
 from longspan.config import StackConfig
 from longspan.model import Stack
-
-# Facts decide which laws apply, so a false fact would hide a law: they are frozen here.
-FACTS = {
-    "alibi": ("causal bidirectional", "donate mask prefix record segments", ""),
-    "average": ("causal", "donate mask segments", ""),
-    "gaussian": ("causal bidirectional", "donate mask prefix record segments", ""),
-    "realformer": (
-        "causal bidirectional",
-        "carry context context_mask donate mask prefix record segments",
-        "",
-    ),
-    "synthesizer": ("causal bidirectional", "donate mask prefix record segments", ""),
-    "talking_heads": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
-    "fast_weights": ("causal", "donate mask segments", ""),
-    "gla": ("causal", "donate mask segments", ""),
-    "retention": ("causal", "donate mask segments", ""),
-    "rfa": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
-    "ssd": ("causal", "donate mask segments", ""),
-    "deltanet": ("causal", "donate mask segments", ""),
-    "gated_deltanet": ("causal", "donate mask segments", ""),
-    "kda": ("causal", "donate mask segments", ""),
-    "fourier": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
-    "kernel": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
-    "linear": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
-    "performer": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
-    "polynomial": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
-    "local": ("causal bidirectional", "donate mask record segments", ""),
-    "sparse": ("causal bidirectional", "donate mask record segments", ""),
-    "softmax": ("causal bidirectional", "context context_mask donate mask prefix record segments", ""),
-    "adaptive_span": ("causal", "donate mask record segments", ""),
-    "bp": ("causal bidirectional", "donate mask segments", ""),
-    "etc": ("bidirectional", "carry mask", ""),
-    "lowrank_band": ("causal bidirectional", "donate mask segments", ""),
-    "star": ("bidirectional", "mask", ""),
-    "axial": ("causal bidirectional", "donate mask record segments", ""),
-    "bigbird": ("causal bidirectional", "donate mask record segments", ""),
-    "image": ("causal", "donate mask record segments", ""),
-    "longformer": ("causal bidirectional", "donate mask segments", ""),
-    "sparse_transformer": ("causal bidirectional", "donate mask record segments", ""),
-}
-OPTIONS = {
-    "alibi": set(),
-    "average": {"inner"},
-    "gaussian": {"kind"},
-    "realformer": {"context_dim"},
-    "synthesizer": {"kind", "length", "rank"},
-    "talking_heads": {"context_dim"},
-    "fast_weights": {"rule", "feature_map", "nu", "eps"},
-    "gla": {"rank", "temperature", "expand_k", "expand_v"},
-    "retention": {"rotary", "expand_v"},
-    "rfa": {"map", "gate", "features", "rows", "seed", "eps", "context_dim"},
-    "ssd": {"channels", "key_heads", "expand_v", "convolution"},
-    "deltanet": {"convolution", "negative"},
-    "gated_deltanet": {"key_heads", "expand_k", "expand_v", "convolution", "gate", "negative"},
-    "kda": {"convolution", "lower_bound"},
-    "fourier": {"features", "bandwidth", "rows", "radii", "seed", "eps", "context_dim"},
-    "kernel": {"similarity", "degree", "constant", "bandwidth", "dropout", "context_dim"},
-    "linear": {"feature_map", "eps", "rotary", "context_dim"},
-    "performer": {"features", "map", "rows", "radii", "seed", "floor", "eps", "context_dim"},
-    "polynomial": {"constant", "taylor", "channels", "eps", "context_dim"},
-    "local": {"window", "kv_heads", "rotary"},
-    "sparse": {"pattern", "kv_heads", "rotary"},
-    "softmax": {"kv_heads", "dropout", "rotary", "context_dim"},
-    "adaptive_span": {"span", "ramp", "initial", "dynamic"},
-    "bp": {"k", "levels"},
-    "etc": {"globals", "radius", "clip"},
-    "lowrank_band": {"rank", "window"},
-    "star": {"cycles", "kind"},
-    "axial": {"width", "kind"},
-    "bigbird": {"block", "window", "globals", "random", "seed"},
-    "image": {"kind", "block", "memory", "width"},
-    "longformer": {"window", "globals", "dilation"},
-    "sparse_transformer": {"kind", "block", "summary", "integration"},
-}
 
 # Where a law may excuse errors as magnified roundings: denominators of few Fourier features come near zero. All others
 # are held to the fixed bounds.
@@ -109,17 +36,14 @@ def test_law(law, spec):
     assert not row.excused or (law, spec) in EXCUSED, row.excused
 
 
-def test_facts_are_frozen():
-    found = {
-        name: (" ".join(cls.directions), " ".join(sorted(cls.takes)), " ".join(sorted(cls.exempt)))
-        for name, cls in REGISTRY.items()
-    }
-    assert found == FACTS
+@pytest.mark.parametrize("name", frozen.kept())
+def test_facts_and_options_are_frozen(name):
+    """Facts decide which laws apply, so a false fact would hide a law; and an option is a cost."""
+    assert frozen.facts()[name] == frozen.kept()[name], "if it is meant: python tests/frozen.py"
 
 
-def test_options_are_frozen():
-    """An option is a cost: a new one changes this table in the same commit."""
-    assert {name: set(base.own_options(cls)) for name, cls in REGISTRY.items()} == OPTIONS
+def test_the_frozen_facts_are_as_their_script_writes_them():
+    assert frozen.written(frozen.kept()) == frozen.FILE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "spec"), [(name, s) for name in longspan.names() for s in longspan.examples(name)])

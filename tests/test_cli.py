@@ -14,6 +14,7 @@ import torch
 import longspan
 from longspan import checkpoint, checks, cli, data
 from longspan.cli import COMMANDS, main
+from longspan.commands.parser import kebab
 from longspan.config import Config, EncoderConfig
 from longspan.model import Decoder, Encoder
 from longspan.train import bits
@@ -83,7 +84,7 @@ def test_help_documents_every_flag(command, capsys):
     assert "--debug" in shown
     for action in module.parser()._actions:
         assert action.help, action.dest
-        assert all(option in shown for option in action.option_strings)
+        assert all(kebab(option) in shown for option in action.option_strings)
 
 
 MISTAKES = {

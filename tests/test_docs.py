@@ -1,5 +1,7 @@
 """The pages: they build without a warning, their Python runs, and what they list is all there is."""
 
+import ast
+import datetime
 import importlib.util
 import re
 import runpy
@@ -12,14 +14,15 @@ import torch
 
 import longspan
 from longspan import checks
-from longspan.attention.base import REGISTRY
+from longspan.attention.base import REGISTRY, own_options
 from longspan.config import Config
 from longspan.generate import generate
 from longspan.model import Decoder
 
 ROOT = Path(__file__).parents[1]
 DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
-WRITTEN = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ("encoder.md", "mechanisms.md")]
+MADE = ("mechanisms.md", "files.md")  # by conf.py
+WRITTEN = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ("encoder.md", *MADE)]
 
 
 @pytest.fixture(scope="module")
@@ -35,15 +38,58 @@ def site(tmp_path_factory):
 
 
 def test_every_mechanism_has_a_row_and_a_section(site):
-    page = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
+    table = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
     for name in longspan.names():
         cls = REGISTRY[name]
-        (row,) = [line for line in page.splitlines() if line.startswith(f"| [`{name}`]")]
+        (row,) = [line for line in table.splitlines() if line.startswith(f"| [`{name}`]")]
         assert cls.paper in row
-        assert cls.cost in row
         assert all(form in row for form in cls.directions)
+        page = (DOCS / "mechanisms" / f"{cls.family}.md").read_text(encoding="utf-8")
         assert f"\n## {name}\n" in page
-        assert all(f"`{spec}`" in page for spec in cls.examples)
+        assert f"mechanisms/{cls.family}.md#{name.replace('_', '-')}" in row
+        assert all(f'longspan check "{spec}"' in page for spec in cls.examples)
+        assert all(f"| `{option}` | `{p.default!r}` | " in page for option, p in own_options(cls).items())
+        html = (site / "mechanisms" / f"{cls.family}.html").read_text(encoding="utf-8")
+        for equation in cls.equations:
+            assert all(part in page for part in equation.split(r" \quad "))
+        assert f'id="{name.replace("_", "-")}"' in html
+
+
+def test_no_formula_of_the_pages_is_left_as_it_is_typed(site):
+    """A dollar sign outside of code is a formula that was not understood."""
+    for page in site.rglob("*.html"):
+        text = re.sub(
+            r"<(script|pre|style)\b.*?</\1>|<code\b.*?</code>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
+        )
+        text = re.sub(r'<(span|div) class="math[^"]*">.*?</\1>', "", text, flags=re.DOTALL)
+        assert "$" not in re.sub(r"<[^>]*>", "", text), page.name
+
+
+def test_every_file_is_on_the_page_of_files(site):
+    page = (site / "files.html").read_text(encoding="utf-8")
+    source = ROOT / "src" / "longspan"
+    for path in source.rglob("*"):
+        if path.suffix in (".py", ".cpp", ".h") and path.name != "__init__.py":
+            assert f">{path.name}<" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.py", '"""What it is: all.\n\nMore."""', "What it is: all"),
+        ("a.py", '"""One. Two."""', "One"),
+        ("a.h", "// A head,\n// in two lines. More\n\n// other", "A head, in two lines"),
+    ],
+)
+def test_a_file_is_told_by_its_first_sentence(name, text, said, tmp_path):
+    (tmp_path / name).write_text(text)
+    assert runpy.run_path(str(DOCS / "tree.py"))["phrase"](tmp_path / name) == said
+
+
+def test_a_file_that_does_not_say_what_it_is_is_refused(tmp_path):
+    (tmp_path / "a.py").write_text("import os\n")
+    with pytest.raises(ValueError, match=r"a\.py opens with no sentence"):
+        runpy.run_path(str(DOCS / "tree.py"))["phrase"](tmp_path / "a.py")
 
 
 def test_every_public_name_is_on_the_api_page(site):
@@ -61,6 +107,19 @@ def test_python_in_the_pages_runs(page, blocks):
     namespace = {"__name__": page.stem}
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+def test_the_pages_import_what_is_public(page, blocks):
+    """The package itself, patterns, and other libraries' interfaces, which are modules that one imports."""
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom):
+                assert not node.module.startswith("longspan.") or node.module.startswith("longspan.compat")
+                assert node.module != "longspan" or {name.name for name in node.names} <= {
+                    *longspan.__all__,
+                    "patterns",
+                }
 
 
 def encoder(blocks) -> str:
@@ -89,8 +148,11 @@ def test_the_encoder_of_the_slide_maps_its_batch(blocks):
 
 
 @pytest.fixture
-def newcomer(blocks, tmp_path):
-    """The mechanism of CONTRIBUTING, as if its file lay beside the others; forgotten afterwards."""
+def newcomer(blocks, tmp_path, monkeypatch):
+    """The mechanism of CONTRIBUTING, as if its file lay beside the others; forgotten afterwards.
+
+    Somebody who tries the example has that file, so a class of this name may be registered before.
+    """
     (code,) = blocks(CONTRIBUTING, "python")
     path = tmp_path / "running_mean.py"
     path.write_text(code, encoding="utf-8")
@@ -99,13 +161,15 @@ def newcomer(blocks, tmp_path):
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    monkeypatch.setitem(sys.modules, name, module)
+    before = dict(REGISTRY)
+    REGISTRY.pop("running_mean", None)
     try:
         spec.loader.exec_module(module)
         yield "running_mean"
     finally:
-        del sys.modules[name]
-        REGISTRY.pop("running_mean", None)
+        REGISTRY.clear()
+        REGISTRY.update(before)
 
 
 def test_the_mechanism_of_contributing_obeys_every_law(newcomer):
@@ -130,8 +194,12 @@ def test_the_mechanism_of_contributing_generates_in_a_hybrid_stack(newcomer):
     assert [token.shape for token in tokens] == [(3,)] * 7
 
 
-def test_the_example_of_contributing_is_gone_afterwards():
-    assert "running_mean" not in longspan.names()
+NAMES = longspan.names()
+
+
+def test_the_example_of_contributing_leaves_what_was_there(blocks):
+    assert longspan.names() == NAMES
+    assert all(cls.__module__ in sys.modules for cls in REGISTRY.values())
 
 
 def test_every_law_is_explained_in_contributing():
@@ -140,6 +208,21 @@ def test_every_law_is_explained_in_contributing():
     assert sorted(re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.splitlines()))) == sorted(
         checks.laws()
     )
+
+
+def test_the_log_has_dated_sections_the_newest_first():
+    _, *days = re.split(r"^## ", (DOCS / "lab.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    dates = [day.partition("\n")[0] for day in days]
+    assert dates == sorted({datetime.date.fromisoformat(date).isoformat() for date in dates}, reverse=True)
+    for day in days:
+        before, *entries = re.split(r"^### ", day.partition("\n")[2], flags=re.MULTILINE)
+        assert not before.strip()
+        assert entries
+        for entry in entries:
+            question, command, *findings = entry.strip().split("\n\n")
+            assert "\n" not in question
+            assert command.startswith("Command:"), question
+            assert findings, question
 
 
 def test_the_figures_of_the_performance_page_are_those_of_the_results():

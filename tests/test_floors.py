@@ -16,7 +16,20 @@ PACKAGE = ROOT / "src" / "longspan"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
-    ("spec", "config", "files", "folders", "kinds", "lock", "patterns", "progress", "sealed", "signals", "weights"),
+    (
+        "spec",
+        "config",
+        "files",
+        "folders",
+        "kinds",
+        "lock",
+        "notation",
+        "patterns",
+        "progress",
+        "sealed",
+        "signals",
+        "weights",
+    ),  # fmt: skip
     ("ops", "likelihood"),
     ("layers", "cache", "window", "reach"),
     ("attention",),

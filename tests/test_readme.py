@@ -3,9 +3,11 @@
 import doctest
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -13,6 +15,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import longspan
 
 ROOT = Path(__file__).parents[1]
 README, DOCS, SOURCE = ROOT / "README.md", ROOT / "docs", ROOT / "src" / "longspan"
@@ -125,29 +129,46 @@ def test_examples_in_docstrings_run(path):
     assert runner.failures == 0
 
 
-def test_tree_in_the_readme_is_the_tree(blocks):
-    (tree,) = [block for block in blocks(README, "text") if block.startswith("src/longspan/")]
-    shown, folders = [], []
-    for line in tree.splitlines():
-        match = re.fullmatch(r"( *)(\S+) {2,}(\S.*)", line)
-        assert match, f"{line!r} is no name with a phrase"
-        depth = len(match[1]) // 2
-        folders[depth:] = [match[2]]
-        shown.append("".join(folders))
-    files = [path.relative_to(ROOT) for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    # A folder's line is about its __init__.py.
-    there = [f"{path.parent.as_posix()}/" if path.name == "__init__.py" else path.as_posix() for path in files]
-    # A model's folder stands for the checkpoint in it.
-    models = SOURCE.relative_to(ROOT) / "models"
-    there = [path for path in there if models.as_posix() not in path]
-    there += [
-        f"{path.as_posix()}/" for path in (models, *(folder.relative_to(ROOT) for folder in (ROOT / models).iterdir()))
-    ]
-    assert {"absent": set(there) - set(shown), "invented": set(shown) - set(there)} == {
-        "absent": set(),
-        "invented": set(),
-    }
-    assert len(set(shown)) == len(shown)
+@pytest.mark.parametrize("name", longspan.__all__)
+def test_every_public_name_opens_with_an_example(name):
+    """After the sentence that says what it is, and its formula if it has one; that examples run is tested above."""
+    _, *paragraphs = inspect.cleandoc(getattr(longspan, name).__doc__).split("\n\n")
+    example = next(paragraph for paragraph in paragraphs if not paragraph.startswith("$$"))
+    assert example.startswith(">>> import ")
+    assert "longspan" in example.splitlines()[0]
+
+
+def tree():
+    """What docs/tree.py defines."""
+    return runpy.run_path(str(DOCS / "tree.py"), run_name="tree")
+
+
+def test_the_tree_in_the_readme_is_written_by_its_script():
+    text = README.read_text(encoding="utf-8")
+    assert tree()["place"](text) == text, "the folders have changed: python docs/tree.py"
+    folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(re.findall(r"^  (\w+)/", tree()["folders"](), flags=re.MULTILINE))
+    assert tree()["folders"]().splitlines()[1].startswith("src/longspan/")
+
+
+@pytest.mark.parametrize("text", ["none", "<!-- tree:begin -->", "<!-- tree:end --> <!-- tree:begin -->"])
+def test_a_readme_without_a_place_for_the_tree_is_refused(text):
+    with pytest.raises(ValueError, match="needs the markers"):
+        tree()["place"](text)
+
+
+def test_the_readme_fits_three_screens():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    for command in ("make demo", "make test"):
+        assert lines.index(f"$ {command}") < 50
+    for heading in ("## Two commands", "## In Python", "## On the command line", "## Where to read on"):
+        assert heading in lines
+
+
+def test_what_the_readme_links_to_is_there():
+    for link in re.findall(r"\]\(([^)#:]+)\)", README.read_text(encoding="utf-8")):
+        assert (ROOT / link).exists(), link
 
 
 def test_figures_in_the_readme_are_measured():
@@ -161,8 +182,11 @@ def test_figures_in_the_readme_are_measured():
 
 
 def test_no_page_shows_a_picture_that_the_figures_do_not_bring():
-    shown = re.findall(r"!\[.*?\]\(docs/images/(.*?)\)", README.read_text(encoding="utf-8"))
-    assert sorted(shown) == sorted([*figures().PICTURES, *figures().DRAWN])
+    pages = (README, DOCS / "index.md", DOCS / "models.md")
+    shown = {
+        name for page in pages for name in re.findall(r"!\[.*?\]\(.*?images/(.*?)\)", page.read_text(encoding="utf-8"))
+    }
+    assert shown == {*figures().PICTURES, *figures().DRAWN}
 
 
 def test_pictures_are_drawn_by_commands(tmp_path, monkeypatch):

@@ -134,6 +134,27 @@ def test_a_state_as_large_as_a_look_back_is_measured(spec):
     assert {count["state"] for count in facts["counts"]} == {size}
 
 
+@pytest.mark.parametrize("name", [name for name in HAVING if name not in describe.PARTLY])
+def test_a_picture_has_a_size_at_which_there_is_something_to_see(name, capsys):
+    """Neither all of the order is seen nor nothing but oneself; 64 tokens lie inside the window of many a mechanism."""
+    out = said(capsys, name, "--draw", "p.png")
+    tokens = describe.sight(name, 256, 8)["tokens"]
+    assert f"per query at {tokens} tokens" in out
+
+    def telling(n):
+        seen = describe.picture(name, 256, 8, n) == SEEN
+        pairs = n * (n + 1) / 2 if "causal" in REGISTRY[name].directions else n * n
+        return bool(2 * seen.sum() < len(seen) * pairs and (seen.sum(-1) >= 4).any())
+
+    # The sizes are powers of two from 64 on, and no larger than need be.
+    assert [telling(n) for n in (64, 128, 256, 512, 1024) if n <= tokens].index(True) == (tokens // 64).bit_length() - 1
+
+
+@pytest.mark.parametrize("text", ["everywhere", "nowhere", "causal"])
+def test_a_pattern_of_which_no_size_shows_more_is_drawn_small(text):
+    assert patterns.picture_size(patterns.parse(text)) == 64
+
+
 MISTAKES = {
     ("linear", "--draw", "p.png"): "linear has no pattern to be drawn: which keys it reads is no function of positions "
     "alone; those that have one: axial, bigbird, etc",

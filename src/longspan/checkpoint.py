@@ -41,6 +41,14 @@ def save(
 ) -> None:
     """Write ``model`` as the checkpoint ``folder``; an older one there is replaced at once.
 
+    >>> import tempfile, longspan
+    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.save(f"{folder}/model", model)
+    ...     again = longspan.load(f"{folder}/model")
+    >>> again.config == model.config
+    True
+
     ``training``: plain values and tensors that :func:`load_training` gives back. ``extra``: plain values, further
     entries of config.json.
 
@@ -71,6 +79,14 @@ def save(
 
 def load(folder: str | Path) -> Any:
     """Build the model of a checkpoint, or of a training run's best one, with its weights, in eval mode on the CPU.
+
+    >>> import tempfile, longspan
+    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.save(f"{folder}/model", model)
+    ...     again = longspan.load(f"{folder}/model")
+    >>> again.config == model.config
+    True
 
     It is a ``Decoder`` or an ``Encoder``, ``model.config`` is its config. The global random number generator is left
     alone.

@@ -41,7 +41,12 @@ class _Fields:
 
 @dataclass(frozen=True)
 class StackConfig(_Fields):
-    """A stack of blocks, each one attention and one feed-forward network (Vaswani et al. 2017, section 3)."""
+    """A stack of blocks, each one attention and one feed-forward network (Vaswani et al. 2017, section 3).
+
+    >>> import longspan
+    >>> longspan.StackConfig(depth=6, attention="linear; linear; softmax").to_dict()["depth"]
+    6
+    """
 
     dim: int = 256
     """width of the residual stream"""
@@ -76,7 +81,13 @@ class StackConfig(_Fields):
 
 @dataclass(frozen=True)
 class Config(StackConfig):
-    """A decoder: predicts each token of a sequence from the ones before it."""
+    """A decoder: predicts each token of a sequence from the ones before it.
+
+    >>> import longspan
+    >>> config = longspan.Config(dim=64, depth=3, heads=4, attention="linear; linear; softmax", vocab=17)
+    >>> config.positions
+    'learned'
+    """
 
     vocab: int = 256
     """number of different tokens; the start token comes on top of it"""
@@ -102,7 +113,13 @@ class Config(StackConfig):
 
 @dataclass(frozen=True)
 class EncoderConfig(StackConfig):
-    """An encoder: every token sees every other one. Tokens or vectors in, features or outputs out."""
+    """An encoder: every token sees every other one. Tokens or vectors in, features or outputs out.
+
+    >>> import longspan
+    >>> config = longspan.EncoderConfig(dim=64, heads=4, attention="performer", vocab=17, outputs=2, pool="mean")
+    >>> config.pool
+    'mean'
+    """
 
     vocab: int = 0
     """number of different tokens; 0: the input is vectors (B, N, dim)"""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops, patterns, spec
+from . import notation, ops, patterns, spec
 from .attention import REGISTRY, Attention, build, nbytes
 from .attention.base import own_options
 from .layers import FeedForward
@@ -37,7 +37,7 @@ def mechanisms() -> list[dict[str, Any]]:
 
 def summary(cls: type[Attention]) -> str:
     """The first line of the docstring."""
-    return inspect.cleandoc(cls.__doc__ or "").partition("\n")[0]
+    return notation.inline(inspect.cleandoc(cls.__doc__ or "").partition("\n")[0])
 
 
 def forms(attention: type[Attention] | Attention) -> list[str]:
@@ -76,22 +76,31 @@ def options(attention: Attention) -> list[dict[str, Any]]:
     """Each option of a mechanism: name, value, default, meaning (the docstring's words)."""
     cls = type(attention)
     return [
-        {"name": name, "value": getattr(attention, name), "default": p.default, "meaning": meaning(cls, name)}
+        {
+            "name": name,
+            "value": getattr(attention, name),
+            "default": p.default,
+            "meaning": notation.inline(meaning(cls, name)),
+        }
         for name, p in own_options(cls).items()
     ]
 
 
 def meaning(cls: type[Attention], option: str) -> str:
     """What the class docstring says of an option: after its name and a colon, or else where its name occurs."""
-    said = []
-    for paragraph in inspect.cleandoc(cls.__doc__ or "").split("\n\n")[1:]:
-        # A sentence ends before a capital letter or the next option; the stops inside "(..., D)" end none.
-        said += re.split(r"(?<=[^.]\.)\s+(?=``|[A-Z])", " ".join(paragraph.split()))
+    said = [sentence for paragraph in sentences(cls) for sentence in paragraph]
     for pattern in (rf"^``{option}``:\s*", rf"``{option}``()", rf"\b{option}\b()"):
         for sentence in said:
             if re.search(pattern, sentence):
                 return (re.sub(pattern, "", sentence) if pattern[0] == "^" else sentence).replace("``", "")
     return ""
+
+
+def sentences(cls: type[Attention]) -> list[list[str]]:
+    """The class docstring after its first line, paragraph by paragraph."""
+    paragraphs = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[1:]
+    # A sentence ends before a capital letter, a formula or the next option; the stops inside "(..., D)" end none.
+    return [re.split(r"(?<=[^.]\.)\s+(?=``|[A-Z$])", " ".join(paragraph.split())) for paragraph in paragraphs]
 
 
 def bibtex(cls: type[Attention]) -> str:
@@ -301,20 +310,21 @@ def _pattern(attention: Attention) -> Pattern | None:
     return None if attention.name in PARTLY else vars(attention).get("sees")
 
 
-def picture(text: str, dim: int, heads: int, tokens: int = 64) -> Tensor:
-    """``patterns.picture`` of a spec: (heads|1, tokens, tokens) uint8. Raises ValueError as ``seen`` and ``sight``."""
+def picture(text: str, dim: int, heads: int, tokens: int | None = None) -> Tensor:
+    """``patterns.picture`` of a spec: (heads|1, tokens, tokens) uint8. Arguments and errors as in ``sight``."""
     pattern = seen(text, dim, heads)
-    _looked_at(tokens)
-    return patterns.picture(pattern, tokens, heads=heads)
+    return patterns.picture(pattern, _looked_at(tokens, pattern, heads), heads=heads)
 
 
-def sight(text: str, dim: int, heads: int, tokens: int = 64) -> dict[str, Any]:
+def sight(text: str, dim: int, heads: int, tokens: int | None = None) -> dict[str, Any]:
     """Facts about the pattern of a spec: how far it sees, and how many keys a query sees at a number of tokens.
+
+    ``tokens``: None takes as many as show what the pattern does, ``patterns.picture_size``.
 
     Raises ValueError as ``seen`` does, and for tokens < 1 or above 4096.
     """
     pattern = seen(text, dim, heads)
-    _looked_at(tokens)
+    tokens = _looked_at(tokens, pattern, heads)
     keys = pattern.dense(tokens, heads=heads).sum(-1)
     return {
         "pattern": repr(pattern),
@@ -326,9 +336,12 @@ def sight(text: str, dim: int, heads: int, tokens: int = 64) -> dict[str, Any]:
     }
 
 
-def _looked_at(tokens: int) -> None:
+def _looked_at(tokens: int | None, pattern: Pattern, heads: int) -> int:
+    if tokens is None:
+        return patterns.picture_size(pattern, heads=heads)
     if not 1 <= tokens <= LOOKED_AT:
         raise ValueError(f"tokens={tokens} must be from 1 to {LOOKED_AT}, since all pairs are looked at")
+    return tokens
 
 
 def parameters(module: nn.Module) -> int:
@@ -336,11 +349,11 @@ def parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
-def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int = 64) -> list[dict[str, Any]]:
+def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int | None = None) -> list[dict[str, Any]]:
     """All of the above for each distinct spec of a stack, as plain values; what ``longspan show`` prints.
 
     Attention of width ``dim`` with ``heads`` heads, causal where it has that form; feed-forward network of 4 dim units;
-    ``sight`` at so many tokens, None where there is no pattern.
+    ``sight`` at so many tokens, or its own number, None where there is no pattern.
 
     Raises ValueError for a spec, a size or a device that is not possible.
     """
@@ -355,6 +368,8 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int = 64
                 "spec": part,
                 "summary": summary(cls),
                 "paper": {"arxiv": cls.paper, "authors": authors, "title": title, "year": year},
+                "family": cls.family,
+                "equations": list(cls.equations),
                 "cost": cls.cost,
                 "forms": forms(attention),
                 "options": options(attention),

@@ -52,6 +52,13 @@ def generate(
 ) -> Iterator[Tensor]:
     """Yield ``tokens`` times the next token of every sequence, (B,) int64.
 
+    >>> import torch, longspan
+    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+    >>> prompt = torch.tensor([[3, 1, 4]])
+    >>> drawn = torch.stack(list(longspan.generate(model, prompt, tokens=7, seed=0)), 1)
+    >>> drawn.shape
+    torch.Size([1, 7])
+
     ``prompt`` (B,P) int64, with ``mask`` (B,P) where rows differ in length (either side may be padded); without a
     prompt, ``batch`` sequences start from nothing. ``prefix=True``, for models that were trained so: the start token
     and those of the prompt all see each other. ``temperature`` sharpens below 1 and flattens above (0: the mode);
@@ -114,6 +121,13 @@ def _tokens(model, engine, outputs, state, tokens, options, generator, stop) -> 
 @torch.no_grad()
 def score(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: int = 0) -> Tensor:
     """Log-likelihood of each sequence in nats: tokens (B,N) int64, mask (B,N) -> (B,) float64, summed in float64.
+
+    >>> import torch, longspan
+    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+    >>> tokens = torch.tensor([[3, 1, 4, 1]])
+    >>> whole, by_token = longspan.score(model, tokens), longspan.score(model, tokens, chunk=1)
+    >>> torch.allclose(whole, by_token, atol=1e-4)
+    True
 
     ``chunk=0`` reads the whole sequence in one call; ``chunk=n`` reads n tokens a call, carrying the state
     (n = 1: as an RNN). The answer is the same to rounding.

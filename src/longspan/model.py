@@ -52,6 +52,14 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """``depth`` blocks, whose attentions are the config's specs tiled over the depth; the signature of an attention.
 
+    >>> import torch, longspan
+    >>> stack = longspan.Stack(longspan.StackConfig(dim=8, depth=3, heads=2, feedforward=16, attention="gla; softmax"))
+    >>> [attention.name for attention in stack.attentions()]
+    ['gla', 'softmax', 'gla']
+    >>> y, state = stack(torch.randn(1, 5, 8), stack.init_state(1))
+    >>> len(state)
+    3
+
     ``y, state = stack(x, state, mask=, segments=, prefix=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state is the
     tuple of the layers' states. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
 
@@ -158,6 +166,13 @@ class DecoderState(NamedTuple):
 class Decoder(nn.Module):
     """Predicts each token of a sequence from the ones before it; trains in parallel, generates as an RNN.
 
+    >>> import torch, longspan
+    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+    >>> tokens = torch.tensor([[3, 1, 4, 1]])
+    >>> outputs, _ = model(model.shift(tokens))  # each one about the token at its place
+    >>> model.likelihood.log_prob(outputs, tokens).shape
+    torch.Size([1, 4])
+
     ``outputs, state = decoder(tokens, state)``: tokens (B,N) int64, where ``vocab`` itself is the start token, to the
     parameters (B,N,likelihood.size) of the next token's distribution. Attention and state as in ``Stack``, and so is
     what building it raises.
@@ -225,6 +240,11 @@ class Decoder(nn.Module):
 
 class Encoder(nn.Module):
     """Sees whole sequences: tokens (B,N) or vectors (B,N,dim) -> features (B,N,dim), or outputs of a linear head.
+
+    >>> import torch, longspan
+    >>> config = longspan.EncoderConfig(dim=8, depth=2, heads=2, feedforward=16, outputs=3, pool="mean")
+    >>> longspan.Encoder(config)(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 3])
 
     With ``pool="mean"`` the result is one per sequence, (B,dim) or (B,outputs): the mean over its real tokens.
     Building it raises what ``Stack`` raises.

@@ -14,26 +14,33 @@ from .base import Attention
 
 
 class AdaptiveSpan(Attention):
-    """Each head learns how far back it looks: the weights of farther keys fall to zero along a ramp.
+    r"""Each head learns how far back it looks: the weights of farther keys fall to zero along a ramp.
 
-    Weights are m e^s / sum m e^s over the keys j <= i, with s = q_i.k_j / sqrt D and the soft mask
-    m = min(max((R + z - (i - j)) / R, 0), 1): full weight up to the span z, and exactly none from z + R on. Positions
-    count real tokens. The token itself is seen, with m = 1; the paper's sum leaves it out.
+    The soft mask m leaves full weight up to the span z, and exactly none from z + R on. Positions count real tokens.
+    The token itself is seen, with m = 1; the paper's sum leaves it out.
 
     ``span``: S, the longest span. ``ramp``: R, over how many tokens weights fall. ``initial``: the span z, in tokens,
-    that heads begin with. ``dynamic``: every token chooses its own span, z_t = S sigmoid(v.x_t + b) for each head;
-    otherwise z is one number per head, learned as ``fraction`` of S. A fraction outside 0 to 1 counts as 0 or 1, and
+    that heads begin with. ``dynamic``: every token chooses its own span for each head; otherwise z is one number per
+    head, learned as f, the ``fraction`` of S. A fraction outside 0 to 1 counts as 0 or 1, and
     gets only gradients that lead back.
 
     ``record["penalty"]`` is the mean span, to be added to the loss times some small factor; ``spans(x)`` gives the
     spans without the rest of a record. Keys that no head sees are not read. The state is a ring of the last
-    max ceil(z + R) keys and values, S + R of them if ``dynamic``; it serves as long as the spans do not outgrow it.
+    $\max \lceil z + R \rceil$ keys and values, S + R of them if ``dynamic``; it serves as long as the spans do not
+    outgrow it.
 
     Source: Sukhbaatar et al. 2019, section 3, eqs 3-4. Raises ValueError for span < 1, ramp < 1, an ``initial`` span
     outside 0 to S or beside ``dynamic``, and for a state whose ring is smaller than the spans have become since.
     """
 
     name, paper, cost = "adaptive_span", "1905.07799", "N W D"
+    family = "sparse"
+    equations = (
+        r"o_i = \frac{\sum_{j \le i} m_{ij} e^{s_{ij}} v_j}{\sum_{j \le i} m_{ij} e^{s_{ij}}}, \quad "
+        r"s_{ij} = \frac{q_i \cdot k_j}{\sqrt D}, \quad "
+        r"m_{ij} = \min\left(\max\left(\frac{R + z - (i - j)}{R}, 0\right), 1\right)",
+        r"z = S f, \quad \text{dynamic:} \quad z_i = S \, \sigma(w \cdot x_i + b)",
+    )
     citation = (
         "Sukhbaatar, Sainbayar and Grave, Edouard and Bojanowski, Piotr and Joulin, Armand",
         "Adaptive Attention Span in Transformers",

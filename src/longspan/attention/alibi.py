@@ -14,16 +14,22 @@ from .base import Attention
 class Alibi(Attention):
     """Softmax attention whose scores fall with the distance of the key, at a fixed slope per head.
 
-    Scores are q_i.k_j / sqrt D - m_h |i - j|, where positions i and j count real tokens. The slopes of H heads, a power
-    of two, are m_h = 2^(-8 h / H), h = 1..H; any other number of heads takes those of the next lower power of two, and
-    then every second one of the next higher. It stands in for positions added to the tokens, also on sequences longer
-    than those of training. The bias is float32 at least.
+    Positions i and j count real tokens. The slopes m are these where the number of heads is a power of two; any other
+    number of heads takes those of the next lower power of two, and then every second one of the next higher. It stands
+    in for positions added to the tokens, also on sequences longer than those of training. The bias is float32 at least.
 
     Source: Press et al. 2021, section 3; the slopes of other numbers of heads are those of its authors' code. The paper
     has the causal form only; |i - j| is its continuation to both sides.
     """
 
     name, paper, cost = "alibi", "2108.12409", "N^2 D"
+    family = "softmax"
+    equations = (
+        r"o_i = \sum_{j \in \mathcal{A}_i} p_{ij} v_j, \quad "
+        r"p_{ij} = \mathrm{softmax}_{j \in \mathcal{A}_i}\left(\frac{q_i \cdot k_j}{\sqrt D} - m_h \lvert i - j "
+        r"\rvert\right)",
+        r"m_h = 2^{-8 h / H}, \quad h = 1, \ldots, H",
+    )
     citation = (
         "Press, Ofir and Smith, Noah A. and Lewis, Mike",
         "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",

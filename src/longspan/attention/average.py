@@ -19,8 +19,7 @@ class State(NamedTuple):
 class Average(Attention):
     """Every token reads the mean of all inputs so far, whatever it asks for, and gates decide what it keeps of both.
 
-    g_t = FFN((x_1 + ... + x_t) / t) and y_t = i_t * x_t + f_t * g_t, with the input and forget gates
-    i_t, f_t = sigmoid(W [x_t; g_t]).
+    $i_t$ and $f_t$ are the input and the forget gate.
 
     ``inner``: hidden width of the network, two layers with relu (0: 4 dim). Heads play no part, as the mean of a head
     is a part of the mean; their number is taken so that the mechanism fits where others do. Nothing is asked for,
@@ -30,6 +29,12 @@ class Average(Attention):
     """
 
     name, paper, cost = "average", "1805.00631", "N D"
+    family = "linear"
+    equations = (
+        r"y_t = i_t \odot x_t + f_t \odot g_t, \quad "
+        r"g_t = \mathrm{FFN}\left(\frac{1}{t} \sum_{j \le t} x_j\right), \quad "
+        r"[i_t; f_t] = \sigma(W [x_t; g_t] + b)",
+    )
     citation = (
         "Zhang, Biao and Xiong, Deyi and Su, Jinsong",
         "Accelerating Neural Transformer via an Average Attention Network",

@@ -23,12 +23,13 @@ class State(NamedTuple):
 
 
 class Axial(Attention):
-    """Each pixel of an image in raster order sees its own column and row, one after the other or both at once.
+    r"""Each pixel of an image in raster order sees its own column and row, one after the other or both at once.
 
-    Pixel i is in row i // C and column i mod C, C = ``width``; the last row may be cut short. ``kind``: ``sequential``
-    sees the column in even layers and the row in odd ones, as the paper does; ``summed`` adds up a softmax over the
-    column and one over the row, so that the pixel itself counts in both; ``cross`` is one softmax over both lines;
-    ``shifted``, for causal models alone, adds up the row and what the row above has read of all columns.
+    Pixel i is in row $\lfloor i / C \rfloor$ and column $i \bmod C$. ``width``: C; the last row may be cut short.
+    ``kind``: ``sequential`` sees the column in even layers and the row in odd ones, as the paper does; ``summed`` adds
+    up a softmax over the column and one over the row, so that the pixel itself counts in both; ``cross`` is one softmax
+    over both lines; ``shifted``, for causal models alone, adds up the row and what the row above has read of all
+    columns.
 
     A causal one sees what came before in these lines. Two causal steps do not reach all of the past, but only pixels
     above and left of their own. ``shifted`` reaches it in one layer, in the way of the paper's autoregressive model.
@@ -41,7 +42,7 @@ class Axial(Attention):
     that this call's tokens have read; ``carried`` (B,H,N,2C) are their weights on older h, whose own are not kept.
 
     The state is a ring of C keys and values in the layers of rows alone, else all of them; ``shifted`` keeps rings of
-    2C keys and values and of C queries of h besides. Time is N^1.5 D for square images.
+    2C keys and values and of C queries of h besides. Time is $N^{1.5} D$ for square images.
 
     Source: Ho et al. 2019, section 2.2, and for ``shifted`` its section on the autoregressive model. The sum is
     lucidrains/axial-attention's, the cross that of Huang et al. 2018 (1811.11721), with the pixel itself counted once.
@@ -49,6 +50,21 @@ class Axial(Attention):
     """
 
     name, paper, cost = "axial", "1912.12180", "N^2 D / C"
+    family = "sparse"
+    equations = (
+        r"C_i = \lbrace j \in \mathcal{A}_i : j \bmod C = i \bmod C \rbrace, \quad "
+        r"R_i = \lbrace j \in \mathcal{A}_i : \lfloor j / C \rfloor = \lfloor i / C \rfloor \rbrace",
+        r"\mathrm{read}_i(P) = \sum_{j \in P} p_{ij} v_j, \quad "
+        r"p_{ij} = \mathrm{softmax}_{j \in P} \frac{q_i \cdot k_j}{\sqrt D}",
+        r"\text{sequential:} \quad o_i = \mathrm{read}_i(C_i) \text{ or } \mathrm{read}_i(R_i), \quad "
+        r"\text{summed:} \quad \mathrm{read}_i(C_i) + \mathrm{read}_i(R_i), \quad "
+        r"\text{cross:} \quad \mathrm{read}_i(C_i \cup R_i)",
+        r"\text{shifted:} \quad o_i = \mathrm{read}_i(R_i) + \sum_{j \in U_i} p_{ij}^\prime h_j, \quad "
+        r"h_j = \mathrm{read}_j(C_j), \quad "
+        r"p_{ij}^\prime = \mathrm{softmax}_{j \in U_i} \frac{q_{i-C}^\prime \cdot k_j^\prime}{\sqrt D}",
+        r"q_i^\prime = W_q^\prime h_i, \quad k_j^\prime = W_k^\prime h_j, \quad "
+        r"U_i = \lbrace j : \lfloor j / C \rfloor = \lfloor i / C \rfloor - 1 \rbrace",
+    )
     citation = (
         "Ho, Jonathan and Kalchbrenner, Nal and Weissenborn, Dirk and Salimans, Tim",
         "Axial Attention in Multidimensional Transformers",

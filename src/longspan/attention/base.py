@@ -14,6 +14,25 @@ from . import arguments
 
 REGISTRY: dict[str, type["Attention"]] = {}
 
+# What kinds of mechanisms there are: the pages about them, in this order.
+FAMILIES = {
+    "softmax": "Softmax over all pairs",
+    "sparse": "Softmax over some pairs",
+    "linear": "Sums without decay",
+    "gated": "Sums with decay, and the delta rule",
+    "others": "Others",
+}
+# What the equations of all mechanisms have in common: the symbol by which it is found in them, and the words.
+LEGEND = {
+    "_": r"$i$ or $t$ counts the queries, $j$ the keys, $h$ the $H$ heads",
+    "q_": r"$q_i = W_q x_i$, $k_j = W_k x_j$, $v_j = W_v x_j$: each head's channels, $D$ of them in queries and keys",
+    "o_": r"$o_i$: what a head reads; $y_i = W_o [o_i^1; \ldots; o_i^H]$ unless it is said otherwise",
+    r"\mathcal{A}_i": r"$\mathcal{A}_i$: the keys that query $i$ may see, all or, if causal, those with $j \le i$",
+    "S_": r"$S$: a state, zero before the first token; each head has its own",
+    r"\phi": r"$\phi$: a map from channels to features",
+    r"\sigma": r"$\sigma(x) = \frac{1}{1 + e^{-x}}$",
+    r"\odot": r"$\odot$: channel by channel",
+}
 # Given by the stack, never by a spec.
 PLACE = ("dim", "heads", "causal", "layer", "depth")
 # What a mechanism's ``attend`` may ask for, besides x and state.
@@ -22,6 +41,16 @@ ARGUMENTS = ("mask", "segments", "prefix", "context", "context_mask", "carry", "
 
 class Attention(nn.Module):
     """``y, state = attention(x, state)``: a whole sequence, a segment or a single token, in one signature.
+
+    >>> import torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> x = torch.randn(1, 5, 8)
+    >>> y, _ = attention(x)  # all at once
+    >>> state = attention.init_state(1)
+    >>> for token in x.split(1, dim=1):  # or one by one
+    ...     last, state = attention(token, state)
+    >>> torch.allclose(last, y[:, 4:], atol=1e-6)
+    True
 
     A mechanism is one file with one final subclass: the facts below, ``__init__`` whose keyword-only options are the
     config (each kept as an attribute of the same name, and checked against its annotation whoever builds it), ``start``
@@ -41,6 +70,10 @@ class Attention(nn.Module):
     """authors in BibTeX form, title, year"""
     cost: ClassVar[str]
     """time for one sequence, in N (tokens) and D (head size)"""
+    family: ClassVar[str] = "others"
+    """one of ``FAMILIES``, the page that tells of it"""
+    equations: ClassVar[tuple[str, ...]] = ()
+    """what it computes, one line of LaTeX each: typeset on the pages, in Unicode in a terminal (``notation.text``)"""
     examples: ClassVar[tuple[str, ...]] = ()
     """specs small enough that 29 tokens leave any window; default: the bare name"""
     exempt: ClassVar[dict[str, str]] = {}
@@ -79,6 +112,7 @@ class Attention(nn.Module):
         if missing:
             raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
         cls.examples = cls.__dict__.get("examples") or (cls.name,)
+        spec.known(cls.family, FAMILIES, "family of mechanisms")
         asked = list(inspect.signature(cls.attend).parameters)[3:]
         for argument in asked:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
@@ -207,7 +241,12 @@ def own_options(cls: type[Attention]) -> dict[str, inspect.Parameter]:
 def build(
     text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, rotary: float = 0.0
 ) -> Attention:
-    """Build an attention from its spec: ``build("linear(feature_map='relu')", dim=64, heads=4)``.
+    """Build an attention from its spec, such as ``linear`` or ``local(window=64)``.
+
+    >>> import longspan
+    >>> attention = longspan.build("linear(feature_map='relu')", dim=64, heads=4)
+    >>> attention.spec, attention.causal
+    ("linear(feature_map='relu')", True)
 
     ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
     depend on it; ``rotary`` is the base of rotary positions where the spec itself gives none (0: none).
@@ -246,10 +285,20 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
 
 
 def names() -> list[str]:
-    """The registered mechanisms, sorted."""
+    """The registered mechanisms, sorted.
+
+    >>> import longspan
+    >>> "gated_deltanet" in longspan.names()
+    True
+    """
     return sorted(REGISTRY)
 
 
 def examples(name: str) -> tuple[str, ...]:
-    """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one."""
+    """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one.
+
+    >>> import longspan
+    >>> longspan.examples("local")
+    ('local(window=5)', 'local(window=3, kv_heads=1, rotary=100.0)')
+    """
     return REGISTRY[spec.known(name, REGISTRY, "attention")].examples

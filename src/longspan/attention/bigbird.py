@@ -9,12 +9,12 @@ from .base import Attention
 
 
 class BigBird(Attention):
-    """Each block of queries sees the blocks around it, the first ones, and a few drawn at random.
+    r"""Each block of queries sees the blocks around it, the first ones, and a few drawn at random.
 
-    ``block``: tokens b of a block. ``window``: w blocks around the query's own block u, u - (w - 1) / 2 to
-    u + (w - 1) / 2. ``globals``: so many first blocks see everything, and all see them. ``random``: so many different
-    blocks are drawn from 0 to u, anew for each u, head and layer. ``seed``: of these draws. A block counts once, since
-    the keys are a set. A causal one sees the keys j <= i of that set.
+    ``block``: tokens b of a block. ``window``: w blocks around the query's own block u. ``globals``: so many first
+    blocks g see everything, and all see them. ``random``: so many different blocks $R_u$ are drawn from 0 to u, anew
+    for each u, head and layer. ``seed``: of these draws. A block counts once, since
+    the keys are a set. A causal one sees the keys $j \le i$ of that set.
 
     What a query sees never depends on the length. So the last block, global in the paper, is not so here, and random
     blocks are the past's in both directions; they may fall into the window, where they add nothing. Its state is a
@@ -25,6 +25,13 @@ class BigBird(Attention):
     """
 
     name, paper, cost = "bigbird", "2007.14062", "N b (w + g + r) D"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot k_j}{\sqrt D}",
+        r"P_i = \lbrace j \in \mathcal{A}_i : \lvert c - u \rvert \le \frac{w - 1}{2} \text{ or } c < g \text{ or "
+        r"} u < g \text{ or } c \in R_u \rbrace, \quad "
+        r"u = \lfloor i / b \rfloor, \quad c = \lfloor j / b \rfloor",
+    )
     citation = (
         "Zaheer, Manzil and Guruganesh, Guru and Dubey, Kumar Avinava and Ainslie, Joshua and Alberti, Chris and "
         "Ontanon, Santiago and Pham, Philip and Ravula, Anirudh and Wang, Qifan and Yang, Li and Ahmed, Amr",

@@ -13,25 +13,32 @@ from .base import Attention
 class BinaryPartition(Attention):
     """Each token reads its neighbours one by one and farther ones in larger and larger spans of a binary tree.
 
-    Span m of level l holds the tokens m 2^l ... (m + 1) 2^l - 1, positions counting real tokens. Beside itself a token
-    reads, on each level and side, ``k`` nodes, outward from where the level below has ended, so that all tokens are in
-    exactly one of its nodes; the causal form reads the left side alone. In the bidirectional form spans at the end hold
-    what tokens there are, so that this is so for any length.
+    A node u is span m of level l, positions counting real tokens. Beside itself a token reads, in $T_i$, on each level
+    and side, ``k`` nodes, outward from where the level below has ended, so that all tokens are in exactly one of its
+    nodes; the causal form reads the left side alone. In the bidirectional form spans at the end hold what tokens there
+    are, so that this is so for any length.
 
-    A node's key and value are the projections of sum_j a_j x_j, where a is the attention of the span over its tokens,
-    with a query that is learned, one per head. Logits are q.(k + r) / sqrt D with a learned r for each kind of edge:
-    level, side and place among the k; ``levels``: from how many levels on they share theirs. Everything is float32
-    at least.
+    A node's key and value are those of its tokens, weighted by the attention $a_u$ of the span over them, with a query
+    $g_h$ that is learned, one per head. There is a learned r for each kind of edge: level, side and place among the k;
+    ``levels``: from how many levels on they share theirs. Everything is float32 at least.
 
     In the paper, nodes also keep what they have read from layer to layer; here each layer makes them anew, as its
     first one does. Since such nodes are sums of smaller ones, the state is the last 2 k of each of 24 levels, and a
     step costs O(k log N).
 
     Source: Ye et al. 2019, sections 3.1-3.3. Raises ValueError for k < 1 or levels < 1, and for more
-    than 2^24 tokens with a state.
+    than $2^{24}$ tokens with a state.
     """
 
     name, paper, cost = "bp", "1911.04070", "N log N D"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{u \in T_i} p_{iu} \bar v_u, \quad "
+        r"p_{iu} = \mathrm{softmax}_{u \in T_i} \frac{q_i \cdot (\bar k_u + r_{iu})}{\sqrt D}",
+        r"\bar k_u = \sum_{j \in u} a_{uj} k_j, \quad \bar v_u = \sum_{j \in u} a_{uj} v_j, \quad "
+        r"a_{uj} = \mathrm{softmax}_{j \in u} \frac{g_h \cdot k_j}{\sqrt D}",
+        r"u = \lbrace m 2^l, \ldots, (m + 1) 2^l - 1 \rbrace",
+    )
     citation = (
         "Ye, Zihao and Guo, Qipeng and Gan, Quan and Qiu, Xipeng and Zhang, Zheng",
         "BP-Transformer: Modelling Long-Range Context via Binary Partitioning",

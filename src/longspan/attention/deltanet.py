@@ -21,13 +21,12 @@ class State(NamedTuple):
 
 
 class DeltaNet(Attention):
-    """A fast memory of fixed size in which a new value replaces the old one of its key: the delta rule.
+    r"""A fast memory of fixed size in which a new value replaces the old one of its key: the delta rule.
 
-    S_t = S_{t-1} + beta_t k_t (v_t - S_{t-1}^T k_t)^T, o_t = RMSNorm(S_t^T q_t / sqrt(D)), with beta_t = sigmoid(w x_t)
-    for each head, q, k and v after a short convolution and silu, and q and k at unit length.
+    $\beta_t$ is one number for each head, the norm RMS.
 
-    ``convolution``: tokens that the short convolution spans (0: none). ``negative``: beta_t = 2 sigmoid(w x_t), so that
-    a state can change its sign along a key and so keep track of a parity (Grazzi et al. 2024, 2411.12537).
+    ``convolution``: tokens that the short convolution spans (0: none). ``negative``: $\beta_t = 2 \sigma(w \cdot x_t)$,
+    so that a state can change its sign along a key and so keep track of a parity (Grazzi et al. 2024, 2411.12537).
 
     Nothing has a bias, and there is no normaliser: the norm gives each head unit scale.
 
@@ -35,6 +34,13 @@ class DeltaNet(Attention):
     """
 
     name, paper, cost = "deltanet", "2406.06484", "N D^2"
+    family = "gated"
+    equations = (
+        r"S_t = S_{t-1} + \beta_t k_t (v_t - S_{t-1}^\top k_t)^\top, \quad "
+        r"o_t = \mathrm{norm}\left(\frac{S_t^\top q_t}{\sqrt D}\right), \quad \beta_t = \sigma(w \cdot x_t)",
+        r"[q_t; k_t; v_t] = \mathrm{silu}(\mathrm{convolution}(W x)_t), \quad "
+        r"q_t \leftarrow \frac{q_t}{\lVert q_t \rVert}, \quad k_t \leftarrow \frac{k_t}{\lVert k_t \rVert}",
+    )
     citation = (
         "Yang, Songlin and Wang, Bailin and Zhang, Yu and Shen, Yikang and Kim, Yoon",
         "Parallelizing Linear Transformers with the Delta Rule over Sequence Length",

@@ -13,14 +13,14 @@ from .base import Attention
 
 
 class Etc(Attention):
-    """Tokens of a long input see a window and a few global tokens, which see everything (extended transformer).
+    r"""Tokens of a long input see a window and a few global tokens, which see everything (extended transformer).
 
     Two softmaxes: a global token reads all global and all long tokens; a long one reads all global tokens and the long
-    ones at most ``radius`` positions away, which count real tokens. The logit of i and j is q_i.(k_j + r) / sqrt D with
-    a learned r for the label of the pair: j - i, clipped to ``clip`` on both sides, where both are global or both
-    long, and one label more for a pair of both kinds.
+    ones at most ``radius`` ($\rho$) positions away, which count real tokens. There is a learned vector r for the label
+    of each pair: j - i, clipped to ``clip`` (c) on both sides, where both are global or both long, and one label more
+    for a pair of both kinds.
 
-    ``globals``: the number of global tokens, which are no tokens of the input. A layer adds learned vectors to those
+    ``globals``: the number of global tokens G, which are no tokens of the input. A layer adds learned vectors to those
     that the layer below hands on (``carry``, (B,globals,dim), zeros for a first layer), and hands on
     norm(g + out(what they have read)), without weights of the norm. Projections are those of the long input. What one
     long token reads through the globals of this layer it reads in the next one; a single layer sees no farther than
@@ -31,6 +31,14 @@ class Etc(Attention):
     """
 
     name, paper, cost = "etc", "2004.08483", "N W D"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad "
+        r"p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot (k_j + r_{l(i, j)})}{\sqrt D}",
+        r"i \text{ long:} \quad P_i = G \cup \lbrace j : \lvert i - j \rvert \le \rho \rbrace, \quad "
+        r"i \text{ global:} \quad \text{all } j",
+        r"l(i, j) = \min(\max(j - i, -c), c), \quad \text{or } c + 1 \text{ for a pair of both kinds}",
+    )
     citation = (
         "Ainslie, Joshua and Ontanon, Santiago and Alberti, Chris and Cvicek, Vaclav and Fisher, Zachary and "
         "Pham, Philip and Ravula, Anirudh and Sanghai, Sumit and Wang, Qifan and Yang, Li",

@@ -20,20 +20,27 @@ class State(NamedTuple):
 
 
 class FastWeights(Attention):
-    """A matrix of fast weights that every token corrects: what a key returns moves towards the token's value.
+    r"""A matrix of fast weights that every token corrects: what a key returns moves towards the token's value.
 
-    rule='delta': W_t = W_{t-1} + beta_t k_t (v_t - W_{t-1}^T k_t)^T and o_t = W_t^T q_t, with keys and queries
-    phi(x) / sum phi(x) and beta_t = sigmoid(w.x_t + b) for each head. rule='sum': linear attention,
-    W_t = W_{t-1} + phi(k_t) v_t^T and o_t = W_t^T phi(q_t) / (phi(q_t).sum phi(k) + eps).
-
-    ``rule``: delta or sum. ``feature_map``: phi, dpfp = the products of each of relu([x, -x]) with the next ``nu``
-    (2 D nu features); elu, relu, squared_relu or exp. ``nu``: belongs to dpfp; the more, the more keys can be told
-    apart. ``eps``: belongs to rule='sum'. A query or a key without any feature reads or writes nothing.
+    $\beta_t$ is one number for each head. ``rule``: delta, or sum, which is linear attention.
+    ``feature_map``: $\phi$, dpfp, the products of each of r, seen as a ring, with the next ``nu`` ($2 D \nu$ features);
+    elu, relu, squared_relu or exp. ``nu``: $\nu$, belongs to dpfp; the more, the more keys can be told apart.
+    ``eps``: $\epsilon$, belongs to rule='sum'. A query or a key without any feature reads or writes nothing.
 
     Source: Schlag et al. 2021 (2102.11174), eqs 24 and 25 with sum normalisation (section 4.2), section 5.3 for dpfp.
     """
 
     name, paper, cost = "fast_weights", "2102.11174", "N D^2"
+    family = "gated"
+    equations = (
+        r"\text{delta:} \quad W_t = W_{t-1} + \beta_t \hat k_t (v_t - W_{t-1}^\top \hat k_t)^\top, \quad "
+        r"o_t = W_t^\top \hat q_t, \quad \hat x = \frac{\phi(x)}{\sum_c \phi(x)_c}, \quad "
+        r"\beta_t = \sigma(w \cdot x_t + b)",
+        r"\text{sum:} \quad W_t = W_{t-1} + \phi(k_t) v_t^\top, \quad "
+        r"o_t = \frac{W_t^\top \phi(q_t)}{\phi(q_t) \cdot \sum_{j \le t} \phi(k_j) + \epsilon}",
+        r"\text{dpfp:} \quad \phi(x) = [r_c \, r_{c+n}]_{c = 1, \ldots, 2 D; \, n = 1, \ldots, \nu}, \quad "
+        r"r = \mathrm{relu}([x, -x])",
+    )
     citation = (
         "Schlag, Imanol and Irie, Kazuki and Schmidhuber, Jürgen",
         "Linear Transformers Are Secretly Fast Weight Programmers",

@@ -26,16 +26,17 @@ class Context(NamedTuple):
 
 
 class Fourier(Attention):
-    """Attention by distance, e^(-|q-k|^2 / (2 bandwidth^2 sqrt D)), in linear time by random waves cos w.x, sin w.x.
+    r"""Attention by the distance of query and key, in linear time, by waves $\cos w \cdot x$ and $\sin w \cdot x$.
 
     It estimates ``kernel(similarity='rbf')``. Estimates may be negative, and so may their sum over the keys: the
-    denominator d becomes sign(d) max(|d|, ``eps``). More ``features`` make that rare.
+    denominator d becomes $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$ with ``eps``. More ``features`` make that
+    rare.
 
-    ``features``: rows m drawn for each head, two features each (0: D log D rounded up, at least D). ``bandwidth``: the
-    distance, over D^(1/4), at which a weight has fallen to e^(-1/2). ``rows``: orthogonal (in blocks of D) or iid.
-    ``radii``: their lengths, chi (of a Gaussian: unbiased), sqrt (all sqrt D), quantiles or midpoints (at even levels
-    of chi). ``seed``: of the rows, together with the layer and the head. ``context_dim``: width of the context of cross
-    attention (0: dim).
+    ``features``: rows m drawn for each head, two features each (0: D log D rounded up, at least D). ``bandwidth``: b,
+    the distance, over $D^{1/4}$, at which a weight has fallen to $e^{-1/2}$. ``rows``: orthogonal (in blocks of D) or
+    iid. ``radii``: their lengths, chi (of a Gaussian: unbiased), sqrt (all $\sqrt D$), quantiles or midpoints (at even
+    levels of chi). ``seed``: of the rows, together with the layer and the head. ``context_dim``: width of the context
+    of cross attention (0: dim).
 
     The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
 
@@ -44,6 +45,14 @@ class Fourier(Attention):
     """
 
     name, paper, cost = "fourier", "1610.09072", "N D^2 log D"
+    family = "linear"
+    equations = (
+        r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "
+        r"\phi(q_i) \cdot \phi(k_j)}, \quad "
+        r"\mathrm{E} \, \phi(q) \cdot \phi(k) = \exp\left(-\frac{\lVert q - k \rVert^2}{2 b^2 \sqrt D}\right)",
+        r"\phi(x) = \frac{1}{\sqrt m} [\cos w_r \cdot x^\prime, \sin w_r \cdot x^\prime]_{r = 1, \ldots, m}, \quad "
+        r"x^\prime = \frac{x}{b D^{1/4}}, \quad w_r \sim \mathcal{N}(0, I)",
+    )
     citation = (
         "Yu, Felix X. and Suresh, Ananda Theertha and Choromanski, Krzysztof and Holtmann-Rice, Daniel and "
         "Kumar, Sanjiv",

@@ -21,24 +21,30 @@ class State(NamedTuple):
 
 
 class GatedDeltaNet(Attention):
-    """The delta rule with a decay per head and token: forgets at once what it no longer needs, replaces the rest.
+    r"""The delta rule with a decay per head and token: forgets at once what it no longer needs, replaces the rest.
 
-    P_t = alpha_t S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T, o_t = RMSNorm(S_t^T q_t / sqrt(D)) silu(gate_t),
-    with log alpha_t = -e^a softplus(w x_t + b), beta_t = sigmoid(u x_t), and q, k and v after a short convolution and
-    silu, q and k at unit length.
+    $\alpha_t$ and $\beta_t$ are numbers for each head, the norm is RMS.
 
     ``key_heads``: heads of queries and keys, each shared by heads / key_heads heads of values that follow each other
     (0: as many). ``expand_k``, ``expand_v``: channels of a head's keys (D) and values (E), in units of dim / heads.
     ``convolution``: tokens that the short convolution spans (0: none). ``gate``: the gate of the output. ``negative``:
-    beta_t = 2 sigmoid(u x_t), as in ``deltanet``.
+    $\beta_t = 2 \sigma(u \cdot x_t)$, as in ``deltanet``.
 
-    e^a starts uniform in (0, 16], softplus(b) log-uniform in [0.001, 0.1]. Nothing has a bias but the decay. The layers
-    of Qwen3-Next are these: dim 2048, 32 heads, key_heads=16, expand_k=2.0.
+    $e^a$ starts uniform in (0, 16], $\mathrm{softplus}(b)$ log-uniform in [0.001, 0.1]. Nothing has a bias but the
+    decay. The layers of Qwen3-Next are these: dim 2048, 32 heads, key_heads=16, expand_k=2.0.
 
     Source: Yang, Kautz and Hatamizadeh 2024 (2412.06464), eq. 10 and section 3.4.
     """
 
     name, paper, cost = "gated_deltanet", "2412.06464", "N D^2"
+    family = "gated"
+    equations = (
+        r"P_t = \alpha_t S_{t-1}, \quad S_t = P_t + \beta_t k_t (v_t - P_t^\top k_t)^\top, \quad "
+        r"o_t = \mathrm{norm}\left(\frac{S_t^\top q_t}{\sqrt D}\right) \odot \mathrm{silu}(W_g x_t)",
+        r"\log \alpha_t = -e^a \, \mathrm{softplus}(w \cdot x_t + b), \quad \beta_t = \sigma(u \cdot x_t)",
+        r"[q_t; k_t; v_t] = \mathrm{silu}(\mathrm{convolution}(W x)_t), \quad "
+        r"q_t \leftarrow \frac{q_t}{\lVert q_t \rVert}, \quad k_t \leftarrow \frac{k_t}{\lVert k_t \rVert}",
+    )
     citation = (
         "Yang, Songlin and Kautz, Jan and Hatamizadeh, Ali",
         "Gated Delta Networks: Improving Mamba2 with Delta Rule",

@@ -19,14 +19,12 @@ NARROWEST = 1e-6  # tokens
 class Gaussian(Attention):
     """Softmax attention with a Gaussian bias towards a window, whose place and width each token chooses.
 
-    Scores are q_i.k_j / sqrt D + G_ij, with positions i and j that count real tokens.
-    ``kind``: learned, G_ij = -(j - P_i)^2 / (2 s_i^2) with P_i = I_i sigmoid(u_p tanh(W q_i)), s_i = D_i / 2 and
-    D_i = I_i sigmoid(u_d tanh(W q_i)), one u_p and u_d per head; fixed, G_ij = -|w (i - j)^2 + b|, one w and b per
-    head, which begin with a deviation of 10 tokens.
+    ``kind``: learned, a bell of the place $P_i$ and the deviation $s_i$, with one $u_p$ and $u_d$ per head and the
+    queries of all heads in $W q_i$; fixed, one w and b per head, which begin with a deviation of 10 tokens.
 
-    I_i is the number of tokens that token i sees: the length of the sequence in the bidirectional form, as published,
-    and i + 1 in the causal one, where the length would tell of the future. D_i is 1e-6 tokens at least. The bias is
-    float32 at least.
+    Positions i and j count real tokens. $I_i$ is the number of tokens that token i sees: the length of the sequence in
+    the bidirectional form, as published, and i + 1 in the causal one, where the length would tell of the future.
+    $2 s_i$ is 1e-6 tokens at least. The bias is float32 at least.
 
     Source: Yang et al. 2018, section 3, with windows for each query; fixed: Guo et al. 2019, "Gaussian Transformer: A
     Lightweight Approach for Natural Language Inference" (AAAI), with one pair of numbers per layer. Raises ValueError
@@ -34,6 +32,14 @@ class Gaussian(Attention):
     """
 
     name, paper, cost = "gaussian", "1810.10182", "N^2 D"
+    family = "softmax"
+    equations = (
+        r"o_i = \sum_{j \in \mathcal{A}_i} p_{ij} v_j, \quad "
+        r"p_{ij} = \mathrm{softmax}_{j \in \mathcal{A}_i}\left(\frac{q_i \cdot k_j}{\sqrt D} + G_{ij}\right)",
+        r"\text{learned:} \quad G_{ij} = -\frac{(j - P_i)^2}{2 s_i^2}, \quad "
+        r"P_i = I_i \, \sigma(u_p \cdot \tanh(W q_i)), \quad s_i = \frac{I_i}{2} \, \sigma(u_d \cdot \tanh(W q_i))",
+        r"\text{fixed:} \quad G_{ij} = -\lvert w (i - j)^2 + b \rvert",
+    )
     citation = (
         "Yang, Baosong and Tu, Zhaopeng and Wong, Derek F. and Meng, Fandong and Chao, Lidia S. and Zhang, Tong",
         "Modeling Localness for Self-Attention Networks",

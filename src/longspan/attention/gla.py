@@ -17,18 +17,23 @@ class State(NamedTuple):
 
 
 class GLA(Attention):
-    """Linear attention with a decay for each channel of the keys, which each token chooses from its input.
+    r"""Linear attention with a decay for each channel of the keys, which each token chooses from its input.
 
-    S_t = Diag(alpha_t) S_{t-1} + k_t v_t^T and o_t = S_t^T q_t / sqrt(D), with a factor for each channel of the keys,
-    alpha_t = sigmoid(W_2 W_1 x_t + b)^(1/tau); then y = W_o (norm(o) * silu(W_g x)), norm being RMS, per head.
+    $\alpha_t$ has a factor for each channel of the keys; the norm is RMS, per head.
 
-    ``rank``: rows of W_1. ``temperature``: tau; the larger, the slower a fresh layer forgets. ``expand_k`` and
+    ``rank``: rows of $W_1$. ``temperature``: $\tau$; the larger, the slower a fresh layer forgets. ``expand_k`` and
     ``expand_v``: width of queries and keys, and of values, as multiples of dim.
 
     Source: Yang et al. 2023 (2312.06635), eq. 3 and section 4.4, whose sizes are the defaults.
     """
 
     name, paper, cost = "gla", "2312.06635", "N D^2"
+    family = "gated"
+    equations = (
+        r"S_t = \mathrm{Diag}(\alpha_t) S_{t-1} + k_t v_t^\top, \quad o_t = \frac{S_t^\top q_t}{\sqrt D}, \quad "
+        r"\alpha_t = \sigma(W_2 W_1 x_t + b)^{1/\tau}",
+        r"y_t = W_o (\mathrm{norm}(o_t) \odot \mathrm{silu}(W_g x_t))",
+    )
     citation = (
         "Yang, Songlin and Wang, Bailin and Shen, Yikang and Panda, Rameswar and Kim, Yoon",
         "Gated Linear Attention Transformers with Hardware-Efficient Training",

@@ -12,8 +12,8 @@ from .base import Attention
 class Image(Attention):
     """All queries of a block of pixels share one memory, the block and what was drawn just before or around it.
 
-    ``kind``: ``1d`` has pixels in raster order, ``2d`` in that of ``patterns.block_order``. ``block``: pixels whose
-    queries see all of the block, a number, or in ``2d`` (h, w). ``memory``: so many pixels before the block are seen;
+    ``kind``: ``1d`` has pixels in raster order, ``2d`` in that of ``patterns.block_order``. ``block``: b, pixels whose
+    queries see all of the block, a number, or in ``2d`` (h, w). ``memory``: so many pixels m before the block are seen;
     in ``2d`` it is (mh, mw), for mw columns to its left, and of the mh rows above it those from mw columns left to mw
     columns right. ``width``: of the image in ``2d``; ``1d`` knows none. No query sees a later pixel of its order, which
     for h > 1 is not raster order, so that x and what is predicted must be in it, too. Channels are tokens side by side.
@@ -26,6 +26,11 @@ class Image(Attention):
     """
 
     name, paper, cost = "image", "1802.05751", "N W D"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot k_j}{\sqrt D}",
+        r"\text{1d:} \quad P_i = \lbrace j \le i : j \ge b \lfloor i / b \rfloor - m \rbrace",
+    )
     citation = (
         "Parmar, Niki and Vaswani, Ashish and Uszkoreit, Jakob and Kaiser, Lukasz and Shazeer, Noam and "
         "Ku, Alexander and Tran, Dustin",

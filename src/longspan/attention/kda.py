@@ -21,22 +21,29 @@ class State(NamedTuple):
 
 
 class KDA(Attention):
-    """The delta rule with a decay per channel of the keys and token: Kimi Delta Attention.
+    r"""The delta rule with a decay per channel of the keys and token: Kimi Delta Attention.
 
-    P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T, o_t = RMSNorm(S_t^T q_t / sqrt(D))
-    sigmoid(gate_t), with log alpha_t = -e^a softplus(f(x_t) + b) for every channel, beta_t = sigmoid(u x_t), and q, k
-    and v after a short convolution and silu, q and k at unit length; f and the gate have the rank of a head's size.
+    $\alpha_t$ has a factor for every channel of the keys, $\beta_t$ is one number for each head; $F_2 F_1$ and
+    $G_2 G_1$ have the rank of a head's size, the norm is RMS.
 
-    ``lower_bound``: log alpha_t = lower_bound sigmoid(e^a (f(x_t) + b)), between the bound and 0; -5 in the authors'
-    kernels (0: no bound). ``convolution``: tokens that the short convolution spans (0: none).
+    ``lower_bound``: l, for $\log \alpha_t = l \, \sigma(e^a (F_2 F_1 x_t + b))$, between the bound and 0; -5 in the
+    authors' kernels (0: no bound). ``convolution``: tokens that the short convolution spans (0: none).
 
-    e^a, one for a head, starts uniform in [1, 16), or at 1 with a bound; softplus(b) log-uniform in [0.001, 0.1].
-    Nothing has a bias but the decay.
+    $e^a$, one for a head, starts uniform in [1, 16), or at 1 with a bound; $\mathrm{softplus}(b)$ log-uniform in
+    [0.001, 0.1]. Nothing has a bias but the decay.
 
     Source: Kimi Team 2025 (2510.26692), eq. 1 and section 4.
     """
 
     name, paper, cost = "kda", "2510.26692", "N D^2"
+    family = "gated"
+    equations = (
+        r"P_t = \mathrm{Diag}(\alpha_t) S_{t-1}, \quad S_t = P_t + \beta_t k_t (v_t - P_t^\top k_t)^\top, \quad "
+        r"o_t = \mathrm{norm}\left(\frac{S_t^\top q_t}{\sqrt D}\right) \odot \sigma(G_2 G_1 x_t)",
+        r"\log \alpha_t = -e^a \, \mathrm{softplus}(F_2 F_1 x_t + b), \quad \beta_t = \sigma(u \cdot x_t)",
+        r"[q_t; k_t; v_t] = \mathrm{silu}(\mathrm{convolution}(W x)_t), \quad "
+        r"q_t \leftarrow \frac{q_t}{\lVert q_t \rVert}, \quad k_t \leftarrow \frac{k_t}{\lVert k_t \rVert}",
+    )
     citation = ("{Kimi Team}", "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025)
     examples = ("kda", "kda(lower_bound=-5.0, convolution=0)")
     native = "in float32 or bfloat16"

@@ -11,10 +11,10 @@ from .base import Attention
 
 
 class Kernel(Attention):
-    """Any non-negative similarity in place of e^(q.k): quadratic, plain, the oracle of its faster relatives.
+    r"""Any non-negative similarity in place of $e^{q \cdot k}$: quadratic, plain, the oracle of its faster relatives.
 
-    ``similarity``: exp = e^(q.k / sqrt D); polynomial = (q.k / sqrt D + constant)^degree, of even degree;
-    rbf = e^(-|q-k|^2 / (2 bandwidth^2 sqrt D)). ``degree`` and ``constant`` belong to polynomial, ``bandwidth`` to rbf.
+    ``similarity``: s, one of exp, polynomial and rbf. ``degree``: n, which must be even, and belongs to polynomial.
+    ``constant``: c, of polynomial. ``bandwidth``: b, of rbf.
     ``dropout``: probability of dropping a weight in training. ``context_dim``: width of the context of cross attention
     (0: dim).
 
@@ -22,6 +22,13 @@ class Kernel(Attention):
     """
 
     name, paper, cost = "kernel", "1908.11775", "N^2 D"
+    family = "softmax"
+    equations = (
+        r"o_i = \frac{\sum_{j \in \mathcal{A}_i} s(q_i, k_j) v_j}{\sum_{j \in \mathcal{A}_i} s(q_i, k_j)}",
+        r"\text{exp:} \quad s(q, k) = e^{q \cdot k / \sqrt D}",
+        r"\text{polynomial:} \quad s(q, k) = \left(\frac{q \cdot k}{\sqrt D} + c\right)^n",
+        r"\text{rbf:} \quad s(q, k) = \exp\left(-\frac{\lVert q - k \rVert^2}{2 b^2 \sqrt D}\right)",
+    )
     citation = (
         "Tsai, Yao-Hung Hubert and Bai, Shaojie and Yamada, Makoto and Morency, Louis-Philippe and "
         "Salakhutdinov, Ruslan",

@@ -33,19 +33,23 @@ class Context(NamedTuple):
 
 
 class Linear(Attention):
-    """Softmax replaced by a product of feature maps, so that a fixed-size sum stands for all keys and values.
+    r"""Softmax replaced by a product of feature maps, so that a fixed-size sum stands for all keys and values.
 
-    o_i = phi(q_i)^T S_i / (phi(q_i)^T z_i + eps) with S_i = sum_{j<=i} phi(k_j) v_j^T, z_i = sum_{j<=i} phi(k_j).
-
-    ``feature_map``: elu (elu(x)+1), relu, squared_relu, exp, or a callable (..., D) -> (..., F) without negative
-    values. ``eps`` is added to the denominator. ``rotary``: base of rotary positions, applied to phi(q) and phi(k) in
-    the numerator only, as the denominator must stay positive (0: none). ``context_dim``: width of the context of cross
-    attention (0: dim).
+    ``feature_map``: $\phi$, elu ($\mathrm{elu}(x) + 1$), relu, squared_relu, exp, or a callable (..., D) -> (..., F)
+    without negative values. ``eps``: $\epsilon$, added to the denominator. ``rotary``: base of rotary positions,
+    applied to $\phi(q)$ and $\phi(k)$ in the numerator only, as the denominator must stay positive (0: none).
+    ``context_dim``: width of the context of cross attention (0: dim).
 
     Source: Katharopoulos et al. 2020, section 3.2-3.4; rotary positions as in Su et al. 2021, eq. 19.
     """
 
     name, paper, cost = "linear", "2006.16236", "N D^2"
+    family = "linear"
+    equations = (
+        r"o_i = \frac{S_i^\top \phi(q_i)}{z_i \cdot \phi(q_i) + \epsilon}, \quad "
+        r"S_i = \sum_{j \in \mathcal{A}_i} \phi(k_j) v_j^\top, \quad z_i = \sum_{j \in \mathcal{A}_i} \phi(k_j)",
+        r"\text{causal:} \quad S_i = S_{i-1} + \phi(k_i) v_i^\top, \quad z_i = z_{i-1} + \phi(k_i)",
+    )
     citation = (
         "Katharopoulos, Angelos and Vyas, Apoorv and Pappas, Nikolaos and Fleuret, Francois",
         "Transformers are RNNs: Fast Autoregressive Transformers with Linear Attention",

@@ -12,13 +12,20 @@ from .base import Attention
 class Local(Attention):
     """Each token sees the last ``window`` tokens, itself included; the state does not grow with the length.
 
-    A bidirectional one sees as many to the right: 2 window - 1 keys. ``kv_heads``: heads of keys and values, each
-    shared by heads / kv_heads query heads (0: as many as heads). ``rotary``: base of rotary positions (0: none).
+    ``window``: w; a bidirectional one sees as many to the right, $2 w - 1$ keys. ``kv_heads``: heads of keys and
+    values, each shared by heads / kv_heads query heads (0: as many as heads). ``rotary``: base of rotary positions (0:
+    none).
 
     Source: Beltagy et al. 2020, section 3.1 (sliding window).
     """
 
     name, paper, cost = "local", "2004.05150", "N W D"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad "
+        r"p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot k_j}{\sqrt D}, \quad "
+        r"P_i = \lbrace j \in \mathcal{A}_i : \lvert i - j \rvert < w \rbrace",
+    )
     citation = (
         "Beltagy, Iz and Peters, Matthew E. and Cohan, Arman",
         "Longformer: The Long-Document Transformer",

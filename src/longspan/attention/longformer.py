@@ -26,11 +26,11 @@ class State(NamedTuple):
 
 
 class Longformer(Attention):
-    """Each token sees a window and the global tokens, which see everything by projections of their own.
+    r"""Each token sees a window and the global tokens, which see everything by projections of their own.
 
-    A token sees the ``window`` tokens to each side of it, itself, and the first ``globals`` tokens, by one softmax in
+    A token sees the ``window`` (w) tokens to each side of it, itself, and the first ``globals`` (G), by one softmax in
     which every key counts once. The rows of the global tokens are softmax attention over all keys, with query, key and
-    value projections of their own. A causal one sees the keys j <= i of these, so a global token sees global ones
+    value projections of their own. A causal one sees the keys $j \le i$ of these, so a global token sees global ones
     alone. ``dilation``: in every second head the window's keys are so many tokens apart, the window tokens long still.
 
     The state is bounded: a ring of window * dilation + 1 keys and values and those of the global tokens. ``record`` is
@@ -41,6 +41,12 @@ class Longformer(Attention):
     """
 
     name, paper, cost = "longformer", "2004.05150", "N (W + G) D"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot k_j}{\sqrt D}",
+        r"i \ge G: \quad P_i = \lbrace j \in \mathcal{A}_i : \lvert i - j \rvert \le w \text{ or } j < G \rbrace",
+        r"i < G: \quad P_i = \mathcal{A}_i \text{, with } q, k, v \text{ by projections of their own}",
+    )
     citation = (
         "Beltagy, Iz and Peters, Matthew E. and Cohan, Arman",
         "Longformer: The Long-Document Transformer",

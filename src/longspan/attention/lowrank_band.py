@@ -20,15 +20,15 @@ class State(NamedTuple):
 
 
 class LowRankBand(Attention):
-    """The sum of two attentions: a window with full keys, and all tokens with keys of a few channels.
+    r"""The sum of two attentions: a window with full keys, and all tokens with keys of a few channels.
 
-    o = softmax(q k^T / sqrt D over the window) v + softmax(q' k'^T / sqrt R over all tokens) v', where q' and k' have
-    R channels per head, so that the scores of the second are a matrix of rank R at most. Each has projections of its
+    $q^\prime$ and $k^\prime$ have R channels per head, so that the scores of the second are a matrix of rank R at most.
+    Each has projections of its
     own, ``query, key, value`` and ``far_query, far_key, far_value``; the sum is projected by one ``out``.
 
-    ``window``: the last so many tokens, itself included; the bidirectional form sees as many to the right. ``rank``: R,
-    channels of a far key. Positions count real tokens. Its state is a ring of ``window`` keys and values, and all keys
-    of R channels with their values.
+    ``window``: w, the last so many tokens, itself included; the bidirectional form sees as many to the right. ``rank``:
+    R, channels of a far key. Positions count real tokens. Its state is a ring of ``window`` keys and values, and all
+    keys of R channels with their values.
 
     Source: Guo, Qiu, Xue and Zhang 2019, "Low-Rank and Locality Constrained Self-Attention for Sequence Modeling"
     (IEEE/ACM TASLP 27), which is not on arXiv, as described in section 4.4 of the survey that is cited. Raises
@@ -36,6 +36,13 @@ class LowRankBand(Attention):
     """
 
     name, paper, cost = "lowrank_band", "2106.04554", "N^2 R + N W D"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{j \in B_i} p_{ij} v_j + \sum_{j \in \mathcal{A}_i} p_{ij}^\prime v_j^\prime",
+        r"p_{ij} = \mathrm{softmax}_{j \in B_i} \frac{q_i \cdot k_j}{\sqrt D}, \quad "
+        r"B_i = \lbrace j \in \mathcal{A}_i : \lvert i - j \rvert < w \rbrace",
+        r"p_{ij}^\prime = \mathrm{softmax}_{j \in \mathcal{A}_i} \frac{q_i^\prime \cdot k_j^\prime}{\sqrt R}",
+    )
     citation = (
         "Lin, Tianyang and Wang, Yuxin and Liu, Xiangyang and Qiu, Xipeng",
         "A Survey of Transformers",

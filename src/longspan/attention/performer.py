@@ -42,18 +42,19 @@ class Context(NamedTuple):
 
 
 class Performer(Attention):
-    """Softmax attention in linear time: its kernel e^(q.k / sqrt D) estimated without bias by random features.
+    r"""Softmax attention in linear time: its kernel $e^{q \cdot k / \sqrt D}$ estimated unbiased by random features.
 
     ``features``: rows m drawn for each head (0: D log D rounded up, at least D, as the theory asks for order D log D).
-    ``map``: positive = e^(w.x - |x|^2/2); hyperbolic = positive for w and -w (2 m features, less variance);
-    trigonometric = e^(|x|^2/2) [cos w.x, sin w.x] (2 m features; estimates may be negative); exp = e^(w.x), which
-    weighs a key by e^(|k|^2/2) besides; relu = max(w.x, 0), another kernel than softmax's.
-    ``floor``: added to each feature of map='relu', so that a query has something in common with every key.
-    ``rows``: orthogonal (in blocks of D) or iid. ``radii``: their lengths, chi (of a Gaussian: unbiased), sqrt (all
-    sqrt D), quantiles or midpoints (at even levels of chi); all but chi are biased low. ``seed``: of the rows, together
-    with the layer and the head. ``eps``: the denominator d becomes sign(d) max(|d|, eps), after queries and keys are
-    divided by their largest features (of the keys so far, never of later ones), so it is relative to those.
-    ``context_dim``: width of the context of cross attention (0: dim).
+    ``map``: positive, as above; hyperbolic, the same for w and -w (2 m features, less variance); trigonometric,
+    $e^{\lVert x \rVert^2 / 2} [\cos w \cdot x, \sin w \cdot x]$ (2 m features; estimates may be negative); exp,
+    $e^{w \cdot x}$, which weighs a key by $e^{\lVert k \rVert^2 / 2}$ besides; relu, $\max(w \cdot x, 0)$ of x as it
+    is, another kernel than softmax's. ``floor``: added to each feature of map='relu', so that a query has something in
+    common with every key. ``rows``: orthogonal (in blocks of D) or iid. ``radii``: their lengths, chi (of a Gaussian:
+    unbiased), sqrt (all $\sqrt D$), quantiles or midpoints (at even levels of chi); all but chi are biased low.
+    ``seed``: of the rows, together with the layer and the head. ``eps``: a denominator d becomes
+    $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$, after queries and keys are divided by their largest features (of
+    the keys so far, never of later ones), so it is relative to those. ``context_dim``: width of the context of cross
+    attention (0: dim).
 
     The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
 
@@ -61,6 +62,16 @@ class Performer(Attention):
     """
 
     name, paper, cost = "performer", "2009.14794", "N D^2 log D"
+    family = "linear"
+    equations = (
+        r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "
+        r"\phi(q_i) \cdot \phi(k_j)}, \quad "
+        r"\mathrm{E} \, \phi(q) \cdot \phi(k) = e^{q \cdot k / \sqrt D}",
+        r"\text{positive:} \quad \phi(x) = "
+        r"\frac{1}{\sqrt m} \left[e^{w_r \cdot x^\prime - \lVert x^\prime \rVert^2 / 2}\right]_{r = "
+        r"1, \ldots, m}, \quad "
+        r"x^\prime = \frac{x}{D^{1/4}}, \quad w_r \sim \mathcal{N}(0, I)",
+    )
     citation = (
         "Choromanski, Krzysztof and Likhosherstov, Valerii and Dohan, David and Song, Xingyou and Gane, Andreea and "
         "Sarlos, Tamas and Hawkins, Peter and Davis, Jared and Mohiuddin, Afroz and Kaiser, Lukasz and "

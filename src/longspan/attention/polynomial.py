@@ -26,12 +26,13 @@ class Context(NamedTuple):
 
 
 class Polynomial(Attention):
-    """Exact attention with (q.k / sqrt D + c)^2, or with e^x to second order, from all products of two channels.
+    r"""Exact attention with $(q \cdot k / \sqrt D + c)^2$, or with $e^x$ to second order, by products of two channels.
 
-    It equals ``kernel(similarity='polynomial', constant=c)`` in linear time, which pays from about N = D^2 on.
+    It equals ``kernel(similarity='polynomial', constant=c)`` in linear time, which pays from about $N = D^2$ on. The
+    features $\phi$ are all products of two channels.
 
-    ``constant``: c >= 0; with 0, a query at right angles to all keys sees nothing. ``taylor``: 1 + s + s^2 / 2 with
-    s = q.k / sqrt D instead, never below 1/2. ``channels``: of each head's queries and keys (0: as many as of values),
+    ``constant``: $c \ge 0$; with 0, a query at right angles to all keys sees nothing. ``taylor``: the exponential's
+    series instead, never below 1/2. ``channels``: of each head's queries and keys (0: as many as of values),
     the D of these formulas; 16 in Arora et al. 2024, as the state has (D+1)(D+2)/2 rows. ``eps``: added to the
     denominator. ``context_dim``: width of the context of cross attention (0: dim).
 
@@ -39,6 +40,12 @@ class Polynomial(Attention):
     """
 
     name, paper, cost = "polynomial", "2402.18668", "N D^3"
+    family = "linear"
+    equations = (
+        r"o_i = \frac{\sum_{j \in \mathcal{A}_i} s_{ij} v_j}{\sum_{j \in \mathcal{A}_i} s_{ij} + \epsilon}, \quad "
+        r"s_{ij} = \left(\frac{q_i \cdot k_j}{\sqrt D} + c\right)^2 = \phi(q_i) \cdot \phi(k_j)",
+        r"\text{taylor:} \quad s_{ij} = 1 + u + \frac{u^2}{2}, \quad u = \frac{q_i \cdot k_j}{\sqrt D}",
+    )
     citation = (
         "Arora, Simran and Eyuboglu, Sabri and Zhang, Michael and Timalsina, Aman and Alberti, Silas and "
         "Zinsley, Dylan and Zou, James and Rudra, Atri and Ré, Christopher",

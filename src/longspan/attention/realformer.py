@@ -12,10 +12,10 @@ from .base import Attention
 
 
 class RealFormer(Attention):
-    """Softmax attention that adds the scores of the layer below to its own, head by head.
+    r"""Softmax attention that adds the scores of the layer below to its own, head by head.
 
-    L = q k^T / sqrt D + L', and the weights are softmax(L), where L' are the scores of the next lower layer of this
-    kind in a stack, and 0 in the first one. What goes from layer to layer (``carry``) is L before any mask, (B,H,N,M),
+    $L^\prime$ are the scores of the next lower layer of this kind in a stack, and 0 in the first one. What goes from
+    layer to layer (``carry``) is $L$ before any mask, (B,H,N,M),
     float32 at least: a call's N queries against the M keys that it sees, those of the state included, so that steps
     and packed or padded rows get what one whole call gives. It is no part of the state. Memory is N M numbers per head
     from each layer to the next, which no fused kernel spares.
@@ -26,6 +26,12 @@ class RealFormer(Attention):
     """
 
     name, paper, cost = "realformer", "2012.11747", "N^2 D"
+    family = "softmax"
+    equations = (
+        r"o_i = \sum_{j \in \mathcal{A}_i} p_{ij} v_j, \quad "
+        r"p_{ij} = \mathrm{softmax}_{j \in \mathcal{A}_i} L_{ij}, \quad "
+        r"L_{ij} = \frac{q_i \cdot k_j}{\sqrt D} + L_{ij}^\prime",
+    )
     citation = (
         "He, Ruining and Ravula, Anirudh and Kanagal, Bhargav and Ainslie, Joshua",
         "RealFormer: Transformer Likes Residual Attention",

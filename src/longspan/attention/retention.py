@@ -28,18 +28,23 @@ class RotaryState(NamedTuple):
 class Retention(Attention):
     """Linear attention with a fixed decay per head, rotary positions, and a norm in place of the normaliser.
 
-    S_t = gamma_h S_{t-1} + k_t v_t^T and o_t = S_t^T q_t / sqrt(D), with gamma_h = 1 - 2^(-5-h) for h = 0, 1, ...; then
-    y = W_o (norm(o) * silu(W_g x)), where the norm takes mean and variance of each head's channels away.
+    The norm takes mean and variance of each head's channels away.
 
     ``rotary``: base of the rotary positions of queries and keys (0: none). ``expand_v``: width of the values as a
     multiple of dim; the paper doubles it. The rates are the paper's for any number of heads: each head remembers twice
-    as long as the one before it. Pairs of channels turn at rates base^(-2j/D), where the authors' code spaces them from
-    1 to 1/base inclusive. Its rescaling of the products cancels in the norm, so there is none here.
+    as long as the one before it. Pairs of channels turn at rates $b^{-2j/D}$ with the base b, where the authors' code
+    spaces them from 1 to 1/base inclusive. Its rescaling of the products cancels in the norm, so there is none here.
 
     Source: Sun et al. 2023 (2307.08621), eqs 5-8; initialisation and no biases as in the authors' torchscale.
     """
 
     name, paper, cost = "retention", "2307.08621", "N D^2"
+    family = "gated"
+    equations = (
+        r"S_t = \gamma_h S_{t-1} + k_t v_t^\top, \quad o_t = \frac{S_t^\top q_t}{\sqrt D}, \quad "
+        r"\gamma_h = 1 - 2^{-5-h}, \quad h = 0, 1, \ldots",
+        r"y_t = W_o (\mathrm{norm}(o_t) \odot \mathrm{silu}(W_g x_t))",
+    )
     citation = (
         "Sun, Yutao and Dong, Li and Huang, Shaohan and Ma, Shuming and Xia, Yuqing and Xue, Jilong and Wang, Jianyong "
         "and Wei, Furu",

@@ -37,20 +37,19 @@ class Context(NamedTuple):
 
 
 class RFA(Attention):
-    """Softmax attention over unit queries and keys in linear time, by random features, with or without a forget gate.
+    r"""Softmax attention over unit queries and keys in linear time, by random features, with or without a forget gate.
 
-    q and k are divided by their norms and multiplied by a learned vector sigma for each head, an inverse temperature;
-    phi(q).phi(k) is e^(q.k) on average, up to factors that cancel. Without ``gate`` all keys weigh alike. With it
-    S_t = g_t S_{t-1} + (1 - g_t) phi(k_t) v_t^T, z_t likewise, and o_t = S_t^T phi(q_t) / (z_t.phi(q_t)), with one
-    g_t = sigmoid(w.x_t + b) for each head, so that a key weighs (1 - g_s) g_{s+1} ... g_t; this has an order, so it is
-    for causal attention without prefix, and the keys of a ``context`` weigh alike in any case.
+    q and k are divided by their norms and multiplied by a learned vector $s_h$ for each head, an inverse temperature;
+    $\phi(q) \cdot \phi(k)$ is $e^{\hat q \cdot \hat k}$ on average, up to factors that cancel. Without ``gate`` all
+    keys weigh alike. With it, one $g_t$ for each head, key j weighs $(1 - g_j) g_{j+1} \ldots g_t$; this has an order,
+    so it is for causal attention without prefix, and the keys of a ``context`` weigh alike in any case.
 
-    ``map``: gaussian = [cos w.x, sin w.x], whose products may be negative, or arccos = relu(w.x), another kernel. Where
+    ``map``: gaussian, whose products may be negative, or arccos, $\mathrm{relu}(w \cdot \hat x)$, another kernel. Where
     negative ones bring a denominator near zero, roundings are magnified; more features or orthogonal rows make it rare.
     ``features``: rows w drawn for each head (0: as many as it has channels). ``rows``: iid as in the paper, or
     orthogonal in blocks of D. ``seed``: of the rows, together with the layer and the head. ``eps``: the denominator d
-    becomes sign(d) max(|d|, eps); with ``gate`` it is first divided by the sum of the weights, as it would vanish with
-    them. ``context_dim``: width of the context of cross attention (0: dim).
+    becomes $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$; with ``gate`` it is first divided by the sum of the
+    weights, as it would vanish with them. ``context_dim``: width of the context of cross attention (0: dim).
 
     The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
 
@@ -58,6 +57,15 @@ class RFA(Attention):
     """
 
     name, paper, cost = "rfa", "2103.02143", "N D^2"
+    family = "linear"
+    equations = (
+        r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "
+        r"\phi(q_i) \cdot \phi(k_j)}, \quad "
+        r"\phi(x) = \frac{1}{\sqrt m} [\cos w_r \cdot \hat x, \sin w_r \cdot \hat x]_{r = 1, \ldots, m}, \quad "
+        r"\hat x = s_h \odot \frac{x}{\lVert x \rVert}",
+        r"\text{gate:} \quad o_t = \frac{S_t^\top \phi(q_t)}{z_t \cdot \phi(q_t)}, \quad g_t = \sigma(w \cdot x_t + b)",
+        r"S_t = g_t S_{t-1} + (1 - g_t) \phi(k_t) v_t^\top, \quad z_t = g_t z_{t-1} + (1 - g_t) \phi(k_t)",
+    )
     citation = (
         "Peng, Hao and Pappas, Nikolaos and Yogatama, Dani and Schwartz, Roy and Smith, Noah A. and Kong, Lingpeng",
         "Random Feature Attention",

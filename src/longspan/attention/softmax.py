@@ -23,6 +23,11 @@ class Softmax(Attention):
     """
 
     name, paper, cost = "softmax", "1706.03762", "N^2 D"
+    family = "softmax"
+    equations = (
+        r"o_i = \sum_{j \in \mathcal{A}_i} p_{ij} v_j, \quad "
+        r"p_{ij} = \frac{e^{q_i \cdot k_j / \sqrt D}}{\sum_{l \in \mathcal{A}_i} e^{q_i \cdot k_l / \sqrt D}}",
+    )
     citation = (
         "Vaswani, Ashish and Shazeer, Noam and Parmar, Niki and Uszkoreit, Jakob and Jones, Llion and "
         "Gomez, Aidan N. and Kaiser, Lukasz and Polosukhin, Illia",

@@ -23,6 +23,12 @@ class Sparse(Attention):
     """
 
     name, paper, cost = "sparse", "1904.10509", "N W D"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad "
+        r"p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot k_j}{\sqrt D}, \quad "
+        r"P_i = \lbrace j \in \mathcal{A}_i : (i, j) \in \text{pattern} \rbrace",
+    )
     citation = (
         "Child, Rewon and Gray, Scott and Radford, Alec and Sutskever, Ilya",
         "Generating Long Sequences with Sparse Transformers",

@@ -10,17 +10,17 @@ from .base import Attention
 
 
 class SparseTransformer(Attention):
-    """Each query sees near keys or every ``block``-th one, so that two steps reach the whole past.
+    r"""Each query sees near keys or every ``block``-th one, so that two steps reach the whole past.
 
-    With l = ``block`` and c = ``summary``, all keys j <= i: ``strided`` is A1 = {j : i - j < l} and A2 = {j : l divides
-    i - j}; ``fixed`` is A1 = {j : j // l = i // l} and A2 = {j : j mod l >= l - c}. ``integration``: ``interleaved``
-    gives A1 to even layers and A2 to odd ones; ``merged`` gives every head the union; ``per_head`` gives A1 to even
-    heads and A2 to odd ones, of which, when fixed, each takes another sub-block of c summary keys, the last one first,
-    and the last again when all l // c are taken. ``summary`` is for ``fixed`` alone. Where fixed A2 stands alone, the
-    tokens before its first key see nothing and read 0.
+    $P_i$ is made of the sets $A_1$ and $A_2$ of the keys $j \le i$. ``block``: l. ``summary``: c, for the ``kind``
+    fixed. ``integration``: ``interleaved`` gives A1 to even layers and A2 to odd ones; ``merged`` gives every head the
+    union; ``per_head`` gives A1 to even heads and A2 to odd ones, of which, when fixed, each takes another sub-block of
+    c summary keys, the last one first, and the last again when all l // c are taken. ``summary`` is for ``fixed``
+    alone. Where fixed A2 stands alone, the tokens before its first key see nothing and read 0.
 
     A bidirectional one, which is not in the paper, sees |i - j| < l for i - j < l, and A2 to both sides. Its state is a
-    ring of l keys and values in the layers of A1 alone, else all of them. Time is N^1.5 D where l is about sqrt N.
+    ring of l keys and values in the layers of A1 alone, else all of them. Time is $N^{1.5} D$ where l is about
+    $\sqrt N$.
 
     Source: Child et al. 2019, sections 4.3 (the sets) and 5.1 (their integration); l keys in strided A1 are the
     authors' code, the paper's formula has one more. Raises ValueError for an unknown kind or integration, and for a
@@ -28,6 +28,14 @@ class SparseTransformer(Attention):
     """
 
     name, paper, cost = "sparse_transformer", "1904.10509", "N^2 D / l"
+    family = "sparse"
+    equations = (
+        r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot k_j}{\sqrt D}",
+        r"\text{strided:} \quad A_1 = \lbrace j : i - j < l \rbrace, \quad "
+        r"A_2 = \lbrace j : (i - j) \bmod l = 0 \rbrace",
+        r"\text{fixed:} \quad A_1 = \lbrace j : \lfloor j / l \rfloor = \lfloor i / l \rfloor \rbrace, \quad "
+        r"A_2 = \lbrace j : j \bmod l \ge l - c \rbrace",
+    )
     citation = (
         "Child, Rewon and Gray, Scott and Radford, Alec and Sutskever, Ilya",
         "Generating Long Sequences with Sparse Transformers",

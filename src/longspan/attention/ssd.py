@@ -21,21 +21,26 @@ class State(NamedTuple):
 
 
 class SSD(Attention):
-    """The core of Mamba-2: keys and values forget at a rate per head that grows with the token's step size.
+    r"""The core of Mamba-2: keys and values forget at a rate per head that grows with the token's step size.
 
-    S_t = e^{dt_t A} S_{t-1} + B_t (dt_t x_t)^T and o_t = S_t^T C_t + D x_t, with A = -e^a < 0 and a step size
-    dt_t = softplus(w.u_t + b) > 0 per head. x, B and C are silu of a short convolution of projections of the input u;
-    they play the parts of ``value``, ``key`` and ``query``. Then y = W_o norm(o * silu(W_g u)), an RMS norm.
+    $A < 0$, the step size $\Delta_t > 0$ and the skip $d_h$ are numbers per head. u, B and C are silu of a short
+    convolution of projections of the input x; they play the parts of ``value``, ``key`` and ``query``. The norm is RMS.
 
     ``channels``: size of B and C, Mamba's d_state. ``key_heads``: pairs of B and C, each shared by heads / key_heads
-    heads that follow each other; the norm is taken over the channels of those. ``expand_v``: width of x as a multiple
+    heads that follow each other; the norm is taken over the channels of those. ``expand_v``: width of u as a multiple
     of dim. ``convolution``: how many tokens it sees, the token's own included (0: there is none).
 
-    Source: Dao and Gu 2024 (2405.21060), sections 6 and 7; defaults and initialisation (A uniform in -16 ... -1, dt
-    log-uniform in 0.001 ... 0.1, D = 1) as in the authors' Mamba2 module.
+    Source: Dao and Gu 2024 (2405.21060), sections 6 and 7; defaults and initialisation (A uniform in -16 ... -1,
+    $\Delta$ log-uniform in 0.001 ... 0.1, $d_h = 1$) as in the authors' Mamba2 module.
     """
 
     name, paper, cost = "ssd", "2405.21060", "N D^2"
+    family = "gated"
+    equations = (
+        r"S_t = e^{\Delta_t A} S_{t-1} + B_t (\Delta_t u_t)^\top, \quad o_t = S_t^\top C_t + d_h u_t, \quad "
+        r"A = -e^a, \quad \Delta_t = \mathrm{softplus}(w \cdot x_t + b)",
+        r"y_t = W_o \, \mathrm{norm}(o_t \odot \mathrm{silu}(W_g x_t))",
+    )
     citation = (
         "Dao, Tri and Gu, Albert",
         "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality",

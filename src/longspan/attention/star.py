@@ -14,13 +14,12 @@ KINDS = {"cyclic": "the last token is the first one's neighbour", "truncated": "
 
 
 class Star(Attention):
-    """Each token sees its two neighbours, its own input and one relay that sees all tokens; several times in a row.
+    r"""Each token sees its two neighbours, its own input and one relay that sees all tokens; several times in a row.
 
-    With inputs e, tokens h = e and the relay s = mean of e to begin with, a cycle is
-    h_i = norm(relu(attention of h_i over [h_{i-1}, h_i, h_{i+1}, e_i, s])) for all tokens at once, and then
-    s = norm(relu(attention of s over [s, h_1 ... h_N])) with the new ones. y is h after the last of the ``cycles``,
-    whose relay is therefore not computed. Each cycle has weights of its own, each of its attentions projections of its
-    own.
+    A cycle updates all tokens h at once, then the relay s with the new ones; $\mathrm{attend}(a; b_1, \ldots)$ is
+    softmax attention with heads, of the query of a over keys and values of the b. y is h after the last of the
+    ``cycles``, whose relay is therefore not computed. Each cycle has weights of its own, each of its attentions
+    projections of its own.
 
     ``kind``: cyclic, the tokens form a ring, so that rolling the input rolls the output; truncated, the ends have one
     neighbour. A neighbour that is the token itself, or the other neighbour (N = 1, 2), is seen once. Neighbours are
@@ -30,6 +29,14 @@ class Star(Attention):
     """
 
     name, paper, cost = "star", "1902.09113", "N D"
+    family = "sparse"
+    equations = (
+        r"h_i \leftarrow \mathrm{norm}(\mathrm{relu}(\mathrm{attend}(h_i; \, h_{i-1}, h_i, h_{i+1}, e_i, s))), "
+        r"\quad "
+        r"i = 1, \ldots, N",
+        r"s \leftarrow \mathrm{norm}(\mathrm{relu}(\mathrm{attend}(s; \, s, h_1, \ldots, h_N)))",
+        r"\text{at first} \quad h_i = e_i = x_i, \quad s = \frac{1}{N} \sum_i x_i",
+    )
     citation = (
         "Guo, Qipeng and Qiu, Xipeng and Liu, Pengfei and Shao, Yunfan and Xue, Xiangyang and Zhang, Zheng",
         "Star-Transformer",

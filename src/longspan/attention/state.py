@@ -23,17 +23,38 @@ S = TypeVar("S")
 
 
 def clone(state: S) -> S:
-    """A copy that shares no memory with ``state``."""
+    """A copy that shares no memory with ``state``.
+
+    >>> import torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> state = attention.init_state(1)
+    >>> copy = longspan.clone(state)
+    >>> copy.sums.data_ptr() == state.sums.data_ptr()
+    False
+    """
     return pytree.tree_map(torch.clone, state)
 
 
 def detach(state: S) -> S:
-    """The same values, cut off from the graph that made them: for training over segments of a long sequence."""
+    """The same values, cut off from the graph that made them: for training over segments of a long sequence.
+
+    >>> import torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> y, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+    >>> state.sums.requires_grad, longspan.detach(state).sums.requires_grad
+    (True, False)
+    """
     return pytree.tree_map(torch.detach, state)
 
 
 def select(state: S, rows: Tensor | Sequence[int]) -> S:
     """The given rows of the batch, in the given order, repeats allowed (beam search). Shares no memory with ``state``.
+
+    >>> import torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> state = longspan.select(attention.init_state(2), [1, 1, 0])
+    >>> len(state.sums)
+    3
 
     ``rows`` (R,) integers. Raises IndexError for a row that does not exist.
     """
@@ -41,7 +62,12 @@ def select(state: S, rows: Tensor | Sequence[int]) -> S:
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of all tensors in ``state``."""
+    """Bytes of all tensors in ``state``.
+
+    >>> import longspan
+    >>> longspan.nbytes(longspan.build("linear", dim=64, heads=4).init_state(1))
+    4352
+    """
     return sum(t.nbytes for t in pytree.tree_leaves(state))
 
 
@@ -68,6 +94,15 @@ def check_values(state: Any) -> None:
 def save_state(path: str | os.PathLike, state: Any) -> None:
     """Write ``state`` to one safetensors file, with its sha256: whole or not at all.
 
+    >>> import tempfile, torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.save_state(f"{folder}/state.safetensors", state)
+    ...     again = longspan.load_state(f"{folder}/state.safetensors", like=attention.init_state(1))
+    >>> torch.equal(again.sums, state.sums)
+    True
+
     Raises ValueError for a state without values (on the meta device), and for a place that cannot be written or is
     full; an older file then stays.
     """
@@ -83,6 +118,15 @@ def save_state(path: str | os.PathLike, state: Any) -> None:
 
 def load_state(path: str | os.PathLike, like: S) -> S:
     """Read a state written by ``save_state``; ``like`` is any state of the same mechanism or stack, e.g. a fresh one.
+
+    >>> import tempfile, torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.save_state(f"{folder}/state.safetensors", state)
+    ...     again = longspan.load_state(f"{folder}/state.safetensors", like=attention.init_state(1))
+    >>> torch.equal(again.sums, state.sums)
+    True
 
     The tensors take the device of ``like``. The file may have another number of rows, and of tokens where a state keeps
     every token.

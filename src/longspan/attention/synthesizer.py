@@ -32,16 +32,16 @@ class State(NamedTuple):
 
 
 class Synthesizer(Attention):
-    """Softmax over scores synthesised from the query's token alone, learned outright, or a mixture of several.
+    r"""Softmax over scores synthesised from the query's token alone, learned outright, or a mixture of several.
 
-    y_i = sum_j softmax_j(S_ij) v_j over the keys that token i may see, where i and j are positions: real tokens before.
-    ``kind``: dense, S_i = W_2 relu(W_1 x_i + b_1) + b_2, one score per position; factored_dense, S_ij = a_i[j mod A]
-    b_i[j div A] with two such networks a and b, of A = ceil(sqrt(length)) and ceil(length / A) outputs; random, S a
-    learned matrix per head, whatever the input; factored_random, S = R_1 R_2^T. ``length``: most tokens of a sequence,
-    a size of the weights; random has length^2 of them per head. ``rank``: columns of R_1 and R_2, for factored_random.
+    i and j are positions: real tokens before. ``kind``: dense, one score per position by a network; factored_dense,
+    products of the outputs of two such networks a and b, of $A = \lceil \sqrt{n} \rceil$ and $\lceil n / A \rceil$
+    outputs, n the length; random, a learned matrix per head, whatever the input; factored_random, one of low rank.
+    ``length``: most tokens of a sequence, a size of the weights; random has $n^2$ of them per head. ``rank``:
+    columns of $R_1$ and $R_2$, for factored_random.
 
-    Different kinds joined by + are a mixture, S = sum_n alpha_n S_n, with alpha = softmax(w), one learned number w per
-    kind, all equal at first. It may also have dot, q_i.k_j / sqrt D, the scores of softmax attention.
+    Different kinds joined by + are a mixture, with one learned number w per kind, all equal at first. It may also have
+    dot, $q_i \cdot k_j / \sqrt D$, the scores of softmax attention.
 
     Only the rows and columns that a sequence reaches are used, and the softmax is over them, so a shorter sequence is
     the beginning of a longer one. The state is the values so far, and the keys where there is dot.
@@ -51,6 +51,14 @@ class Synthesizer(Attention):
     """
 
     name, paper, cost = "synthesizer", "2005.00743", "N^2 D"
+    family = "softmax"
+    equations = (
+        r"o_i = \sum_{j \in \mathcal{A}_i} p_{ij} v_j, \quad p_{ij} = \mathrm{softmax}_{j \in \mathcal{A}_i} S_{ij}",
+        r"\text{dense:} \quad S_i = W_2 \mathrm{relu}(W_1 x_i + b_1) + b_2",
+        r"\text{factored dense:} \quad S_{ij} = a_{i, \, j \bmod A} \, b_{i, \lfloor j / A \rfloor}",
+        r"\text{random:} \quad S = R, \quad \text{factored random:} \quad S = R_1 R_2^\top",
+        r"\text{a mixture:} \quad S = \sum_n \alpha_n S_n, \quad \alpha = \mathrm{softmax}(w)",
+    )
     citation = (
         "Tay, Yi and Bahri, Dara and Metzler, Donald and Juan, Da-Cheng and Zhao, Zhe and Zheng, Che",
         "Synthesizer: Rethinking Self-Attention in Transformer Models",

@@ -13,10 +13,9 @@ from .base import Attention
 class TalkingHeads(Attention):
     """Softmax attention whose heads mix their scores before the softmax, and their weights after it.
 
-    J_h = q_h k_h^T / sqrt D, L_g = sum_h J_h P_l[h,g], W = softmax(L), U_g = sum_h W_h P_w[h,g] and o_g = U_g v_g. The
-    mixtures P_l and P_w are (H,H), ``mix_scores`` and ``mix_weights``; they begin near the identity, which is softmax
-    attention. A row of U sums to one only where the columns of P_w do, and may be negative. Masks hold in the softmax,
-    so a key that a query may not see has no part in any head.
+    The mixtures $P$ and $Q$ are (H,H), ``mix_scores`` and ``mix_weights``; they begin near the identity, which is
+    softmax attention. A row of $U$ sums to one only where the columns of $Q$ do, and may be negative. Masks hold in the
+    softmax, so a key that a query may not see has no part in any head.
 
     ``context_dim``: width of the context of cross attention (0: dim).
 
@@ -24,6 +23,12 @@ class TalkingHeads(Attention):
     """
 
     name, paper, cost = "talking_heads", "2003.02436", "N^2 (D + H)"
+    family = "softmax"
+    equations = (
+        r"L_{ij}^g = \sum_h P_{hg} \frac{q_i^h \cdot k_j^h}{\sqrt D}, \quad "
+        r"W_{ij}^g = \mathrm{softmax}_{j \in \mathcal{A}_i} L_{ij}^g",
+        r"o_i^g = \sum_{j \in \mathcal{A}_i} U_{ij}^g v_j^g, \quad U_{ij}^g = \sum_h Q_{hg} W_{ij}^h",
+    )
     citation = (
         "Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le",
         "Talking-Heads Attention",

@@ -101,11 +101,12 @@ def check(law: str, spec: str, *, seed: int = 0) -> Row:
 def check_attention(spec: str, *, seed: int = 0, raises: bool = True) -> Report:
     """Measure every law for one spec, or a stack of specs separated by ``;``.
 
+    >>> import longspan
+    >>> longspan.check_attention("linear").ok
+    True
+
     Raises AssertionError with the whole report where a law fails (unless ``raises=False``), and ValueError for an
     unknown mechanism or option.
-
-    >>> check_attention("linear").ok
-    True
     """
     report = Report(spec, tuple(check(law, spec, seed=seed) for law in _LAWS))
     if raises and not report.ok:

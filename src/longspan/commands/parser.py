@@ -19,21 +19,26 @@ class Parser(jsonargparse.ArgumentParser):
 
     def read(self, words: list[str]) -> jsonargparse.Namespace:
         """Parse the words of a command line. Raises ValueError for what cannot be read; --help raises SystemExit."""
-        options = dict.fromkeys(self._option_string_actions)
-        for word in words:
+        options = {kebab(option): option for option in self._option_string_actions if option.startswith("--")}
+        words = list(words)
+        for place, word in enumerate(words):
             if word == "--":
                 break
-            name = word.partition("=")[0]
-            if word.startswith("--") and name not in options:
+            name, equals, value = word.partition("=")
+            if word.startswith("--"):
                 # A recipe has some forty fields; those of the same group are enough to find the right one.
                 group = name.partition(".")[0] + "."
                 near = {option: None for option in options if option.startswith(group)} or options
-                known(name, {option: None for option in near if option.startswith("--")}, "option")
+                words[place] = options[known(kebab(name), near, "option")] + equals + value
         return self.parse_args(words)
+
+    def format_help(self) -> str:
+        """The help, with options as they are best typed: fields are named as in a recipe, with underscores."""
+        return re.sub(r"(?<![\w-])--[a-z][\w.-]*", lambda option: kebab(option[0]), super().format_help())
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Raise ValueError with the message on one line."""
-        message = re.sub(r'[Pp]arser key "([^"]*)":', r"--\1:", " ".join(message.split()))
+        message = re.sub(r'[Pp]arser key "([^"]*)":', lambda key: f"--{kebab(key[1])}:", " ".join(message.split()))
         message = re.sub(r"Expected an? <class '(\w+)'>\. Got value: ", r"expected \1, got ", message)
         raise ValueError(f"{message}; see {self.prog} --help") from ex
 
@@ -50,8 +55,13 @@ def make(command: str, description: str, *examples: str, cls: type[Parser] = Par
     )
 
 
+def kebab(option: str) -> str:
+    """``--run.save-every`` for ``--run.save_every``: the spelling of options; the other one is understood, too."""
+    return option.replace("_", "-")
+
+
 def positive(args: Any, *names: str) -> None:
     """Raise ValueError unless each of these options is at least 1."""
     for name in names:
         if getattr(args, name) < 1:
-            raise ValueError(f"--{name}={getattr(args, name)} must be at least 1")
+            raise ValueError(f"--{kebab(name)}={getattr(args, name)} must be at least 1")

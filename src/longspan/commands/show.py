@@ -11,9 +11,10 @@ SIZE = 256  # pixels that a head's picture is high at least
 def parser() -> Parser:
     parser = make(
         "show",
-        "One mechanism: its options and what they mean, paper, cost, parameters, the FLOPs of attention against those "
-        "of the feed-forward network and the bytes of the recurrent state by length, and the backend that serves it. "
-        "Where it has a pattern, or is one: how far and how many keys a query sees, and a picture of that.",
+        "One mechanism: what it computes, its options and what they mean, paper, cost, parameters, the FLOPs of "
+        "attention against those of the feed-forward network and the bytes of the recurrent state by length, and the "
+        "backend that serves it. Where it has a pattern, or is one: how far and how many keys a query sees, and a "
+        "picture of that.",
         "longspan show linear",
         "longspan show \"linear(feature_map='relu'); softmax\" --dim 512 --heads 8 --json",
         "longspan show \"sparse(pattern='band(8) | globals(2)')\" --draw sparse.png",
@@ -32,7 +33,12 @@ def parser() -> Parser:
         help="draw which keys each query sees as this PNG file: queries downwards, keys to the right, black is seen, "
         "grey comes later; heads side by side where they differ; global tokens of their own come first",
     )
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of the picture, and of the number of keys")
+    parser.add_argument(
+        "--tokens",
+        type=int | None,
+        default=None,
+        help="tokens of the picture, and of the number of keys; otherwise as many as show what the pattern does",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -77,10 +83,15 @@ def _sight(one: dict) -> list[str]:
 
 
 def _text(one: dict) -> str:
+    from ..attention.base import LEGEND
+    from ..notation import inline, text
+
     paper, counts, sizes = one["paper"], one["counts"], one["parameters"]
     lines = [
         f"{one['spec']}: {one['summary']}",
         f"  paper       {paper['title']} ({paper['year']}), https://arxiv.org/abs/{paper['arxiv']}",
+        *_listed("computes", [text(equation) for equation in one["equations"]]),
+        *_listed("where", [inline(words) for symbol, words in LEGEND.items() if symbol in "".join(one["equations"])]),
         f"  cost        {one['cost']} for a sequence of N tokens with heads of size D",
         f"  forms       {', '.join(one['forms'])}",
         *(_sight(one) if one["sight"] else []),
@@ -112,6 +123,14 @@ def _text(one: dict) -> str:
         longest = max(row["tokens"] for row in counts if row["measured"])
         lines.append(f"    ~ continued from counts up to {longest} tokens")
     return "\n".join(lines)
+
+
+def _listed(name: str, said: list[str]) -> list[str]:
+    """Each text on lines of its own, the first one beside the name."""
+    lines = [
+        line for text in said for line in textwrap.wrap(text, 104, subsequent_indent="    ", break_on_hyphens=False)
+    ]
+    return [(f"  {name:<12}" if number == 0 else " " * 14) + line for number, line in enumerate(lines)]
 
 
 def _short(number: float, base: int = 1000, letters: tuple[str, ...] = ("", "k", "M", "G", "T", "P")) -> str:

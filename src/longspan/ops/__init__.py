@@ -26,6 +26,13 @@ _backend = "auto"
 def backend(name: str) -> Iterator[None]:
     """Force a backend inside a ``with`` block: ``auto | reference | torch | native | triton | flex``.
 
+    >>> import torch, longspan
+    >>> attention, x = longspan.build("linear", dim=8, heads=2), torch.randn(1, 5, 8)
+    >>> with longspan.backend("reference"):
+    ...     plain, _ = attention(x)
+    >>> torch.allclose(plain, attention(x)[0], atol=1e-6)
+    True
+
     A forced backend that cannot serve a call raises a ValueError with the reason. Not thread-safe: the choice holds
     for the whole process. Raises ValueError for an unknown name.
     """

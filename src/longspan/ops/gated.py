@@ -27,17 +27,27 @@ def decay_attention(
     return_state: bool = False,
     donate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """A decaying sum of outer products: S_t = Diag(e^log_decay_t) S_{t-1} + k_t v_t^T, o_t = scale S_t^T q_t; causal.
+    r"""Attention to a sum of outer products that decays, causal and without a normaliser.
+
+    $$
+    S_t = \mathrm{Diag}(e^{g_t}) S_{t-1} + k_t v_t^\top, \quad o_t = c \, S_t^\top q_t
+    $$
+
+    >>> import torch, longspan
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+    >>> log_decay = torch.full((1, 2, 5), -0.1)
+    >>> o, state = longspan.decay_attention(q, k, v, log_decay=log_decay, return_state=True)
+    >>> o.shape, state.shape
+    (torch.Size([1, 2, 5, 8]), torch.Size([1, 2, 8, 8]))
 
     query, key (B,G,N,D), value (B,H,N,E) -> (B,H,N,E) in value's dtype; with ``return_state=True`` also the state
     (B,H,D,E) in float32 or float64. G divides H: heads of values that follow each other share a query and a key.
 
-    ``log_decay`` <= 0: (B,H,N), one per head, or (B,H,N,D), one per channel of the keys; -inf forgets everything.
-    ``scale``: None means 1/sqrt(D). ``mask`` (B,N) bool: True = a real token; another one writes nothing, nothing
-    decays, and its output is 0. ``segments`` (B,N) int64: packed sequences, equal ids side by side; the state starts
-    from zero where they change, a given state belongs to the first and the returned one to the last. ``donate=True``
-    may overwrite ``state``. There is no normaliser. Transforms of ``torch.func`` and forward-mode derivatives take
-    plain forms.
+    ``log_decay``: $g_t \le 0$, (B,H,N), one per head, or (B,H,N,D), one per channel of the keys; -inf forgets
+    everything. ``scale``: $c$, None means $1 / \sqrt D$. ``mask`` (B,N) bool: True = a real token; another one writes
+    nothing, nothing decays, and its output is 0. ``segments`` (B,N) int64: packed sequences, equal ids side by side;
+    the state starts from zero where they change, a given state belongs to the first and the returned one to the last.
+    ``donate=True`` may overwrite ``state``. Transforms of ``torch.func`` and forward-mode derivatives take plain forms.
 
     Raises ValueError for shapes or dtypes that do not fit, and for a state to be overwritten that shares memory with
     another operand or itself.
@@ -72,12 +82,25 @@ def delta_rule(
     return_state: bool = False,
     donate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The state learns to return v_t for k_t: S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T, o_t = scale S_t^T q_t.
+    r"""Attention to a state that learns to return $v_t$ for $k_t$: the delta rule, also with decay.
 
-    P_t = Diag(e^log_decay_t) S_{t-1}: first the state decays (not at all where ``log_decay`` is None), then the error
-    is read. ``beta`` (B,H,N) is the step size: 0 writes nothing, 1 replaces what a key of norm 1 has stored. Keys are
-    taken as they come; the state stays bounded where ``beta |k|^2 <= 2``. All else, and what is raised, is as in
-    ``decay_attention``.
+    $$
+    P_t = \mathrm{Diag}(e^{g_t}) S_{t-1}, \quad S_t = P_t + \beta_t k_t (v_t - P_t^\top k_t)^\top,
+    \quad o_t = c \, S_t^\top q_t
+    $$
+
+    >>> import torch, longspan
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+    >>> k, beta = torch.nn.functional.normalize(k, dim=-1), torch.ones(1, 2, 5)
+    >>> _, state = longspan.delta_rule(q, k, v, beta=beta, return_state=True)
+    >>> stored = state.mT @ k[:, :, -1, :, None]  # what the last key has stored is the last value
+    >>> torch.allclose(stored[..., 0], v[:, :, -1], atol=1e-5)
+    True
+
+    First the state decays by $g_t$, which is ``log_decay`` (not at all where that is None), then the error is read.
+    ``beta`` (B,H,N) is the step size $\beta_t$: 0 writes nothing, 1 replaces what a key of norm 1 has stored. Keys are
+    taken as they come; the state stays bounded where $\beta_t \lVert k_t \rVert^2 \le 2$. All else, and what is raised,
+    is as in ``decay_attention``.
 
     Source: Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5; with a decay per head Yang et
     al. 2024 (2412.06464), eq. 10, and per channel Kimi Team 2025 (2510.26692), eq. 1.

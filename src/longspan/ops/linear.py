@@ -27,15 +27,27 @@ def linear_attention(
     return_state: bool = False,
     donate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Linear attention, shaped like ``F.scaled_dot_product_attention``.
+    r"""Linear attention, shaped like ``F.scaled_dot_product_attention``.
+
+    $$
+    o_i = \frac{S_i^\top \phi(q_i)}{z_i \cdot \phi(q_i) + \epsilon}, \quad S_i = \sum_{j \le i} \phi(k_j) v_j^\top,
+    \quad z_i = \sum_{j \le i} \phi(k_j)
+    $$
+
+    >>> import torch, longspan
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+    >>> longspan.linear_attention(q, k, v, causal=True).shape
+    torch.Size([1, 2, 5, 8])
 
     query (B,H,N,D), key (B,H,M,D), value (B,H,M,E) -> (B,H,N,E) in value's dtype; with ``return_state=True`` also the
-    state (B,H,F,E+1), in float32 or float64: the sum of phi(k) v^T and, in its last column, the sum of phi(k).
+    state (B,H,F,E+1), in float32 or float64: $S$ and, in its last column, $z$. ``causal=True`` needs N = M; otherwise
+    the sums are over all keys.
 
-    ``mask`` (B,M) bool: True = a real token; a masked one does not exist, whatever it holds: its output means nothing,
-    and with ``causal=False``, where queries may be other tokens, it is a key that does not exist. ``segments`` (B,N)
-    int64: packed sequences. ``causal=True`` needs N = M. ``donate=True`` may overwrite ``state``. A query that no key
-    answers reads 0, also with ``eps=0``. Transforms of ``torch.func`` and forward-mode derivatives take plain forms.
+    ``feature_map``: $\phi$, one of elu, relu, squared_relu and exp, or a callable. ``eps``: $\epsilon$. ``mask`` (B,M)
+    bool: True = a real token; a masked one does not exist, whatever it holds: its output means nothing, and with
+    ``causal=False``, where queries may be other tokens, it is a key that does not exist. ``segments`` (B,N) int64:
+    packed sequences. ``donate=True`` may overwrite ``state``. A query that no key answers reads 0, also with ``eps=0``.
+    Transforms of ``torch.func`` and forward-mode derivatives take plain forms.
 
     Raises ValueError for shapes that do not fit, an unknown feature map or one that can go negative, a state that is
     given with ``causal=False``, and one to be overwritten that shares memory with query, key, value or itself.

@@ -38,15 +38,20 @@ def sparse_attention(
     bias: Bias | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Softmax attention in which each query sees the keys that a pattern allows, in O(N keys-per-query).
+    r"""Softmax attention in which each query sees the keys that a pattern allows, in O(N keys-per-query).
+
+    >>> import torch, longspan
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 8)  # (B,H,N,D) each
+    >>> longspan.sparse_attention(q, k, v, "causal & (band(15) | globals(4))").shape
+    torch.Size([1, 2, 100, 8])
 
     query (B,H,N,D), key (B,G,N,D), value (B,G,N,E), where G divides H -> (B,H,N,E). ``pattern`` is a value of
     ``longspan.patterns`` or its spec, such as ``"band(255) | globals(4)"``; a query that sees no key gets 0.
     ``mask`` (B,N) bool: True = a real token; a masked one does not exist, whatever it holds: positions count the real
     tokens before, and its output is 0. ``bias``: an object whose ``score(q_tile, i, j)`` is added to the logits, or a
-    tensor (H|1,N,N) that is. ``scale`` multiplies q k^T; None: 1 / sqrt(D). ``torch.compile`` takes a spec in a call
-    with neither mask nor bias, and a value in any. Transforms of ``torch.func`` and forward-mode derivatives take plain
-    forms: block by block without a mask, O(N^2) with one.
+    tensor (H|1,N,N) that is. ``scale`` multiplies $q_i \cdot k_j$; None: $1 / \sqrt D$. ``torch.compile`` takes a spec
+    in a call with neither mask nor bias, and a value in any. Transforms of ``torch.func`` and forward-mode derivatives
+    take plain forms: block by block without a mask, O(N^2) with one.
 
     Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern.
     """

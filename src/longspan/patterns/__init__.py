@@ -20,7 +20,7 @@ from .atoms import band, block, blockwise, causal, dilated, fixed, globals, loca
 from .blocks import Blocks
 from .choice import by_head, by_layer
 from .grid import block_order, columns, local2d, rows
-from .picture import picture
+from .picture import picture, picture_size
 
 NAMES = {
     made.__name__: made
@@ -66,6 +66,7 @@ __all__ = [
     "nowhere",
     "parse",
     "picture",
+    "picture_size",
     "prefix",
     "random",
     "rows",

@@ -6,6 +6,23 @@ from torch import Tensor
 from .algebra import Pattern
 
 SEEN, HIDDEN, LATER = 0, 255, 224
+SMALLEST, LARGEST = 64, 1024  # tokens of a picture, where nobody says how many
+
+
+def picture_size(pattern: Pattern, *, heads: int = 1, layer: int = 0) -> int:
+    """How many tokens show what a pattern does: the first of 64, 128, ... 1024 at which something is left to see.
+
+    That is, where less than half of the pairs in its order are seen, and a query sees four keys, or no more at twice
+    as many tokens. 64 where that is nowhere so, as of a pattern that sees everything.
+    """
+    n = SMALLEST
+    while n <= LARGEST:
+        keys, more = (pattern.dense(m, heads=heads, layer=layer).sum(-1) for m in (n, 2 * n))
+        pairs = n * (n + 1) / 2 if pattern.lookahead == 0 else n * n
+        if keys.sum() < len(keys) * pairs / 2 and keys.max() >= min(4, int(more.max())):
+            return n
+        n *= 2
+    return SMALLEST
 
 
 def picture(pattern: Pattern, n: int, *, heads: int = 1, layer: int = 0) -> Tensor:
