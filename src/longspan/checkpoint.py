@@ -32,7 +32,7 @@ WEIGHTS, CONFIG, TRAINING = "model.safetensors", "config.json", "training.pt"
 
 
 def save(
-    folder: str | Path,
+    folder: str | os.PathLike,
     model: Decoder | Encoder,
     *,
     training: Mapping[str, Any] | None = None,
@@ -43,11 +43,15 @@ def save(
     ``training``: plain values and tensors that :func:`load_training` gives back. ``extra``: plain values, further
     entries of config.json.
 
-    Raises ValueError for a model of another kind, an ``extra`` that hides an entry of the format, a folder that holds
-    something other than a checkpoint, and a place that cannot be written.
+    Raises ValueError for a folder that is no path, a model of another kind, an ``extra`` that hides an entry of the
+    format, a folder that holds something other than a checkpoint, and a place that cannot be written.
     """
     from safetensors.torch import save_file
 
+    if not isinstance(folder, str | os.PathLike):
+        swapped = isinstance(folder, nn.Module) and isinstance(model, str | os.PathLike)
+        hint = "; longspan.save(folder, model) takes the folder first, unlike torch.save" if swapped else ""
+        raise ValueError(f"folder must be a path, not {type(folder).__name__}{hint}")
     folder = Path(os.path.abspath(folder))
     header = {"format": FORMAT, "kind": _kind(model), "config": model.config.to_dict(), "longspan": _version()}
     taken = [name for name in extra or {} if name in header]
