@@ -37,8 +37,10 @@ class Linear(Attention):
 
     o_i = phi(q_i)^T S_i / (phi(q_i)^T z_i + eps) with S_i = sum_{j<=i} phi(k_j) v_j^T, z_i = sum_{j<=i} phi(k_j).
 
-    ``feature_map``: elu (elu(x)+1), relu, squared_relu, exp, or a callable (..., D) -> (..., F) without negative
-    values. ``eps`` is added to the denominator. ``rotary``: base of rotary positions, applied to phi(q) and phi(k) in
+    ``feature_map``: elu (elu(x)+1), relu, squared_relu or exp. The class itself, which no spec builds then, also takes
+    a function of yours, (..., D) -> (..., F) without negative values: ``Linear(dim, heads, feature_map=f)``.
+
+    ``eps`` is added to the denominator. ``rotary``: base of rotary positions, applied to phi(q) and phi(k) in
     the numerator only, as the denominator must stay positive (0: none). ``context_dim``: width of the context of cross
     attention (0: dim).
 
@@ -83,8 +85,8 @@ class Linear(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        features = self.phi(self.out.weight.new_zeros(1, size)).shape[-1]
-        sums = linear.widen(self.out.weight.new_zeros(batch, self.heads, features, size + 1))
+        features = self.phi(self.like.new_zeros(1, size)).shape[-1]
+        sums = linear.widen(self.like.new_zeros(batch, self.heads, features, size + 1))
         if not self.rotary:
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))

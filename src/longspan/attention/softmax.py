@@ -58,7 +58,7 @@ class Softmax(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.out.weight)
+        return cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.like)
 
     def attend(
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
