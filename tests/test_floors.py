@@ -20,7 +20,7 @@ FLOORS = (
     ("ops", "likelihood"),
     ("layers", "cache", "window", "reach"),
     ("attention",),
-    ("model", "engine", "generate", "data", "tasks", "checkpoint", "checks", "pictures", "shipped"),
+    ("model", "multihead", "engine", "generate", "data", "tasks", "checkpoint", "checks", "pictures", "shipped"),
     ("train", "bench", "reproduce", "demo", "describe", "compat"),
     ("cli", "commands", "__main__"),
     ("__init__",),

@@ -68,7 +68,8 @@ def weight_of(module: nn.Module) -> Tensor | None:
     integers.
     """
     for part in module._modules.values():
-        if part is not None and (weight := part._parameters.get("weight")) is not None and weight.is_floating_point():
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point():
             return weight
     return next((p for p in module.parameters() if p.is_floating_point()), None)
 
