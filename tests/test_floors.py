@@ -16,11 +16,23 @@ PACKAGE = ROOT / "src" / "longspan"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
-    ("spec", "config", "folders", "patterns"),
+    ("spec", "config", "folders", "patterns", "extras", "version"),
     ("ops", "likelihood"),
     ("layers", "cache", "window", "reach"),
     ("attention",),
-    ("model", "multihead", "engine", "generate", "data", "tasks", "checkpoint", "checks", "pictures", "shipped"),
+    (
+        "model",
+        "multihead",
+        "engine",
+        "generate",
+        "data",
+        "tasks",
+        "checkpoint",
+        "checks",
+        "pictures",
+        "shipped",
+        "recipes",
+    ),
     ("train", "bench", "reproduce", "demo", "describe", "compat"),
     ("cli", "commands", "__main__"),
     ("__init__",),

@@ -12,6 +12,9 @@ from .ops import backend
 from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
 from .ops.sparse import sparse_attention
+from .version import VERSION
+
+__version__ = VERSION
 
 __all__ = [
     "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention", "Stack", "StackConfig",

@@ -11,7 +11,6 @@ a folder of that name exists, it steps aside under the name ``.NAME.old`` first;
 none, so that a process killed between the two renames costs nothing.
 """
 
-import importlib.metadata
 import json
 import os
 import pickle
@@ -25,6 +24,7 @@ from torch import nn
 
 from .config import Config, EncoderConfig
 from .model import Decoder, Encoder
+from .version import VERSION
 
 FORMAT = 1
 KINDS: dict[str, tuple[Any, Any]] = {"decoder": (Config, Decoder), "encoder": (EncoderConfig, Encoder)}
@@ -53,7 +53,7 @@ def save(
         hint = "; longspan.save(folder, model) takes the folder first, unlike torch.save" if swapped else ""
         raise ValueError(f"folder must be a path, not {type(folder).__name__}{hint}")
     folder = Path(os.path.abspath(folder))
-    header = {"format": FORMAT, "kind": _kind(model), "config": model.config.to_dict(), "longspan": _version()}
+    header = {"format": FORMAT, "kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
     taken = [name for name in extra or {} if name in header]
     if taken:
         raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(header)}")
@@ -152,7 +152,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     if not isinstance(header, dict) or "format" not in header:
         raise ValueError(f"{path} belongs to another program: it names no format of a longspan checkpoint")
     if header["format"] != FORMAT:
-        raise ValueError(f"{path} has format {header['format']}; this longspan {_version()} reads format {FORMAT}")
+        raise ValueError(f"{path} has format {header['format']}; this longspan {VERSION} reads format {FORMAT}")
     if header.get("kind") not in KINDS:
         raise ValueError(f"{path} has kind {header.get('kind')!r}; known: {', '.join(KINDS)}")
     if not isinstance(header.get("config"), dict):
@@ -197,13 +197,6 @@ def _kind(model: nn.Module) -> str:
         if type(model) is model_class:
             return kind
     raise ValueError(f"cannot save a {type(model).__name__}; known: {', '.join(c.__name__ for _, c in KINDS.values())}")
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("longspan")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:

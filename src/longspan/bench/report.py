@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, pictures
+from .. import checkpoint, extras, pictures
 from . import plots
 
 Result = dict[str, Any]
@@ -16,6 +16,7 @@ Table = list[list[str]]
 
 def claim(out: Path, benchmark: str) -> None:
     """See to it, before any measurement, that the files can be written. Raises ValueError, ImportError."""
+    extras.need("the benchmarks", "matplotlib", "PIL")
     pictures.claim_folder(out)
     pictures.check(out / f"{benchmark}.png")
     plots.pyplot()

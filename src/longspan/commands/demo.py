@@ -20,9 +20,10 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
-    from .. import pictures
+    from .. import extras, pictures
 
     positive(args, "steps")
+    extras.need("the demo", "lightning", "tensorboard", "sklearn", "matplotlib", "PIL")
     out = Path(args.out)
     pictures.claim_folder(out)
     from .. import demo

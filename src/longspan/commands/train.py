@@ -1,13 +1,13 @@
 """``longspan train``: train a model from a recipe or from flags."""
 
 import dataclasses
-import itertools
 import shlex
 from pathlib import Path
 
 import jsonargparse
 import yaml
 
+from .. import recipes
 from ..config import Config
 from ..spec import known
 from .parser import Parser, make
@@ -17,10 +17,14 @@ SECTIONS = ("model", "run", "resume")
 
 class _Parser(Parser):
     def read(self, words: list[str]) -> jsonargparse.Namespace:
-        for here, after in itertools.pairwise((*words, "")):
-            name, equals, value = here.partition("=")
-            if name == "--config":
-                _check(value if equals else after)
+        # A recipe by its name becomes its file; "--config NAME" and "--config=NAME" alike.
+        words = list(words)
+        for i, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if name != "--config" or not (equals or words[i + 1 :]):
+                continue
+            value = _recipe(value if equals else words[i + 1])
+            words[i if equals else i + 1] = f"--config={value}" if equals else value
         return super().read(words)
 
 
@@ -35,12 +39,16 @@ def parser() -> Parser:
         "flag, and flags win over the recipes before them; model.vocab 0 takes that of the data. The run's folder gets "
         "config.yaml, checkpoints and metrics. Ctrl-C saves a checkpoint from which --resume goes on to the very same "
         "result.",
-        "longspan train --config recipes/digits.yaml --run.steps 100 --run.out runs/digits",
+        "longspan train --config digits --run.steps 100 --run.out runs/digits",
         "longspan train --config runs/digits/config.yaml --resume",
         "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
         cls=_Parser,
     )
-    parser.add_argument("--config", action="config", help="recipe: a YAML file with model and run")
+    parser.add_argument(
+        "--config",
+        action="config",
+        help=f"recipe: a YAML file with model and run, or one by name: {', '.join(recipes.names())}",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in run.out")
     parser.add_class_arguments(Config, "model")
     parser.add_class_arguments(Run, "run")
@@ -76,10 +84,14 @@ def _how_to_go_on(said: str, recipe: Path) -> str:
     return f"{said}; go on with: longspan train --config {shlex.quote(str(recipe))} --resume"
 
 
-def _check(path: str) -> None:
-    """Raise ValueError for a recipe that is missing or has an entry that is not known, were it empty."""
+def _recipe(text: str) -> str:
+    """The file of a recipe. Raises ValueError where it is missing, or has an entry that is not known, were it empty."""
     from ..train import Run
 
+    try:
+        path = str(recipes.find(text))
+    except ValueError as error:
+        raise ValueError(f"--config: {error}") from error
     try:
         recipe = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -98,3 +110,4 @@ def _check(path: str) -> None:
         fields = dataclasses.fields(Config if section == "model" else Run)
         for name in values:
             known(str(name), {field.name: None for field in fields}, f"field of {section} in {path}")
+    return path

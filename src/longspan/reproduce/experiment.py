@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import checkpoint, pictures
+from .. import checkpoint, extras, pictures
 from ..bench import plots
 from ..bench.report import Table
 from . import page, provenance
@@ -104,6 +104,7 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
     version, ImportError without matplotlib.
     """
     path = out / f"{name}.json"
+    extras.need("the experiments", "matplotlib", "PIL")
     pictures.claim_folder(out)
     pictures.check(path.with_suffix(".png"))
     plots.pyplot()
