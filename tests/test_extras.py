@@ -1,9 +1,13 @@
 """What an installation has: a version, recipes, extras that leave torch alone and are asked for all at once."""
 
+import importlib.util
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -110,3 +114,46 @@ def test_recipes_are_in_the_wheel():
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     found = {file.distribution_path for file in builder.recurse_included_files()}
     assert {f"longspan/recipes/{name}.yaml" for name in recipes.names()} <= found
+
+
+@pytest.fixture
+def hook():
+    """The build's own script, as a module."""
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="auditwheel is for Linux")
+def test_a_wheel_is_tagged_as_auditwheel_grants(hook, monkeypatch):
+    machine = os.uname().machine
+    monkeypatch.setattr(hook.importlib.util, "find_spec", lambda name: None)
+    assert hook.platform_tag([]) == f"linux_{machine}"
+    monkeypatch.undo()
+    pytest.importorskip("auditwheel")
+    # A library of Python's own, which was built to run on many systems or on this one.
+    library = next(Path(sysconfig.get_path("platlib")).glob("numpy/_core/_multiarray_umath*.so"))
+    assert re.fullmatch(rf"(manylinux_2_\d+|linux)_{machine}", hook.granted([library], f"linux_{machine}"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="auditwheel is for Linux")
+def test_the_tag_is_read_from_what_auditwheel_says(hook, monkeypatch, tmp_path):
+    library = tmp_path / "x86-64.so"
+    library.write_bytes(b"elf")
+    said = 'probe.whl is consistent with the following\nplatform tag: "manylinux_2_27_x86_64".\n'
+    seen = []
+
+    def run(words, **options):
+        seen.extend(zipfile.ZipFile(words[-1]).namelist())
+        return subprocess.CompletedProcess(words, 0, said, "")
+
+    monkeypatch.setattr(hook.subprocess, "run", run)
+    assert hook.granted([library], "linux_x86_64") == "manylinux_2_27_x86_64"
+    assert "probe/x86-64.so" in seen
+    said = "no ELF executable"
+    with pytest.raises(RuntimeError, match="auditwheel does not say where the kernels load: no ELF"):
+        hook.granted([library], "linux_x86_64")
