@@ -33,7 +33,7 @@ FLOORS = (
         "shipped",
         "recipes",
     ),
-    ("train", "bench", "reproduce", "demo", "describe", "compat"),
+    ("train", "bench", "reproduce", "demo", "describe", "compat", "runs"),
     ("cli", "commands", "__main__"),
     ("__init__",),
 )

@@ -40,6 +40,7 @@ def parser() -> Parser:
         "config.yaml, checkpoints and metrics. Ctrl-C saves a checkpoint from which --resume goes on to the very same "
         "result.",
         "longspan train --config digits --run.steps 100 --run.out runs/digits",
+        "longspan train --config text --run.data text:book.txt --run.out runs/book",
         "longspan train --config runs/digits/config.yaml --resume",
         "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
         cls=_Parser,
@@ -71,7 +72,7 @@ def run(args) -> int:
         raise KeyboardInterrupt(_how_to_go_on(str(error), Path(run.out) / "config.yaml")) from error
     # Of several processes only the first one has the result.
     if result.bits:
-        bits = ", ".join(f"{split} {value:.3f}" for split, value in result.bits.items())
+        bits = ", ".join(f"{s} {value:.3f} ({result.examples[s]:,} examples)" for s, value in result.bits.items())
         unit = "byte" if run.data.startswith("text") else "dim"
         print(f"{result.folder}: {result.steps} steps, {result.seconds:.1f} s, bits/{unit}: {bits}")
     return 0

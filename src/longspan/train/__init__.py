@@ -14,7 +14,7 @@ the micro-batch's number, and all else is in the checkpoint.
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Result:
     """wall time of this call"""
     bits: dict[str, float]
     """the best checkpoint's bits per dim or byte on "validation" and "test"; empty on ranks other than 0"""
+    examples: dict[str, int] = field(default_factory=dict)
+    """on how many examples these were measured"""
 
 
 SPLITS = ("validation", "test")
@@ -64,6 +66,8 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
     hand is finished and saved. Raises ImportError without the extra ``train``.
     """
     begin, folder = time.monotonic(), Path(run.out)
+    # Data of one's own are found again from any folder.
+    run = replace(run, data=data.absolute(run.data))
     engine = _engine()
     reuse_pages()
     first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) == 0
@@ -82,6 +86,8 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
         model = Decoder(config)
+        if bar:
+            bar.line(_opening(model, run, dataset))
         steps, stopped, first = engine.train(model, run, dataset, {"run": asdict(run)}, start, bar)
     if not first:
         # Quietly, after an interruption too: the launcher kills rank 0 if it sees another process fail before it.
@@ -91,11 +97,22 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
         raise KeyboardInterrupt(f"{stopped} at step {steps}; {where} in {folder}; go on with resume")
     best = checkpoint.load(folder)
     scores = {s: bits(best, dataset, s, roomy(dataset.length), examples=run.evaluate_examples) for s in SPLITS}
+    examples = {s: min(run.evaluate_examples or dataset.count(s), dataset.count(s)) for s in SPLITS}
     if bar:
-        shown = ", ".join(f"{split} {value:.3f}" for split, value in scores.items())
+        shown = ", ".join(f"{split} {value:.3f} ({examples[split]:,} examples)" for split, value in scores.items())
         early = f" ({stopped})" if stopped else ""
         bar.line(f"{steps} steps{early}; best checkpoint: {shown} bits/{dataset.unit}; in {folder}")
-    return Result(folder, steps, time.monotonic() - begin, scores)
+    return Result(folder, steps, time.monotonic() - begin, scores, examples)
+
+
+def _opening(model: Decoder, run: Run, dataset: Dataset) -> str:
+    """What is trained, on what and where, in one line."""
+    weights = sum(p.numel() for p in model.parameters())
+    where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
+    return (
+        f"{weights:,} parameters, {model.config.attention}; {run.data}: {dataset.count('train'):,} examples of "
+        f"{dataset.length} tokens, {run.batch * run.accumulate * run.devices} in a step; on {where}"
+    )
 
 
 def _engine() -> Any:
