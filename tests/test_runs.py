@@ -162,6 +162,13 @@ def test_show_tells_what_a_run_is(home, capsys):
         assert part in shown
 
 
+def test_a_mechanism_comes_before_a_run_of_its_name(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linear").symlink_to(home / "one", target_is_directory=True)
+    assert "2006.16236" in said(capsys, "show", "linear")
+    assert "a training run" in said(capsys, "show", "./linear")
+
+
 def test_compare_has_a_table_and_a_picture(home, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="the curves are drawn: pip install longspan[plot]")
     one, two, picture = str(home / "one"), str(home / "two"), tmp_path / "curves.png"
@@ -176,7 +183,7 @@ def test_compare_has_a_table_and_a_picture(home, tmp_path, capsys):
 
 def test_what_is_no_run_is_refused(home, tmp_path, capsys):
     assert f"{tmp_path} holds no training run: it has no config.yaml" in refused(capsys, "compare", str(tmp_path))
-    assert "unknown name" in refused(capsys, "show", "nowhere")
+    assert "runs/absent" in refused(capsys, "show", "runs/absent")
     (tmp_path / "config.yaml").write_text("- 3")
     assert "config.yaml is corrupt: it holds no model and run" in refused(capsys, "compare", str(tmp_path))
     (tmp_path / "config.yaml").write_bytes((home / "one" / "config.yaml").read_bytes())
