@@ -215,10 +215,10 @@ def test_keys_and_values_of_other_tensors(spec, widths):
 @pytest.mark.parametrize("spec", ["linear", "softmax"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_inside_torchs_encoder_layer(spec, grad):
-    """In evaluation without gradients torch's layer would compute softmax itself, had it not been kept from that."""
-    layer = seeded(nn.TransformerEncoderLayer, E, H, 16, 0.0, batch_first=True).eval()
+    """In evaluation torch's layer would compute softmax itself where heads are even, had it not been kept from that."""
+    layer = seeded(nn.TransformerEncoderLayer, E, 2, 16, 0.0, batch_first=True).eval()
     right = copy.deepcopy(layer)
-    layer.self_attn = MultiheadAttention(E, H, batch_first=True, attention=spec)
+    layer.self_attn = MultiheadAttention(E, 2, batch_first=True, attention=spec)
     layer.self_attn.load_state_dict(right.self_attn.state_dict())
     x = randn(B, N, E, dtype=torch.float32)
     with torch.set_grad_enabled(grad):
