@@ -36,20 +36,20 @@ peers: .venv-peers/peers.stamp
 clean:
 	rm -rf .venv .venv-peers dist docs/_build docs/mechanisms docs/mechanisms.md docs/files.md .pytest_cache .ruff_cache
 
-.venv/%.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install -e ".[$*]"
+.venv/%.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e ".[$*]"
 	@touch $@
 
-# Together with dev, which says which torch.
+# Together with dev, so that nothing of it is taken away.
 .venv/docs.stamp: .venv/dev.stamp
-	$(BIN)/python -m pip install -e ".[dev,docs]"
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,docs]"
 	@touch $@
 
-# Its setup asks for torch, so torch comes first, in the version that dev pins, and is not hidden by build isolation;
+# Its setup asks for torch, so torch comes first, in the version of constraints.txt, and is not hidden by build isolation;
 # and it would compile for CUDA where it finds nvcc. The other one then finds what it needs.
-.venv-peers/peers.stamp: benchmarks/peers-build.txt benchmarks/peers-compiled.txt benchmarks/peers.txt
+.venv-peers/peers.stamp: constraints.txt benchmarks/peers-build.txt benchmarks/peers-compiled.txt benchmarks/peers.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install "$$(sed -n 's/^demo = \["\(torch==[^"]*\)".*/\1/p' pyproject.toml)" -r benchmarks/peers-build.txt
+	.venv-peers/bin/python -m pip install -c constraints.txt torch -r benchmarks/peers-build.txt
 	path=$$(printf %s "$$PATH" | tr ':' '\n' | while read -r folder; do [ -e "$$folder/nvcc" ] || printf '%s:' "$$folder"; done); \
 	CC=$$(command -v cc) CXX=$$(command -v c++) PATH="$$path" \
 	.venv-peers/bin/python -m pip install --no-build-isolation --no-deps -r benchmarks/peers-compiled.txt

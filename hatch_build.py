@@ -5,13 +5,17 @@ Without it a wheel has no compiled code, serves every platform, and compiles its
 
 import hashlib
 import importlib
+import importlib.util
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
 import types
+import zipfile
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -35,7 +39,7 @@ class Prebuilt(BuildHookInterface):
         place = KERNELS.relative_to("src") / prebuilt.FOLDER.name
         build_data["force_include"].update({str(file): (place / file.name).as_posix() for file in files})
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform_tag()}"
+        build_data["tag"] = f"py3-none-{platform_tag(files)}"
 
     def finalize(self, version, build_data, artifact_path):
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -67,8 +71,33 @@ def modules(kernels: Path, name: str) -> types.ModuleType:
     return importlib.import_module(f"{package.__name__}.{name}")
 
 
-def platform_tag() -> str:
-    """This system, as a wheel's name has it: linux_x86_64; auditwheel finds the oldest glibc that serves too."""
+def platform_tag(libraries: list[Path]) -> str:
+    """The systems on which these libraries load, as a wheel's name has it.
+
+    On Linux what auditwheel grants, such as manylinux_2_27_x86_64; without auditwheel this machine's kind alone, which
+    package indexes refuse: linux_x86_64.
+    """
     if sys.platform == "darwin":
         return f"macosx_{MACOS.replace('.', '_')}_{platform.machine()}"
-    return sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    return granted(libraries, tag) if importlib.util.find_spec("auditwheel") else tag
+
+
+def granted(libraries: list[Path], tag: str) -> str:
+    """What auditwheel says of a wheel with nothing but these libraries, which is built for the systems of ``tag``."""
+    parts = {f"probe/{library.name}": library.read_bytes() for library in libraries}
+    parts["probe-0.dist-info/METADATA"] = b"Metadata-Version: 2.1\nName: probe\nVersion: 0\n"
+    parts["probe-0.dist-info/WHEEL"] = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-{tag}\n".encode()
+    parts["probe-0.dist-info/RECORD"] = "".join(f"{name},,\n" for name in parts).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = Path(folder, f"probe-0-py3-none-{tag}.whl")
+        with zipfile.ZipFile(wheel, "w") as file:
+            for name, content in parts.items():
+                file.writestr(name, content)
+        said = subprocess.run(
+            [sys.executable, "-m", "auditwheel", "show", wheel], capture_output=True, text=True, check=False
+        )
+    found = re.search(r'platform\s+tag:\s+"(\w+)"', said.stdout)
+    if found is None:
+        raise RuntimeError(f"auditwheel does not say where the kernels load: {said.stdout + said.stderr}")
+    return found[1]

@@ -1,6 +1,6 @@
 """Turn the best checkpoint of a training run into a model that comes with the package.
 
-    longspan train --config recipes/mnist.yaml
+    longspan train --config mnist
     python docs/shipped.py runs/mnist --data mnist
 
 writes ``src/longspan/models/mnist``: the weights in bfloat16, and ``record.json``, which holds what they were trained
@@ -22,7 +22,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from longspan import checkpoint, data, shipped
+from longspan import checkpoint, data, recipes, shipped
 from longspan.bench import throughput
 from longspan.config import Config
 from longspan.data import Dataset
@@ -31,7 +31,6 @@ from longspan.reproduce import images, provenance
 from longspan.train import Run, bits
 from longspan.train.evaluate import roomy
 
-RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 SAMPLES, SEED, STEPPED, TRAIN, BROKEN, SURE = 500, 0, 100, 20_000, 2000, 0.5
 SIZES = (1, 4, 7)  # pixels of a side of the pieces of broken images
 # What a run may say otherwise than its recipe: where it reads and writes, not what.
@@ -61,7 +60,7 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES) -> dict
     model, curve = shipped.load(name), images.curve(run)
     drawn = torch.stack(list(generate(model, tokens=dataset.length, batch=samples, seed=SEED)), 1)
     record = {
-        "command": command(header["config"], settings, RECIPES / f"{name}.yaml"),
+        "command": command(header["config"], settings, name),
         "seed": settings["seed"],
         "commit": commit,
         "versions": provenance.versions(),
@@ -85,10 +84,10 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES) -> dict
     return record
 
 
-def command(config: dict[str, Any], run: dict[str, Any], path: Path) -> str:
+def command(config: dict[str, Any], run: dict[str, Any], name: str) -> str:
     """The line that trains the model: its recipe, and what differs from it as flags."""
-    recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
-    words = ["longspan", "train", "--config", f"{path.parent.name}/{path.name}"]
+    recipe = yaml.safe_load(recipes.find(name).read_text(encoding="utf-8"))
+    words = ["longspan", "train", "--config", name]
     for part, fields, asked in (
         ("model", config, asdict(Config(**recipe["model"]))),
         ("run", run, asdict(Run(**recipe["run"]))),

@@ -5,7 +5,6 @@ import json
 import math
 import struct
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import yaml
 pytest.importorskip("lightning", reason="the demo trains: pip install longspan[demo]")
 pytest.importorskip("matplotlib", reason="the demo draws: pip install longspan[demo]")
 
-from longspan import checkpoint, data, demo, score
+from longspan import checkpoint, data, demo, recipes, score
 from longspan.attention import nbytes
 from longspan.config import Config
 from longspan.model import Decoder
@@ -105,7 +104,7 @@ def test_held_out_images_look_like_the_data_and_noise_does_not():
 
 
 def test_the_recipe_is_the_demos_training():
-    recipe = yaml.safe_load((Path(__file__).parents[1] / "recipes" / "digits.yaml").read_text(encoding="utf-8"))
+    recipe = yaml.safe_load(recipes.find("digits").read_text(encoding="utf-8"))
     assert Config(**recipe["model"]) == demo.DIGITS
     assert Run(**recipe["run"]) == replace(demo.TRAINING, out=recipe["run"]["out"])
 

@@ -16,25 +16,25 @@ PACKAGE = ROOT / "src" / "longspan"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
-    (
-        "spec",
-        "config",
-        "files",
-        "folders",
-        "kinds",
-        "lock",
-        "notation",
-        "patterns",
-        "progress",
-        "sealed",
-        "signals",
-        "weights",
-    ),  # fmt: skip
+    ("spec", "config", "extras", "files", "folders", "kinds", "lock", "notation", "patterns", "progress", "sealed")
+    + ("signals", "version", "weights"),
     ("ops", "likelihood"),
     ("layers", "cache", "window", "reach"),
     ("attention",),
-    ("model", "engine", "generate", "data", "tasks", "checkpoint", "checks", "pictures", "shipped"),
-    ("train", "bench", "reproduce", "demo", "describe", "compat"),
+    (
+        "model",
+        "multihead",
+        "engine",
+        "generate",
+        "data",
+        "tasks",
+        "checkpoint",
+        "checks",
+        "pictures",
+        "shipped",
+        "recipes",
+    ),
+    ("train", "bench", "reproduce", "demo", "describe", "compat", "runs"),
     ("cli", "commands", "__main__"),
     ("__init__",),
 )

@@ -26,9 +26,9 @@ SETUP = {
     "make demo",
     "make test",
     "python3 -m venv .venv",
-    '.venv/bin/python -m pip install -e ".[demo]"',
+    '.venv/bin/python -m pip install -c constraints.txt -e ".[demo]"',
     ".venv/bin/longspan demo --out demo",
-    '.venv/bin/python -m pip install -e ".[dev]"',
+    '.venv/bin/python -m pip install -c constraints.txt -e ".[dev]"',
     ".venv/bin/python -m pytest -n logical",
 }
 
@@ -71,7 +71,6 @@ FACTS = {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_run(page, blocks, tmp_path):
-    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
     for command in commands(blocks(page, "console")):
         if command not in SETUP:
             result = run(command, tmp_path)

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from longspan import checkpoint
+from longspan import checkpoint, recipes
 from longspan.config import Config
 from longspan.spec import split
 from longspan.train import Run, fit
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+RECIPES = [recipes.find(name) for name in recipes.names()]
 # The data sets that are downloaded otherwise.
 FOLDERS = {name: ROOT.parent / "shared" / "data" / name for name in ("mnist", "cifar10")}
 

@@ -281,7 +281,7 @@ def finish(process, folder):
     assert process.wait(timeout=120) == 0, (folder / "err").read_text()
     assert (folder / "out").read_text() == ""
     for line in (folder / "err").read_text().splitlines():
-        assert re.match(r"step \d+(: training|/\d+, )|\d+ steps; best checkpoint: ", line), line
+        assert re.match(r"[\d,]+ parameters, |step \d+(: training|/\d+, )|\d+ steps; best checkpoint: ", line), line
 
 
 def wait_for(folder, process, step):

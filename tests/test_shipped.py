@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data_files import mnist_folder, shared
-from longspan import checkpoint, data, shipped
+from longspan import checkpoint, data, recipes, shipped
 from longspan.cli import WRONG, main
 from longspan.commands import generate as command
 from longspan.config import Config
@@ -61,7 +61,7 @@ def test_a_model_is_small_and_says_how_it_was_made(name, script):
     assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, shipped.RECORD}
     assert sum(files.values()) < MEGABYTES * 1e6
     record, header = shipped.record(name), checkpoint.read_config(folder)
-    assert record["command"] == script.command(header["config"], header["run"], ROOT / "recipes" / f"{name}.yaml")
+    assert record["command"] == script.command(header["config"], header["run"], name)
     assert (record["seed"], record["steps"]) == (header["run"]["seed"], header["step"])
     steps, seconds, bits = zip(*record["curve"], strict=True)
     assert (list(steps), list(seconds)) == (sorted(steps), sorted(seconds))
@@ -241,8 +241,9 @@ def test_completions_keep_the_given_half(toy, capsys):
 def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
     source = f"mnist:{mnist_folder(tmp_path / 'noise')}"
     monkeypatch.setattr(shipped, "FOLDER", tmp_path / "package")
-    for name, value in {"BROKEN": 7, "STEPPED": 3, "RECIPES": tmp_path}.items():
+    for name, value in {"BROKEN": 7, "STEPPED": 3}.items():
         monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(recipes, "FOLDER", tmp_path)
     (tmp_path / "mnist.yaml").write_text(
         "model: {dim: 6, depth: 1, heads: 2, feedforward: 7, length: 784}\nrun: {steps: 3}\n"
     )
@@ -253,7 +254,7 @@ def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
     header = checkpoint.read_config(shipped.path("mnist"))
     assert (header["run"]["data"], header["run"]["out"], header["step"]) == ("mnist", "runs/mnist", record["steps"])
     flags = "--run.batch 2 --run.seed 5 --run.evaluate_every 2 --run.evaluate_examples 3"
-    assert record["command"] == f"longspan train --config {tmp_path.name}/mnist.yaml {flags}"
+    assert record["command"] == f"longspan train --config mnist {flags}"
     assert str(tmp_path) not in (shipped.path("mnist") / checkpoint.CONFIG).read_text()
     dataset, best, loaded = data.load(source), checkpoint.load(tmp_path / "run"), shipped.load("mnist")
     assert record["data"] == {"mnist": dataset.checksum}

@@ -7,13 +7,18 @@ from .checks import check_attention
 from .config import Config, EncoderConfig, StackConfig
 from .generate import generate, score
 from .model import Decoder, Encoder, Stack
+from .multihead import MultiheadAttention
 from .ops import backend
 from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
 from .ops.sparse import sparse_attention
+from .version import VERSION
+
+__version__ = VERSION
 
 __all__ = [
-    "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "Stack", "StackConfig", "backend", "build",
-    "check_attention", "clone", "decay_attention", "delta_rule", "detach", "examples", "generate", "linear_attention",
-    "load", "load_state", "names", "nbytes", "save", "save_state", "score", "select", "sparse_attention",
+    "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention", "Stack", "StackConfig",
+    "backend", "build", "check_attention", "clone", "decay_attention", "delta_rule", "detach", "examples", "generate",
+    "linear_attention", "load", "load_state", "names", "nbytes", "save", "save_state", "score", "select",
+    "sparse_attention",
 ]  # fmt: skip

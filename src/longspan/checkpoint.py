@@ -27,13 +27,14 @@ from .config import Config, EncoderConfig
 from .kinds import shown
 from .model import Decoder, Encoder, weigh
 from .sealed import CONFIG
+from .version import VERSION
 
 KINDS: dict[str, tuple[Any, Any]] = {"decoder": (Config, Decoder), "encoder": (EncoderConfig, Encoder)}
 WEIGHTS, TRAINING = "model.safetensors", "training.pt"
 
 
 def save(
-    folder: str | Path,
+    folder: str | os.PathLike,
     model: Decoder | Encoder,
     *,
     training: Mapping[str, Any] | None = None,
@@ -52,12 +53,16 @@ def save(
     ``training``: plain values and tensors that :func:`load_training` gives back. ``extra``: plain values, further
     entries of config.json.
 
-    Raises ValueError for a model of another kind, weights that are NaN, an ``extra`` that hides an entry of the format
-    or is not plain, a folder that holds something other than a checkpoint, and a place that cannot be written or is
-    full; an older checkpoint then stays.
+    Raises ValueError for a folder that is no path, a model of another kind, weights that are NaN, an ``extra`` that
+    hides an entry of the format or is not plain, a folder that holds something other than a checkpoint, and a place
+    that cannot be written or is full; an older checkpoint then stays.
     """
+    if not isinstance(folder, str | os.PathLike):
+        swapped = isinstance(folder, nn.Module) and isinstance(model, str | os.PathLike)
+        hint = "; longspan.save(folder, model) takes the folder first, unlike torch.save" if swapped else ""
+        raise ValueError(f"folder must be a path, not {type(folder).__name__}{hint}")
     folder = _place(folder)
-    header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": sealed.version()}
+    header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
     known = ("format", *header, "files", "sha256")
     if taken := [name for name in extra or {} if name in known]:
         raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(known)}")

@@ -55,7 +55,7 @@ class StackConfig(_Fields):
     heads: int = 8
     """attention heads; dim must be a multiple of it"""
     attention: str = "linear"
-    """one spec, or several separated by ';' and tiled over the depth: 'linear; linear; softmax'"""
+    """one spec, or several (at most depth) separated by ';' and tiled over the depth: 'linear; linear; softmax'"""
     feedforward: int = 1024
     """inner width of the feed-forward network"""
     activation: str = "gelu"
@@ -76,7 +76,12 @@ class StackConfig(_Fields):
         _require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         _choose("activation", self.activation, ACTIVATIONS)
         _choose("norm", self.norm, NORMS)
-        split(self.attention)
+        specs = split(self.attention)
+        _require(
+            len(specs) <= self.depth,
+            f"attention={self.attention!r} names {len(specs)} layers, more than depth={self.depth}; specs are "
+            f"tiled over the depth, and none is left out",
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ whole, and the last one stays. No reader or writer ever waits for another one.
 import contextlib
 import errno
 import hashlib
-import importlib.metadata
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from . import files
+from .version import VERSION
 
 CONFIG = "config.json"
 FORMAT = 2
@@ -126,14 +126,6 @@ def digest(header: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def version() -> str:
-    """This package's version, or "unknown" where it is not installed."""
-    try:
-        return importlib.metadata.version("longspan")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _open(folder: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, BinaryIO]]:
     at = folder
     with files.reading(folder):
@@ -160,7 +152,7 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     if not isinstance(header, dict) or "format" not in header:
         raise ValueError(f"{path} belongs to another program: it names no format of a longspan checkpoint")
     if header["format"] != FORMAT:
-        raise ValueError(f"{path} has format {header['format']}; this longspan {version()} reads format {FORMAT}")
+        raise ValueError(f"{path} has format {header['format']}; this longspan {VERSION} reads format {FORMAT}")
     if header.get("sha256") != (own := digest(header)):
         raise ValueError(
             f"{path} was changed or damaged since it was written: its sha256 is {own}, not {header.get('sha256')}; "

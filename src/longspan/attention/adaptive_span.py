@@ -98,7 +98,7 @@ class AdaptiveSpan(Attention):
     def start(self, batch, capacity):
         # Sizes that were looked up before are those of other spans, once training has moved them.
         self.__dict__.pop("_state_shapes", None)
-        empty = self.out.weight.new_zeros(batch, self.heads, self.keys_seen(), self.dim // self.heads)
+        empty = self.like.new_zeros(batch, self.heads, self.keys_seen(), self.dim // self.heads)
         position = torch.zeros(batch, dtype=torch.long, device=empty.device)
         return Window(self._wider(empty, 0.0), empty.clone(), position)
 

@@ -46,7 +46,7 @@ class Alibi(Attention):
         return True
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
+        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))

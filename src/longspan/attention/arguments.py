@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from ..layers import check_counts
 from ..ops.operands import check_donation, same_device
+from ..ops import refuse_tracing
 
 if TYPE_CHECKING:
     from .base import Attention
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) -> None:
     """Raise ValueError for an argument of a wrong kind or shape, or one that this attention does not support."""
+    refuse_tracing()
     check_x(attention, attention.dim, x)
     for name in given:
         if name not in attention.takes:
@@ -58,17 +60,22 @@ def check_x(module: nn.Module, dim: int, x: Tensor) -> None:
     """Raise ValueError unless x is (B, N, dim) in the dtype of the module's weights (any under autocast)."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
         raise ValueError(f"x must be floating-point (B, N, {dim}), not {_what(x)}")
-    weight = _weight(module)
+    weight = weight_of(module)
     if weight is not None and weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"x is {x.dtype} and the weights are {weight.dtype}; convert one, or use torch.autocast")
 
 
-def _weight(module: nn.Module) -> Tensor | None:
-    """Some parameter, found quickly: a token step cannot afford the walk of ``parameters()``."""
+def weight_of(module: nn.Module) -> Tensor | None:
+    """Some floating-point parameter, found quickly: a token step cannot afford the walk of ``parameters()``.
+
+    None where there is none, as in a module whose weights are quantised: its linear maps keep theirs packed, or as
+    integers.
+    """
     for part in module._modules.values():
-        if part is not None and (weight := part._parameters.get("weight")) is not None:
+        weight = getattr(part, "weight", None)
+        if isinstance(weight, Tensor) and weight.is_floating_point():
             return weight
-    return next(module.parameters(), None)
+    return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
 def _check_segments(segments: Tensor, mask: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -51,9 +51,9 @@ class Average(Attention):
         self.feedforward = FeedForward(dim, inner or 4 * dim, "relu")
 
     def start(self, batch, capacity):
-        weight = self.gates.weight
-        count = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return State(widen(weight.new_zeros(batch, self.dim)), count)
+        like = self.like
+        count = torch.zeros(batch, dtype=torch.long, device=like.device)
+        return State(widen(like.new_zeros(batch, self.dim)), count)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         before = self.start(len(x), 0) if state is None else state

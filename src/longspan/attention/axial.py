@@ -109,7 +109,7 @@ class Axial(Attention):
             self.above_query, self.above_key = (nn.Linear(dim, dim) for _ in range(2))
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.out.weight
+        size, like = self.dim // self.heads, self.like
         lines = reach.empty(self.lines, batch, self.heads, capacity, size, like)
         if self.kind != "shifted":
             return lines

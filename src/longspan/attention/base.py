@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from .. import kinds, spec, weights
@@ -129,8 +130,23 @@ class Attention(nn.Module):
             raise ValueError(f"{self.name} has no {direction} form; it has: {', '.join(self.directions)}")
         self.dim, self.heads, self.causal = dim, heads, causal
 
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor in the dtype and on the device of the weights, for ``start``: ``self.like.new_zeros(...)``.
+
+        No weight by name, since quantisation or an adapter may have put another module in the place of a linear map.
+        Where nothing of floating point is left it is float32 on the CPU, which is what torch's quantised maps take.
+        """
+        weight = arguments.weight_of(self)
+        if weight is None:
+            return torch.empty(0, dtype=torch.float32)
+        return torch.empty(0, dtype=weight.dtype, device=weight.device)
+
     def start(self, batch: int, capacity: int) -> Any:
-        """The state before the first token; ``capacity`` is the number of tokens to make room for, where it grows."""
+        """The state before the first token; ``capacity`` is the number of tokens to make room for, where it grows.
+
+        Its tensors take dtype and device from ``self.like``.
+        """
         # Abstract: every mechanism defines it. A bidirectional one never needs it, so it is no error to lack it.
         raise NotImplementedError(f"{type(self).__name__} defines no start")
 

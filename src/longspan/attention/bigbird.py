@@ -73,7 +73,7 @@ class BigBird(Attention):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return reach.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
+        return reach.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))

@@ -63,7 +63,7 @@ class BinaryPartition(Attention):
         return True
 
     def start(self, batch, capacity):
-        return tree.empty(batch, self.heads, self.k, self.dim // self.heads, self.out.weight)
+        return tree.empty(batch, self.heads, self.k, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         if segments is not None and x.numel():

@@ -74,7 +74,7 @@ class FastWeights(Attention):
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.rate = nn.Linear(dim, heads) if rule == "delta" else None
         self.out = nn.Linear(dim, dim, bias=False)
-        self.width = self._phi(self.out.weight.new_zeros(1, dim // heads)).shape[-1]
+        self.width = self._phi(self.like.new_zeros(1, dim // heads)).shape[-1]
 
     def _phi(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., F) in float32 at least."""
@@ -82,7 +82,7 @@ class FastWeights(Attention):
 
     def start(self, batch, capacity):
         values = self.dim // self.heads + (self.rule == "sum")
-        return State(widen(self.out.weight.new_zeros(batch, self.heads, self.width, values)))
+        return State(widen(self.like.new_zeros(batch, self.heads, self.width, values)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))

@@ -112,7 +112,7 @@ class Fourier(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        return State(widen(self.out.weight.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
+        return State(widen(self.like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
 
     def attend(
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,

@@ -91,8 +91,8 @@ class GatedDeltaNet(Attention):
         self.out = nn.Linear(values, dim, bias=False)
 
     def start(self, batch, capacity):
-        weight = self.out.weight
-        sums, none = weight.new_zeros(batch, self.heads, *self.sizes), weight.new_zeros(batch, 0, sum(self.widths))
+        like = self.like
+        sums, none = like.new_zeros(batch, self.heads, *self.sizes), like.new_zeros(batch, 0, sum(self.widths))
         return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):

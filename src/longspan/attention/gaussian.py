@@ -64,7 +64,7 @@ class Gaussian(Attention):
         return True
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
+        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         query = self.query(x)

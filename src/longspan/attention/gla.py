@@ -69,7 +69,7 @@ class GLA(Attention):
         self.out = nn.Linear(values, dim, bias=False)
 
     def start(self, batch, capacity):
-        return State(widen(self.out.weight.new_zeros(batch, self.heads, *self.sizes)))
+        return State(widen(self.like.new_zeros(batch, self.heads, *self.sizes)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))

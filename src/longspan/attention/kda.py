@@ -70,8 +70,8 @@ class KDA(Attention):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def start(self, batch, capacity):
-        size, weight = self.dim // self.heads, self.out.weight
-        sums, none = weight.new_zeros(batch, self.heads, size, size), weight.new_zeros(batch, 0, 3 * self.dim)
+        size, like = self.dim // self.heads, self.like
+        sums, none = like.new_zeros(batch, self.heads, size, size), like.new_zeros(batch, 0, 3 * self.dim)
         return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):

@@ -70,7 +70,7 @@ class Kernel(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
+        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)

@@ -35,10 +35,13 @@ class Context(NamedTuple):
 class Linear(Attention):
     r"""Softmax replaced by a product of feature maps, so that a fixed-size sum stands for all keys and values.
 
-    ``feature_map``: $\phi$, elu ($\mathrm{elu}(x) + 1$), relu, squared_relu, exp, or a callable (..., D) -> (..., F)
-    without negative values. ``eps``: $\epsilon$, added to the denominator. ``rotary``: base of rotary positions,
-    applied to $\phi(q)$ and $\phi(k)$ in the numerator only, as the denominator must stay positive (0: none).
-    ``context_dim``: width of the context of cross attention (0: dim).
+    ``feature_map``: $\phi$, elu ($\mathrm{elu}(x) + 1$), relu, squared_relu or exp. The class itself, which no spec
+    builds then, also takes a function of yours, (..., D) -> (..., F) without negative values:
+    ``Linear(dim, heads, feature_map=f)``.
+
+    ``eps``: $\epsilon$, added to the denominator. ``rotary``: base of rotary positions, applied to $\phi(q)$ and
+    $\phi(k)$ in the numerator only, as the denominator must stay positive (0: none). ``context_dim``: width of the
+    context of cross attention (0: dim).
 
     Source: Katharopoulos et al. 2020, section 3.2-3.4; rotary positions as in Su et al. 2021, eq. 19.
     """
@@ -87,8 +90,8 @@ class Linear(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        features = self.phi(self.out.weight.new_zeros(1, size)).shape[-1]
-        sums = linear.widen(self.out.weight.new_zeros(batch, self.heads, features, size + 1))
+        features = self.phi(self.like.new_zeros(1, size)).shape[-1]
+        sums = linear.widen(self.like.new_zeros(batch, self.heads, features, size + 1))
         if not self.rotary:
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))

@@ -51,7 +51,7 @@ class Local(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return reach.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.out.weight)
+        return reach.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)

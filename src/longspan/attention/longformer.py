@@ -84,7 +84,7 @@ class Longformer(Attention):
         self.query_global, self.key_global, self.value_global = (nn.Linear(dim, dim) for _ in range(3))
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.out.weight
+        size, like = self.dim // self.heads, self.like
         keys = like.new_zeros(batch, 2 * self.heads, self.globals, size)
         return State(reach.empty(self.near, batch, self.heads, 0, size, like), keys, keys.clone())  # type: ignore[arg-type]
 

@@ -145,7 +145,7 @@ class Performer(Attention):
     def start(self, batch, capacity):
         size, count = self.dim // self.heads, self.projection.shape[1]
         features = 2 * count if self.map in ("hyperbolic", "trigonometric") else count
-        sums = widen(self.out.weight.new_zeros(batch, self.heads, features, size + 1))
+        sums = widen(self.like.new_zeros(batch, self.heads, features, size + 1))
         return State(sums) if self.map == "relu" else PeakState(sums, sums.new_full(sums.shape[:2], -torch.inf))
 
     def attend(

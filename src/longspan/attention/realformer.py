@@ -47,7 +47,7 @@ class RealFormer(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
+        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Zeros (B,1,1,1), which stand for scores of 0 against however many keys the call will see."""

@@ -130,7 +130,7 @@ class RFA(Attention):
 
     def start(self, batch, capacity):
         features = self.projection.shape[1] * (2 if self.map == "gaussian" else 1)
-        sums = widen(self.out.weight.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
+        sums = widen(self.like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
         return GatedState(sums, sums.new_zeros(sums.shape[:2])) if self.gate else State(sums)
 
     def attend(

@@ -63,7 +63,7 @@ class Softmax(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.out.weight)
+        return cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.like)
 
     def attend(
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
@@ -73,7 +73,7 @@ class Softmax(Attention):
         if context is not None:
             state = self._project(context, context_mask)
         if isinstance(state, Context):
-            return self._read(q, state.sight(), record), state
+            return self.read(q, state.sight(), record), state
         k, v = split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:
             at, _ = positions(x, state and state.length, mask=mask, segments=segments)
@@ -82,14 +82,15 @@ class Softmax(Attention):
             sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
         else:
             sight, state = cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
-        return self._read(q, sight, record), state
+        return self.read(q, sight, record), state
 
     def _project(self, context, mask):
         if self.rotary:
             raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
         return cache.of_context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
 
-    def _read(self, q, sight, record):
+    def read(self, q, sight, record):
+        """q (B,H,N,D), what it may see, a dict or None -> y (B,N,dim)."""
         q = q.to(sight.keys.dtype)
         if record is not None:
             matrix, lse = softmax.weights(q, sight.keys, mask=sight.mask, causal=sight.causal)

@@ -81,9 +81,9 @@ class SSD(Attention):
         self.out = nn.Linear(width, dim, bias=False)
 
     def start(self, batch, capacity):
-        weight = self.out.weight
-        sums = weight.new_zeros(batch, self.heads, self.channels, self.size)
-        none = weight.new_zeros(batch, 0, sum(self.widths))
+        like = self.like
+        sums = like.new_zeros(batch, self.heads, self.channels, self.size)
+        none = like.new_zeros(batch, 0, sum(self.widths))
         return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):

@@ -114,7 +114,7 @@ class Synthesizer(Attention):
 
     def start(self, batch, capacity):
         room, size = min(capacity, self.length), self.dim // self.heads
-        kept = cache.empty(batch, self.heads, room, size, self.out.weight)
+        kept = cache.empty(batch, self.heads, room, size, self.like)
         return kept if "dot" in self.kinds else State(kept.values, kept.length)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):

@@ -48,7 +48,7 @@ class TalkingHeads(Attention):
         )
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.out.weight)
+        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, pictures, signals
+from .. import checkpoint, extras, pictures, signals
 from ..lock import alone
 from . import plots
 
@@ -22,6 +22,7 @@ def claimed(out: Path, benchmark: str) -> Iterator[None]:
 
     Raises ValueError, ImportError.
     """
+    extras.need("the benchmarks", "matplotlib", "PIL")
     pictures.claim_folder(out)
     pictures.check(out / f"{benchmark}.png")
     plots.pyplot()

@@ -20,9 +20,10 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
-    from .. import pictures, signals
+    from .. import extras, pictures, signals
 
     positive(args, "steps")
+    extras.need("the demo", "lightning", "tensorboard", "sklearn", "matplotlib", "PIL")
     out = Path(args.out)
     pictures.claim_folder(out)
     from .. import demo

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from .parser import Parser, make
 
-EXTRAS = {"lightning": "train", "sklearn": "train", "matplotlib": "plot", "PIL": "data", "pooch": "data"}
 COLUMN = 16  # where values begin
 
 
@@ -66,6 +65,8 @@ def facts(folder: Path) -> dict[str, str]:
 def extras() -> dict[str, str]:
     """Optional packages: there, or how to get them."""
     from importlib.util import find_spec
+
+    from ..extras import EXTRAS
 
     return {name: "there" if find_spec(name) else f"pip install longspan[{extra}]" for name, extra in EXTRAS.items()}
 

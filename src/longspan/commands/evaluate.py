@@ -18,7 +18,7 @@ def parser() -> Parser:
     )
     parser.add_argument("folder", type=str, help=HELP)
     parser.add_argument(
-        "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER"
+        "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER or text:FILE"
     )
     parser.add_argument("--split", type=str, default="test", help="train, validation or test")
     parser.add_argument(

@@ -14,14 +14,18 @@ def parser() -> Parser:
         "One mechanism: what it computes, its options and what they mean, paper, cost, parameters, the FLOPs of "
         "attention against those of the feed-forward network and the bytes of the recurrent state by length, and the "
         "backend that serves it. Where it has a pattern, or is one: how far and how many keys a query sees, and a "
-        "picture of that.",
+        "picture of that. Of a training run: its config, steps, bits, size and data.",
         "longspan show linear",
         "longspan show \"linear(feature_map='relu'); softmax\" --dim 512 --heads 8 --json",
+        "longspan show runs/digits",
         "longspan show \"sparse(pattern='band(8) | globals(2)')\" --draw sparse.png",
         'longspan show "causal & (band(3) | strided(8))" --draw strided.png --tokens 48',
     )
     parser.add_argument(
-        "spec", type=str, help="a spec of an attention or a pattern, or a stack of which each distinct one is shown"
+        "spec",
+        type=str,
+        help="a spec of an attention or a pattern, or a stack of which each distinct one is shown; or the "
+        "folder of a training run",
     )
     parser.add_argument("--dim", type=int, default=256, help="width of the model")
     parser.add_argument("--heads", type=int, default=8, help="attention heads")
@@ -44,8 +48,14 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
-    from .. import describe, pictures, spec
+    from .. import describe, pictures, runs, spec
+    from ..attention import REGISTRY
 
+    # A run in a folder named as a mechanism is ./linear.
+    if runs.means(args.spec) and args.spec not in REGISTRY:
+        found = runs.facts(args.spec)
+        print(json.dumps(found, indent=2) if args.json else _run_text(found))
+        return 0
     specs = list(dict.fromkeys(spec.split(args.spec)))
     if args.draw:
         if len(specs) > 1:
@@ -64,6 +74,24 @@ def run(args) -> int:
     else:
         print("\n\n".join(_text(one) if "paper" in one else "\n".join(_sight(one)) for one in described))
     return 0
+
+
+def _run_text(one: dict) -> str:
+    """The lines about a training run."""
+    settings = {part: ", ".join(f"{name}={value!r}" for name, value in one[part].items()) for part in ("model", "run")}
+    bits = "none yet" if one["bits"] is None else f"{one['bits']:.4f} bits/{one['unit']} at step {one['best_step']}"
+    weights = "" if one["parameters"] is None else f"{one['parameters']:,} parameters; "
+    lines = [
+        f"{one['folder']}: a training run on {one['run'].get('data')}",
+        f"  validation  {bits}",
+        f"  steps       {one['steps']} of {one['run'].get('steps')}, {one['seconds']:.0f} s, "
+        f"{_short(one['tokens_per_second'])} tokens/s at last",
+        f"  size        {weights}{one['checkpoints']} checkpoints; "
+        f"{_short(one['bytes'], 1024, ('', 'Ki', 'Mi', 'Gi'))}B in all",
+    ]
+    for part, text in settings.items():
+        lines += textwrap.wrap(f"  {part:<11} {text}", 118, subsequent_indent=" " * 14)
+    return "\n".join(lines)
 
 
 def _sight(one: dict) -> list[str]:

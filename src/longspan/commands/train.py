@@ -1,14 +1,13 @@
 """``longspan train``: train a model from a recipe or from flags."""
 
 import dataclasses
-import itertools
 import shlex
 from pathlib import Path
 
 import jsonargparse
 import yaml
 
-from .. import signals
+from .. import recipes, signals
 from ..config import Config
 from ..kinds import shown
 from ..spec import known
@@ -20,10 +19,14 @@ DEEPEST = 8
 
 class _Parser(Parser):
     def read(self, words: list[str]) -> jsonargparse.Namespace:
-        for here, after in itertools.pairwise((*words, "")):
-            name, equals, value = here.partition("=")
-            if name == "--config":
-                _check(value if equals else after)
+        # A recipe by its name becomes its file; "--config NAME" and "--config=NAME" alike.
+        words = list(words)
+        for i, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if name != "--config" or not (equals or words[i + 1 :]):
+                continue
+            value = _recipe(value if equals else words[i + 1])
+            words[i if equals else i + 1] = f"--config={value}" if equals else value
         return super().read(words)
 
 
@@ -38,12 +41,17 @@ def parser() -> Parser:
         "flag, and flags win over the recipes before them; model.vocab 0 takes that of the data. The run's folder gets "
         "config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves one from which --resume goes on "
         "to the very same result; a second one ends at once.",
-        "longspan train --config recipes/digits.yaml --run.steps 100 --run.out runs/digits",
+        "longspan train --config digits --run.steps 100 --run.out runs/digits",
+        "longspan train --config text --run.data text:book.txt --run.out runs/book",
         "longspan train --config runs/digits/config.yaml --resume",
         "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
         cls=_Parser,
     )
-    parser.add_argument("--config", action="config", help="recipe: a YAML file with model and run")
+    parser.add_argument(
+        "--config",
+        action="config",
+        help=f"recipe: a YAML file with model and run, or one by name: {', '.join(recipes.names())}",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in run.out")
     parser.add_class_arguments(Config, "model")
     parser.add_class_arguments(Run, "run")
@@ -66,7 +74,7 @@ def run(args) -> int:
         raise signals.told(error, _how_to_go_on(str(error), Path(run.out) / "config.yaml")) from error
     # Of several processes only the first one has the result.
     if result.bits:
-        bits = ", ".join(f"{split} {value:.3f}" for split, value in result.bits.items())
+        bits = ", ".join(f"{s} {value:.3f} ({result.examples[s]:,} examples)" for s, value in result.bits.items())
         unit = "byte" if run.data.startswith("text") else "dim"
         print(f"{result.folder}: {result.steps} steps, {result.seconds:.1f} s, bits/{unit}: {bits}")
     return 0
@@ -79,21 +87,25 @@ def _how_to_go_on(said: str, recipe: Path) -> str:
     return f"{said}; go on with: longspan train --config {shlex.quote(str(recipe))} --resume"
 
 
-def _check(path: str) -> None:
-    """Raise ValueError for a recipe that is missing or has an entry that is not known, were it empty."""
+def _recipe(text: str) -> str:
+    """The file of a recipe. Raises ValueError where it is missing, or has an entry that is not known, were it empty."""
     from ..train import Run
 
+    try:
+        path = str(recipes.find(text))
+    except ValueError as error:
+        raise ValueError(f"--config: {error}") from error
     # A device such as /dev/zero has no end.
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"--config: {path!r} is no file")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        content = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text, or its name is none"
         raise ValueError(f"--config: cannot read {path!r}: {reason}") from error
     try:
-        _plain(path, text)
-        recipe = yaml.safe_load(text)
+        _plain(path, content)
+        recipe = yaml.safe_load(content)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"--config: {path} is no YAML of a recipe: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
@@ -107,6 +119,7 @@ def _check(path: str) -> None:
         fields = dataclasses.fields(Config if section == "model" else Run)
         for name in values:
             known(str(name), {field.name: None for field in fields}, f"field of {section} in {path}")
+    return path
 
 
 def _plain(path: str, text: str) -> None:

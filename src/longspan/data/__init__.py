@@ -6,8 +6,10 @@
 | ``mnist``, ``mnist:FOLDER`` | 28x28 images, 256 grey levels | the last 5000 training images to validation; the official test set |
 | ``cifar10``, ``cifar10:FOLDER`` | 32x32x3 images, 256 levels, red, green, blue of each pixel in turn | the last tenth of the training images (5000 of the whole set) to validation; the official test set |
 | ``text:stdlib`` | bytes of the running Python's standard library | the first 90 %, the next 5 %, the last 5 % |
-| ``text:PATH`` | bytes of a file (plain, .gz, .xz), or of a folder of such .txt files | the same |
+| ``text:PATH`` | bytes of a file (plain, .gz, .xz), or of a folder of such .txt files; nothing is decoded | the same |
 """  # noqa: E501 - a table's rows cannot be broken
+
+from pathlib import Path
 
 from ..folders import cache_folder
 from ..spec import known
@@ -16,7 +18,7 @@ from .dataset import Dataset
 from .download import fetch
 from .order import batch_indices
 
-__all__ = ["Dataset", "batch_indices", "cache_folder", "fetch", "load"]
+__all__ = ["Dataset", "absolute", "batch_indices", "cache_folder", "fetch", "load"]
 
 _IMAGES = {"digits": images.digits, "mnist": images.mnist, "cifar10": images.cifar10}
 
@@ -33,6 +35,8 @@ def load(name: str, length: int = 0) -> Dataset:
     package is missing.
     """
     kind, colon, source = name.partition(":")
+    if not colon and name not in _IMAGES and Path(name).exists():
+        raise ValueError(f"{name!r} is a path and no name of a data set; a text of your own is text:{name}")
     kind = known(kind, {**_IMAGES, "text": text.load}, "data set")
     if colon and not source:
         raise ValueError(f"nothing follows the colon of {name!r}; write e.g. {kind}:FOLDER")
@@ -44,3 +48,15 @@ def load(name: str, length: int = 0) -> Dataset:
     if length not in (0, data.length):
         raise ValueError(f"length={length}: {kind} has {data.length} tokens per image; leave length at 0")
     return data
+
+
+def absolute(name: str) -> str:
+    """The name of the same data from any folder: ``text:a.txt`` becomes ``text:/home/me/a.txt``.
+
+    >>> absolute("text:stdlib"), absolute("text:/tmp/a.txt")
+    ('text:stdlib', 'text:/tmp/a.txt')
+    """
+    kind, _, source = name.partition(":")
+    if not source or (kind, source) == ("text", text.STDLIB):
+        return name
+    return f"{kind}:{Path(source).expanduser().absolute()}"

@@ -9,8 +9,11 @@ import torch
 from .dataset import Dataset, sha256
 from .download import read
 
+STDLIB = "stdlib"  # the text that every machine has
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
 _STDLIB_BYTES = 8_000_000
+# How packed files begin; bytes of theirs are no text, and a model would learn noise. An archive of tar says so later.
+_PACKED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd"}
 # Foreign packages, tests, tables of code points, and files that differ between builds of one version.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
@@ -22,13 +25,13 @@ def load(source: str, length: int) -> Dataset:
     The files of a folder (.txt, .txt.gz, .txt.xz, at any depth) follow one another in the order of their paths. Of the
     whole, the first 90 % are for training, the next 5 % for validation, the last 5 % for the test.
 
-    Raises ValueError without a source, for a missing or unreadable path, a folder without text, and a text that is too
-    short for one window in each held-out part.
+    Raises ValueError without a source, for a missing or unreadable path, a packed file, a folder without text, and a
+    text that is too short for one window in each held-out part.
     """
     if not source:
         raise ValueError("text needs a source: text:stdlib, or text:PATH with a file or a folder of .txt files")
     length = length or 256
-    data = stdlib() if source == "stdlib" else _read(Path(source).expanduser())
+    data = stdlib() if source == STDLIB else _read(Path(source).expanduser())
     held = len(data) // 20
     if held < length:
         raise ValueError(
@@ -64,10 +67,24 @@ def stdlib() -> bytes:
 
 def _read(path: Path) -> bytes:
     if not path.exists():
-        raise ValueError(f"no text at {path}: there is no such file or folder")
+        raise ValueError(f"no text at {path.absolute()}: there is no such file or folder")
     if not path.is_dir():
-        return read(path)
+        return _unpacked(path)
     files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.name.endswith(_SUFFIXES))
     if not files:
         raise ValueError(f"no text in the folder {path}: looked for {', '.join('*' + s for s in _SUFFIXES)}")
-    return b"".join(read(path / name) for name in files)
+    return b"".join(_unpacked(path / name) for name in files)
+
+
+def _unpacked(path: Path) -> bytes:
+    """The bytes of one file, those inside it where its name ends in .gz or .xz; packed ones raise ValueError."""
+    data = read(path)
+    kind = next((kind for begin, kind in _PACKED.items() if data.startswith(begin)), "")
+    if data[257:262] == b"ustar":
+        kind = "tar"
+    if kind:
+        raise ValueError(
+            f"{path.absolute()} is no text but packed by {kind}; unpack it first (one file by gzip or xz is read as it "
+            f"is, where its name ends in .gz or .xz)"
+        )
+    return data

@@ -7,6 +7,8 @@ dimension, ``F`` features, ``C`` chunk. The layout is that of ``F.scaled_dot_pro
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
 from ..spec import known
 
 BACKENDS = {
@@ -44,11 +46,21 @@ def backend(name: str) -> Iterator[None]:
         _backend = old
 
 
+def refuse_tracing() -> None:
+    """Raise ValueError under ``torch.jit.trace``, which would keep sizes as constants that kernels then trust."""
+    if torch.jit.is_tracing():
+        raise ValueError(
+            "torch.jit.trace keeps the example's sizes as constants, with which other inputs give wrong answers or a "
+            "crash; use torch.export or torch.compile, which check them"
+        )
+
+
 def chosen(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
     """The backend that will run ``op``, one of those that it is ``served`` by; ``prefer`` is what ``auto`` takes.
 
-    Raises ValueError where the forced one does not serve it.
+    Raises ValueError where the forced one does not serve it, and under ``torch.jit.trace``.
     """
+    refuse_tracing()
     if _backend == "auto":
         return prefer
     if _backend not in served:

@@ -32,6 +32,13 @@ def attend(
         return F.dropout(p, dropout) @ repeat(v, q.shape[1])
     if q.shape[2] == 1 and mask is None and dropout == 0:
         return _one_query(q, k, v)
+    o = _fused(q, k, v, mask, causal, dropout)
+    if dropout == 0 and o.requires_grad and not torch.compiler.is_compiling():
+        o = _Twice.apply(o, q, k, v, mask, causal)
+    return o  # type: ignore[return-value]
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float) -> Tensor:
     if mask is None:
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
@@ -42,6 +49,35 @@ def attend(
         q, k, v, attn_mask=mask | blind, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.masked_fill(blind, 0.0)
+
+
+class _Twice(torch.autograd.Function):
+    """o = attend(q, k, v) as it is; its gradient, where that has to have gradients itself, by plain operations.
+
+    torch's fused kernels have first derivatives only. Those still come from them, by way of o.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(o, q, k, v, mask, causal):
+        return o.view_as(o)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, *tensors, ctx.causal = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if not torch.is_grad_enabled():
+            return (*grads, None, None, None, None, None)
+        q, k, v, mask = ctx.saved_tensors
+        p, _ = weights(q, k, mask=mask, causal=ctx.causal)
+        o = (p @ repeat(v, q.shape[1])).to(grads[0].dtype)
+        wanted = [t for t in (q, k, v) if t.requires_grad]
+        found = iter(torch.autograd.grad(o, wanted, grads, create_graph=True))
+        return None, *(next(found) if t.requires_grad else None for t in (q, k, v)), None, None
 
 
 def weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import checkpoint, pictures, signals
+from .. import checkpoint, extras, pictures, signals
 from ..bench import plots
 from ..bench.report import Table
 from ..lock import alone
@@ -112,6 +112,7 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
     be written (any more), another process is at it, or the folder holds the experiment with other settings, data or
     version; ImportError without matplotlib.
     """
+    extras.need("the experiments", "matplotlib", "PIL")
     pictures.claim_folder(out)
     pictures.check(out / f"{name}.png")
     plots.pyplot()

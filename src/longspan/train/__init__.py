@@ -14,7 +14,7 @@ the micro-batch's number, and all else is in the checkpoint.
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Result:
     """wall time of this call"""
     bits: dict[str, float]
     """the best checkpoint's bits per dim or byte on "validation" and "test"; empty on ranks other than 0"""
+    examples: dict[str, int] = field(default_factory=dict)
+    """on how many examples these were measured"""
 
 
 SPLITS = ("validation", "test")
@@ -65,6 +67,8 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
     that says how to go on, after Ctrl-C, SIGTERM or SIGHUP, when the step in hand is finished and saved, and after a
     second one at once. Raises ImportError without the extra ``train``.
     """
+    # Data of one's own are found again from any folder.
+    run = replace(run, data=data.absolute(run.data))
     folder, first = Path(run.out), signals.first_rank()
     engine = _engine()
     reuse_pages()
@@ -86,6 +90,8 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
         torch.manual_seed(run.seed)
         model = Decoder(config)
         bar = engine.Bar(run.steps, dataset.unit) if progress else None
+        if bar:
+            bar.line(_opening(model, run, dataset))
         if bar and remark:
             bar.line(remark)
         try:
@@ -105,11 +111,22 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
         raise signals.Interrupted(f"{end.why} at step {end.steps}; {where} in {folder}; go on with resume", end.signal)
     best = checkpoint.load(folder)
     scores = {s: bits(best, dataset, s, roomy(dataset.length), examples=run.evaluate_examples) for s in SPLITS}
+    examples = {s: min(run.evaluate_examples or dataset.count(s), dataset.count(s)) for s in SPLITS}
     if bar:
-        shown = ", ".join(f"{split} {value:.3f}" for split, value in scores.items())
+        shown = ", ".join(f"{split} {value:.3f} ({examples[split]:,} examples)" for split, value in scores.items())
         early = f" ({end.why})" if end.why else ""
         bar.line(f"{end.steps} steps{early}; best checkpoint: {shown} bits/{dataset.unit}; in {folder}")
-    return Result(folder, end.steps, time.monotonic() - begin, scores)
+    return Result(folder, end.steps, time.monotonic() - begin, scores, examples)
+
+
+def _opening(model: Decoder, run: Run, dataset: Dataset) -> str:
+    """What is trained, on what and where, in one line."""
+    weights = sum(p.numel() for p in model.parameters())
+    where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
+    return (
+        f"{weights:,} parameters, {model.config.attention}; {run.data}: {dataset.count('train'):,} examples of "
+        f"{dataset.length} tokens, {run.batch * run.accumulate * run.devices} in a step; on {where}"
+    )
 
 
 def _engine() -> Any:

@@ -17,7 +17,7 @@ class Run:
     """A training run. Together with a model's config it determines every bit of the result on one machine."""
 
     data: str = "digits"
-    """digits | mnist | cifar10 | text:stdlib | ..., see longspan.data.load"""
+    """digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER; paths are kept absolute"""
     length: int = 0
     """tokens per example of a text; 0: 256"""
     steps: int = 1000

@@ -1,0 +1,22 @@
+"""Optional packages: which extra brings which, and one line that installs all that is missing."""
+
+from importlib.util import find_spec
+
+# package -> the extra that brings it
+EXTRAS = {
+    "lightning": "train",
+    "tensorboard": "train",
+    "sklearn": "train",
+    "matplotlib": "plot",
+    "PIL": "data",
+    "pooch": "data",
+}
+
+
+def need(what: str, *packages: str) -> None:
+    """Raise ImportError, with the one line to install, where any of these packages is missing: before any work."""
+    if missing := [package for package in packages if find_spec(package) is None]:
+        extras = ",".join(sorted({EXTRAS[package] for package in missing}))
+        raise ImportError(
+            f'missing for {what}: {", ".join(missing)}; pip install "longspan[{extras}]"', name=missing[0]
+        )

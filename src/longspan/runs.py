@@ -1,0 +1,83 @@
+"""What training runs are and how far they have come, read from their folders: for ``show`` and ``compare``."""
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from . import checkpoint
+from .spec import known
+
+CONFIG, METRICS = "config.yaml", "metrics.csv"
+
+
+def means(folder: str) -> bool:
+    """Whether these words are the folder of a training run."""
+    return (Path(folder) / CONFIG).is_file()
+
+
+def facts(folder: str | Path) -> dict[str, Any]:
+    """The model and the run of a folder, steps made, seconds, parameters, bits at best, and bytes on the disk.
+
+    Raises ValueError for a folder that holds no training run, and for files of it that are corrupt.
+    """
+    folder = Path(folder)
+    recipe, rows = _recipe(folder), metrics(folder)
+    scored = [row for row in rows if not math.isnan(row["validation_bits"])]
+    best = min(scored, key=lambda row: row["validation_bits"], default=None)
+    saved = [path for path in (folder / "checkpoints").glob("*") if (path / checkpoint.CONFIG).is_file()]
+    return {
+        "folder": str(folder),
+        **recipe,
+        "steps": int(rows[-1]["step"]) if rows else 0,
+        "seconds": rows[-1]["elapsed"] if rows else 0.0,
+        "tokens_per_second": rows[-1]["tokens_per_second"] if rows else math.nan,
+        "bits": None if best is None else best["validation_bits"],
+        "best_step": None if best is None else int(best["step"]),
+        "unit": "byte" if str(recipe["run"].get("data", "")).startswith("text") else "dim",
+        "parameters": _parameters(checkpoint.resolve(folder)) if saved else None,
+        "checkpoints": len(saved),
+        "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
+    }
+
+
+def metrics(folder: str | Path) -> list[dict[str, float]]:
+    """The rows of metrics.csv as numbers, NaN where a field is empty, with the seconds of all processes in ``elapsed``.
+
+    Raises ValueError for a file that is no such table.
+    """
+    path = Path(folder) / METRICS
+    if not path.exists():
+        return []
+    rows, before, last = [], 0.0, 0.0
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for text in csv.DictReader(file):
+                row = {name: float(value) if value else math.nan for name, value in text.items()}
+                # A process that goes on with a training counts from zero again.
+                before, last = before + (last if row["seconds"] < last else 0.0), row["seconds"]
+                rows.append(row | {"elapsed": before + row["seconds"]})
+        assert all(known(name, row) for row in rows for name in ("step", "validation_bits", "tokens_per_second"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is corrupt: it is not the table that training writes") from error
+    return rows
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no training run: it has no {CONFIG}")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return {"model": dict(recipe["model"]), "run": dict(recipe["run"])}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is corrupt: it holds no model and run") from error
+
+
+def _parameters(folder: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(folder / checkpoint.WEIGHTS, "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())

@@ -1,0 +1,159 @@
+"""What an installation has: a version, recipes, extras that leave torch alone and are asked for all at once."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import longspan
+from longspan import cli, extras, recipes
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """A machine without any of the optional packages."""
+    for package in extras.EXTRAS:
+        monkeypatch.setitem(sys.modules, package, None)
+
+
+COMMANDS = {
+    "demo": ("missing for the demo: lightning, tensorboard, sklearn, matplotlib, PIL", "data,plot,train"),
+    "bench limits": ("missing for the benchmarks: matplotlib, PIL", "data,plot"),
+    "reproduce approximation": ("missing for the experiments: matplotlib, PIL", "data,plot"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_asks_for_all_that_is_missing_before_it_makes_a_folder(command, bare, tmp_path, capsys):
+    what, wanted = COMMANDS[command]
+    assert cli.main([*command.split(), "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert f'{what}; pip install "longspan[{wanted}]"' in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_is_missing_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=re.escape('missing for a plot: matplotlib; pip install "longspan[plot]"')):
+        extras.need("a plot", "PIL", "matplotlib")
+
+
+def test_each_package_is_in_the_extra_that_is_said_to_bring_it():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {"sklearn": "scikit-learn", "PIL": "pillow"}
+    for package, extra in extras.EXTRAS.items():
+        asked = {re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]}
+        assert named.get(package, package) in asked
+
+
+def test_no_extra_chooses_the_users_torch():
+    """A line that a message recommends must not replace a torch with CUDA by another one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for lines in project["optional-dependencies"].values():
+        assert not [line for line in lines if re.match(r"torch\b", line)]
+    assert [line for line in project["dependencies"] if line.startswith("torch")] == ["torch>=2.6"]
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    (pinned,) = [line for line in lines if line and not line.startswith("#")]
+    assert re.fullmatch(r"torch==\d+\.\d+\.\d+", pinned)
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    lines = re.findall(r"-m pip install (.*)", makefile)
+    assert [line for line in lines if " torch " in line or "-e" in line.split()] != []
+    assert all(line.startswith("-c constraints.txt ") for line in lines if " torch " in line or "-e" in line.split())
+
+
+def test_the_version_is_that_of_the_package():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert longspan.__version__ == project["version"]
+
+
+def test_without_an_installation_the_version_is_unknown():
+    code = (
+        "import importlib.metadata as m\n"
+        "def absent(name): raise m.PackageNotFoundError(name)\n"
+        "m.version = absent\n"
+        "from longspan.version import VERSION; print(VERSION)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "unknown"
+
+
+def test_recipes_are_found_by_name_and_files_come_first(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert {"digits", "mnist", "mnist_paper", "cifar10", "text"} == set(recipes.names())
+    assert recipes.find("digits") == Path(longspan.__file__).parent / "recipes" / "digits.yaml"
+    Path("digits").write_text("run: {steps: 3}")
+    assert recipes.find("digits") == Path("digits")
+    with pytest.raises(
+        ValueError, match="cannot read 'digts': No such file; the recipes inside longspan are cifar10, dig"
+    ):
+        recipes.find("digts")
+
+
+@pytest.mark.parametrize("words", [["--config", "digits"], ["--config=digits"]])
+def test_train_takes_a_recipe_by_name(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", *words, "--run.steps", "7", "--print_config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    recipe = yaml.safe_load(recipes.find("digits").read_text(encoding="utf-8"))
+    assert shown["model"] | recipe["model"] == shown["model"]
+    assert shown["run"] | recipe["run"] | {"steps": 7} == shown["run"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_are_in_the_wheel():
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
+    found = {file.distribution_path for file in builder.recurse_included_files()}
+    assert {f"longspan/recipes/{name}.yaml" for name in recipes.names()} <= found
+
+
+@pytest.fixture
+def hook():
+    """The build's own script, as a module."""
+    pytest.importorskip("hatchling")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="auditwheel is for Linux")
+def test_a_wheel_is_tagged_as_auditwheel_grants(hook, monkeypatch):
+    machine = os.uname().machine
+    monkeypatch.setattr(hook.importlib.util, "find_spec", lambda name: None)
+    assert hook.platform_tag([]) == f"linux_{machine}"
+    monkeypatch.undo()
+    pytest.importorskip("auditwheel")
+    # A library of Python's own, which was built to run on many systems or on this one.
+    library = next(Path(sysconfig.get_path("platlib")).glob("numpy/_core/_multiarray_umath*.so"))
+    assert re.fullmatch(rf"(manylinux_2_\d+|linux)_{machine}", hook.granted([library], f"linux_{machine}"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="auditwheel is for Linux")
+def test_the_tag_is_read_from_what_auditwheel_says(hook, monkeypatch, tmp_path):
+    library = tmp_path / "x86-64.so"
+    library.write_bytes(b"elf")
+    said = 'probe.whl is consistent with the following\nplatform tag: "manylinux_2_27_x86_64".\n'
+    seen = []
+
+    def run(words, **options):
+        seen.extend(zipfile.ZipFile(words[-1]).namelist())
+        return subprocess.CompletedProcess(words, 0, said, "")
+
+    monkeypatch.setattr(hook.subprocess, "run", run)
+    assert hook.granted([library], "linux_x86_64") == "manylinux_2_27_x86_64"
+    assert "probe/x86-64.so" in seen
+    said = "no ELF executable"
+    with pytest.raises(RuntimeError, match="auditwheel does not say where the kernels load: no ELF"):
+        hook.granted([library], "linux_x86_64")

@@ -1,0 +1,200 @@
+"""Texts of one's own, what training says at its beginning and end, and runs shown and compared."""
+
+import gzip
+import io
+import json
+import lzma
+import math
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("lightning", reason="the runs are trained: pip install longspan[train]")
+
+import longspan
+from longspan import cli, data, runs
+from longspan.config import Config, EncoderConfig, StackConfig
+
+TEXT = bytes(range(97, 123)) * 40
+SMALL = [f"--model.{k}={v}" for k, v in {"dim": 6, "depth": 1, "heads": 2, "feedforward": 7, "length": 16}.items()]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder in which two models were trained on a text of its own, named by a relative path."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / "book.txt").write_bytes(TEXT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, attention in (("one", "linear"), ("two", "softmax")):
+            words = ["--run.data", "text:book.txt", "--run.length", "16", "--run.steps", "3", "--run.batch", "2"]
+            words += ["--run.evaluate_every", "2", "--run.out", name, "--model.attention", attention]
+            assert cli.main(["train", *SMALL, *words]) == 0
+    return folder
+
+
+def said(capsys, *words):
+    assert cli.main(words) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *words):
+    assert cli.main(words) == 2
+    return capsys.readouterr().err
+
+
+def test_a_text_is_found_again_from_another_folder(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert yaml.safe_load((home / "one" / "config.yaml").read_text())["run"]["data"] == f"text:{home}/book.txt"
+    assert "bits/byte on 3 examples" in said(capsys, "eval", str(home / "one"))
+
+
+def test_a_text_that_is_gone_is_named_with_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"no text at {tmp_path}/absent.txt: there is no such file or folder"):
+        data.load("text:absent.txt")
+
+
+def test_absolute_names():
+    assert data.absolute("digits") == "digits"
+    assert data.absolute("text:stdlib") == "text:stdlib"
+    assert data.absolute("mnist:files") == f"mnist:{Path.cwd()}/files"
+    assert data.absolute("text:~/a.txt") == f"text:{Path.home()}/a.txt"
+
+
+def test_a_path_without_text_before_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_bytes(TEXT)
+    with pytest.raises(
+        ValueError, match="'book.txt' is a path and no name of a data set; a text of your own is text:book"
+    ):
+        data.load("book.txt")
+
+
+def packed(kind):
+    """A text inside an archive."""
+    file = io.BytesIO()
+    match kind:
+        case "gzip":
+            return gzip.compress(TEXT)
+        case "xz":
+            return lzma.compress(TEXT)
+        case "zip":
+            with zipfile.ZipFile(file, "w") as archive:
+                archive.writestr("book.txt", TEXT)
+        case "tar":
+            with tarfile.open(fileobj=file, mode="w") as archive:
+                entry = tarfile.TarInfo("book.txt")
+                entry.size = len(TEXT)
+                archive.addfile(entry, io.BytesIO(TEXT))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["gzip", "xz", "zip", "tar"])
+def test_a_packed_text_is_refused(kind, tmp_path):
+    path = tmp_path / "book"
+    path.write_bytes(packed(kind))
+    with pytest.raises(ValueError, match=f"{path} is no text but packed by {kind}; unpack it first"):
+        data.load(f"text:{path}", 16)
+
+
+@pytest.mark.parametrize(("kind", "ending"), [("gzip", ".gz"), ("xz", ".xz")])
+def test_a_text_with_the_ending_of_its_packing_is_unpacked(kind, ending, tmp_path):
+    (tmp_path / f"book{ending}").write_bytes(packed(kind))
+    tokens = data.load(f"text:{tmp_path}/book{ending}", 16).take("train", torch.tensor([0]))
+    assert bytes(tokens[0].tolist()) == TEXT[:16]
+    (tmp_path / "twice.tar.gz").write_bytes(gzip.compress(packed("tar")))
+    with pytest.raises(ValueError, match="packed by tar"):
+        data.load(f"text:{tmp_path}/twice.tar.gz", 16)
+
+
+@pytest.mark.parametrize("kind", [StackConfig, Config, EncoderConfig])
+def test_more_specs_than_layers_are_refused(kind):
+    message = "names 3 layers, more than depth=2; specs are tiled over the depth, and none is left out"
+    with pytest.raises(ValueError, match=message):
+        kind(depth=2, attention="gated_deltanet; gated_deltanet; softmax")
+    assert kind(depth=4, attention="linear; linear; softmax").depth == 4
+
+
+def test_help_says_how_to_train_on_a_text(capsys):
+    shown = said(capsys, "train", "--help")
+    assert "text:FILE" in shown
+    assert "--run.data text:book.txt" in shown
+    assert "text:FILE" in said(capsys, "eval", "--help")
+
+
+def test_training_opens_and_ends_with_what_and_on_how_much(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_bytes(TEXT)
+    words = ["--run.data", "text:book.txt", "--run.length", "16", "--run.steps", "1", "--run.batch", "2"]
+    assert cli.main(["train", *SMALL, *words, "--run.evaluate_examples", "2", "--run.out", "r"]) == 0
+    out, err = capfd.readouterr()
+    weights = runs.facts("r")["parameters"]
+    where = r"cuda" if torch.cuda.is_available() else "cpu, "
+    first, *_, last = err.splitlines()
+    assert first.startswith(
+        f"{weights:,} parameters, linear; text:{tmp_path}/book.txt: 921 examples of 16 tokens, 2 in"
+    )
+    assert f"on {where}" in first
+    for line in (last, out):
+        assert "(2 examples), test " in line
+
+
+def test_show_tells_what_a_run_is(home, capsys):
+    shown = said(capsys, "show", str(home / "one"))
+    facts = json.loads(said(capsys, "show", str(home / "one"), "--json"))
+    assert facts["steps"] == 3
+    assert facts["model"]["attention"] == "linear"
+    assert facts["run"]["data"] == f"text:{home}/book.txt"
+    assert facts["parameters"] == sum(p.numel() for p in longspan.load(home / "one").parameters())
+    bits = [row["validation_bits"] for row in runs.metrics(home / "one") if not math.isnan(row["validation_bits"])]
+    assert facts["bits"] == min(bits)
+    for part in (
+        f"a training run on text:{home}",
+        f"{min(bits):.4f} bits/byte at step",
+        "3 of 3",
+        "attention='linear'",
+    ):
+        assert part in shown
+
+
+def test_a_mechanism_comes_before_a_run_of_its_name(home, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "linear").symlink_to(home / "one", target_is_directory=True)
+    assert "2006.16236" in said(capsys, "show", "linear")
+    assert "a training run" in said(capsys, "show", "./linear")
+
+
+def test_compare_has_a_table_and_a_picture(home, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the curves are drawn: pip install longspan[plot]")
+    one, two, picture = str(home / "one"), str(home / "two"), tmp_path / "curves.png"
+    head, *rows, last = said(capsys, "compare", one, two, "--out", str(picture)).splitlines()
+    assert head.split()[:2] == ["run", "model.attention"]
+    assert [row.split()[:2] for row in rows] == [[one, "linear"], [two, "softmax"]]
+    assert f"{runs.facts(two)['bits']:.4f}" in rows[1]
+    assert last == f"curves: {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [each["folder"] for each in json.loads(said(capsys, "compare", one, two, "--json"))] == [one, two]
+
+
+def test_what_is_no_run_is_refused(home, tmp_path, capsys):
+    assert f"{tmp_path} holds no training run: it has no config.yaml" in refused(capsys, "compare", str(tmp_path))
+    assert "runs/absent" in refused(capsys, "show", "runs/absent")
+    (tmp_path / "config.yaml").write_text("- 3")
+    assert "config.yaml is corrupt: it holds no model and run" in refused(capsys, "compare", str(tmp_path))
+    (tmp_path / "config.yaml").write_bytes((home / "one" / "config.yaml").read_bytes())
+    assert "none yet" in said(capsys, "show", str(tmp_path))
+    (tmp_path / "metrics.csv").write_text("a,b\n1,2\n")
+    assert "metrics.csv is corrupt: it is not the table" in refused(capsys, "show", str(tmp_path))
+    assert "pictures are PNG files" in refused(capsys, "compare", str(home / "one"), "--out", "curves.pdf")
+
+
+def test_a_resumed_run_counts_the_seconds_of_all_its_processes(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        "step,validation_bits,tokens_per_second,seconds\n1,,5,10\n2,3.5,5,20\n3,,5,4\n4,3.0,5,8\n"
+    )
+    assert [row["elapsed"] for row in runs.metrics(tmp_path)] == [10, 20, 24, 28]
