@@ -6,8 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..spec import known
+
 if TYPE_CHECKING:
     from .base import Attention
+
+# What a record can be asked for; all but the last cost O(N M).
+RECORDED = ("matrix", "mask", "lse", "carried", "penalty")
 
 
 def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) -> None:
@@ -31,8 +36,8 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
             check_mask("context_mask", seen, tuple(context.shape[:2]))
     elif "context_mask" in given:
         raise ValueError("context_mask= came without context=; a state of cross attention keeps its own mask")
-    if "record" in given and not isinstance(given["record"], dict):
-        raise ValueError(f"record must be a dict to write into, not {type(given['record']).__name__}")
+    if "record" in given:
+        check_record(given["record"])
     if state is not None:
         check_state(attention, state, batch)
         if isinstance(state, attention.contexts) and segments is not None:
@@ -47,6 +52,28 @@ def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless ``mask`` is bool of this shape."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != shape:
         raise ValueError(f"{name} must be bool {shape}, True on real tokens, not {_what(mask)}")
+
+
+def check_record(record: Any) -> None:
+    """Raise ValueError unless ``record`` is a dict that is empty or names what a call can tell."""
+    if not isinstance(record, dict):
+        raise ValueError(f"record must be a dict to write into, not {type(record).__name__}")
+    for name in record:
+        known(str(name), dict.fromkeys(RECORDED), "entry of a record")
+
+
+def asked(attention: "Attention", record: dict) -> dict[str, Any]:
+    """The record that ``attend`` gets: with the key "matrix", "penalty" or both; empty where it has nothing to tell."""
+    names = record or RECORDED
+    whole = {"matrix": None} if any(name != "penalty" for name in names) else {}
+    return whole | ({"penalty": None} if attention.penalty and "penalty" in names else {})
+
+
+def answer(record: dict, told: dict) -> None:
+    """Fill in what was told, all of it or what the record names."""
+    found = {name: told[name] for name in record or told if told.get(name) is not None}
+    record.clear()
+    record.update(found)
 
 
 def check_x(module: nn.Module, dim: int, x: Tensor) -> None:

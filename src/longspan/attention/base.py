@@ -28,7 +28,9 @@ class Attention(nn.Module):
     ``attend(self, x, state, *, ...)`` names those of ``mask, segments, prefix, context, context_mask, carry, record,
     donate`` that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with
     arguments that have been checked, and a call with an argument that it does not name has been refused. ``prefix``
-    reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``.
+    reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``. ``record`` reaches it only
+    where there is something to tell, as a dict that has the keys ``"matrix"`` and ``"penalty"`` where they are wanted;
+    a mechanism without ``penalty`` fills in ``matrix`` and ``mask`` whenever it comes.
     """
 
     name: ClassVar[str]
@@ -47,6 +49,8 @@ class Attention(nn.Module):
     """the forms that exist; an instance whose options rule one out has fewer"""
     carries: ClassVar[bool] = False
     """takes and returns ``carry``, something handed from layer to layer"""
+    penalty: ClassVar[str] = ""
+    """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
     native: ClassVar[str] = ""
     """what the native CPU kernels serve, in words; "" for nothing"""
     states: ClassVar[tuple[type, ...]] = ()
@@ -145,7 +149,9 @@ class Attention(nn.Module):
         and the state; those after them are causal. A prompt is read so in one call, on whose state the steps go on.
         context (B,M,context_dim), context_mask (B,M) bool: cross attention; every query sees every real context token
         and ``causal`` plays no part. The returned state keeps the projected context: later calls pass it alone.
-        record: an empty dict to be filled with what this call can tell (``matrix``, ``mask``, ...); costs O(N M).
+        record: a dict to be filled with what this call can tell. An empty one gets all of it, ``matrix`` and ``mask``
+        included, which costs O(N M); one with keys gets what these name and costs no more: ``{"penalty": None}`` gets a
+        loss of the mechanism's own, to be added to that of the task. What cannot be told is left out.
 
         Raises ValueError where an argument has the wrong rank, shape or dtype, is not supported by the mechanism, or
         does not go with another one.
@@ -166,7 +172,12 @@ class Attention(nn.Module):
             given["segments"] = arguments.real_segments(segments, mask)
         if prefix is not None:
             given["prefix"] = inside(prefix, x.shape[1], mask)
+        if record is not None:
+            told = arguments.asked(self, given.pop("record"))
+            given |= {"record": told} if told else {}
         result = self.attend(x, state, **given)
+        if record is not None:
+            arguments.answer(record, told)
         return result if mask is None else (result[0].masked_fill(~mask[..., None], 0.0), *result[1:])
 
     @property

@@ -24,6 +24,7 @@ import yaml
 from .. import checkpoint, data
 from ..config import Config
 from ..data import Dataset
+from ..describe import parts
 from ..model import Decoder
 from ..ops.pages import reuse_pages
 from .evaluate import bits, roomy
@@ -131,9 +132,11 @@ def _same(folder: Path, recipe: dict[str, Any]) -> None:
         raise ValueError(f"{folder} holds no run: it has no config.yaml; choose another folder by out")
     try:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # A field that an older version did not have was as its default is.
+        usual = {"model": asdict(Config()), "run": asdict(Run())}
         differ = [
             f"{part}.{name} ({old.get(name, 'absent')} -> {new.get(name, 'absent')})"
-            for part, old, new in ((part, before[part], recipe[part]) for part in ("model", "run"))
+            for part, old, new in ((part, usual[part] | before[part], recipe[part]) for part in ("model", "run"))
             for name in dict.fromkeys((*old, *new))
             if old.get(name) != new.get(name) and not (part == "run" and name in FREE)
         ]
@@ -152,6 +155,12 @@ def _check(config: Config, run: Run, dataset: Dataset) -> None:
     if config.positions == "learned" and config.length < dataset.length:
         raise ValueError(
             f"length={config.length} learned positions are too few for {run.data}: {dataset.length} tokens per example"
+        )
+    kinds = {name: cls.penalty for name, cls in parts(config.attention)}
+    if run.penalty and not any(kinds.values()):
+        raise ValueError(
+            f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "
+            f"leave it at 0"
         )
     if not dataset.count("train"):
         raise ValueError(f"{run.data} has no training example")

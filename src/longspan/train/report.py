@@ -9,7 +9,8 @@ from typing import Any
 from ..checkpoint import write_text
 
 COLUMNS: tuple[str, ...] = (
-    "step", "loss", "bits", "validation_bits", "learning_rate", "gradient_norm", "tokens_per_second", "seconds"
+    "step", "loss", "bits", "validation_bits", "penalty", "learning_rate", "gradient_norm", "tokens_per_second",
+    "seconds",
 )  # fmt: skip
 EVERY = 10
 
@@ -27,7 +28,8 @@ class Table:
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({name: row[name] for name in COLUMNS} for row in kept)
+        # A table that an older version began has fewer columns.
+        writer.writerows({name: row.get(name, "") for name in COLUMNS} for row in kept)
         write_text(path, text.getvalue())
         self.path = path
 
@@ -59,8 +61,9 @@ class Bar:
         )
         self.task = self.progress.add_task("", total=steps, figures="")
 
-    def step(self, step: int, loss: float, bits: float, speed: float) -> None:
-        figures = f"loss {loss:.4f}  {bits:.3f} bits/{self.unit}  {_short(speed)} tokens/s"
+    def step(self, step: int, loss: float, bits: float, speed: float, penalty: float | None = None) -> None:
+        own = "" if penalty is None else f"penalty {penalty:.4g}  "
+        figures = f"loss {loss:.4f}  {bits:.3f} bits/{self.unit}  {own}{_short(speed)} tokens/s"
         self.progress.update(self.task, completed=step, figures=figures)
 
     def line(self, text: str) -> None:
@@ -100,7 +103,7 @@ class Clock:
 
 
 def _complete(row: dict) -> bool:
-    return None not in row and all(row.get(name) is not None for name in COLUMNS) and row["step"].isdigit()
+    return None not in row and None not in row.values() and row["step"].isdigit()
 
 
 def _short(number: float) -> str:
