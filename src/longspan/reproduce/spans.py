@@ -152,6 +152,7 @@ def draw(plt: Any, result: Result) -> Any:
     """Spans by steps, a line for each head; the last spans by layer, in order; validation bits by steps."""
     figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
     learning, longest = dict(zip((FREE, PRICED), axes, strict=False)), result["settings"]["span"]
+    limits = (-0.03 * longest, longest)
     for i, row in enumerate(result["rows"]):
         label = f"{row['kind']}: {row['keys']:.0f} keys"
         axes[3].plot(*zip(*row["curve"], strict=True), color=f"C{i}", label=label)
@@ -160,13 +161,13 @@ def draw(plt: Any, result: Result) -> Any:
             last = [z for layer in row["spans"][-1][1] for z in sorted(layer)]
             axes[2].plot(range(1, len(last) + 1), last, "o", color=f"C{i}", markersize=4, label=row["kind"])
     for kind, axis in learning.items():
-        axis.set(title=kind, xlabel="training steps", ylabel="span of a head, tokens", ylim=(0, longest))
+        axis.set(title=kind, xlabel="training steps", ylabel="span of a head, tokens", ylim=limits)
     heads, depth = result["settings"]["heads"], result["settings"]["depth"]
     for layer in range(1, depth):
         axes[2].axvline(layer * heads + 0.5, color="grey", linewidth=0.8)
     ticks = [layer * heads + (heads + 1) / 2 for layer in range(depth)]
     axes[2].set_xticks(ticks, [f"layer {layer + 1}" for layer in range(depth)])
-    axes[2].set(title="spans at the end", ylabel="span of a head, tokens", ylim=(0, longest))
+    axes[2].set(title="spans at the end", ylabel="span of a head, tokens", ylim=limits)
     axes[3].set(title="what they reach", xlabel="training steps", ylabel="validation bits per byte")
     for axis in axes:
         axis.grid(axis="y", alpha=0.3)
