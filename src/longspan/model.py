@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from . import likelihood, spec
 from .attention import Attention, build
-from .attention.arguments import check_mask, check_record, check_x
+from .attention.arguments import check_mask, check_record, check_x, settle
 from .config import Config, EncoderConfig, StackConfig
 from .layers import FeedForward, norm, positions, sinusoid
 
@@ -105,12 +105,12 @@ class Stack(nn.Module):
             raise ValueError(f"the state of this stack is a tuple of {len(self.blocks)} states, not {came}")
         if record is not None:
             check_record(record)
-        arguments = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate}
+        arguments = settle(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
         new, carries, layers = [], {}, []
         for i, block in enumerate(self.blocks):
             before, kind = None if state is None else state[i], block.attention.name  # type: ignore[union-attr]
             told = dict(record) if record is not None and "record" in block.attention.takes else None  # type: ignore
-            x, after, carry = block(x, before, carry=carries.get(kind), record=told, **arguments)
+            x, after, carry = block(x, before, carry=carries.get(kind), record=told, donate=donate, **arguments)
             layers.append(told or {})
             # What a layer hands on is for the next one of its own kind.
             carries[kind] = carry

@@ -1,11 +1,12 @@
 """The arguments of a call, checked once: what came, what would be right."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ..ops.prefix import inside
 from ..spec import known
 
 if TYPE_CHECKING:
@@ -15,21 +16,17 @@ if TYPE_CHECKING:
 RECORDED = ("matrix", "mask", "lse", "carried", "penalty")
 
 
+class Settled(NamedTuple):
+    """``segments`` or ``prefix`` that a stack has checked for its layers, in the form that ``attend`` gets."""
+
+    value: Tensor
+
+
 def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) -> None:
     """Raise ValueError for an argument of a wrong kind or shape, or one that this attention does not support."""
     check_x(attention, attention.dim, x)
-    for name in given:
-        if name not in attention.takes:
-            raise ValueError(
-                f"{attention.name} does not support {name}=; it supports: {', '.join(sorted(attention.takes))}"
-            )
-    batch, n = x.shape[:2]
-    if (mask := given.get("mask")) is not None:
-        check_mask("mask", mask, (batch, n))
-    if (segments := given.get("segments")) is not None:
-        _check_segments(segments, mask, (batch, n))
-    if (prefix := given.get("prefix")) is not None:
-        _check_prefix(attention, prefix, given, (batch, n))
+    _check_own(attention, x, given)
+    batch, segments, prefix = len(x), given.get("segments"), given.get("prefix")
     if (context := given.get("context")) is not None:
         _check_context(attention, context, x, state, segments)
         if (seen := given.get("context_mask")) is not None:
@@ -46,6 +43,39 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
             raise ValueError("prefix= counts a sequence's own tokens; a state of cross attention has none")
     if "donate" in given:
         _check_donate(attention, x, state)
+
+
+def _check_own(attention: "Attention", x: Tensor, given: dict[str, Any]) -> None:
+    """What is asked of a sequence's own tokens. Values, which a device would be waited for, are looked at once."""
+    for name in given:
+        if name not in attention.takes:
+            raise ValueError(
+                f"{attention.name} does not support {name}=; it supports: {', '.join(sorted(attention.takes))}"
+            )
+    batch, n = x.shape[:2]
+    if (mask := given.get("mask")) is not None:
+        check_mask("mask", mask, (batch, n))
+    if (segments := given.get("segments")) is not None and not isinstance(segments, Settled):
+        _check_segments(segments, mask, (batch, n))
+    if (prefix := given.get("prefix")) is not None and not isinstance(prefix, Settled):
+        _check_prefix(attention, prefix, given, (batch, n))
+
+
+def settled(given: dict[str, Any], n: int) -> dict[str, Any]:
+    """What ``attend`` gets for the ``segments`` and the ``prefix`` among arguments that have been checked."""
+    found, mask = {}, given.get("mask")
+    if (segments := given.get("segments")) is not None:
+        found["segments"] = segments.value if isinstance(segments, Settled) else real_segments(segments, mask)
+    if (prefix := given.get("prefix")) is not None:
+        found["prefix"] = prefix.value if isinstance(prefix, Settled) else inside(prefix, n, mask)
+    return found
+
+
+def settle(attention: "Attention", x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a stack for all its layers, whose first attention this is: checked here instead of in each layer."""
+    given = {name: value for name, value in given.items() if value is not None}
+    _check_own(attention, x, given)
+    return given | {name: Settled(value) for name, value in settled(given, x.shape[1]).items()}
 
 
 def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from .. import spec
-from ..ops.prefix import inside
 from ..patterns import Pattern
 from . import arguments
 
@@ -168,10 +167,7 @@ class Attention(nn.Module):
         }
         given = {name: value for name, value in given.items() if value is not None}
         arguments.check(self, x, state, given)
-        if segments is not None:
-            given["segments"] = arguments.real_segments(segments, mask)
-        if prefix is not None:
-            given["prefix"] = inside(prefix, x.shape[1], mask)
+        given |= arguments.settled(given, x.shape[1])
         if record is not None:
             told = arguments.asked(self, given.pop("record"))
             given |= {"record": told} if told else {}
