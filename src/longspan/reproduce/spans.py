@@ -63,7 +63,7 @@ class Settings:
         """A model's config. Raises ValueError where the sizes do not fit each other."""
         spans = f"adaptive_span(span={self.span}, ramp={self.ramp}, initial={self.initial})"
         attention = f"local(window={window})" if kind == WINDOW else spans
-        size = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim}
+        size: dict[str, Any] = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim}
         return Config(attention=attention, vocab=256, length=self.length, positions="learned", **size)
 
     def run(self, kind: str, folder: Path) -> Run:

@@ -65,7 +65,7 @@ class Task(LightningModule):
 
     def training_step(self, batch: tuple[int, Tensor], batch_idx: int) -> Tensor:
         index, tokens = batch
-        record = {"penalty": None} if self.run.penalty else None
+        record: dict[str, Any] | None = {"penalty": None} if self.run.penalty else None
         outputs, _ = self.model(self.model.shift(tokens), record=record)
         loss = -self.model.likelihood.log_prob(outputs, tokens).mean()
         penalty = record["penalty"] if record else torch.zeros_like(loss)
