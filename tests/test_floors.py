@@ -16,8 +16,8 @@ PACKAGE = ROOT / "src" / "longspan"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
-    ("spec", "config", "extras", "files", "folders", "kinds", "lock", "notation", "patterns", "progress", "sealed")
-    + ("signals", "version", "weights"),
+    ("spec", "extras", "files", "folders", "kinds", "lock", "notation", "progress", "signals", "version", "weights"),
+    ("config", "patterns", "sealed"),
     ("ops", "likelihood"),
     ("layers", "cache", "window", "reach"),
     ("attention",),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longspan import cache, checks
-from longspan.attention import base
+from longspan.attention import arguments
 from longspan.attention import linear as linear_module
 from longspan.cache import Sight
 from longspan.layers import positions
@@ -173,7 +173,7 @@ MUTANTS = {
     "a cache one slot short": (cache, "_extend_even", cache_one_short, "softmax", CUT),
     "a step blind to its own token": (cache, "_extend_even", blind_to_itself, "softmax", CUT),
     "a prefix that is written twice": (prefix, "fold", prefix_written_twice, "linear", "prefix_mode"),
-    "a prefix that counts padding": (base, "inside", prefix_counting_padding, "linear", "prefix_mode"),
+    "a prefix that counts padding": (arguments, "inside", prefix_counting_padding, "linear", "prefix_mode"),
     "a prefix that stays causal": (cache, "join", causal_prefix, "softmax", "prefix_mode"),
     "a prefix blind to the past": (cache, "extend", prefix_blind_to_the_past, "softmax", "prefix_mode"),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from . import likelihood, spec, weights
 from .attention import Attention
-from .attention.arguments import check_mask, check_x
+from .attention.arguments import check_mask, check_record, check_x, settle
 from .attention.base import make
 from .config import Config, EncoderConfig, StackConfig
 from .layers import FeedForward, check_counts, norm, positions, sinusoid
@@ -60,8 +60,10 @@ class Stack(nn.Module):
     >>> len(state)
     3
 
-    ``y, state = stack(x, state, mask=, segments=, prefix=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state is the
-    tuple of the layers' states. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
+    ``y, state = stack(x, state, mask=, segments=, prefix=, record=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state
+    is the tuple of the layers' states. ``record`` asks every layer that takes one: it gets ``layers``, a dict for each
+    layer, empty where that can tell nothing, and ``penalty``, the sum of theirs, where a mechanism has a loss of its
+    own. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
 
     Raises ValueError for a spec that cannot be built, for weights that would take more memory than this machine has,
     and for arguments that one of the attentions does not support.
@@ -105,6 +107,7 @@ class Stack(nn.Module):
         mask: Tensor | None = None,
         segments: Tensor | None = None,
         prefix: Tensor | None = None,
+        record: dict | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, tuple | None]:
         """See the class; arguments as in ``Attention.forward``."""
@@ -114,20 +117,29 @@ class Stack(nn.Module):
         if state is not None and (not isinstance(state, tuple) or len(state) != len(self.blocks)):
             came = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"the state of this stack is a tuple of {len(self.blocks)} states, not {came}")
+        if record is not None:
+            check_record(record)
+        arguments = settle(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
         if mask is not None:
             # What a masked token holds must not go around the attentions either, by residuals into weights' gradients.
             x = x.masked_fill(~mask[..., None], 0.0)
-        arguments = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate}
-        new, carries = [], {}
+        new, carries, layers = [], {}, []
         for i, block in enumerate(self.blocks):
             before, kind = None if state is None else state[i], block.attention.name  # type: ignore[union-attr]
-            x, after, carry = block(x, before, carry=carries.get(kind), **arguments)
+            told = dict(record) if record is not None and "record" in block.attention.takes else None  # type: ignore
+            x, after, carry = block(x, before, carry=carries.get(kind), record=told, donate=donate, **arguments)
+            layers.append(told or {})
             # What a layer hands on is for the next one of its own kind.
             carries[kind] = carry
             new.append(after)
         x = self.norm(x)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0.0)
+        if record is not None:
+            record.clear()
+            record["layers"] = layers
+            if penalties := [layer["penalty"] for layer in layers if "penalty" in layer]:
+                record["penalty"] = torch.stack(penalties).sum()
         return x, None if state is None else tuple(new)
 
 
@@ -216,9 +228,10 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         segments: Tensor | None = None,
         prefix: Tensor | None = None,
+        record: dict | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, DecoderState | None]:
-        """See the class; mask, segments, prefix and donate as in ``Attention.forward``.
+        """See the class; mask, segments, prefix and donate as in ``Attention.forward``, record as in ``Stack``.
 
         ``prefix`` counts the start token like any other. Its outputs but the last have seen the tokens that they
         predict, so they belong in no loss.
@@ -233,7 +246,7 @@ class Decoder(nn.Module):
         if position is not None:
             _check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
-        x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, donate=donate)
+        x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
         outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore
         return outputs, None if layers is None else DecoderState(end, layers)
 
@@ -259,8 +272,13 @@ class Encoder(nn.Module):
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
         _initialise(self, config.depth)
 
-    def forward(self, x: Tensor, *, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """See the class; mask and segments as in ``Attention.forward``. Raises ValueError for input of a wrong kind."""
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, segments: Tensor | None = None, record: dict | None = None
+    ) -> Tensor:
+        """See the class; mask and segments as in ``Attention.forward``, record as in ``Stack``.
+
+        Raises ValueError for input of a wrong kind.
+        """
         if self.config.vocab:
             check_tokens(x, self.config.vocab - 1, mask)
         elif x.dim() != 3 or x.shape[-1] != self.config.dim:
@@ -268,7 +286,7 @@ class Encoder(nn.Module):
         if segments is not None and self.config.pool != "none":
             raise ValueError(f"pool={self.config.pool!r} gives one output per row, so it cannot serve packed segments=")
         x, _ = self.embedding(x, mask=mask, segments=segments)
-        x, _ = self.stack(x, mask=mask, segments=segments)
+        x, _ = self.stack(x, mask=mask, segments=segments, record=record)
         if self.config.pool == "mean":
             real = x.new_ones(x.shape[:2]) if mask is None else mask.to(x.dtype)
             x = (x * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)

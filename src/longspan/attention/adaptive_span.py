@@ -24,8 +24,8 @@ class AdaptiveSpan(Attention):
     head, learned as f, the ``fraction`` of S. A fraction outside 0 to 1 counts as 0 or 1, and
     gets only gradients that lead back.
 
-    ``record["penalty"]`` is the mean span, to be added to the loss times some small factor; ``spans(x)`` gives the
-    spans without the rest of a record. Keys that no head sees are not read. The state is a ring of the last
+    ``record["penalty"]`` is the mean span, to be added to the loss times some small factor (``run.penalty`` of a
+    training); ``spans(x)`` gives the spans. Keys that no head sees are not read. The state is a ring of the last
     $\max \lceil z + R \rceil$ keys and values, S + R of them if ``dynamic``; it serves as long as the spans do not
     outgrow it.
 
@@ -48,6 +48,7 @@ class AdaptiveSpan(Attention):
     )
     examples = ("adaptive_span(span=7, ramp=3, initial=2.5)", "adaptive_span(span=7, ramp=3, dynamic=True)")
     directions, states = ("causal",), (Window,)
+    penalty = "the mean span of its heads and queries, in tokens"
 
     def __init__(
         self,
@@ -121,12 +122,12 @@ class AdaptiveSpan(Attention):
         q, k = self._wider(q, self.extent(x).mT[..., None] if self.dynamic else 0.0), self._wider(k, 0.0)
         o, state = reach.attend(
             q, k, v, state, band(seen - 1), bias=bias, scale=v.shape[-1] ** -0.5, mask=mask, segments=segments,
-            record=record, donate=donate,
+            record=record if record and "matrix" in record else None, donate=donate,
         )  # fmt: skip
-        if record is not None:
-            spans = self.spans(x)
+        if record and "penalty" in record:
             real = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask
-            record["penalty"] = spans.mT[real].mean() if real.any() else spans.sum() * 0.0
+            spans = self.spans(x).masked_fill(~real[:, None], 0.0)
+            record["penalty"] = spans.sum() / (self.heads * real.sum()).clamp(min=1)
         return self.out(merge(o)), state
 
 

@@ -1,43 +1,44 @@
 """The arguments of a call, checked once: what came, what would be right."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..layers import check_counts
-from ..ops.operands import check_donation, same_device
 from ..ops import refuse_tracing
+from ..ops.operands import check_donation, same_device
+from ..ops.prefix import inside
+from ..spec import known
 
 if TYPE_CHECKING:
     from .base import Attention
+
+# What a record can be asked for; all but the last cost O(N M).
+RECORDED = ("matrix", "mask", "lse", "carried", "penalty")
+
+
+class Settled(NamedTuple):
+    """``segments`` or ``prefix`` that a stack has checked for its layers, in the form that ``attend`` gets."""
+
+    value: Tensor
 
 
 def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) -> None:
     """Raise ValueError for an argument of a wrong kind or shape, or one that this attention does not support."""
     refuse_tracing()
     check_x(attention, attention.dim, x)
-    for name in given:
-        if name not in attention.takes:
-            raise ValueError(
-                f"{attention.name} does not support {name}=; it supports: {', '.join(sorted(attention.takes))}"
-            )
-    batch, n = x.shape[:2]
-    if (mask := given.get("mask")) is not None:
-        check_mask("mask", mask, (batch, n))
-    if (segments := given.get("segments")) is not None:
-        _check_segments(segments, mask, (batch, n))
-    if (prefix := given.get("prefix")) is not None:
-        _check_prefix(attention, prefix, given, (batch, n))
+    _check_own(attention, x, given)
+    batch, segments, prefix = len(x), given.get("segments"), given.get("prefix")
     if (context := given.get("context")) is not None:
         _check_context(attention, context, x, state, segments)
         if (seen := given.get("context_mask")) is not None:
             check_mask("context_mask", seen, tuple(context.shape[:2]))
     elif "context_mask" in given:
         raise ValueError("context_mask= came without context=; a state of cross attention keeps its own mask")
-    if "record" in given and not isinstance(given["record"], dict):
-        raise ValueError(f"record must be a dict to write into, not {type(given['record']).__name__}")
+    if "record" in given:
+        check_record(given["record"])
     if state is not None:
         check_state(attention, state, batch)
         for leaf in pytree.tree_leaves(state):
@@ -50,10 +51,65 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
         _check_donate(attention, x, state)
 
 
+def _check_own(attention: "Attention", x: Tensor, given: dict[str, Any]) -> None:
+    """What is asked of a sequence's own tokens. Values, which a device would be waited for, are looked at once."""
+    for name in given:
+        if name not in attention.takes:
+            raise ValueError(
+                f"{attention.name} does not support {name}=; it supports: {', '.join(sorted(attention.takes))}"
+            )
+    batch, n = x.shape[:2]
+    if (mask := given.get("mask")) is not None:
+        check_mask("mask", mask, (batch, n))
+    if (segments := given.get("segments")) is not None and not isinstance(segments, Settled):
+        _check_segments(segments, mask, (batch, n))
+    if (prefix := given.get("prefix")) is not None and not isinstance(prefix, Settled):
+        _check_prefix(attention, prefix, given, (batch, n))
+
+
+def settled(given: dict[str, Any], n: int) -> dict[str, Any]:
+    """What ``attend`` gets for the ``segments`` and the ``prefix`` among arguments that have been checked."""
+    found, mask = {}, given.get("mask")
+    if (segments := given.get("segments")) is not None:
+        found["segments"] = segments.value if isinstance(segments, Settled) else real_segments(segments, mask)
+    if (prefix := given.get("prefix")) is not None:
+        found["prefix"] = prefix.value if isinstance(prefix, Settled) else inside(prefix, n, mask)
+    return found
+
+
+def settle(attention: "Attention", x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a stack for all its layers, whose first attention this is: checked here instead of in each layer."""
+    given = {name: value for name, value in given.items() if value is not None}
+    _check_own(attention, x, given)
+    return given | {name: Settled(value) for name, value in settled(given, x.shape[1]).items()}
+
+
 def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError unless ``mask`` is bool of this shape."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != shape:
         raise ValueError(f"{name} must be bool {shape}, True on real tokens, not {_what(mask)}")
+
+
+def check_record(record: Any) -> None:
+    """Raise ValueError unless ``record`` is a dict that is empty or names what a call can tell."""
+    if not isinstance(record, dict):
+        raise ValueError(f"record must be a dict to write into, not {type(record).__name__}")
+    for name in record:
+        known(str(name), dict.fromkeys(RECORDED), "entry of a record")
+
+
+def asked(attention: "Attention", record: dict) -> dict[str, Any]:
+    """The record that ``attend`` gets: with the key "matrix", "penalty" or both; empty where it has nothing to tell."""
+    names = record or RECORDED
+    whole = {"matrix": None} if any(name != "penalty" for name in names) else {}
+    return whole | ({"penalty": None} if attention.penalty and "penalty" in names else {})
+
+
+def answer(record: dict, told: dict) -> None:
+    """Fill in what was told, all of it or what the record names."""
+    found = {name: told[name] for name in record or told if told.get(name) is not None}
+    record.clear()
+    record.update(found)
 
 
 def check_x(module: nn.Module, dim: int, x: Tensor) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import kinds, spec, weights
-from ..ops.prefix import inside
 from ..patterns import Pattern
 from . import arguments
 
@@ -60,7 +59,9 @@ class Attention(nn.Module):
     ``attend(self, x, state, *, ...)`` names those of ``mask, segments, prefix, context, context_mask, carry, record,
     donate`` that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with
     arguments that have been checked, and a call with an argument that it does not name has been refused. ``prefix``
-    reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``.
+    reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``. ``record`` reaches it only
+    where there is something to tell, as a dict that has the keys ``"matrix"`` and ``"penalty"`` where they are wanted;
+    a mechanism without ``penalty`` fills in ``matrix`` and ``mask`` whenever it comes.
     """
 
     name: ClassVar[str]
@@ -83,6 +84,8 @@ class Attention(nn.Module):
     """the forms that exist; an instance whose options rule one out has fewer"""
     carries: ClassVar[bool] = False
     """takes and returns ``carry``, something handed from layer to layer"""
+    penalty: ClassVar[str] = ""
+    """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
     native: ClassVar[str] = ""
     """what the native CPU kernels serve, in words; "" for nothing"""
     states: ClassVar[tuple[type, ...]] = ()
@@ -202,7 +205,9 @@ class Attention(nn.Module):
         context (B,M,context_dim), context_mask (B,M) bool: cross attention; every query sees every real context token
         and ``causal`` plays no part; masked ones do not exist either. The returned state keeps the projected context:
         later calls pass it alone.
-        record: an empty dict to be filled with what this call can tell (``matrix``, ``mask``, ...); costs O(N M).
+        record: a dict to be filled with what this call can tell. An empty one gets all of it, ``matrix`` and ``mask``
+        included, which costs O(N M); one with keys gets what these name and costs no more: ``{"penalty": None}`` gets a
+        loss of the mechanism's own, to be added to that of the task. What cannot be told is left out.
 
         Raises ValueError where an argument has the wrong rank, shape or dtype, is not supported by the mechanism, or
         does not go with another one.
@@ -219,18 +224,18 @@ class Attention(nn.Module):
         }
         given = {name: value for name, value in given.items() if value is not None}
         arguments.check(self, x, state, given)
-        if segments is not None:
-            given["segments"] = arguments.real_segments(segments, mask)
-        if prefix is not None:
-            given["prefix"] = inside(prefix, x.shape[1], mask)
+        given |= arguments.settled(given, x.shape[1])
         if context_mask is not None:
             given["context"] = given["context"].masked_fill(~context_mask[..., None], 0.0)
-        if mask is None:
-            return self.attend(x, state, **given)
+        if record is not None:
+            told = arguments.asked(self, given.pop("record"))
+            given |= {"record": told} if told else {}
         # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
-        absent = ~mask[..., None]
-        y, *rest = self.attend(x.masked_fill(absent, 0.0), state, **given)
-        return y.masked_fill(absent, 0.0), *rest
+        absent = None if mask is None else ~mask[..., None]
+        y, *rest = self.attend(x if absent is None else x.masked_fill(absent, 0.0), state, **given)
+        if record is not None:
+            arguments.answer(record, told)
+        return y if absent is None else y.masked_fill(absent, 0.0), *rest
 
     @property
     def positional(self) -> bool:

@@ -24,6 +24,7 @@ import yaml
 from .. import checkpoint, data, signals
 from ..config import Config
 from ..data import Dataset
+from ..describe import parts
 from ..model import Decoder
 from ..ops.pages import reuse_pages
 from . import folder as runs
@@ -143,6 +144,12 @@ def _check(config: Config, run: Run, dataset: Dataset) -> None:
     if config.positions == "learned" and config.length < dataset.length:
         raise ValueError(
             f"length={config.length} learned positions are too few for {run.data}: {dataset.length} tokens per example"
+        )
+    kinds = {name: cls.penalty for name, cls in parts(config.attention)}
+    if run.penalty and not any(kinds.values()):
+        raise ValueError(
+            f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "
+            f"leave it at 0"
         )
     if not dataset.count("train"):
         raise ValueError(f"{run.data} has no training example")

@@ -48,7 +48,7 @@ class Batches:
 
 
 class Task(LightningModule):
-    """What is to be minimised: the mean negative log-likelihood, in nats per token."""
+    """What is to be minimised: the mean negative log-likelihood, in nats per token, and the weighted penalty."""
 
     def __init__(self, model: Decoder, run: Run, dataset: Dataset):
         super().__init__()
@@ -57,6 +57,7 @@ class Task(LightningModule):
         self.micro = 0
         self.best, self.evaluated, self.best_step = math.inf, 0, 0
         self.losses: list[Tensor] = []
+        self.penalties: list[Tensor] = []
         self.norm = math.nan
 
     def train_dataloader(self) -> Batches:
@@ -67,11 +68,14 @@ class Task(LightningModule):
 
     def training_step(self, batch: tuple[int, Tensor], batch_idx: int) -> Tensor:
         index, tokens = batch
-        outputs, _ = self.model(self.model.shift(tokens))
+        record: dict[str, Any] | None = {"penalty": None} if self.run.penalty else None
+        outputs, _ = self.model(self.model.shift(tokens), record=record)
         loss = -self.model.likelihood.log_prob(outputs, tokens).mean()
+        penalty = record["penalty"] if record else torch.zeros_like(loss)
         self.losses.append(loss.detach())
+        self.penalties.append(penalty.detach())
         self.micro = index + 1
-        return loss
+        return loss + self.run.penalty * penalty if record else loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -135,7 +139,7 @@ class Keeper(Callback):
     def __init__(self, run: Run, interrupt: "Interrupt", bar: Bar | None):
         self.run, self.interrupt, self.bar = run, interrupt, bar
         self.folder = Path(run.out) / "checkpoints"
-        self.window: list[float] = []
+        self.window: list[tuple[float, float]] = []
         self.stopped = ""
         self.opened = contextlib.ExitStack()
 
@@ -161,15 +165,15 @@ class Keeper(Callback):
         if task.micro % self.run.accumulate:
             return
         run, step, speed = self.run, trainer.global_step, self.clock.lap()
-        loss, pressed, late = self._agree(trainer, task)
+        loss, penalty, pressed, late = self._agree(trainer, task)
         # An infinite loss can have a finite gradient: that of a term that does not depend on the weights.
         if not math.isfinite(loss):
             raise ValueError(task.broken(f"the loss became {loss}"))
-        self.window.append(loss)
+        self.window.append((loss, penalty))
         last = step >= run.steps
         if self.bar:
-            recent = sum(self.window) / len(self.window)
-            self.bar.step(step, recent, recent / math.log(2), speed)
+            recent, penalty = self._recent()
+            self.bar.step(step, recent, recent / math.log(2), speed, penalty if run.penalty else None)
         evaluated, improved = None, False
         # Who interrupts does not want to wait for an evaluation: on_train_start of the resumed run makes up for it.
         if last or (not pressed and (late or step % run.evaluate_every == 0)):
@@ -189,15 +193,20 @@ class Keeper(Callback):
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:  # type: ignore[override]
         self.opened.close()
 
-    def _agree(self, trainer: Trainer, task: Task) -> tuple[float, bool, bool]:
-        """The ranks' mean loss, and whether any of them is to stop: all must take the same decisions."""
-        loss = torch.stack(task.losses).double().mean()
+    def _recent(self) -> list[float]:
+        """Mean loss and penalty since the last report."""
+        return [sum(values) / len(values) for values in zip(*self.window, strict=True)]
+
+    def _agree(self, trainer: Trainer, task: Task) -> tuple[float, float, bool, bool]:
+        """The ranks' mean loss and penalty, and whether any of them is to stop: all must take the same decisions."""
+        means = torch.stack([torch.stack(parts).double().mean() for parts in (task.losses, task.penalties)])
         task.losses.clear()
+        task.penalties.clear()
         late = 0 < self.run.seconds <= self.clock.seconds
-        flags = torch.tensor([len(self.interrupt.came) > 0, late], dtype=torch.float64, device=loss.device)
-        values = trainer.strategy.reduce(torch.cat([loss[None], flags]), reduce_op="sum")
-        loss, pressed, late = values.tolist()
-        return loss / trainer.world_size, pressed > 0, late > 0
+        flags = torch.tensor([len(self.interrupt.came) > 0, late], dtype=torch.float64, device=means.device)
+        values = trainer.strategy.reduce(torch.cat([means, flags]), reduce_op="sum")
+        loss, penalty, pressed, late = values.tolist()
+        return loss / trainer.world_size, penalty / trainer.world_size, pressed > 0, late > 0
 
     def _evaluate(self, trainer: Trainer, task: Task) -> tuple[float, bool]:
         """Bits on the validation split, and whether they are the fewest so far."""
@@ -211,13 +220,14 @@ class Keeper(Callback):
         return evaluated, improved
 
     def _report(self, trainer: Trainer, task: Task, speed: float, evaluated: float | None, improved: bool) -> None:
-        loss = sum(self.window) / len(self.window)
+        loss, penalty = self._recent()
         self.window.clear()
         if not trainer.is_global_zero:
             return
         step = trainer.global_step
         row = {"loss": loss, "bits": loss / math.log(2), "learning_rate": rate(self.run, step - 1)}
         row |= {"gradient_norm": task.norm, "tokens_per_second": speed, "seconds": self.clock.seconds}
+        row |= {"penalty": penalty} if self.run.penalty else {}
         if evaluated is not None:
             row["validation_bits"] = evaluated
         self.table.write({"step": step, **row})
@@ -225,7 +235,8 @@ class Keeper(Callback):
         if self.bar and evaluated is not None:
             star = "  (best so far)" if improved else ""
             train = f"training {loss / math.log(2):.3f}, validation {evaluated:.3f} bits/{task.dataset.unit}"
-            self.bar.line(f"step {step}: {train}{star}")
+            own = f", penalty {penalty:.4g}" if self.run.penalty else ""
+            self.bar.line(f"step {step}: {train}{own}{star}")
 
     def _save(self, trainer: Trainer, step: int, improved: bool) -> None:
         try:

@@ -2,13 +2,16 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from .. import checkpoint
+from ..config import Config
 from ..lock import alone
+from .run import Run
 
 CONFIG, LOCK = "config.yaml", ".lock"
 # A resumed run may change these: they say where and how long, not what.
@@ -112,9 +115,11 @@ def _same(folder: Path, recipe: dict[str, Any]) -> None:
         raise ValueError(f"{folder} holds no run: it has no {CONFIG}; choose another folder by out")
     try:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        # A field that an older version did not have was as its default is.
+        usual = {"model": asdict(Config()), "run": asdict(Run())}
         differ = [
             f"{part}.{name} ({old.get(name, 'absent')} -> {new.get(name, 'absent')})"
-            for part, old, new in ((part, before[part], recipe[part]) for part in ("model", "run"))
+            for part, old, new in ((part, usual[part] | before[part], recipe[part]) for part in ("model", "run"))
             for name in dict.fromkeys((*old, *new))
             if old.get(name) != new.get(name) and not (part == "run" and name in FREE)
         ]

@@ -18,7 +18,8 @@ from .. import progress
 from ..checkpoint import write_text
 
 COLUMNS: tuple[str, ...] = (
-    "step", "loss", "bits", "validation_bits", "learning_rate", "gradient_norm", "tokens_per_second", "seconds"
+    "step", "loss", "bits", "validation_bits", "penalty", "learning_rate", "gradient_norm", "tokens_per_second",
+    "seconds",
 )  # fmt: skip
 EVERY = 10
 
@@ -42,7 +43,8 @@ class Table:
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        writer.writerows({name: row[name] for name in COLUMNS} for row in kept)
+        # A table that an older version began has fewer columns.
+        writer.writerows({name: row.get(name, "") for name in COLUMNS} for row in kept)
         write_text(path, text.getvalue())
         self.path = path
 
@@ -95,8 +97,9 @@ class Bar:
         if progress.watched():
             self.bar = progress.Bar(self.steps, "step", step)
 
-    def step(self, step: int, loss: float, bits: float, speed: float) -> None:
-        figures = f"loss {loss:.4f}, {bits:.3f} bits/{self.unit}, {_short(speed)} tokens/s"
+    def step(self, step: int, loss: float, bits: float, speed: float, penalty: float | None = None) -> None:
+        own = "" if penalty is None else f"penalty {penalty:.4g}, "
+        figures = f"loss {loss:.4f}, {bits:.3f} bits/{self.unit}, {own}{_short(speed)} tokens/s"
         if self.bar is None:
             self.lines.at(step, "step", figures)
         else:
@@ -147,7 +150,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _complete(row: dict) -> bool:
-    return None not in row and all(row.get(name) is not None for name in COLUMNS) and row["step"].isdigit()
+    return None not in row and None not in row.values() and row["step"].isdigit()
 
 
 def _short(number: float) -> str:

@@ -38,6 +38,8 @@ class Run:
     """steps before schedule=drop lowers the learning rate"""
     weight_decay: float = 0.0
     """decoupled weight decay of matrices and embeddings; biases and gains have none"""
+    penalty: float = 0.0
+    """weight of the loss that mechanisms add of their own, such as the spans of adaptive_span, summed over layers"""
     clip: float = 1.0
     """largest norm of a step's gradient; 0: no limit"""
     precision: str = "32"
@@ -63,7 +65,7 @@ class Run:
         check_fields(self)
         for name in ("steps", "batch", "accumulate", "evaluate_every", "save_every", "keep", "devices"):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("length", "warmup", "drop_at", "weight_decay", "clip", "evaluate_examples", "seconds"):
+        for name in ("length", "warmup", "drop_at", "weight_decay", "penalty", "clip", "evaluate_examples", "seconds"):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value} must be at least 0")
         _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")

@@ -1,0 +1,280 @@
+"""Losses of mechanisms' own: what a record costs, how it goes through stacks and models, and how training adds it."""
+
+import csv
+import io
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+import longspan
+from longspan import reach
+from longspan.attention import adaptive_span
+from longspan.config import Config, EncoderConfig, StackConfig
+from longspan.model import Decoder, Encoder, Stack
+from longspan.train import bits, engine, fit
+from longspan.train.report import Bar
+from test_resume import press_at
+from training_process import tiny, weights
+
+SPANS = "adaptive_span(span=11, ramp=3, initial=4.0)"
+SMALL = {"dim": 8, "heads": 2, "feedforward": 12}
+LEARNING = Config(**SMALL, depth=2, attention=SPANS, vocab=17, length=64)
+MASK = torch.tensor([[True] * 9 + [False] * 4, [False] * 2 + [True] * 11])
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def stack(*specs):
+    torch.manual_seed(0)
+    built = Stack(StackConfig(**SMALL, depth=len(specs), attention="; ".join(specs))).double()
+    for i, part in enumerate(built.attentions()):
+        if isinstance(part, adaptive_span.AdaptiveSpan):
+            part.fraction.data = torch.tensor([0.1, 0.3 + 0.1 * i], dtype=torch.float64)
+    return built
+
+
+class TestRecord:
+    def test_what_names_nothing_gets_all_and_what_names_something_gets_that(self):
+        module, x = longspan.build(SPANS, 8, 2).double(), data(2, 13, 8)
+        whole, some, other = {}, {"penalty": None}, {"matrix": None, "lse": None}
+        y = [module(x, record=record, mask=MASK)[0] for record in (whole, some, other)]
+        assert set(whole) == {"matrix", "mask", "lse", "penalty"}
+        assert whole["penalty"].item() == pytest.approx(4.0)
+        assert some == {"penalty": whole["penalty"]}
+        assert set(other) == {"matrix", "lse"}
+        torch.testing.assert_close(other["matrix"], whole["matrix"], rtol=0, atol=0)
+        assert torch.equal(y[0], y[1])
+        assert torch.equal(y[0], y[2])
+
+    @pytest.mark.parametrize("spec", [SPANS, "kernel", "local(window=3)", "softmax"])
+    def test_a_penalty_is_asked_for_without_the_matrix(self, spec, monkeypatch):
+        """The matrix costs O(N M), which no training should pay for."""
+        module, asked = longspan.build(spec, 8, 2).double(), {"penalty": None}
+        told = []
+        attend = type(module).attend
+
+        def watched(self, x, state, *, record=None, **given):
+            told.append(record)
+            return attend(self, x, state, record=record, **given)
+
+        def forbidden(*_, **__):
+            raise AssertionError("the matrix was computed")
+
+        monkeypatch.setattr(type(module), "attend", watched)
+        monkeypatch.setattr(reach, "_record", forbidden)
+        module(data(2, 13, 8), record=asked)
+        assert told == [None if spec != SPANS else {"penalty": asked["penalty"]}]
+        assert set(asked) == ({"penalty"} if spec == SPANS else set())
+
+    def test_a_record_that_is_used_again_is_filled_again(self):
+        module, record = longspan.build(SPANS, 8, 2).double(), {}
+        module(data(2, 13, 8), record=record)
+        module(data(3, 5, 8), record=record)
+        assert record["matrix"].shape == (3, 2, 5, 5)
+        assert set(record) == {"matrix", "mask", "lse", "penalty"}
+
+    @pytest.mark.parametrize("module", [longspan.build(SPANS, 8, 2), Stack(StackConfig(**SMALL, attention="gla"))])
+    def test_a_name_that_is_not_known_is_refused(self, module):
+        with pytest.raises(ValueError, match=r"unknown entry of a record 'penalties' \(did you mean 'penalty'\?\)"):
+            module(torch.zeros(1, 3, 8), record={"penalties": None})
+        with pytest.raises(ValueError, match="record must be a dict to write into, not bool"):
+            module(torch.zeros(1, 3, 8), record=True)
+
+    def test_no_token_no_penalty(self):
+        module, record = longspan.build(SPANS, 8, 2), {"penalty": None}
+        for x, mask in ((torch.zeros(2, 0, 8), None), (torch.zeros(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool))):
+            module(x, mask=mask, record=record)
+            assert record["penalty"] == 0
+
+
+class TestModels:
+    def test_a_stack_tells_of_each_layer_and_adds_the_penalties(self):
+        model, x = stack(SPANS, "gla", SPANS, "softmax"), data(2, 13, 8)
+        plain = model(x, mask=MASK)[0]
+        record, some = {}, {"penalty": None}
+        assert torch.equal(model(x, mask=MASK, record=record)[0], plain)
+        model(x, mask=MASK, record=some)
+        first, second = (11 * (0.1 + b) / 2 for b in (0.3, 0.5))
+        assert record["penalty"].item() == pytest.approx(first + second)
+        assert [set(layer) for layer in record["layers"]] == [
+            {"matrix", "mask", "lse", "penalty"}, set(), {"matrix", "mask", "lse", "penalty"}, {"matrix", "mask", "lse"}
+        ]  # fmt: skip
+        assert [set(layer) for layer in some["layers"]] == [{"penalty"}, set(), {"penalty"}, set()]
+        assert some["penalty"] == record["penalty"]
+        assert [layer["penalty"].item() for layer in some["layers"][::2]] == pytest.approx([first, second])
+
+    def test_every_layer_gets_its_gradient(self):
+        model, record = stack(SPANS, SPANS, SPANS), {"penalty": None}
+        model(data(2, 13, 8), record=record)
+        grads = torch.autograd.grad(record["penalty"], [part.fraction for part in model.attentions()])
+        assert all(grad.tolist() == pytest.approx([5.5, 5.5]) for grad in grads)
+
+    def test_a_stack_without_a_penalty_has_no_such_entry(self):
+        record = {}
+        stack("linear", "gla")(data(1, 3, 8), record=record)
+        assert sorted(record) == ["layers"]
+        assert [sorted(layer) for layer in record["layers"]] == [["mask", "matrix"], []]
+
+    def test_a_step_with_a_state_tells_too(self):
+        model, record = stack(SPANS, "softmax"), {}
+        with torch.no_grad():
+            _, state = model(data(2, 7, 8), model.init_state(2))
+            model(data(2, 1, 8), state, record=record)
+        assert record["layers"][1]["matrix"].shape == (2, 2, 1, 8)
+        assert record["penalty"].item() == pytest.approx(11 * 0.2)
+
+    def test_a_decoder_hands_its_record_on(self):
+        torch.manual_seed(0)
+        model, record = Decoder(LEARNING), {"penalty": None}
+        tokens = torch.arange(13).view(1, 13)
+        outputs, _ = model(tokens, record=record)
+        assert torch.equal(outputs, model(tokens)[0])
+        assert record["penalty"].item() == pytest.approx(8.0)
+        assert len(record["layers"]) == 2
+
+    def test_an_encoder_hands_its_record_on(self):
+        torch.manual_seed(0)
+        model, record = Encoder(EncoderConfig(**SMALL, depth=2, attention="softmax; kernel")), {}
+        model(torch.randn(2, 13, 8), record=record, mask=MASK)
+        assert [layer["matrix"].shape for layer in record["layers"]] == [(2, 2, 13, 13)] * 2
+        torch.testing.assert_close(record["layers"][1]["matrix"].sum(-1), torch.ones(2, 2, 13))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with a penalty from beginning to end, to which interrupted ones are compared."""
+    folder = tmp_path_factory.mktemp("penalised")
+    fit(LEARNING, tiny(folder, penalty=0.01), progress=False)
+    return folder
+
+
+def rows(folder):
+    with (folder / "run" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def fractions(folder):
+    model = longspan.load(folder / "run" / "checkpoints" / f"step-{11:08d}")
+    return torch.stack([part.fraction.detach() for part in model.stack.attentions()])
+
+
+class TestTraining:
+    def test_a_step_goes_down_the_loss_and_the_weighted_penalty(self, tmp_path, monkeypatch):
+        """The gradient of one step, against both parts written out."""
+        found = {}
+
+        def kept(task, optimizer, *_, **__):
+            found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
+            found["model"] = task.model
+
+        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
+        run = tiny(tmp_path, steps=1, penalty=0.25, learning_rate=1e-30, warmup=0, evaluate_examples=1)
+        fit(LEARNING, run, progress=False)
+        model = found.pop("model").train()
+        _, tokens = next(iter(engine.Batches(longspan.data.load("digits"), run, 0, 0, 1)))
+        outputs, _ = model(model.shift(tokens))
+        spans = sum(11 * part.fraction.mean() for part in model.stack.attentions())
+        loss = -model.likelihood.log_prob(outputs, tokens).mean() + 0.25 * spans
+        for name, grad in zip(found, torch.autograd.grad(loss, model.parameters()), strict=True):
+            torch.testing.assert_close(found[name], grad, msg=name)
+
+    def test_it_is_logged_beside_a_loss_without_it(self, tmp_path, whole):
+        fit(LEARNING, tiny(tmp_path, steps=1, penalty=0.01), progress=False)
+        fit(LEARNING, tiny(tmp_path / "plain", steps=1), progress=False)
+        (one,), (plain,) = rows(tmp_path), rows(tmp_path / "plain")
+        assert one["loss"] == plain["loss"]
+        assert float(one["penalty"]) == pytest.approx(8.0)
+        assert plain["penalty"] == ""
+        assert [bool(row["penalty"]) for row in rows(whole)] == [True] * 4
+
+    def test_it_is_in_tensorboard(self, whole):
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(whole / "run" / "tensorboard")).Reload().Scalars("penalty")
+        shown = {event.step: event.value for event in events}
+        assert shown == pytest.approx({int(row["step"]): float(row["penalty"]) for row in rows(whole)})
+
+    def test_accumulated_batches_count_it_once(self, tmp_path):
+        run = tiny(tmp_path, steps=2, penalty=0.01, accumulate=3)
+        fit(LEARNING, run, progress=False)
+        # Of the two steps, whose spans differ by one update.
+        assert float(rows(tmp_path)[0]["penalty"]) == pytest.approx(8.0, rel=0.01)
+
+    def test_evaluation_is_without_it(self, tmp_path):
+        run = tiny(tmp_path, steps=2, penalty=100.0)
+        result = fit(LEARNING, run, progress=False)
+        digits, model = longspan.data.load("digits"), longspan.load(tmp_path / "run")
+        tokens = digits.take("test", torch.tensor([i * digits.count("test") // 7 for i in range(7)]))
+        with torch.no_grad():
+            chances = model.likelihood.log_prob(model(model.shift(tokens))[0], tokens).double()
+        assert result.bits["test"] == pytest.approx(-chances.mean().item() / 0.6931471805599453)
+        assert float(rows(tmp_path)[-1]["validation_bits"]) == pytest.approx(
+            bits(model, digits, "validation", examples=7), rel=1e-9
+        )
+
+    def test_spans_shrink_under_it(self, tmp_path, whole):
+        fit(LEARNING, tiny(tmp_path, penalty=0.0), progress=False)
+        assert (fractions(whole) < 4 / 11).all()
+        assert fractions(whole).mean() < fractions(tmp_path).mean()
+
+    # Between two checkpoints, and at a step whose evaluation the resumed run makes up for.
+    @pytest.mark.parametrize("step", [5, 8])
+    def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, whole, monkeypatch, step):
+        with monkeypatch.context() as patch:
+            press_at(patch, step - 1)
+            with pytest.raises(KeyboardInterrupt):
+                fit(LEARNING, tiny(tmp_path, penalty=0.01), progress=False)
+        fit(LEARNING, tiny(tmp_path, penalty=0.01), resume=True, progress=False)
+        assert weights(tmp_path) == weights(whole)
+
+    def test_a_run_is_resumed_with_the_weight_that_it_had(self, whole):
+        with pytest.raises(ValueError, match=r"with other settings: run.penalty \(0.01 -> 0.02\)"):
+            fit(LEARNING, tiny(whole, penalty=0.02), resume=True, progress=False)
+
+    def test_a_run_begun_before_there_were_penalties_goes_on(self, tmp_path):
+        """Its recipe has no such field, its table no such column."""
+        fit(LEARNING, tiny(tmp_path, steps=8, schedule="constant"), progress=False)
+        path = tmp_path / "run" / "config.yaml"
+        recipe = yaml.safe_load(path.read_text())
+        del recipe["run"]["penalty"]
+        path.write_text(yaml.safe_dump(recipe))
+        before = [{name: value for name, value in row.items() if name != "penalty"} for row in rows(tmp_path)]
+        with (tmp_path / "run" / "metrics.csv").open("w", newline="") as file:
+            table = csv.DictWriter(file, list(before[0]))
+            table.writeheader()
+            table.writerows(before)
+        fit(LEARNING, tiny(tmp_path, steps=9, schedule="constant"), resume=True, progress=False)
+        assert [row["step"] for row in rows(tmp_path)] == ["4", "8", "9"]
+        assert rows(tmp_path)[:2] == [row | {"penalty": ""} for row in before]
+
+    def test_refused_where_no_mechanism_has_a_loss_of_its_own(self, tmp_path):
+        config = replace(LEARNING, attention="linear; softmax(kv_heads=1)")
+        with pytest.raises(ValueError, match=r"penalty=0.01 weighs .* and linear, softmax\(kv_heads=1\) adds none"):
+            fit(config, tiny(tmp_path, penalty=0.01), progress=False)
+        assert not (tmp_path / "run" / "config.yaml").exists()
+
+    def test_the_lines_and_the_bar_show_it(self, tmp_path, capfd):
+        from rich.console import Console
+
+        fit(LEARNING, tiny(tmp_path, steps=4, penalty=0.01), progress=True)
+        assert re.search(r"bits/dim, penalty 7\.9\d+  \(best so far\)$", capfd.readouterr().err.splitlines()[0])
+        screen = io.StringIO()
+        bar = Bar(100, "byte", Console(file=screen, force_terminal=True, width=120))
+        bar.start(40)
+        bar.step(50, 1.25, 1.8034, 12345.0, 31.4159)
+        bar.progress.refresh()
+        bar.stop()
+        assert "bits/byte  penalty 31.42  12.3k tokens/s" in screen.getvalue()
