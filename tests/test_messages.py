@@ -7,6 +7,7 @@ from pathlib import Path
 
 from longspan import cli
 from longspan.commands import bench, reproduce
+from longspan.commands.parser import kebab
 from longspan.reproduce import EXPERIMENTS
 
 
@@ -15,7 +16,8 @@ def test_options_that_messages_name_exist():
     parsers = [importlib.import_module(f"longspan.commands.{module}").parser() for module, _ in cli.COMMANDS.values()]
     parsers += [bench.subparser(name) for name in bench.KINDS]
     parsers += [reproduce.subparser(name) for name in EXPERIMENTS]
-    known = {option for parser in parsers for option in parser._option_string_actions} | {"--debug", "--version"}
+    known = {spelling for parser in parsers for o in parser._option_string_actions for spelling in (o, kebab(o))}
+    known |= {"--debug", "--version"}
     foreign = {"--porcelain", "--spec"}  # git's, and that of the process that weighs a mechanism
     named: dict[str, str] = {}
     for path in Path(cli.__file__).parent.rglob("*.py"):

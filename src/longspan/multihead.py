@@ -18,7 +18,8 @@ PROJECTIONS = ("query", "key", "value", "out")
 class MultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` whose softmax is any mechanism: ``attention="softmax"`` gives torch's own outputs.
 
-    >>> attention = MultiheadAttention(64, 4, batch_first=True, attention="linear")
+    >>> import torch, longspan
+    >>> attention = longspan.MultiheadAttention(64, 4, batch_first=True, attention="linear")
     >>> x = torch.randn(2, 100, 64)
     >>> y, _ = attention(x, x, x, need_weights=False, is_causal=True)
     >>> y.shape
