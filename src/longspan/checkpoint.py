@@ -182,7 +182,7 @@ def write_text(path: Path, text: str) -> None:
     files.write(path, text.encode())
 
 
-def _place(folder: str | Path) -> Path:
+def _place(folder: str | os.PathLike) -> Path:
     return files.check(Path(os.path.abspath(folder)))
 
 

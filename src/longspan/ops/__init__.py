@@ -48,7 +48,7 @@ def backend(name: str) -> Iterator[None]:
 
 def refuse_tracing() -> None:
     """Raise ValueError under ``torch.jit.trace``, which would keep sizes as constants that kernels then trust."""
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise ValueError(
             "torch.jit.trace keeps the example's sizes as constants, with which other inputs give wrong answers or a "
             "crash; use torch.export or torch.compile, which check them"
