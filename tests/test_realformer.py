@@ -46,7 +46,7 @@ def test_a_carry_of_zeros_is_softmax(causal, first):
 
 def test_scores_add_up_and_are_masked_last():
     """Three layers on one x, written out: each one's weights are of the sum, what they hand on has no mask."""
-    x, total = data(2, 11, 8), 0
+    x, total = data(2, 11, 8).masked_fill(~MASK[..., None], 0.0), 0
     allowed = torch.ones(11, 11, dtype=torch.bool).tril() & MASK[:, None, None, :]
     carry = build().init_carry(x, MASK)
     for seed in range(3):

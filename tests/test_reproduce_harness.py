@@ -20,6 +20,7 @@ from PIL import Image
 
 from longspan.cli import INTERRUPTED, OK, WRONG, main
 from longspan.commands import reproduce
+from longspan.commands.parser import kebab
 from longspan.reproduce import EXPERIMENTS, experiment, page, provenance, published, scaling
 from longspan.reproduce.experiment import Place
 
@@ -211,7 +212,7 @@ def test_every_setting_is_a_documented_flag(name, capsys):
     assert main(["reproduce", name, "--help"]) == OK
     shown = capsys.readouterr().out
     for field in fields(EXPERIMENTS[name].scales["laptop"]):
-        assert f"--{field.name}" in shown
+        assert kebab(f"--{field.name}") in shown
     assert all(action.help for action in reproduce.subparser(name)._actions)
 
 

@@ -106,7 +106,7 @@ class TestTraining:
         send(4, number)
         words = [*MODEL, "--run.steps=11", "--run.batch=5", "--run.save_every=1000", "--run.evaluate_every=1000"]
         assert main(["train", *words, "--run.out=run"]) == 128 + number
-        first, last = capfd.readouterr().err.splitlines()
+        _, first, last = capfd.readouterr().err.splitlines()
         assert first == f"{signal.Signals(number).name}: finishing the step and saving; send it again to stop at once"
         assert last == (
             "longspan: interrupted at step 5; step-00000005 is saved in run; "

@@ -95,7 +95,7 @@ def test_the_relay_of_the_last_cycle_is_not_computed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("cycles=0", "cycles=0 must be at least 1"),
+        ("cycles=0", "cycles=0 must be from 1 to 1000"),
         ("kind='open'", "unknown kind of ring 'open'; known: cyclic, truncated"),
     ],
 )

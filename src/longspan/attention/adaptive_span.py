@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from .. import reach
 from ..ops.heads import merge, split
@@ -84,6 +85,12 @@ class AdaptiveSpan(Attention):
 
     def _fixed(self) -> Tensor:
         """z of each head, (H,1,1)."""
+        # A jvp of _Within, which could say so itself, would keep it out of compiled graphs.
+        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+            if forward_ad.unpack_dual(self.fraction).tangent is not None:
+                raise ValueError(
+                    "the spans of adaptive_span learn by a rule for gradients; forward-mode derivatives have none"
+                )
         return self.span * _Within.apply(widen(self.fraction))[:, None, None]  # type: ignore[no-any-return]
 
     def keys_seen(self) -> int:
@@ -156,10 +163,6 @@ class _Within(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def jvp(ctx, tangent):  # type: ignore[override]
-        raise ValueError("the spans of adaptive_span learn by a rule for gradients; forward-mode derivatives have none")
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[override]
