@@ -266,3 +266,14 @@ def test_the_reference_serves_every_form():
 def test_bad_specs_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         longspan.build(spec, 8, 2)
+
+
+def test_every_layer_of_a_stack_has_rows_of_its_own():
+    stack = longspan.Stack(longspan.StackConfig(dim=8, depth=2, heads=2, feedforward=8, attention="performer"))
+    first, second = (attention.projection for attention in stack.attentions())
+    assert not torch.equal(first, second)
+
+
+def test_a_denominator_of_zero_counts_as_positive():
+    found = torch.tensor([[3.0, 0.0], [3.0, -0.5], [3.0, 0.5]], dtype=torch.float64)
+    torch.testing.assert_close(stabilised.divide(found, 0.25)[:, 0], torch.tensor([12.0, -6.0, 6.0]).double())
