@@ -66,7 +66,7 @@ def compile_all(kernels: Path, folder: Path) -> list[Path]:
 def modules(kernels: Path, name: str) -> types.ModuleType:
     """A module of the kernels' folder without its package, which needs torch; the build has none."""
     package = types.ModuleType("longspan_kernels")
-    package.__path__ = [str(kernels)]
+    package.__path__ = [str(kernels / "build")]
     sys.modules.setdefault(package.__name__, package)
     return importlib.import_module(f"{package.__name__}.{name}")
 

@@ -32,7 +32,7 @@ from longspan.bench import (
 from longspan.cli import WRONG, main
 from longspan.commands import bench
 from longspan.engine import Engine
-from longspan.ops import native
+from longspan.ops.native.call import available
 
 TINY = ["--rounds", "1", "--out", "o", "--debug"]
 MODEL = ["--dim", "6", "--depth", "1", "--heads", "2", "--feedforward", "5"]
@@ -264,7 +264,7 @@ def test_generate_leaves_out_the_engine_where_it_does_not_serve(capsys, weightle
 
 
 def test_generate_by_the_engine(capsys, weightless):
-    if not native.available():
+    if not available():
         pytest.skip("the engine needs the native kernels")
     words = ["linear@engine", "linear@engine@bf16", "softmax@engine", "--positions", "2", "--batches", "1,3"]
     _, result = ran(capsys, "generate", *words, *MODEL, "--images", "0")
@@ -279,7 +279,7 @@ def test_gated(capsys, monkeypatch):
     assert ("gated delta", "forward+backward", "torch") in found
     assert ("decay", "forward", "loop") in found
     assert ("decay", "step", "state in place") in found
-    assert ("gated delta", "forward", "native") in found or not native.available()
+    assert ("gated delta", "forward", "native") in found or not available()
     assert "of bound" in printed
     for row in result["rows"]:
         assert row.get("error", 0.0) <= gated.ALLOWED

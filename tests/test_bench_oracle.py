@@ -10,7 +10,8 @@ import bench_subjects
 from longspan.bench import candidates, decoders, decoding, local, oracle, peers, worker
 from longspan.config import Config
 from longspan.model import Decoder
-from longspan.ops import backend, native
+from longspan.ops import backend
+from longspan.ops.native.call import available
 
 ROOT = Path(__file__).parents[1]
 FAKE = [sys.executable, "-I", worker.__file__, bench_subjects.__file__]
@@ -112,7 +113,7 @@ def test_a_gradient_from_the_past_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["linear", "linear@torch", "kernel"])
 def test_steps_agree_with_the_definition(name):
-    if name == "kernel" and not native.available():
+    if name == "kernel" and not available():
         pytest.skip("no native kernels here")
     task = TASK | {"what": "step", "length": 1, "batch": 3}
     assert oracle.check_step(named(name), {}, task) < 1e-5

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import longspan
-from longspan.ops import backend, tree
+from longspan.ops import backend
+from longspan.ops.softmax import tree
 
 N = 11
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])

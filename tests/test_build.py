@@ -17,7 +17,8 @@ import torch
 import longspan
 from longspan import backend
 from longspan.cli import main
-from longspan.ops.native import build, interface, openmp, prebuilt, store, toolchain, trial
+from longspan.ops.native import build
+from longspan.ops.native.build import interface, openmp, prebuilt, store, toolchain, trial
 
 try:
     COMPILER = toolchain.find_compiler()
@@ -122,7 +123,7 @@ class TestStore:
         assert store.key(COMPILER) != before
 
     def test_all_sources_count(self):
-        kernels = sorted(toolchain.FOLDER.iterdir())
+        kernels = sorted(toolchain.FOLDER.rglob("*"))
         assert set(toolchain.SOURCES) == {path for path in kernels if path.suffix == ".cpp"}
         assert {*toolchain.SOURCES, *toolchain.HEADERS} == {path for path in kernels if path.suffix in (".cpp", ".h")}
 
@@ -154,7 +155,7 @@ class TestStore:
     def test_processes_at_once(self, tiny, folder):
         code = (
             "import ctypes, pathlib, sys\n"
-            "from longspan.ops.native import store, toolchain, trial\n"
+            "from longspan.ops.native.build import store, toolchain, trial\n"
             "source, folder, *compiler = sys.argv[1:]\n"
             "toolchain.SOURCES, trial.run = (pathlib.Path(source),), lambda library: None\n"
             "path, seal = store.provide(compiler, pathlib.Path(folder))\n"

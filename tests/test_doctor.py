@@ -7,7 +7,8 @@ import json
 import pytest
 
 from longspan.cli import main
-from longspan.ops.native import build, openmp
+from longspan.ops.native import build
+from longspan.ops.native.build import openmp
 
 
 @pytest.fixture

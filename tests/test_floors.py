@@ -19,7 +19,7 @@ FLOORS = (
     ("spec", "extras", "files", "folders", "kinds", "lock", "notation", "progress", "signals", "version", "weights"),
     ("config", "patterns", "sealed"),
     ("ops", "likelihood"),
-    ("layers", "cache", "window", "reach"),
+    ("layers", "states"),
     ("attention",),
     (
         "model",
@@ -109,6 +109,22 @@ def circles(package: Path) -> list[str]:
     return sorted(name for name, others in reach.items() if name in others)
 
 
+def rings(package: Path) -> list[str]:
+    """Files that import each other, directly or around a corner; a folder counts as its __init__."""
+    files = {".".join((package.name, *p.relative_to(package).with_suffix("").parts)): p for p in sources(package)}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    needs = {}
+    for name, path in files.items():
+        found = {dotted if dotted in files else dotted.rpartition(".")[0] for _, dotted in imports(path, package)}
+        needs[name] = {other for other in found if other in files and other != name}
+    # Whoever needs nothing that is left is in no circle; what remains, taken from both sides, is.
+    while free := [name for name, others in needs.items() if not others]:
+        needs = {name: others - set(free) for name, others in needs.items() if name not in free}
+    while free := [name for name in needs if not any(name in others for others in needs.values())]:
+        needs = {name: others for name, others in needs.items() if name not in free}
+    return sorted(needs)
+
+
 def modules_in_ops(package: Path) -> list[str]:
     """Uses of ``nn.Module`` classes by ops, which are pure functions: only ``torch.nn.functional`` is theirs."""
     found = []
@@ -187,6 +203,16 @@ def test_imports_look_down():
 
 def test_units_do_not_import_each_other_in_a_circle():
     assert circles(PACKAGE) == []
+
+
+def test_no_circle_among_files():
+    assert rings(PACKAGE) == []
+
+
+def test_a_planted_ring_is_found(tree):
+    files = {"a": "from . import b", "b": "from .c import x", "c": "from . import a", "d": "from . import a", "e": ""}
+    package = tree(**{f"ops__in__{name}": text for name, text in files.items()})
+    assert rings(package) == [f"longspan.ops.{name}" for name in "abc"]
 
 
 def test_ops_are_pure_functions():

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from longspan.ops import chunks, gated
-from longspan.ops.recurrence import cut
+from longspan.ops import gated
+from longspan.ops.gated import chunks
+from longspan.ops.segments import cut
 
 KINDS = ("none", "head", "channel")
 

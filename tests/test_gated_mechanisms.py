@@ -9,7 +9,7 @@ from torch import nn
 
 import longspan
 from longspan.ops import gated
-from longspan.ops.features import dpfp
+from longspan.ops.linear.features import dpfp
 
 B, N, DIM, HEADS = 2, 13, 8, 2
 

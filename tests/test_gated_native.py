@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import longspan
-from longspan.ops import chunks, gated, native
-from longspan.ops.native import gated as kernels
+from longspan.ops import gated
+from longspan.ops.gated import chunks
+from longspan.ops.gated import native as kernels
+from longspan.ops.native.call import available
 from test_gated import KINDS, arguments, assert_close, outcome
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="no native kernels here")
+pytestmark = pytest.mark.skipif(not available(), reason="no native kernels here")
 ROUNDED = 1e-5
 
 

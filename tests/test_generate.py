@@ -8,7 +8,7 @@ import torch
 from longspan.config import Config
 from longspan.generate import generate, prefill, score
 from longspan.model import Decoder
-from longspan.ops import native
+from longspan.ops.native.call import available
 
 PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0))
 
@@ -165,7 +165,7 @@ def test_the_engine_is_for_more_than_a_few_tokens(tokens, engines, monkeypatch):
             made.append(1)
             super().__init__(model)
 
-    if not native.available():
+    if not available():
         pytest.skip("there is no engine without native kernels")
     monkeypatch.setattr(module, "Engine", Counted)
     model = decoder().float()

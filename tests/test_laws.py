@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from longspan import checks, reach
+from longspan import checks
 from longspan.attention import Attention
 from longspan.attention.linear import Linear
 from longspan.attention.softmax import Softmax
 from longspan.checks import Broken, Gauge
-from longspan.ops import recurrence, sparse
+from longspan.ops import sparse
+from longspan.ops.linear import recurrence
+from longspan.states import lookback
 
 
 def step_in_place(q, k, v, state, *, donate=False, original=recurrence.step):
@@ -85,7 +87,7 @@ MISTAKES = {
     "a parameter gets no gradient": ("gradients", "softmax", Softmax, "__init__", with_an_idle_weight),
     "NaN and infinity in masked tokens": ("content", "linear", Attention, "forward", reading_masked_tokens),
     "a masked token's gradient is not zero": ("content", "linear", Attention, "forward", leaking_gradients),
-    "a used row beside another: one call": ("mixed_rows", LOCAL, reach, "_from_nothing", fresh_if_some_row_is),
+    "a used row beside another: one call": ("mixed_rows", LOCAL, lookback, "_from_nothing", fresh_if_some_row_is),
     "139 tokens, packed, from nothing": ("blocks", LOCAL, sparse, "attend", meeting_in_long_rows),
     "packed, from nothing, without gradients": (
         "blocks", "linear", Linear, "attend", wrong_where_nothing_is_recorded,

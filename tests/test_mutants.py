@@ -3,13 +3,18 @@
 import pytest
 import torch
 
-from longspan import cache, checks
+from longspan import checks
 from longspan.attention import arguments
 from longspan.attention import linear as linear_module
-from longspan.cache import Sight
-from longspan.layers import positions
-from longspan.ops import buffers, linear, native, plain, prefix, recurrence, softmax, spans
-from longspan.ops.native import sequence
+from longspan.ops import linear, prefix
+from longspan.ops.linear import causal as spans
+from longspan.ops.linear import composed, recurrence, workspace
+from longspan.ops.linear import native as sequence
+from longspan.ops.native.call import available
+from longspan.ops.softmax import dense
+from longspan.ops.tensors import positions
+from longspan.states import cache
+from longspan.states.cache import Sight
 
 
 def leaky_scan(products, borders):
@@ -20,11 +25,11 @@ def leaky_triangle(products, diagonal=0, original=torch.Tensor.tril):
     return original(products, diagonal + 1)
 
 
-def no_padding_in_the_quadratic_form(q, k, v, feature_map, mask, original=plain._mapped):
+def no_padding_in_the_quadratic_form(q, k, v, feature_map, mask, original=composed._mapped):
     return original(q, k, v, feature_map, None)
 
 
-def wrong_eps_in_the_quadratic_form(q, k, v, state, feature_map, eps, mask, segments, original=plain.quadratic):
+def wrong_eps_in_the_quadratic_form(q, k, v, state, feature_map, eps, mask, segments, original=composed.quadratic):
     return original(q, k, v, state, feature_map, 1e3 * eps, mask, segments)
 
 
@@ -40,7 +45,7 @@ def segments_never_end(self, keys):
     return keys
 
 
-def state_of_the_span_unread(self, parts, name, *, reverse=False, original=buffers.Rows.running):
+def state_of_the_span_unread(self, parts, name, *, reverse=False, original=workspace.Rows.running):
     return original(self, parts, name, reverse=reverse).mul_(0.9 if reverse else 1.0)
 
 
@@ -61,7 +66,7 @@ def native_gradient_of_the_state_lost(*arguments, original=sequence._backward):
     return original(arguments[0], torch.zeros_like(arguments[1]), *arguments[2:])
 
 
-def leaky_softmax(q, k, v, *, mask=None, causal=False, dropout=0.0, original=softmax.attend):
+def leaky_softmax(q, k, v, *, mask=None, causal=False, dropout=0.0, original=dense.attend):
     if causal:
         mask, causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(1), False
     return original(q, k, v, mask=mask, causal=causal, dropout=dropout)
@@ -145,17 +150,17 @@ ROTARY = "linear(rotary=100.0)"  # goes by the scan; others have forms of their 
 MUTANTS = {
     "a leaky mask in the scan": (recurrence, "_masked", leaky_scan, ROTARY, "causal"),
     "a leaky mask in the quadratic form": (torch.Tensor, "tril", leaky_triangle, "linear", "causal"),
-    "a leaky mask in a span": (buffers.Rows, "causal", leaky_span, "linear", "oracle"),
-    "a leaky mask in softmax": (softmax, "attend", leaky_softmax, "softmax", "causal"),
+    "a leaky mask in a span": (workspace.Rows, "causal", leaky_span, "linear", "oracle"),
+    "a leaky mask in softmax": (dense, "attend", leaky_softmax, "softmax", "causal"),
     "a dropped padding mask in the sums": (linear, "_sum", no_padding_in_sums, ROTARY, "padding"),
     "a dropped padding mask in the quadratic form": (
-        plain, "_mapped", no_padding_in_the_quadratic_form, "linear", "padding",
+        composed, "_mapped", no_padding_in_the_quadratic_form, "linear", "padding",
     ),
-    "a dropped padding mask in a span": (buffers.Rows, "_hide", no_padding_in_spans, "linear", "oracle"),
+    "a dropped padding mask in a span": (workspace.Rows, "_hide", no_padding_in_spans, "linear", "oracle"),
     "a dropped padding mask in softmax": (cache, "look", no_padding_in_sight, "softmax", "padding"),
-    "a span that keeps the keys of ended segments": (buffers.Rows, "written", segments_never_end, "linear", "oracle"),
+    "a span that keeps the keys of ended segments": (workspace.Rows, "written", segments_never_end, "linear", "oracle"),
     "a span that forgets gradients from later ones": (
-        buffers.Rows, "running", state_of_the_span_unread, "linear", "oracle",
+        workspace.Rows, "running", state_of_the_span_unread, "linear", "oracle",
     ),
     "a state changed in place by a step": (recurrence, "step", step_in_place, "linear", "state"),
     "a cache changed in place": (cache, "_extend_even", cache_in_place, "softmax", "state"),
@@ -201,7 +206,7 @@ def test_a_law_catches(mutant, monkeypatch):
     catches(mutant, monkeypatch, *MUTANTS[mutant])
 
 
-@pytest.mark.skipif(not native.available(), reason="there are no native kernels here")
+@pytest.mark.skipif(not available(), reason="there are no native kernels here")
 @pytest.mark.parametrize("mutant", NATIVE)
 def test_a_law_catches_natively(mutant, monkeypatch):
     catches(mutant, monkeypatch, *NATIVE[mutant], "linear", "oracle")

@@ -8,8 +8,9 @@ from longspan import backend
 from longspan.config import Config
 from longspan.generate import generate, score
 from longspan.model import Decoder
-from longspan.ops import linear, native
-from longspan.ops.features import MAPS
+from longspan.ops import linear
+from longspan.ops.linear.features import MAPS
+from longspan.ops.linear.native import step as linear_step
 from longspan.ops.native import build
 
 try:
@@ -34,7 +35,7 @@ def step(q, k, v, state, *, feature_map="elu", donate=False):
 def counted(monkeypatch):
     """How often the kernel for one token was called."""
     calls = []
-    original = native.linear_step
+    original = linear_step
 
     def counting(*args, **rest):
         found = original(*args, **rest)
@@ -42,7 +43,7 @@ def counted(monkeypatch):
             calls.append(1)
         return found
 
-    monkeypatch.setattr(native, "linear_step", counting)
+    monkeypatch.setattr(linear.native, "step", counting)
     return calls
 
 

@@ -9,10 +9,11 @@ import torch
 import yaml
 
 import longspan
-from longspan import progress, reach
+from longspan import progress
 from longspan.attention import adaptive_span
 from longspan.config import Config, EncoderConfig, StackConfig
 from longspan.model import Decoder, Encoder, Stack
+from longspan.states import lookback
 from longspan.train import bits, engine, fit
 from longspan.train.report import Bar
 from test_resume import press_at
@@ -73,7 +74,7 @@ class TestRecord:
             raise AssertionError("the matrix was computed")
 
         monkeypatch.setattr(type(module), "attend", watched)
-        monkeypatch.setattr(reach, "_record", forbidden)
+        monkeypatch.setattr(lookback, "_record", forbidden)
         module(data(2, 13, 8), record=asked)
         assert told == [None if spec != SPANS else {"penalty": asked["penalty"]}]
         assert set(asked) == ({"penalty"} if spec == SPANS else set())

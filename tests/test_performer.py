@@ -7,8 +7,9 @@ import torch
 
 import longspan
 from longspan import checks
-from longspan.ops import backend, stabilised
-from longspan.ops import random_features as rf
+from longspan.ops import backend
+from longspan.ops.linear import random_features as rf
+from longspan.ops.linear import stabilised
 
 MAPS = ["positive", "hyperbolic", "trigonometric", "exp", "relu"]
 

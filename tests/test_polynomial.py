@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import longspan
-from longspan.ops import backend, polynomial
+from longspan.ops import backend
+from longspan.ops.linear import polynomial
 
 
 def data(*shape, seed=0):

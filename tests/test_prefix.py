@@ -11,8 +11,10 @@ from longspan.config import Config, StackConfig
 from longspan.engine import Engine
 from longspan.generate import generate, prefill
 from longspan.model import Decoder, Stack
-from longspan.ops import features, gated, linear, native, prefix
-from longspan.ops.heads import merge, split
+from longspan.ops import gated, linear, prefix
+from longspan.ops.linear import features
+from longspan.ops.native.call import available
+from longspan.ops.tensors import merge, split
 
 LENGTHS = torch.tensor([17, 60])
 N = 97  # a prime: chunks end inside
@@ -87,7 +89,7 @@ def test_equals_the_dense_form(spec, masked):
 @pytest.mark.parametrize("name", ["reference", "torch", "native"])
 def test_ops_of_every_backend_are_folded(name, rotary):
     """Outputs, the last state and all gradients, from a first state and with padding."""
-    if name == "native" and (rotary or not native.available()):
+    if name == "native" and (rotary or not available()):
         pytest.skip("not served natively")
     n, mask = 211, holes(211)
     inside = prefix.inside(LENGTHS, n, mask)

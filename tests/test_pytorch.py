@@ -10,7 +10,7 @@ import longspan
 from longspan import Config, Decoder, backend, describe
 from longspan.attention import REGISTRY
 from longspan.attention.linear import Linear
-from longspan.ops import softmax
+from longspan.ops.softmax import dense
 
 SPECS = [spec for name in longspan.names() for spec in longspan.examples(name)]
 
@@ -111,7 +111,7 @@ def test_softmax_has_second_derivatives(case):
         k, v = (t[:, :1].detach().requires_grad_() for t in (k, v))
 
     def attend(q, k, v):
-        return softmax.attend(q, k, v, **options)
+        return dense.attend(q, k, v, **options)
 
     assert torch.autograd.gradcheck(attend, (q, k, v))
     assert torch.autograd.gradgradcheck(attend, (q, k, v))
@@ -125,7 +125,7 @@ def test_softmax_has_second_derivatives(case):
 def test_second_derivatives_of_some_inputs():
     """A gradient penalty on the queries of a frozen memory."""
     q, k, v = randn(1, 2, 5, 3).requires_grad_(), randn(1, 2, 7, 3, seed=1), randn(1, 2, 7, 3, seed=2)
-    (grad,) = torch.autograd.grad(softmax.attend(q, k, v).square().sum(), q, create_graph=True)
+    (grad,) = torch.autograd.grad(dense.attend(q, k, v).square().sum(), q, create_graph=True)
     grad.square().sum().backward()
     assert q.grad is not None
     assert q.grad.abs().sum() > 0
@@ -133,7 +133,7 @@ def test_second_derivatives_of_some_inputs():
 
 def test_first_derivatives_of_softmax_are_those_of_the_fused_kernel():
     q, k, v = (randn(2, 2, 37, 8, seed=i).requires_grad_() for i in range(3))
-    found = torch.autograd.grad(softmax.attend(q, k, v, causal=True).sin().sum(), (q, k, v))
+    found = torch.autograd.grad(dense.attend(q, k, v, causal=True).sin().sum(), (q, k, v))
     fused = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     for a, b in zip(found, torch.autograd.grad(fused.sin().sum(), (q, k, v)), strict=True):
         assert torch.equal(a, b)

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from longspan.attention import build
 from longspan.attention.linear import Linear
-from longspan.ops import features, fourier, polynomial
-from longspan.ops import random_features as rf
+from longspan.ops.linear import features, fourier, polynomial
+from longspan.ops.linear import random_features as rf
 
 SOFTMAX = {"positive": rf.positive, "hyperbolic": rf.hyperbolic, "trigonometric": rf.trigonometric}
 D, DRAWS = 4, 20_000

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from longspan import backend, linear_attention
-from longspan.ops import recurrence
+from longspan.ops.linear import recurrence
+from longspan.ops.segments import cut
 
 
 def numbers(n, seed=0, dtype=torch.float64, b=2, h=2, d=3, e=5):
@@ -61,7 +62,7 @@ def test_several_true_spans():
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1023, 1024, 1025, 1100, 4097])
 def test_spans_cover_every_token_once(n):
-    spans = recurrence.cut(n, recurrence.CHUNK, recurrence.SPAN)
+    spans = cut(n, recurrence.CHUNK, recurrence.SPAN)
     covered = [t for start, groups, chunk in spans for t in range(start, start + groups * chunk)]
     assert covered == list(range(n))
     assert max(groups * chunk for _, groups, chunk in spans) <= recurrence.SPAN

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
 
-from longspan.ops import random_features
+from longspan.ops.linear import random_features
 from longspan.reproduce import approximation, capacity, published, retrieval
 from longspan.reproduce.experiment import Place
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan.ops.native import toolchain
+from longspan.ops.native.build import toolchain
 
 ROOT = Path(__file__).parents[1]
 BATTERY = tuple(f"tests/test_{part}.py" for part in ("native", "sequence", "engine", "gated_native", "tiles"))

@@ -7,12 +7,12 @@ from torch.utils.checkpoint import checkpoint
 
 import longspan
 from longspan import backend
-from longspan.ops import linear, native
-from longspan.ops.features import MAPS
-from longspan.ops.native import sequence
+from longspan.ops import linear
+from longspan.ops.linear.features import MAPS
+from longspan.ops.native.call import available, why_not
 
 pytestmark = [
-    pytest.mark.skipif(not native.available(), reason="there are no native kernels here"),
+    pytest.mark.skipif(not available(), reason="there are no native kernels here"),
     # Dynamo itself makes an instance of a traced autograd.Function, and torch warns of that.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
@@ -339,9 +339,9 @@ class TestCompilers:
         options = arguments(kind, 37)
         state = state if options else None
         given = state, options.get("mask"), options.get("segments")
-        torch.library.opcheck(sequence._forward_op, (q, k, v, *given, "elu", EPS))
-        o, _, below = sequence._forward_op(q, k, v, *given, "elu", EPS)
-        torch.library.opcheck(sequence._backward_op, (grad, grad_state, q, k, v, *given, o, below, "elu", EPS))
+        torch.library.opcheck(linear.native._forward_op, (q, k, v, *given, "elu", EPS))
+        o, _, below = linear.native._forward_op(q, k, v, *given, "elu", EPS)
+        torch.library.opcheck(linear.native._backward_op, (grad, grad_state, q, k, v, *given, o, below, "elu", EPS))
 
 
 class TestWhatItCannotServe:
@@ -394,7 +394,7 @@ class TestWhatItCannotServe:
             inputs = operands(45)[:4]
             assert call(*inputs, name="auto")[0].shape == (2, 3, 45, 11)
         fakes = [mode.from_tensor(t) for t in operands(45)[:3]]
-        assert "what counts or traces" in sequence.why_not(*fakes, None)
+        assert "what counts or traces" in why_not(*fakes, None)
         with FlopCounterMode(display=False) as counter:
             call(*operands(45)[:4], name="auto")
         assert counter.get_total_flops() > 0

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import longspan
-from longspan import backend, cache
-from longspan.ops import similarity, softmax
+from longspan import backend
+from longspan.ops.softmax import dense, similarity
+from longspan.states import cache
 
 
 def randn(*shape, seed=0):
@@ -42,16 +43,16 @@ def test_attend_equals_loops(name, kind):
         allowed[0, 2] = False  # a query that sees nothing gets zero
     arguments = {"mask": allowed[:, None]} if kind == "mask" else {"causal": kind == "causal"}
     with backend(name):
-        out = softmax.attend(Q, K, V, **arguments)
+        out = dense.attend(Q, K, V, **arguments)
     torch.testing.assert_close(out, loops(Q, K, V, allowed), atol=1e-12, rtol=1e-12)
-    one = softmax.attend(Q[:, :, -1:], K, V)
+    one = dense.attend(Q[:, :, -1:], K, V)
     torch.testing.assert_close(one, loops(Q[:, :, -1:], K, V, torch.ones(2, 1, 13)), atol=1e-12, rtol=1e-12)
 
 
 def test_weights_by_hand():
     """One channel, logits 0 and ln 3: weights 1/4 and 3/4, log-sum ln 4."""
     k = torch.tensor([0.0, math.log(3)]).view(1, 1, 2, 1)
-    p, lse = softmax.weights(torch.ones(1, 1, 1, 1), k)
+    p, lse = dense.weights(torch.ones(1, 1, 1, 1), k)
     torch.testing.assert_close(p.flatten(), torch.tensor([0.25, 0.75]))
     assert lse.item() == pytest.approx(math.log(4))
 
@@ -62,7 +63,7 @@ def test_dropped_weights_are_rescaled():
     q, v = torch.zeros(1, 1, 997, 3), torch.ones(1, 1, 997, 1)
     for name in ("auto", "reference"):
         with backend(name):
-            out = softmax.attend(q, q, v, dropout=0.5)
+            out = dense.attend(q, q, v, dropout=0.5)
         assert out.mean().item() == pytest.approx(1, abs=0.02)
         assert out.std() > 0
     out = similarity.attend(ones / 1000, ones.mT, 0.5)
@@ -86,7 +87,7 @@ class TestSimilarity:
 
     def test_exp_is_softmax(self):
         p = similarity.weights(self.q, self.k, self.all.tril(), similarity="exp", **self.options)
-        torch.testing.assert_close(p, softmax.weights(self.q, self.k, causal=True)[0])
+        torch.testing.assert_close(p, dense.weights(self.q, self.k, causal=True)[0])
 
     def test_rbf_is_softmax_with_a_bias_of_the_key(self):
         p = similarity.weights(self.q, self.k, self.all, similarity="rbf", **self.options | {"bandwidth": 2.0})

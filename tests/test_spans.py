@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longspan import backend
-from longspan.ops import buffers, features, linear, spans, whole
+from longspan.ops import linear, memory
+from longspan.ops.linear import features, workspace
 
 EPS = 1e-3  # large enough to be seen
 D, E = 3, 5
@@ -42,11 +43,11 @@ def definition(q, k, v, state=None, *, feature_map="elu", causal=True, mask=None
 
 
 def causal(q, k, v, state=None, *, feature_map="elu", chunk=7, **options):
-    return spans.attend(q, k, v, feature_map=feature_map, eps=EPS, state=state, chunk=chunk, **options)
+    return linear.causally.attend(q, k, v, feature_map=feature_map, eps=EPS, state=state, chunk=chunk, **options)
 
 
 def bidirectional(q, k, v, *, feature_map="elu", **options):
-    return whole.bidirectional(q, k, v, feature_map=feature_map, eps=EPS, **options)
+    return linear.bidirectional.attend(q, k, v, feature_map=feature_map, eps=EPS, **options)
 
 
 def gradients(outputs, inputs) -> tuple[Tensor, ...]:
@@ -83,11 +84,11 @@ def packed(n: int) -> Tensor:
 @pytest.fixture(params=["one group of rows", "row by row"])
 def small(request, monkeypatch):
     """Spans of 21 tokens, and either all rows of the batch at once or each on its own."""
-    monkeypatch.setattr(spans, "SPAN", 21)
-    monkeypatch.setattr(whole, "SHORT", 5)
+    monkeypatch.setattr(linear.causally, "SPAN", 21)
+    monkeypatch.setattr(linear.bidirectional, "SHORT", 5)
     tokens = 21 if request.param == "row by row" else 10_000
-    monkeypatch.setattr(spans, "BUDGET", tokens * 4 * 3 * (2 * D + 2 * E + 7))
-    monkeypatch.setattr(whole, "BUDGET", 21 * 4 * 3 * 2 * (D + E))
+    monkeypatch.setattr(linear.causally, "BUDGET", tokens * 4 * 3 * (2 * D + 2 * E + 7))
+    monkeypatch.setattr(linear.bidirectional, "BUDGET", 21 * 4 * 3 * 2 * (D + E))
 
 
 class TestCausal:
@@ -109,7 +110,7 @@ class TestCausal:
     @pytest.mark.parametrize("n", [257, 1031, 2100])
     def test_true_sizes(self, n):
         inputs = numbers(n, b=1, h=2)
-        same(causal(*inputs, chunk=spans.CHUNK), definition(*inputs), inputs, 1e-8)
+        same(causal(*inputs, chunk=linear.causally.CHUNK), definition(*inputs), inputs, 1e-8)
 
     def test_any_strides(self, small):
         inputs = numbers(50)
@@ -176,7 +177,7 @@ class TestCausal:
             gradients((out, state), inputs)
 
     def test_derivatives(self, monkeypatch):
-        monkeypatch.setattr(spans, "SPAN", 4)
+        monkeypatch.setattr(linear.causally, "SPAN", 4)
         inputs = [x.detach()[:1, :1].requires_grad_() for x in numbers(11)]
         mask, segments = torch.arange(11)[None] != 6, (torch.arange(11)[None] > 4).long()
         for options in ({}, {"mask": mask, "segments": segments}):
@@ -198,7 +199,7 @@ class TestCausal:
             torch.testing.assert_close(found, expected)
 
     def test_the_backward_pass_keeps_inputs_outputs_and_a_state_per_span(self):
-        n, saved = 4 * spans.SPAN, {}
+        n, saved = 4 * linear.causally.SPAN, {}
         *inputs, state = numbers(n, b=1, h=1, dtype=torch.float32)
 
         def pack(x):
@@ -206,7 +207,7 @@ class TestCausal:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            causal(*inputs, state, chunk=spans.CHUNK)
+            causal(*inputs, state, chunk=linear.causally.CHUNK)
         assert sum(saved.values()) <= n * (2 * D + E) + n * E + n + 4 * D * (E + 1)
 
     def test_the_same_bits_again(self):
@@ -353,7 +354,7 @@ class TestMaps:
 
 
 def test_buffers_of_one_name_share_memory_though_it_grew():
-    make = buffers.Buffers(torch.zeros(1))
+    make = memory.Buffers(torch.zeros(1))
     first = make("a", 4)
     grown, small, other = make("a", 2, 8), make("a", 4), make("b", 4)
     assert small.data_ptr() == grown.data_ptr() != first.data_ptr()
@@ -363,13 +364,13 @@ def test_buffers_of_one_name_share_memory_though_it_grew():
 def test_spans_fit_the_budget_and_cover_every_row_and_token():
     for b, h, n, d in ((1, 8, 16384, 64), (64, 8, 512, 64), (3, 1, 100, 16), (2, 128, 300, 128), (7, 4, 131, 32)):
         q = torch.empty(1).expand(b, h, n, d)
-        parts, cuts = spans._plan(q, q, None, spans.CHUNK)
+        parts, cuts = linear.causally._plan(q, q, None, linear.causally.CHUNK)
         assert [i for part in parts for i in range(b)[part]] == list(range(b))
         assert [t for start, g, c in cuts for t in range(start, start + g * c)] == list(range(n))
         tokens, rows = max(g * c for _, g, c in cuts), max(len(range(b)[part]) for part in parts)
-        size = 4 * rows * tokens * h * (4 * d + spans.CHUNK)
-        assert size <= buffers.BUDGET or (rows, tokens) == (1, spans.CHUNK)
-        assert tokens <= spans.SPAN
+        size = 4 * rows * tokens * h * (4 * d + linear.causally.CHUNK)
+        assert size <= workspace.BUDGET or (rows, tokens) == (1, linear.causally.CHUNK)
+        assert tokens <= linear.causally.SPAN
 
 
 @pytest.mark.cuda
@@ -396,4 +397,4 @@ class TestOnTheGPU:
 
     def test_without_borders_all_chunks_are_one_span(self):
         q = torch.empty(1, 2, 5000, 16, device="cuda")
-        assert [g * c for _, g, c in spans._plan(q, q, None, 64)[1]] == [4992, 8]
+        assert [g * c for _, g, c in linear.causally._plan(q, q, None, 64)[1]] == [4992, 8]

@@ -7,7 +7,7 @@ import torch
 
 import longspan
 from longspan import patterns
-from longspan.cache import KeyValues
+from longspan.states.cache import KeyValues
 
 N = 37
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 import longspan
 from longspan.attention import state as states
 from longspan.attention.average import State as Average
-from longspan.cache import KeyValues
+from longspan.states.cache import KeyValues
 
 
 def started(spec, rows=3, tokens=5):

@@ -5,7 +5,7 @@ import torch
 
 import longspan
 from longspan import nbytes
-from longspan.cache import KeyValues
+from longspan.states.cache import KeyValues
 
 KINDS = ("dense", "random", "factored_dense", "factored_random")
 MIXTURES = (

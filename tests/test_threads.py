@@ -11,7 +11,8 @@ import torch
 
 import longspan
 from longspan import backend
-from longspan.ops.native import build, openmp, toolchain
+from longspan.ops.native import build
+from longspan.ops.native.build import openmp, toolchain
 
 try:
     build.load()
@@ -35,7 +36,8 @@ import os, signal, sys, threading, time
 import torch
 import longspan
 from longspan import backend
-from longspan.ops.native import build, openmp
+from longspan.ops.native import build
+from longspan.ops.native.build import openmp
 
 torch.set_num_threads(2)
 generator = torch.Generator().manual_seed(0)

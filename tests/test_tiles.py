@@ -7,7 +7,9 @@ import torch
 
 import longspan
 from longspan import patterns
-from longspan.ops import blockwise, layout, native, sparse
+from longspan.ops import sparse
+from longspan.ops.native.call import available
+from longspan.ops.sparse import blockwise, schedule
 
 EXPRESSIONS = (
     "causal",
@@ -191,7 +193,7 @@ def narrow(text: str, n: int, dtype: torch.dtype, way: str, **sizes) -> float:
 @pytest.mark.parametrize("way", ["torch", "native"])
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_float32_by_both_backends(text, way):
-    if way == "native" and not native.available():
+    if way == "native" and not available():
         pytest.skip("there are no kernels here")
     for n, sizes in ((1, {}), (67, {"dim": 37, "values": 64}), (150, {"heads": 4, "groups": 2, "batch": 1})):
         assert narrow(text, n, torch.float32, way, **sizes) < 100
@@ -201,13 +203,13 @@ def test_float32_by_both_backends(text, way):
     ("dtype", "way"), [(torch.bfloat16, "torch"), (torch.float16, "torch"), (torch.bfloat16, "native")]
 )
 def test_half_precision(dtype, way):
-    if way == "native" and not native.available():
+    if way == "native" and not available():
         pytest.skip("there are no kernels here")
     assert narrow("causal & (band(9) | strided(17))", 67, dtype, way) < 16
 
 
 def test_kernels_take_any_strides_and_any_number_of_threads():
-    if not native.available():
+    if not available():
         pytest.skip("there are no kernels here")
     g = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 90, 3, 20, generator=g).transpose(1, 2) for _ in range(3))
@@ -227,7 +229,7 @@ def test_kernels_take_any_strides_and_any_number_of_threads():
 @pytest.mark.parametrize("way", ["torch", "native"])
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_values_get_a_gradient_exactly_where_the_pattern_is(text, way):
-    if way == "native" and not native.available():
+    if way == "native" and not available():
         pytest.skip("no native kernels here")
     n = 67
     q, k = (x.detach().float() for x in inputs(n)[:2])
@@ -260,18 +262,18 @@ def test_compiled_without_a_break(given):
 def test_members_make_up_their_pattern():
     for text in (*EXPRESSIONS, *drawn(60)):
         pattern = patterns.parse(text).at(0, 0)
-        union = torch.stack([m.dense(50)[0] for m in layout.members(pattern)]).any(0)
+        union = torch.stack([m.dense(50)[0] for m in schedule.members(pattern)]).any(0)
         assert torch.equal(union, pattern.dense(50)[0]), text
 
 
 def test_periods_and_steps_are_true():
     for text in (*EXPRESSIONS, *drawn(60)):
         pattern = patterns.parse(text).at(0, 0)
-        dense, by = pattern.dense(200)[0], layout.period(pattern)
+        dense, by = pattern.dense(200)[0], schedule.period(pattern)
         if by:
             assert torch.equal(dense[: 200 - by, : 200 - by], dense[by:, by:]), text
         i, j = dense.nonzero(as_tuple=True)
-        assert not ((i - j) % layout.step(pattern)).any(), text
+        assert not ((i - j) % schedule.step(pattern)).any(), text
 
 
 @pytest.mark.parametrize(
@@ -281,9 +283,9 @@ def test_no_matrix_of_all_pairs(text, monkeypatch):
     """64k tokens in tiles of which the largest tensor is far from N x N."""
     monkeypatch.setattr(patterns.Pattern, "dense", None)
     n = 2**16
-    _, parts = layout.plan(text, n, 0, 0)
+    _, parts = schedule.plan(text, n, 0, 0)
     held = sum(part.mask.numel() for part in parts if part.mask is not None)
-    pairs = sum(p.keys.numel() * p.size**2 for p in parts if isinstance(p, layout.Tiles))
+    pairs = sum(p.keys.numel() * p.size**2 for p in parts if isinstance(p, schedule.Tiles))
     assert held <= n * 1024
     assert pairs <= n * 1024
 

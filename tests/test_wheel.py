@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan.ops.native import prebuilt, toolchain
+from longspan.ops.native.build import prebuilt, toolchain
 
 ROOT = Path(__file__).parents[1]
 BUILD = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d")
@@ -97,5 +97,5 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path):
         library = site / "longspan" / "ops" / "native" / "prebuilt" / f"{level}.so"
         assert library.exists()
         if needed <= prebuilt.features():
-            code = "import sys; from longspan.ops.native import trial; trial.main(sys.argv[1])"
+            code = "import sys; from longspan.ops.native.build import selftest; selftest.main(sys.argv[1])"
             run(python, "-P", "-c", code, library, **bare)

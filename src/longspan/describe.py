@@ -16,9 +16,9 @@ from . import notation, ops, patterns, spec
 from .attention import REGISTRY, Attention, build, nbytes
 from .attention.base import own_options
 from .layers import FeedForward
-from .ops import blockwise
 from .ops.native import build as kernels
-from .ops.native import openmp
+from .ops.native.build import openmp
+from .ops.sparse import blockwise
 from .patterns import Pattern
 
 TOKENS = (256, 1024, 4096, 16384, 65536)

@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import cache, ops
+from . import ops
 from .attention.linear import Linear, RotaryState, State
 from .attention.softmax import Softmax
-from .cache import KeyValues
 from .layers import FeedForward, check_counts
 from .model import Block, Decoder, DecoderState, Embedding, Stack, check_tokens
-from .ops import native
 from .ops.native import decode
+from .ops.native.call import MAPS, available
 from .ops.operands import in_memory, overlap
+from .states import cache
+from .states.cache import KeyValues
 
 
 class Engine:
@@ -66,7 +67,7 @@ class Engine:
             return "dropout is active; call model.eval()"
         if odd := next(filter(None, (_odd(name, module) for name, module in model.named_modules())), ""):
             return odd
-        return "" if native.available() else "the native kernels could not be compiled"
+        return "" if available() else "the native kernels could not be compiled"
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
@@ -144,7 +145,7 @@ class Engine:
             *(weights.linear([p.weight], [p.bias]) for p in (attention.out, forward.expand, forward.contract)),
             rates, decode.LINEAR if linear else decode.SOFTMAX,
             attention.heads if linear else attention.groups,
-            native.MAPS[str(attention.feature_map)] if linear else 0,
+            MAPS[str(attention.feature_map)] if linear else 0,
             decode.ACTIVATIONS[forward.activation], attention.eps if linear else 0.0,
         )  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .attention.arguments import check_mask
 from .engine import Engine
 from .model import Decoder, DecoderState
-from .ops.pages import reuse_pages
+from .ops.memory import reuse_pages
 
 FEW = 8  # tokens for which the decode engine is not worth its preparation
 

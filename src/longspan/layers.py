@@ -4,33 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops.linear import widen
 from .ops.operands import in_memory, transformed
+from .ops.tensors import widen
 from .spec import known
-
-
-def positions(
-    x: Tensor, start: Tensor | None = None, *, mask: Tensor | None = None, segments: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Position of each token: the number of real tokens before it in its own segment.
-
-    x (B,N,...), start (B,) = real tokens seen in earlier calls, mask (B,N) bool, segments (B,N) int64
-    -> positions (B,N) int64 (those of masked tokens mean nothing, and are never negative), next position (B,).
-    """
-    batch, n = x.shape[:2]
-    if start is None:
-        start = torch.zeros(batch, dtype=torch.long, device=x.device)
-    if mask is None and segments is None:
-        return start[:, None] + torch.arange(n, device=x.device), start + n
-    real = torch.ones(batch, n, dtype=torch.long, device=x.device) if mask is None else mask.long()
-    count = real.cumsum(1)
-    before = count - real
-    if segments is None:
-        return start[:, None] + before, start + real.sum(1)
-    border = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
-    base = torch.where(border, before, 0).cummax(1).values
-    at = before - base + torch.where(segments == segments[:, :1], start[:, None], 0)
-    return at, at[:, -1] + real[:, -1] if n else start
 
 
 def counted(name: str, counts: Tensor, most: int | None = None) -> tuple[int, int]:
@@ -49,19 +25,6 @@ def check_counts(name: str, counts: Tensor, most: int | None = None) -> None:
     """What ``counted`` refuses, where looking costs no waiting: on the CPU, and not while anything traces."""
     if counts.is_cpu and not torch.compiler.is_compiling() and not transformed() and in_memory(counts):
         counted(name, counts, most)
-
-
-def visible(x: Tensor, *, causal: bool, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-    """Which token of one call may see which: x (B,N,...), mask (B,N), segments (B,N) -> bool (B|1,1,N,N)."""
-    n = x.shape[1]
-    allowed = torch.ones(1, 1, n, n, dtype=torch.bool, device=x.device)
-    if causal:
-        allowed = allowed.tril()
-    if mask is not None:
-        allowed = allowed & mask[:, None, None, :]
-    if segments is not None:
-        allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
-    return allowed
 
 
 def rotate(x: Tensor, at: Tensor, base: float) -> Tensor:

@@ -13,8 +13,9 @@ from .attention import Attention
 from .attention.arguments import check_mask, check_record, check_x, settle
 from .attention.base import make
 from .config import Config, EncoderConfig, StackConfig
-from .layers import FeedForward, check_counts, norm, positions, sinusoid
+from .layers import FeedForward, check_counts, norm, sinusoid
 from .ops.operands import same_device
+from .ops.tensors import positions
 
 ROTARY_BASE = 10000.0
 

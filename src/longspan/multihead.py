@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from .attention import Attention, build
 from .attention.arguments import check_x
 from .attention.softmax import Softmax
-from .cache import Sight
-from .ops.heads import split
+from .ops.tensors import split
+from .states.cache import Sight
 
 PROJECTIONS = ("query", "key", "value", "out")
 

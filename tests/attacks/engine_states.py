@@ -54,7 +54,7 @@ def attack(dice: random.Random) -> str | None:
     """One state, abused in one place, and a token read after it."""
     import longspan
     from longspan.engine import Engine
-    from longspan.ops import native
+    from longspan.ops.native.call import available
 
     torch.manual_seed(0)
     text, positions = dice.choice(MODELS), dice.choice(["none", "learned", "sinusoidal", "rotary"])
@@ -73,7 +73,7 @@ def attack(dice: random.Random) -> str | None:
     which = dice.choice(counters) if dice.random() < 0.5 else dice.randrange(len(leaves))
     leaves[which], same = abuse(leaves[which], dice)
     state = torch.utils._pytree.tree_unflatten(leaves, tree)  # type: ignore[attr-defined]
-    engine = dice.random() < 0.6 and native.available() and not Engine.why_not(model)
+    engine = dice.random() < 0.6 and available() and not Engine.why_not(model)
     try:
         with torch.no_grad():
             found, _ = Engine(model)(token, state) if engine else model(token, state, donate=dice.random() < 0.5)

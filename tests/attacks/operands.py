@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longspan import backend, decay_attention, delta_rule, linear_attention, sparse_attention
-from longspan.ops import native
+from longspan.ops.native.call import available
 
 from . import Case
 
@@ -38,7 +38,7 @@ def attack(name: str, dice: random.Random, seed: int) -> str | None:
     exact = {k: t.resolve_neg().clone() if isinstance(t, Tensor) else t for k, t in options.items() if k != "donate"}
     exact = {k: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for k, t in exact.items()}
     shape = tuple(options["value"].shape)
-    chosen = dice.choice(["auto", "auto", "torch", *(["native"] if native.available() else [])])
+    chosen = dice.choice(["auto", "auto", "torch", *(["native"] if available() else [])])
     try:
         with backend(chosen):
             found = call(name, options)

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .. import reach
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.tensors import merge, split, widen
 from ..patterns import band
-from ..window import Window
+from ..states import lookback
+from ..states.window import Window
 from .base import Attention
 
 
@@ -127,7 +126,7 @@ class AdaptiveSpan(Attention):
         bias = _Ramp(self.span, self.ramp, None if self.dynamic else self._fixed())
         # A query takes the logit of its span along, in a channel where all keys are zero.
         q, k = self._wider(q, self.extent(x).mT[..., None] if self.dynamic else 0.0), self._wider(k, 0.0)
-        o, state = reach.attend(
+        o, state = lookback.attend(
             q, k, v, state, band(seen - 1), bias=bias, scale=v.shape[-1] ** -0.5, mask=mask, segments=segments,
             record=record if record and "matrix" in record else None, donate=donate,
         )  # fmt: skip

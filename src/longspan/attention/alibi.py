@@ -3,11 +3,10 @@
 import torch
 from torch import nn
 
-from .. import cache
-from ..cache import KeyValues
-from ..layers import positions
-from ..ops import scores, similarity
-from ..ops.heads import merge, split
+from ..ops.softmax import scores, similarity
+from ..ops.tensors import merge, positions, split
+from ..states import cache
+from ..states.cache import KeyValues
 from .base import Attention
 
 

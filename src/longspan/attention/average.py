@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import FeedForward, positions
-from ..ops import recurrence
-from ..ops.linear import widen
+from ..layers import FeedForward
+from ..ops.linear import recurrence
+from ..ops.tensors import positions, widen
 from .base import Attention
 
 

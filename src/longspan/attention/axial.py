@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import patterns, reach
-from ..cache import KeyValues
-from ..ops.heads import merge, split
+from .. import patterns
+from ..ops.tensors import merge, split
 from ..patterns import Pattern
 from ..spec import known
-from ..window import Window
+from ..states import lookback
+from ..states.cache import KeyValues
+from ..states.window import Window
 from .base import Attention
 
 
@@ -76,7 +77,7 @@ class Axial(Attention):
         "axial(width=7, kind='cross')",
         "axial(width=7, kind='shifted')",
     )
-    states = (*reach.STATES, State)
+    states = (*lookback.STATES, State)
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, layer: int = 0, width: int = 64, kind: str = "sequential"
@@ -84,7 +85,7 @@ class Axial(Attention):
         super().__init__(dim, heads, causal=causal)
         known(kind, dict.fromkeys(("sequential", "summed", "cross", "shifted")), "kind of axial attention")
         self.layer, self.width, self.kind = layer, width, kind
-        self.states = (State,) if kind == "shifted" else reach.STATES  # type: ignore[misc]
+        self.states = (State,) if kind == "shifted" else lookback.STATES  # type: ignore[misc]
         column, row = patterns.columns(width), patterns.rows(width)
         match kind:
             case "sequential":
@@ -110,10 +111,10 @@ class Axial(Attention):
 
     def start(self, batch, capacity):
         size, like = self.dim // self.heads, self.like
-        lines = reach.empty(self.lines, batch, self.heads, capacity, size, like)
+        lines = lookback.empty(self.lines, batch, self.heads, capacity, size, like)
         if self.kind != "shifted":
             return lines
-        above = reach.empty(self.above, batch, self.heads, 0, size, like)
+        above = lookback.empty(self.above, batch, self.heads, 0, size, like)
         return State(lines, above, like.new_zeros(batch, self.heads, self.width, size))  # type: ignore[arg-type]
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
@@ -122,14 +123,14 @@ class Axial(Attention):
         if self.kind == "shifted":
             o, state = self._shifted(q, k, v, state, record, given)
         elif self.kind == "summed":
-            o, state = reach.attend(_twice(q), k, v, state, self.lines, record=record, **given)
+            o, state = lookback.attend(_twice(q), k, v, state, self.lines, record=record, **given)
             o = o.unflatten(1, (-1, 2)).sum(2)
             if record is not None:
                 pairs, matrix = (record[name].unflatten(1, (-1, 2)) for name in ("mask", "matrix"))
                 record.update(mask=pairs.any(2), matrix=matrix.sum(2))
                 del record["lse"]  # there are two
         else:
-            o, state = reach.attend(q, k, v, state, self.lines, record=record, **given)
+            o, state = lookback.attend(q, k, v, state, self.lines, record=record, **given)
         return self.out(merge(o)), state
 
     def _shifted(self, q, k, v, state, record, given):
@@ -138,12 +139,12 @@ class Axial(Attention):
         past, pairs, step = (None if record is None else {} for _ in range(3))
         if record is not None:
             # Which keys there are in the past, laid out as those of the lines.
-            reach.attend(q, k, v, lines, patterns.causal(), record=past, **given | {"donate": False})
-        o, lines = reach.attend(_twice(q), k, v, lines, self.lines, record=pairs, **given)
+            lookback.attend(q, k, v, lines, patterns.causal(), record=past, **given | {"donate": False})
+        o, lines = lookback.attend(_twice(q), k, v, lines, self.lines, record=pairs, **given)
         h, row = o.unflatten(1, (-1, 2)).unbind(2)
         ask, key = (split(part(merge(h)), self.heads) for part in (self.above_query, self.above_key))
         ask, queries = _delayed(ask, queries, self.width, given["mask"])
-        upper, above = reach.attend(ask, key, h, above, self.above, record=step, **given)
+        upper, above = lookback.attend(ask, key, h, above, self.above, record=step, **given)
         if record is not None:
             _tell(record, past, pairs, step, 0 if state is None else state.above.keys.shape[2])
         return row + upper, None if state is None else State(lines, above, queries)

@@ -2,9 +2,10 @@
 
 from torch import nn
 
-from .. import patterns, reach
-from ..ops.heads import merge, split
+from .. import patterns
+from ..ops.tensors import merge, split
 from ..patterns import Pattern
+from ..states import lookback
 from .base import Attention
 
 
@@ -39,7 +40,7 @@ class BigBird(Attention):
         2020,
     )
     examples = ("bigbird(block=16, window=1, globals=0, random=1)",)
-    states = reach.STATES
+    states = lookback.STATES
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class BigBird(Attention):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return reach.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        o, state = reach.attend(
+        o, state = lookback.attend(
             q, k, v, state, self.sees, layer=self.layer, mask=mask, segments=segments, record=record, donate=donate
         )
         return self.out(merge(o)), state

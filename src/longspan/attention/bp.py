@@ -3,10 +3,8 @@
 import torch
 from torch import nn
 
-from ..layers import positions
-from ..ops import tree
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.softmax import tree
+from ..ops.tensors import merge, positions, split, widen
 from .base import Attention
 
 

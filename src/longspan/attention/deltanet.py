@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from ..layers import HeadNorm, ShortConvolution, unit
 from ..ops import gated
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.tensors import merge, split, widen
 from .base import Attention
 
 

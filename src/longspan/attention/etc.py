@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import sparse
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.tensors import merge, split, widen
 from ..patterns import Pattern, band
 from ..patterns import globals as reaching
 from .base import Attention

@@ -5,9 +5,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..ops import gated, linear
-from ..ops.features import MAPS, dpfp, sum_normalise
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.linear.features import MAPS, dpfp, sum_normalise
+from ..ops.tensors import merge, split, widen
 from ..spec import known
 from .base import Attention
 

@@ -5,11 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import visible
-from ..ops import random_features, stabilised
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.linear import random_features, stabilised
 from ..ops.prefix import join
+from ..ops.tensors import merge, split, visible, widen
 from .base import Attention
 
 

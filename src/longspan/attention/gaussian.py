@@ -3,13 +3,11 @@
 import torch
 from torch import nn
 
-from .. import cache
-from ..cache import KeyValues
-from ..layers import positions
-from ..ops import scores, similarity
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.softmax import scores, similarity
+from ..ops.tensors import merge, positions, split, widen
 from ..spec import known
+from ..states import cache
+from ..states.cache import KeyValues
 from .base import Attention
 
 KINDS = {"learned": "each token says where its bell stands and how wide it is", "fixed": "it stands on the token"}

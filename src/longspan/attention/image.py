@@ -2,10 +2,11 @@
 
 from torch import nn
 
-from .. import patterns, reach
-from ..ops.heads import merge, split
+from .. import patterns
+from ..ops.tensors import merge, split
 from ..patterns import Pattern
 from ..spec import known
+from ..states import lookback
 from .base import Attention
 
 
@@ -38,7 +39,7 @@ class Image(Attention):
         2018,
     )
     examples = ("image(block=5, memory=3)", "image(kind='2d', block=(2, 3), memory=(1, 2), width=6)")
-    states = (reach.Window,)
+    states = (lookback.Window,)
     directions = ("causal",)
 
     def __init__(
@@ -64,9 +65,11 @@ class Image(Attention):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return reach.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        o, state = reach.attend(q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate)
+        o, state = lookback.attend(
+            q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate
+        )
         return self.out(merge(o)), state

@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from .. import cache
-from ..cache import Context, KeyValues
-from ..ops import similarity as op
-from ..ops.heads import merge, split
+from ..ops.softmax import similarity as op
+from ..ops.tensors import merge, split
 from ..spec import known
+from ..states import cache
+from ..states.cache import Context, KeyValues
 from .base import Attention
 
 

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import check_rotary, positions, rotate, visible
+from ..layers import check_rotary, rotate
 from ..ops import linear
-from ..ops.features import FeatureMap
-from ..ops.features import feature_map as choose
-from ..ops.heads import merge, split
+from ..ops.linear.features import FeatureMap
+from ..ops.linear.features import feature_map as choose
 from ..ops.prefix import join
+from ..ops.tensors import merge, positions, split, visible, widen
 from .base import Attention
 
 
@@ -91,7 +91,7 @@ class Linear(Attention):
     def start(self, batch, capacity):
         size = self.dim // self.heads
         features = self.phi(self.like.new_zeros(1, size)).shape[-1]
-        sums = linear.widen(self.like.new_zeros(batch, self.heads, features, size + 1))
+        sums = widen(self.like.new_zeros(batch, self.heads, features, size + 1))
         if not self.rotary:
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
@@ -102,7 +102,7 @@ class Linear(Attention):
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
         if isinstance(state, Context):
-            read = self.phi(linear.widen(q)) @ state.sums
+            read = self.phi(widen(q)) @ state.sums
             return self.out(merge(linear.normalise(read, self.eps).to(x.dtype))), state
         if context is not None:
             return self._cross(q, context, context_mask, record)
@@ -112,18 +112,18 @@ class Linear(Attention):
             start = state.position if isinstance(state, RotaryState) else None
             at, end = positions(x, start, mask=mask, segments=segments)
             make = partial(RotaryState, position=end)
-            fq, fk = (self.phi(linear.widen(t)) for t in (q, k))
+            fq, fk = (self.phi(widen(t)) for t in (q, k))
             numerator = rotate(fq, at, self.rotary), rotate(fk, at, self.rotary)
         if record is not None:
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
             allowed = allowed if prefix is None else join(allowed, prefix)
-            fq, fk = (self.phi(linear.widen(t)) for t in (q, k))
+            fq, fk = (self.phi(widen(t)) for t in (q, k))
             options = {"segments": segments, "state": sums, "numerator": numerator}
             matrix = linear.matrix(fq, fk, allowed, eps=self.eps, **options)
             record.update(mask=allowed, matrix=matrix)
         if prefix is not None:
             key = numerator and numerator[1]
-            sums, mask = linear.fold(self.phi(linear.widen(k)), v, prefix, mask=mask, state=sums, key=key)
+            sums, mask = linear.fold(self.phi(widen(k)), v, prefix, mask=mask, state=sums, key=key)
         arguments = {"causal": self.causal, "mask": mask, "segments": segments, "state": sums, "donate": donate}
         if self.rotary:
             o, sums = linear.attend(fq, fk, v, eps=self.eps, numerator=numerator, **arguments)
@@ -134,7 +134,7 @@ class Linear(Attention):
     def _read(self, q, k, v, **arguments):
         if isinstance(self.feature_map, str):
             return linear.named(q, k, v, feature_map=self.feature_map, eps=self.eps, **arguments)
-        return linear.attend(self.phi(linear.widen(q)), self.phi(linear.widen(k)), v, eps=self.eps, **arguments)
+        return linear.attend(self.phi(widen(q)), self.phi(widen(k)), v, eps=self.eps, **arguments)
 
     def _cross(self, q, context, context_mask, record):
         if self.rotary:
@@ -143,7 +143,7 @@ class Linear(Attention):
         if record is not None:
             allowed = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
             allowed = allowed if context_mask is None else allowed & context_mask[:, None, None, :]
-            fq, fk = (self.phi(linear.widen(t)) for t in (q, k))
+            fq, fk = (self.phi(widen(t)) for t in (q, k))
             record.update(mask=allowed, matrix=linear.matrix(fq, fk, allowed, eps=self.eps))
         o, sums = self._read(q, k, v, causal=False, mask=context_mask)
         return self.out(merge(o)), Context(sums)

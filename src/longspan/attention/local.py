@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from .. import reach
-from ..layers import check_rotary, positions, rotate
-from ..ops.heads import merge, split
+from ..layers import check_rotary, rotate
+from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern, band
+from ..states import lookback
 from .base import Attention
 
 
@@ -32,7 +32,7 @@ class Local(Attention):
         2020,
     )
     examples = ("local(window=5)", "local(window=3, kv_heads=1, rotary=100.0)")
-    states = (reach.Window,)
+    states = (lookback.Window,)
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, window: int = 256, kv_heads: int = 0, rotary: float = 0.0
@@ -51,12 +51,14 @@ class Local(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return reach.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:
             at, _ = positions(x, None if state is None else state.position, mask=mask, segments=segments)
             q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
-        o, state = reach.attend(q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate)
+        o, state = lookback.attend(
+            q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate
+        )
         return self.out(merge(o)), state

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import patterns, reach, window
-from ..layers import positions, visible
+from .. import patterns
 from ..ops import sparse
-from ..ops.heads import merge, split
+from ..ops.tensors import merge, positions, split, visible
 from ..patterns import Pattern
-from ..window import View, Window
+from ..states import lookback, window
+from ..states.window import View, Window
 from .base import Attention
 
 AT_ONCE = 512  # new tokens of one call that meet a state together
@@ -86,7 +86,7 @@ class Longformer(Attention):
     def start(self, batch, capacity):
         size, like = self.dim // self.heads, self.like
         keys = like.new_zeros(batch, 2 * self.heads, self.globals, size)
-        return State(reach.empty(self.near, batch, self.heads, 0, size, like), keys, keys.clone())  # type: ignore[arg-type]
+        return State(lookback.empty(self.near, batch, self.heads, 0, size, like), keys, keys.clone())  # type: ignore[arg-type]
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         if state is None:
@@ -113,11 +113,11 @@ class Longformer(Attention):
     def _whole(self, x, mask, segments):
         """What the heads read from a whole sequence (B,H,N,D), and both sets of keys and values."""
         q, k, v = self._local(x)
-        o, _ = reach.attend(q, k, v, None, self.locally, mask=mask, segments=segments)
+        o, _ = lookback.attend(q, k, v, None, self.locally, mask=mask, segments=segments)
         # Causal global tokens see none but themselves. Where they are is data once tokens are masked or packed.
         few = self.causal and mask is None and segments is None
         query, key, value = self._global(x[:, : self.globals] if few else x)
-        own, _ = reach.attend(query, key, value, None, self.globally, mask=mask, segments=segments)
+        own, _ = lookback.attend(query, key, value, None, self.globally, mask=mask, segments=segments)
         return o + F.pad(own, (0, 0, 0, o.shape[2] - own.shape[2])), (k, v), (key, value)
 
     def _prompt(self, x, state):

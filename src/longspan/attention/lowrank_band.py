@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .. import reach
-from ..cache import KeyValues
-from ..ops.heads import merge, split
+from ..ops.tensors import merge, split
 from ..patterns import Pattern, band, causal, everywhere
-from ..window import Window
-from ..window import empty as ring
+from ..states import lookback
+from ..states.cache import KeyValues
+from ..states.window import Window
+from ..states.window import empty as ring
 from .base import Attention
 
 
@@ -75,7 +75,7 @@ class LowRankBand(Attention):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         arguments = {"mask": mask, "segments": segments, "donate": donate}
         before = (None, None) if state is None else state
-        o, near = reach.attend(q, k, v, before[0], self.sees, **arguments)
+        o, near = lookback.attend(q, k, v, before[0], self.sees, **arguments)
         q, k, v = (split(part(x), self.heads) for part in (self.far_query, self.far_key, self.far_value))
-        far_o, far = reach.attend(q, k, v, before[1], causal() if self.causal else everywhere(), **arguments)
+        far_o, far = lookback.attend(q, k, v, before[1], causal() if self.causal else everywhere(), **arguments)
         return self.out(merge(o + far_o)), None if state is None else State(near, far)

@@ -4,12 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ..layers import visible
-from ..ops import polynomial as op
-from ..ops import stabilised
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.linear import polynomial as op
+from ..ops.linear import stabilised
 from ..ops.prefix import join
+from ..ops.tensors import merge, split, visible, widen
 from .base import Attention
 
 

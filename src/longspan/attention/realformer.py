@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from .. import cache
-from ..cache import Context, KeyValues
-from ..ops import scores, similarity
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.softmax import scores, similarity
+from ..ops.tensors import merge, split, widen
+from ..states import cache
+from ..states.cache import Context, KeyValues
 from .base import Attention
 
 

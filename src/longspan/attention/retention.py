@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, check_rotary, expanded, positions, rotate
+from ..layers import HeadNorm, check_rotary, expanded, rotate
 from ..ops import gated
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.tensors import merge, positions, split, widen
 from .base import Attention
 
 

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import unit, visible
-from ..ops import gated, random_features, stabilised
-from ..ops.heads import merge, split
-from ..ops.linear import widen, with_ones
+from ..layers import unit
+from ..ops import gated
+from ..ops.linear import random_features, stabilised
 from ..ops.prefix import join
+from ..ops.tensors import merge, split, visible, widen, with_ones
 from ..spec import known
 from .base import Attention
 

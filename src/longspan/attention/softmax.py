@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from .. import cache
-from ..cache import Context, KeyValues
-from ..layers import check_rotary, positions, rotate
-from ..ops import softmax
-from ..ops.heads import merge, split
+from ..layers import check_rotary, rotate
+from ..ops.softmax import dense
+from ..ops.tensors import merge, positions, split
+from ..states import cache
+from ..states.cache import Context, KeyValues
 from .base import Attention
 
 
@@ -93,8 +93,8 @@ class Softmax(Attention):
         """q (B,H,N,D), what it may see, a dict or None -> y (B,N,dim)."""
         q = q.to(sight.keys.dtype)
         if record is not None:
-            matrix, lse = softmax.weights(q, sight.keys, mask=sight.mask, causal=sight.causal)
+            matrix, lse = dense.weights(q, sight.keys, mask=sight.mask, causal=sight.causal)
             record.update(mask=sight.allowed(q.shape[2]), matrix=matrix, lse=lse)
         dropout = self.dropout if self.training else 0.0
-        o = softmax.attend(q, sight.keys, sight.values, mask=sight.mask, causal=sight.causal, dropout=dropout)
+        o = dense.attend(q, sight.keys, sight.values, mask=sight.mask, causal=sight.causal, dropout=dropout)
         return self.out(merge(o))

@@ -2,10 +2,11 @@
 
 from torch import nn
 
-from .. import patterns, reach
-from ..layers import check_rotary, positions, rotate
-from ..ops.heads import merge, split
+from .. import patterns
+from ..layers import check_rotary, rotate
+from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern
+from ..states import lookback
 from .base import Attention
 
 
@@ -40,7 +41,7 @@ class Sparse(Attention):
         "sparse(pattern='by_head(dilated(2, step=3), strided(7))', rotary=100.0)",
         "sparse(pattern='band(2) | random(1, block=16)')",
     )
-    states = reach.STATES
+    states = lookback.STATES
 
     def __init__(
         self,
@@ -67,15 +68,15 @@ class Sparse(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return reach.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:
-            before = None if state is None else state.position if isinstance(state, reach.Window) else state.length
+            before = None if state is None else state.position if isinstance(state, lookback.Window) else state.length
             at, _ = positions(x, before, mask=mask, segments=segments)
             q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
-        o, state = reach.attend(
+        o, state = lookback.attend(
             q, k, v, state, self.sees, layer=self.layer, mask=mask, segments=segments, record=record, donate=donate
         )
         return self.out(merge(o)), state

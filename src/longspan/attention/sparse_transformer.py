@@ -2,10 +2,11 @@
 
 from torch import nn
 
-from .. import patterns, reach
-from ..ops.heads import merge, split
+from .. import patterns
+from ..ops.tensors import merge, split
 from ..patterns import Pattern
 from ..spec import known
+from ..states import lookback
 from .base import Attention
 
 
@@ -45,7 +46,7 @@ class SparseTransformer(Attention):
         "sparse_transformer(block=7)",
         "sparse_transformer(kind='fixed', block=5, summary=2, integration='merged')",
     )
-    states = reach.STATES
+    states = lookback.STATES
 
     def __init__(
         self,
@@ -78,11 +79,13 @@ class SparseTransformer(Attention):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return reach.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        o, state = reach.attend(q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate)
+        o, state = lookback.attend(
+            q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate
+        )
         return self.out(merge(o)), state
 
 

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ..layers import positions
 from ..ops import chosen
-from ..ops.heads import merge, split
-from ..ops.linear import widen
+from ..ops.tensors import merge, positions, split, widen
 from ..spec import known
 from .base import Attention
 

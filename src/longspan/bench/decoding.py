@@ -9,7 +9,7 @@ import torch
 from ..config import Config
 from ..engine import Engine
 from ..generate import generate
-from ..ops.pages import reuse_pages
+from ..ops.memory import reuse_pages
 from . import case, decoders, oracle, throughput, worker
 from .attention import ROOM
 from .candidates import Candidate, Local, Process, Refused, Remote, Sampler

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import backend, gated, native
-from ..ops.pages import reuse_pages
+from ..ops import backend, gated
+from ..ops.memory import reuse_pages
+from ..ops.native.call import available
 from ..spec import known
 from . import case, limits
 from .candidates import Sampler
@@ -118,7 +119,7 @@ def transformers() -> Callable[[dict[str, Tensor | None]], Tensor] | None:
 def ways(rule: str) -> dict[str, Callable[[dict[str, Tensor | None]], Tensor]]:
     """The candidates of a rule."""
     found: dict[str, Callable[[dict[str, Tensor | None]], Tensor]] = {
-        name: partial(ours, name) for name in ("native", "torch") if name != "native" or native.available()
+        name: partial(ours, name) for name in ("native", "torch") if name != "native" or available()
     }
     found["loop"] = loop
     if rule == "gated delta" and (peer := transformers()) is not None:

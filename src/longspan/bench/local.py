@@ -10,8 +10,11 @@ from torch import Tensor
 
 from ..attention import build
 from ..attention.linear import Linear
-from ..ops import BACKENDS, backend, native
+from ..ops import BACKENDS, backend
 from ..ops.linear import linear_attention
+from ..ops.native import build as native
+from ..ops.native.build.openmp import threads
+from ..ops.native.call import LARGEST, MAPS, available
 from ..spec import known
 from .worker import Function, Makers, Task
 
@@ -127,14 +130,14 @@ def _step(name: Name, task: Task) -> Function:
 
 def _kernel(task: Task) -> Function:
     state = _state(task)
-    if not native.available():
+    if not available():
         raise ValueError("there are no native kernels here; longspan doctor says why")
-    if task["size"] >= native.LARGEST:
-        raise ValueError(f"the native step serves heads of less than {native.LARGEST} channels, not {task['size']}")
+    if task["size"] >= LARGEST:
+        raise ValueError(f"the native step serves heads of less than {LARGEST} channels, not {task['size']}")
 
-    kernels, out = native.build.loaded(), torch.empty(task["batch"], task["heads"], 1, task["size"])
+    kernels, out = native.loaded(), torch.empty(task["batch"], task["heads"], 1, task["size"])
     assert kernels is not None
-    sizes = (task["batch"] * task["heads"], task["size"], task["size"], native.MAPS["elu"], 1e-6, native.threads())
+    sizes = (task["batch"] * task["heads"], task["size"], task["size"], MAPS["elu"], 1e-6, threads())
 
     # Nothing but the C function: what a call from Python costs beside it is the other candidates' to show.
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

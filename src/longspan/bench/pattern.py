@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import patterns
-from ..ops import backend, layout, native, sparse
+from ..ops import backend, sparse
+from ..ops.native.call import available
+from ..ops.sparse import schedule
 from ..patterns import Pattern
 from . import case, figures
 from .candidates import Local, Process, Refused
@@ -69,11 +71,11 @@ def lay(way: str, text: str, n: int) -> object:
     """The block list of head 0 (``blocks``), the kernels' (``listed``) or torch's tiles and classes (``plan``)."""
     match way:
         case "listed":
-            return layout.listed.__wrapped__(text, n, 0, 0)
+            return schedule.listed.__wrapped__(text, n, 0, 0)
         case "plan":
-            return layout.plan.__wrapped__(text, n, 0, 0)
+            return schedule.plan.__wrapped__(text, n, 0, 0)
     pattern = patterns.parse(text).at(0, 0)
-    return pattern.blocks(n, layout.grain(pattern) or layout.block_size(pattern, n))
+    return pattern.blocks(n, schedule.grain(pattern) or schedule.block_size(pattern, n))
 
 
 def _attention(way: str, text: str, task: Task) -> Function:
@@ -195,7 +197,7 @@ class Run:
         """Who can take part in a mode."""
         if mode == "layout":
             return LAYOUTS
-        able = [way for way in WAYS if way != "native" or native.available()]
+        able = [way for way in WAYS if way != "native" or available()]
         return tuple(way for way in able if way != "flex" or (self.options.flex and mode == "forward"))
 
     def compare(self, text: str, n: int, mode: str, keys: float) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..cache import KeyValues
 from ..generate import generate
 from ..model import Decoder, DecoderState
-from ..ops.pages import reuse_pages
+from ..ops.memory import reuse_pages
+from ..states.cache import KeyValues
 from .guard import Guard, Timing, interleave
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ..ops import BACKENDS, backend
-from ..ops.heads import merge, split
-from ..ops.softmax import repeat
+from ..ops.softmax.dense import repeat
+from ..ops.tensors import merge, split
 from .gauge import BATCH, DIM, EXACT, HEADS, SEVERAL, TOKENS, Gauge, Subject, derivatives, off_kinks
 from .recurrent import run
 from .rounding import Question

@@ -73,7 +73,7 @@ def extras() -> dict[str, str]:
 
 def compiled(folder: Path) -> list[str]:
     """Each compilation in a folder of kernels: the compiler, and what became of it."""
-    from ..ops.native import store
+    from ..ops.native.build import store
 
     return [f"{seal.compiler}: {seal.failed or seal.library}" for seal in store.seals(folder)]
 

@@ -33,7 +33,7 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
-    from ..ops.pages import reuse_pages
+    from ..ops.memory import reuse_pages
     from ..train.evaluate import roomy
     from . import trained
 

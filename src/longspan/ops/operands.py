@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 TRANSFORMED = "a transform of torch.func, or a forward-mode derivative, follows the operations of torch alone"
 
 
-def settled(*tensors: Tensor | None) -> Sequence[Any]:
+def resolved(*tensors: Tensor | None) -> Sequence[Any]:
     """The same numbers, where none is a view whose sign is still to be changed.
 
     A kernel would read the memory as it is, and torch's own ``copy_`` loses the sign of such a view in half precision.

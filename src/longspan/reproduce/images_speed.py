@@ -12,7 +12,7 @@ from ..bench.candidates import Sampler
 from ..engine import Engine
 from ..generate import generate
 from ..model import Decoder
-from ..ops.pages import reuse_pages
+from ..ops.memory import reuse_pages
 from .experiment import Row, Track
 
 RECOMPUTED = ", prefix recomputed"

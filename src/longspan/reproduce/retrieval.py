@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import gated, random_features
-from ..ops.features import dpfp, elu, sum_normalise
+from ..ops import gated
+from ..ops.linear import random_features
+from ..ops.linear.features import dpfp, elu, sum_normalise
 from ..spec import known
 
 RULES = {

@@ -26,7 +26,7 @@ from ..config import Config
 from ..data import Dataset
 from ..describe import parts
 from ..model import Decoder
-from ..ops.pages import reuse_pages
+from ..ops.memory import reuse_pages
 from . import folder as runs
 from .evaluate import bits, roomy
 from .run import Run, rate

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import MAPS as MAPS
-from . import build, threads
+from . import build
+from .build.openmp import threads
+from .call import MAPS as MAPS
 
-# The numbers are those of decode.cpp and activations.h.
+# The numbers are those of decode/step.cpp and decode/activations.h.
 TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2, "squared_relu": 3, "geglu": 4, "swiglu": 5}
 LINEAR, SOFTMAX = 0, 1

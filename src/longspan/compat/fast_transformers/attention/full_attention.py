@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....ops import softmax
+from ....ops.softmax import dense
 from ..attention_registry import AttentionRegistry, EventDispatcherInstance, Float, Optional
 from ..events import AttentionEvent, EventDispatcher
 from ..masking import BaseMask, sight
@@ -30,13 +30,13 @@ class Softmax(nn.Module):
     def read(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """q (N,H,L,E), k (N,H,S,E), v (N,H,S,D), mask bool to (N,H,L,S) -> (N,H,L,D); zero where nothing is seen."""
         p = self.dropout.p if self.training else 0.0
-        return softmax.attend(self.scaled(q), k, v, mask=mask, causal=causal, dropout=p)
+        return dense.attend(self.scaled(q), k, v, mask=mask, causal=causal, dropout=p)
 
     def told(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         """The same; if anybody listens, by way of the matrix, which an AttentionEvent carries."""
         if not self.event_dispatcher.listening:
             return self.read(q, k, v, mask, causal)
-        weights, _ = softmax.weights(self.scaled(q), k, mask=mask, causal=causal)
+        weights, _ = dense.weights(self.scaled(q), k, mask=mask, causal=causal)
         weights = F.dropout(weights, self.dropout.p, self.training)
         # One query of a recurrent model has no axis of its own.
         shown = weights if q.shape[2] != 1 or not self.recurrent else weights[:, :, 0]

@@ -4,14 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ....ops import features, linear
-from ..attention_registry import (
-    AttentionRegistry,
-    EventDispatcherInstance,
-    Float,
-    Int,
-    Optional,
-)
+from ....ops import linear
+from ....ops.linear import features
+from ....ops.tensors import widen
+from ..attention_registry import AttentionRegistry, EventDispatcherInstance, Float, Int, Optional
 from ..attention_registry import Callable as CallableSpec
 from ..events import EventDispatcher
 from ..feature_maps.base import ActivationFunctionFeatureMap, FeatureMap, elu_feature_map
@@ -59,8 +55,8 @@ class Sums(nn.Module):
             q, k = queries.transpose(1, 2), keys.transpose(1, 2)
             out, _ = linear.named(q, k, v, feature_map="elu", **arguments)
         else:
-            q = linear.widen(self.feature_map.forward_queries(queries)).transpose(1, 2)
-            k = linear.widen(self.feature_map.forward_keys(keys)).transpose(1, 2)
+            q = widen(self.feature_map.forward_queries(queries)).transpose(1, 2)
+            k = widen(self.feature_map.forward_keys(keys)).transpose(1, 2)
             out, _ = linear.attend(q, k, v, **arguments)
         return out.transpose(1, 2).contiguous()
 

@@ -12,12 +12,7 @@ from ..recurrent.transformers import (
     RecurrentTransformerEncoder,
     RecurrentTransformerEncoderLayer,
 )
-from ..transformers import (
-    TransformerDecoder,
-    TransformerDecoderLayer,
-    TransformerEncoder,
-    TransformerEncoderLayer,
-)
+from ..transformers import TransformerDecoder, TransformerDecoderLayer, TransformerEncoder, TransformerEncoderLayer
 from .attention_builders import (
     AttentionBuilder,
     BaseAttentionBuilder,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ....ops import features
+from ....ops.linear import features
 
 
 class FeatureMap(nn.Module):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ....ops import random_features
-from ....ops.linear import widen
+from ....ops.linear import random_features
+from ....ops.tensors import widen
 from .base import FeatureMap
 
 

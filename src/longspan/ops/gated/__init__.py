@@ -1,0 +1,254 @@
+"""The recurrence with decay and delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T."""
+
+import torch
+from torch import Tensor
+
+from .. import chosen
+from ..native import call
+from ..operands import check_donation, hidden, resolved, same_device, transformed
+from ..tensors import widen
+from . import chunks
+from . import native as kernels
+from .decays import LOWEST
+
+DECAY, DELTA = "decay attention", "the delta rule"
+SERVED = ("reference", "torch", "native")
+
+
+def decay_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_decay: Tensor,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: bool = False,
+    donate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention to a sum of outer products that decays, causal and without a normaliser.
+
+    $$
+    S_t = \mathrm{Diag}(e^{g_t}) S_{t-1} + k_t v_t^\top, \quad o_t = c \, S_t^\top q_t
+    $$
+
+    >>> import torch, longspan
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+    >>> log_decay = torch.full((1, 2, 5), -0.1)
+    >>> o, state = longspan.decay_attention(q, k, v, log_decay=log_decay, return_state=True)
+    >>> o.shape, state.shape
+    (torch.Size([1, 2, 5, 8]), torch.Size([1, 2, 8, 8]))
+
+    query, key (B,G,N,D), value (B,H,N,E) -> (B,H,N,E) in value's dtype; with ``return_state=True`` also the state
+    (B,H,D,E) in float32 or float64. G divides H: heads of values that follow each other share a query and a key.
+
+    ``log_decay``: $g_t \le 0$, (B,H,N), one per head, or (B,H,N,D), one per channel of the keys; -inf forgets
+    everything. ``scale``: $c$, None means $1 / \sqrt D$. ``mask`` (B,N) bool: True = a real token; another one writes
+    nothing, nothing decays, and its output is 0. ``segments`` (B,N) int64: packed sequences, equal ids side by side;
+    the state starts from zero where they change, a given state belongs to the first and the returned one to the last.
+    ``donate=True`` may overwrite ``state``. Transforms of ``torch.func`` and forward-mode derivatives take plain forms.
+
+    Raises ValueError for shapes or dtypes that do not fit, and for a state to be overwritten that shares memory with
+    another operand or itself.
+
+    Source: Yang et al. 2023 (2312.06635), eq. 3, per channel; Sun et al. 2023 (2307.08621), eq. 6, and Dao and Gu 2024
+    (2405.21060), eq. 16, per head.
+    """
+    if donate and state is not None:
+        check_donation(state, query=query, key=key, value=value, log_decay=log_decay)
+    if mask is None and segments is None and state is not None:
+        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        found = _token(query, key, value, log_decay, None, scale, state, donate)
+        if found is not None:
+            return found if return_state else found[0]
+    check(query, key, value, log_decay, None, mask, segments, state)
+    options = {"log_decay": log_decay, "scale": scale, "mask": mask, "segments": segments, "state": state}
+    out, state = recur(query, key, value, donate=donate, **options)
+    return (out, state) if return_state else out
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: bool = False,
+    donate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Attention to a state that learns to return $v_t$ for $k_t$: the delta rule, also with decay.
+
+    $$
+    P_t = \mathrm{Diag}(e^{g_t}) S_{t-1}, \quad S_t = P_t + \beta_t k_t (v_t - P_t^\top k_t)^\top,
+    \quad o_t = c \, S_t^\top q_t
+    $$
+
+    >>> import torch, longspan
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+    >>> k, beta = torch.nn.functional.normalize(k, dim=-1), torch.ones(1, 2, 5)
+    >>> _, state = longspan.delta_rule(q, k, v, beta=beta, return_state=True)
+    >>> stored = state.mT @ k[:, :, -1, :, None]  # what the last key has stored is the last value
+    >>> torch.allclose(stored[..., 0], v[:, :, -1], atol=1e-5)
+    True
+
+    First the state decays by $g_t$, which is ``log_decay`` (not at all where that is None), then the error is read.
+    ``beta`` (B,H,N) is the step size $\beta_t$: 0 writes nothing, 1 replaces what a key of norm 1 has stored. Keys are
+    taken as they come; the state stays bounded where $\beta_t \lVert k_t \rVert^2 \le 2$. All else, and what is raised,
+    is as in ``decay_attention``.
+
+    Source: Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5; with a decay per head Yang et
+    al. 2024 (2412.06464), eq. 10, and per channel Kimi Team 2025 (2510.26692), eq. 1.
+    """
+    if donate and state is not None:
+        check_donation(state, query=query, key=key, value=value, beta=beta, log_decay=log_decay)
+    if mask is None and segments is None and state is not None:
+        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        found = _token(query, key, value, log_decay, beta, scale, state, donate)
+        if found is not None:
+            return found if return_state else found[0]
+    check(query, key, value, log_decay, beta, mask, segments, state)
+    options = {"log_decay": log_decay, "scale": scale, "mask": mask, "segments": segments, "state": state}
+    out, state = recur(query, key, value, beta=beta, donate=donate, **options)
+    return (out, state) if return_state else out
+
+
+def recur(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Both of the above for arguments that fit, which are not checked: o (B,H,N,E) in v's dtype, state (B,H,D,E).
+
+    Without ``beta`` there is no delta read, without ``log_decay`` no decay. Raises ValueError where a forced backend
+    cannot serve the call.
+    """
+    if state is None:
+        state = widen(v).new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1])
+    if mask is None and q.shape[2] == 1:
+        found = _token(q, k, v, log_decay, beta, scale, state, donate)
+        if found is not None:
+            return found
+    q, k, v, state, log_decay, beta = resolved(q, k, v, state, log_decay, beta)
+    assert state is not None
+    op, factor = _op(beta), q.shape[-1] ** -0.5 if scale is None else scale
+    options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
+    why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments)
+    match chosen(op, SERVED, "torch" if why_not or q.shape[2] == 1 else "native"):
+        case "native":
+            if why_not:
+                raise ValueError(f"backend 'native' cannot serve this call of {op}: {why_not}")
+            return kernels.attend(q, k, v, state=state, **options)
+        case "reference":
+            return reference(q, k, v, state=state, **options)
+        case _ if q.shape[2] == 0 or v.numel() == 0:
+            return torch.zeros_like(v), state.clone()
+        case _ if q.shape[2] == 1:
+            del options["segments"]  # one token lies in one segment, the state's
+            return step(q, k, v, state=state, donate=donate and not transformed(), **options)
+        case _ if transformed():
+            return chunks.composed(q, k, v, options.pop("log_decay"), options.pop("beta"), state, **options)
+        case _:
+            return chunks.attend(q, k, v, state=state, **options)
+
+
+def _token(q, k, v, log_decay, beta, scale, state, donate):
+    """``kernels.step``, where the backend is to be native; else None."""
+    if chosen(_op(beta), SERVED, "native") != "native":
+        return None
+    return kernels.step(q, k, v, log_decay=log_decay, beta=beta, scale=scale, state=state, donate=donate)
+
+
+def _op(beta) -> str:
+    return DECAY if beta is None else DELTA
+
+
+def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tuple[Tensor, Tensor]:
+    """The definition, one token at a time, in float32 at least; arguments as in ``recur``."""
+    wide, groups = state.dtype, v.shape[1] // k.shape[1]
+    q, k, v, log_decay, beta = hidden(mask, q, k, v, log_decay, beta)
+    queries, keys = (t.to(wide).repeat_interleave(groups, 1) for t in (q, k))
+    values, out, state = v.to(wide), [], state.clone()
+    for t in range(q.shape[2]):
+        if segments is not None and t > 0:
+            state = state * (segments[:, t] == segments[:, t - 1])[:, None, None, None]
+        after = state
+        if log_decay is not None:
+            alpha = log_decay[:, :, t].to(wide).clamp(min=LOWEST).exp()
+            after = state * (alpha[..., None, None] if alpha.dim() == 2 else alpha[..., None])
+        key, new = keys[:, :, t, :, None], values[:, :, t, None, :]  # (B,H,D,1), (B,H,1,E)
+        if beta is not None:
+            new = beta[:, :, t, None, None].to(wide) * (new - key.mT @ after)
+        after = after + key * new
+        read = scale * queries[:, :, t, None, :] @ after
+        if mask is not None:
+            real = mask[:, t, None, None, None]
+            after, read = torch.where(real, after, state), read.masked_fill(~real, 0.0)
+        state = after
+        out.append(read)
+    return (torch.cat(out, 2).to(v.dtype) if out else torch.zeros_like(v)), state
+
+
+def step(q, k, v, *, log_decay, beta, scale, mask, state, donate) -> tuple[Tensor, Tensor]:
+    """The same for one token, N = 1, in few passes over the state, which ``donate=True`` overwrites."""
+    wide, groups = state.dtype, v.shape[1] // k.shape[1]
+    # A masked token neither decays nor writes, and reads 0.
+    q, k, v, log_decay, beta = hidden(mask, q, k, v, log_decay, beta)
+    queries, keys, new = q.to(wide) * scale, k.to(wide), v.to(wide)
+    if groups > 1:
+        queries, keys = queries.repeat_interleave(groups, 1), keys.repeat_interleave(groups, 1)
+    if log_decay is not None:
+        alpha = log_decay.to(wide).clamp(min=LOWEST).exp()
+        alpha = alpha.mT if log_decay.dim() == 4 else alpha[..., None]
+        state = state.mul_(alpha) if donate else state * alpha
+        donate = donate or not (torch.is_grad_enabled() or transformed())
+    if beta is not None:
+        new = beta[..., None].to(wide) * (new - keys @ state)
+    state = state.addcmul_(keys.mT, new) if donate else torch.addcmul(state, keys.mT, new)
+    return (queries @ state).to(v.dtype), state
+
+
+def check(query, key, value, log_decay, beta, mask, segments, state) -> None:
+    """Raise ValueError unless the arguments of the functions above fit each other."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() != 4 or not t.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {t.dtype} {tuple(t.shape)}")
+    others = {"log_decay": log_decay, "beta": beta, "mask": mask, "segments": segments, "state": state}
+    same_device(query=query, key=key, value=value, **others)
+    (batch, groups, n, size), (heads, width) = key.shape, value.shape[1::2]
+    if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % max(groups, 1):
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit: (B, G, N, D) "
+            f"twice and (B, H, N, E) are expected, with G a divisor of H"
+        )
+    token = (batch, heads, n)
+    if log_decay is not None and (
+        tuple(log_decay.shape) not in (token, (*token, size)) or not log_decay.is_floating_point()
+    ):
+        found = f"{log_decay.dtype} {tuple(log_decay.shape)}"
+        raise ValueError(f"log_decay must be a floating-point {token} or {(*token, size)}, not {found}")
+    if beta is not None and (tuple(beta.shape) != token or not beta.is_floating_point()):
+        raise ValueError(f"beta must be a floating-point {token}, not {beta.dtype} {tuple(beta.shape)}")
+    if mask is not None and (mask.shape != (batch, n) or mask.dtype != torch.bool):
+        raise ValueError(f"mask must be bool {(batch, n)}, not {mask.dtype} {tuple(mask.shape)}")
+    if segments is not None and (segments.shape != (batch, n) or segments.dtype != torch.int64):
+        raise ValueError(f"segments must be int64 {(batch, n)}, not {segments.dtype} {tuple(segments.shape)}")
+    if state is not None:
+        expected, wide = (batch, heads, size, width), widen(value[:0]).dtype
+        if tuple(state.shape) != expected or state.dtype != wide:
+            found = f"{state.dtype} {tuple(state.shape)}"
+            raise ValueError(f"state must be {wide} (B, H, D, E) = {expected}, not {found}")

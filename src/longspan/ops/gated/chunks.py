@@ -1,0 +1,395 @@
+"""The recurrence of ``gated`` in chunks: matrix products inside a chunk, the state from chunk to chunk.
+
+With G_i the sum of the log decays of a chunk up to token i, and S the state before the chunk,
+
+    A_ij = sum_d q_id k_jd e^(G_id - G_jd), j <= i           U = T^-1 diag(beta) V
+    B_ij = sum_d k_id k_jd e^(G_id - G_jd), j < i            W = T^-1 diag(beta) (e^G K)
+    T    = I + diag(beta) B                                  V' = U - W S
+    O    = (e^G Q) S + A V'                                  S' = e^(G_C) S + (e^(G_C - G) K)^T V'
+
+and V' = V where nothing is read before it is written (Yang et al. 2024, 2406.06484, eqs 7-11, and 2412.06464, section
+3.3; Kimi Team 2025, 2510.26692, section 3). No exponent is positive for decays that are not, and e^-G is never formed.
+
+Axes: B batch, G query and key heads, R value heads for each of them, L chunks of a span, C tokens of a chunk:
+queries and keys are (B,G,1,L,C,D), values (B,G,R,L,C,E), log decays (B,G,R,L,C,1 or D), states (B,G,R,D,E).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..operands import records
+from ..segments import borders_of, cut
+from . import decay_per_head
+from .decay_per_channel import before_here, from_here_on, halved, halved_backward, running
+from .decays import LOWEST, faded
+
+CHUNK = 64
+SPAN = 8192  # tokens of all rows and heads that are worked on at once
+GROUP = 32  # chunks whose states are one product
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    state: Tensor,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """As ``gated.recur``, with a power of two as ``chunk``.
+
+    Time is O(N (D E + C (D + E))); a decay per channel adds D log C exponentials per token. Beyond inputs, output and
+    gradients, memory is that of one span, and of D E numbers per span for the backward pass.
+    """
+    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, scale, chunk)  # type: ignore[return-value]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, log_decay, beta, state, mask, segments, scale, chunk):
+        # To a compiler it is one operation: what it does inside gains nothing from being traced.
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, scale, chunk)
+        ctx.save_for_backward(q, k, v, log_decay, beta, state, mask, segments, starts)
+        ctx.options = scale, chunk
+        return o, end
+
+    @staticmethod
+    def backward(ctx, grad, grad_end):
+        *inputs, mask, segments, starts = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            options = dict(zip(("mask", "segments", "scale", "chunk"), (mask, segments, *ctx.options), strict=True))
+            grads = differentiable_backward(inputs, (grad, grad_end), **options)
+        else:
+            run = _backward_op if torch.compiler.is_compiling() else _backward
+            found = iter(run(grad, grad_end, *inputs, mask, segments, starts, *ctx.options))  # type: ignore[call-arg]
+            grads = [None if t is None else next(found) for t in inputs]
+        return (*grads, None, None, None, None)
+
+
+@dataclass
+class Span:
+    """Some chunks of tokens, in float32 or float64, and what decay and segments make of them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None  # (B,G,R,L,C,1)
+    steps: Tensor | None  # log decays by channel; else None
+    same: Tensor | None  # (B,1,1,L,C,C) query and key lie in one segment
+    weight: Tensor | None  # (...,C,C) e^(G_i - G_j) for j <= i, else 0; None for 1, or per channel
+    entering: Tensor | None  # (...,C,1|D) what is left of the state before the chunk; None for all
+    leaving: Tensor | None  # (...,C,1|D) what is left of a token after the chunk
+    whole: Tensor | None  # (...,1|D,1) what is left after the chunk of the state before it
+
+    def products(self, a: Tensor, b: Tensor) -> Tensor:
+        """sum_d a_id b_jd e^(G_id - G_jd) for j <= i, else 0: (...,C,D) twice -> (...,C,C)."""
+        if self.steps is not None:
+            out = halved(a, b, self.steps)
+            return out if self.same is None else out * self.same
+        out = a @ b.mT
+        return out.tril() if self.weight is None else out * self.weight
+
+    def products_backward(self, grad: Tensor, a: Tensor, b: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From that of ``products`` the gradients of a, b and the log decays (...,C,1|D), for each value head."""
+        if self.steps is not None:
+            return halved_backward(grad if self.same is None else grad * self.same, a, b, self.steps)
+        # The decay of token t lies between the pairs j < t <= i; a sum over these alone is no difference of large ones.
+        decay = before_here((grad * products).tril(-1).mT).mT.tril().sum(-2)[..., None]
+        grad = grad.tril() if self.weight is None else grad * self.weight
+        return grad @ b, grad.mT @ a, decay
+
+
+def times(x: Tensor, factor: Tensor | None) -> Tensor:
+    """x * factor, where None stands for 1."""
+    return x if factor is None else x * factor
+
+
+def _span(place, inputs, mask, segments, wide) -> Span:
+    """The span at ``place`` (start, chunks, tokens per chunk), its last chunk filled up with tokens that do nothing."""
+    start, count, width = place
+    q, k, v, log_decay, beta = inputs
+    groups, rows = k.shape[1], slice(start, start + count * width)
+    hidden = None if mask is None else ~mask[:, None, rows, None]
+    more = (1 << (width - 1).bit_length()) - width
+
+    def chunks(x: Tensor) -> Tensor:
+        x = x[:, :, rows].to(wide)
+        x = x if hidden is None else x.masked_fill(hidden, 0.0)
+        x = x.unflatten(2, (count, width)).unflatten(1, (groups, x.shape[1] // groups))
+        return (F.pad(x, (0, 0, 0, more)) if more else x).contiguous()
+
+    span = Span(chunks(q), chunks(k), chunks(v), None, None, None, None, None, None, None)
+    if beta is not None:
+        span.beta = chunks(beta[..., None])
+    borders = None
+    if segments is not None:
+        ids = segments[:, start : start + count * width]
+        ids = ids if not more else torch.cat([ids, ids[:, -1:].expand(-1, more)], 1)
+        # The border before the span is seen from its last token, which is put before it.
+        ids = torch.cat([segments[:, max(start - 1, 0)][:, None], ids], 1)
+        borders = [b[:, :, None] for b in borders_of(ids, 1, count, width + more, span.q)]
+        span.same, span.entering, span.leaving, span.whole = borders
+    if log_decay is not None:
+        per_token = log_decay[..., None] if log_decay.dim() == 3 else log_decay
+        steps = chunks(per_token).clamp(min=LOWEST)
+        if log_decay.dim() == 4:
+            span.steps = steps
+            entering, leaving = map(faded, running(steps))
+        else:
+            total = steps.double().cumsum(-2)
+            span.weight = _fading(total, wide)
+            entering, leaving = faded(total, wide).to(wide), span.weight[..., -1, :, None]
+        span.entering, span.leaving = times(entering, span.entering), times(leaving, span.leaving)
+        span.whole = times(entering[..., -1:, :].mT, span.whole)
+    if borders is not None and span.steps is None:
+        span.weight = times(borders[0].tril(), span.weight)
+    return span
+
+
+def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
+    """e^(G_i - G_j) for j <= i, else 0, in ``wide``, from G (...,C,1) in float64: (...,C,C)."""
+    lower = Tensor.tril if records(total) else Tensor.tril_
+    return lower(
+        faded(lower(decay_per_head.differences(*decay_per_head.split(total, wide))))
+    )  # above the diagonal they could overflow
+
+
+def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """V and None, or for the delta rule U, W and the lower triangle of which T is the sum with I."""
+    if span.beta is None:
+        return span.v, None, None
+    triangle = span.beta * span.products(span.k, span.k)
+    right = [span.v * span.beta, (times(span.k, span.entering) * span.beta).expand(*span.v.shape[:-1], -1)]
+    solved = torch.linalg.solve_triangular(triangle, torch.cat(right, -1), upper=False, unitriangular=True)
+    u, w = solved.split([span.v.shape[-1], span.k.shape[-1]], -1)
+    return u, w, triangle
+
+
+def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The states before the chunks (B,G,R,L,D,E), the state after the last chunk, V' (B,G,R,L,C,E)."""
+    keys = times(span.k, span.leaving).mT
+    if w is None and span.steps is None:
+        return *_sums(keys @ u, span.whole, state), u
+    parts = keys @ u if w is None else None
+    states, values = [], []
+    for i in range(u.shape[3]):
+        states.append(state)
+        kept = state if span.whole is None else state * span.whole[:, :, :, i]
+        if w is None:
+            assert parts is not None
+            state = kept + parts[:, :, :, i]
+        else:
+            values.append(u[:, :, :, i] - w[:, :, :, i] @ state)
+            state = kept + keys[:, :, :, i] @ values[-1]
+    return torch.stack(states, 3), state, u if w is None else torch.stack(values, 3)
+
+
+def _sums(parts: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
+    """S_l = whole_l S_(l-1) + part_l as products: parts (B,G,R,L,D,E), whole (...,L,1,1), state (B,G,R,D,E).
+
+    -> the states before the chunks (B,G,R,L,D,E), the last one.
+    """
+    found = []
+    for group in parts.split(GROUP, 3):
+        count, at = group.shape[3], sum(before.shape[3] for before in found)
+        # What is left after chunk i of the state after chunk j: the product of all that lies between.
+        left = parts.new_ones(count + 1, count + 1).tril()
+        if whole is not None:
+            steps = F.pad(whole[:, :, :, at : at + count, 0], (0, 0, 1, 0), value=1.0)
+            between = steps.expand(*steps.shape[:-1], count + 1)
+            left = torch.where(left.tril(-1) > 0, between, 1.0).cumprod(-2).tril()
+        all_parts = torch.cat([state[:, :, :, None], group], 3).flatten(4)
+        found.append((left[..., :-1, :] @ all_parts).unflatten(-1, state.shape[3:]))
+        state = (left[..., -1:, :] @ all_parts).view(state.shape)
+    return torch.cat(found, 3) if len(found) > 1 else found[0], state
+
+
+def _advance(span: Span, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One span: the outputs (B,G,R,L,C,E), scaled, and the state after it."""
+    u, w, _ = _values(span)
+    states, state, values = _states(span, u, w, state)
+    inside = span.products(span.q, span.k)
+    inside = inside.expand(*values.shape[:4], *inside.shape[4:])
+    out = (times(span.q, span.entering) @ states).flatten(0, 3)
+    add = torch.baddbmm if records(out, inside, values) else Tensor.baddbmm_
+    return add(out, inside.flatten(0, 3), values.flatten(0, 3), beta=scale, alpha=scale).view(values.shape), state
+
+
+def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: bool) -> tuple:
+    """The gradients of one span: of q, k, v, the log decays and beta (each for every value head), of the state before.
+
+    start (B,G,R,D,E): the state before the span; grad (B,G,R,L,C,E) and ``after`` (B,G,R,D,E): the gradients of the
+    outputs, times their scale, and of the state after it.
+    """
+    q, k, beta = span.q, span.k, span.beta
+    u, w, triangle = _values(span)
+    states, _, values = _states(span, u, w, start)
+    read, keys = times(q, span.entering), times(k, span.leaving)
+    inside = span.products(q, k)
+
+    # The states, from the last chunk to the first; ``ahead`` is the gradient of the state after each.
+    grad_values, from_read = inside.mT @ grad, read.mT @ grad
+    ahead, found = [], []
+    for i in reversed(range(grad.shape[3])):
+        ahead.append(after)
+        before = from_read[:, :, :, i] + (after if span.whole is None else after * span.whole[:, :, :, i])
+        if w is not None:
+            found.append(grad_values[:, :, :, i] + keys[:, :, :, i] @ after)
+            before = before - w[:, :, :, i].mT @ found[-1]
+        after = before
+    ahead = torch.stack(ahead[::-1], 3)
+    grad_values = grad_values + keys @ ahead if w is None else torch.stack(found[::-1], 3)
+
+    dq, dk, decay = span.products_backward(grad @ values.mT, q, k, inside)
+    from_read, out = times(grad @ states.mT, span.entering), times(values @ ahead.mT, span.leaving)
+    dq, dk, dv, dbeta, reads = dq + from_read, dk + out, grad_values, None, q * from_read
+    if triangle is not None:
+        assert w is not None
+        assert beta is not None
+        right = torch.cat([grad_values, -grad_values @ states.mT], -1)
+        right = torch.linalg.solve_triangular(triangle.mT, right, upper=True, unitriangular=True)
+        slopes = (-right @ torch.cat([u, w], -1).mT).tril(-1)
+        dv, dw = right.split([u.shape[-1], w.shape[-1]], -1)
+        entering, products = times(k, span.entering), span.products(k, k)
+        dbeta = (dv * span.v).sum(-1) + (dw * entering).sum(-1) + (slopes * products).sum(-1)
+        rows, columns, between = span.products_backward(slopes * beta, k, k, products)
+        from_read = times(dw * beta, span.entering)
+        dk, dv, reads, decay = dk + rows + columns + from_read, dv * beta, reads + k * from_read, decay + between
+    if not decays:
+        return dq, dk, dv, None, dbeta, after
+    assert span.whole is not None
+    # Through the decay of token t goes what later tokens, and it, read of the state before the chunk, what earlier ones
+    # leave to the state after it, and that state's share of the first.
+    writes, kept = k * out, (states * ahead).mul(span.whole).sum(-1, keepdim=True).mT
+    if span.steps is None:
+        reads, writes, kept = (t.sum(-1, keepdim=True) for t in (reads, writes, kept))
+    return dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta, after
+
+
+def _places(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[tuple[int, int, int]]:
+    n = q.shape[2]
+    tokens = SPAN // max(v.shape[0] * v.shape[1], 1)
+    # Without the delta rule the states of a span are one product, which grows with the square of the chunks.
+    return cut(n, chunk, n if q.is_cuda else tokens if beta is not None else min(tokens, GROUP * chunk))
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    scale: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
+    places = _places(q, v, beta, chunk)
+    with torch.autocast(q.device.type, enabled=False):
+        if beta is None and log_decay is not None and log_decay.dim() == 3 and q.device.type == "cpu":
+            o, end, starts = decay_per_head.forward(q, k, v, log_decay, state, mask, segments, scale, places)
+        else:
+            o, starts = torch.empty_like(v), state.new_empty(len(places) - 1, *state.shape)
+            end = state.unflatten(1, (k.shape[1], -1))
+            for i, place in enumerate(places):
+                if i > 0:
+                    starts[i - 1] = end.flatten(1, 2)
+                out, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
+                _store(o, out, place)
+            end = end.flatten(1, 2).contiguous()
+    if mask is not None:
+        o.masked_fill_(~mask[:, None, :, None], 0.0)
+    return o, end, starts
+
+
+def _store(into: Tensor, chunks: Tensor, place: tuple[int, int, int]) -> None:
+    """(B,G,R,L,C,E) -> tokens of (B,H,N,E)."""
+    start, count, width = place
+    into[:, :, start : start + count * width] = chunks[..., :width, :].flatten(3, 4).flatten(1, 2)
+
+
+def _backward(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    starts: Tensor,
+    scale: float,
+    chunk: int,
+) -> list[Tensor]:
+    """The gradients of q, k, v, of log_decay and beta where they are given, and of the first state."""
+    places, wide, groups = _places(q, v, beta, chunk), state.dtype, k.shape[1]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
+    hidden = None if mask is None else ~mask[:, None, :, None]
+    after = grad_end.unflatten(1, (groups, -1))
+    with torch.autocast(q.device.type, enabled=False):
+        for i in reversed(range(len(places))):
+            place = places[i]
+            span = _span(place, (q, k, v, log_decay, beta), mask, segments, wide)
+            upstream = _span(place, (q, k, grad, None, None), mask, None, wide).v * scale
+            start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
+            *parts, decay, step, after = _retreat(span, start, upstream, after, decays=log_decay is not None)
+            for into, part in zip((dq, dk), parts, strict=False):
+                _store(into, part.sum(2, keepdim=True), place)
+            _store(dv, parts[2], place)
+            if ddecay is not None and decay is not None:
+                _store(ddecay if ddecay.dim() == 4 else ddecay[..., None], decay, place)
+            if dbeta is not None and step is not None:
+                _store(dbeta[..., None], step[..., None], place)
+    found = [t for t in (dq, dk, dv, ddecay, dbeta) if t is not None]
+    if hidden is not None:
+        for t in found:
+            t.masked_fill_(hidden if t.dim() == 4 else hidden[..., 0], 0.0)
+    return [*found, after.flatten(1, 2).contiguous()]
+
+
+def composed(q, k, v, log_decay, beta, state, *, mask, segments, scale, chunk=CHUNK) -> tuple[Tensor, Tensor]:
+    """The forward pass from plain operations, which can be differentiated again and again."""
+    end, out = state.unflatten(1, (k.shape[1], -1)), []
+    with torch.autocast(q.device.type, enabled=False):
+        for place in _places(q, v, beta, chunk):
+            part, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
+            out.append(part[..., : place[2], :].flatten(3, 4).flatten(1, 2))
+    o = torch.cat(out, 2).to(v.dtype)
+    return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end.flatten(1, 2)
+
+
+def differentiable_backward(inputs, grads, **options) -> list[Tensor | None]:
+    """Gradients that have gradients; ``inputs`` are the first six arguments of ``composed``, ``options`` the others."""
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(composed(*inputs, **options), wanted, grads, create_graph=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+
+
+_forward_op = torch.library.custom_op("longspan::chunks_forward", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("longspan::chunks_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(q, k, v, log_decay, beta, state, mask, segments, scale, chunk):
+    starts = state.new_empty(len(_places(q, v, beta, chunk)) - 1, *state.shape)
+    return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
+
+
+@_backward_op.register_fake
+def _(grad, grad_end, q, k, v, log_decay, beta, state, mask, segments, starts, scale, chunk):
+    found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
+    return [*found, torch.empty_like(state, memory_format=torch.contiguous_format)]

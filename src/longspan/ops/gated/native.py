@@ -1,0 +1,215 @@
+"""Decay and the delta rule by the C++ kernels: whole sequences, forward and backward, and one token."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..memory import fresh_like
+from ..native import build
+from ..native.build.openmp import threads
+from ..native.call import LARGEST, TYPES, pointers, readable, strides
+from .chunks import CHUNK, differentiable_backward
+
+GATES = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, by head, by channel, as in gated/chunk.h
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``gated.recur`` in C++: q, k (B,G,N,D), v (B,H,N,E), of any strides, float32 or bfloat16.
+
+    -> o (B,H,N,E) in v's dtype and with its strides, state (B,H,D,E) float32, in which all sums are made. Time is
+    O(N (D E + 32 (D + E))); beyond inputs, output and gradients, memory is that of one state per head, of one more per
+    512 tokens and head for the backward pass, and of some 20 per thread. Any number of threads gives the same bits.
+    Only for operands that ``call.why_not`` does not object to. Raises MemoryError where the states do not fit.
+    """
+    log_decay, beta = (None if t is None else t.float() for t in (log_decay, beta))
+    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, scale)  # type: ignore[return-value]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, log_decay, beta, state, mask, segments, scale):
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        keeps = any(ctx.needs_input_grad)
+        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, scale, keeps)
+        ctx.save_for_backward(q, k, v, log_decay, beta, state, mask, segments, starts)
+        ctx.scale = scale
+        return o, end
+
+    @staticmethod
+    def backward(ctx, grad, grad_end):
+        *inputs, mask, segments, starts = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            options = {"mask": mask, "segments": segments, "scale": ctx.scale, "chunk": CHUNK}
+            grads = differentiable_backward(inputs, (grad, grad_end), **options)
+        else:
+            run = _backward_op if torch.compiler.is_compiling() else _backward
+            found = iter(run(grad, grad_end, *inputs[:5], mask, segments, starts, ctx.scale))  # type: ignore[call-arg]
+            grads = [None if t is None else next(found) for t in inputs]
+        return (*grads, None, None, None)
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    scale: float,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o (B,H,N,E), the last state (B,H,D,E), and if they are wanted the states before every 512 tokens."""
+    assert _kernels().longspan_gated_span() == SPAN
+    o, end, starts = (
+        fresh_like(v),
+        torch.empty_like(state, memory_format=torch.contiguous_format),
+        _starts(state, q, keeps),
+    )
+    first = state.contiguous()
+    mask, segments = (None if t is None else t.contiguous() for t in (mask, segments))
+    failed = _kernels().longspan_gated_forward(
+        *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments),
+        strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(q, v), _kind(log_decay), TYPES[v.dtype], scale, threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"no memory for the states of {threads()} threads")
+    return o, end, starts
+
+
+def _backward(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    starts: Tensor,
+    scale: float,
+) -> list[Tensor]:
+    """The gradients of q, k, v, of log_decay and beta where they are given, and of the first state."""
+    # Heads of values that share a query add their gradients, for which half precision would be too coarse.
+    shared = v.shape[1] > q.shape[1] and v.dtype is not torch.float32
+    dq, dk = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in (q, k))
+    dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
+    ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
+    mask, segments = (None if t is None else t.contiguous() for t in (mask, segments))
+    gates = (*_gates(log_decay, beta), *_gates(ddecay, dbeta))
+    failed = _kernels().longspan_gated_backward(
+        *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments),
+        strides(q, k, v, grad, dq, dk, dv, *gates), _sizes(q, v), _kind(log_decay), TYPES[v.dtype], TYPES[dq.dtype],
+        scale, threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"no memory for the states of {threads()} threads")
+    return [t for t in (dq.to(q.dtype), dk.to(k.dtype), dv, ddecay, dbeta, first) if t is not None]
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None,
+    state: Tensor,
+    donate: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """One token of ``gated.recur``, in one pass over ``state`` (B,H,D,E), which ``donate`` allows to be overwritten.
+
+    q, k (B,G,1,D), v (B,H,1,E), log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), all float32 -> o (B,H,1,E), state. None
+    for anything else, and where there are no kernels. Written for speed, as ``linear.native.step`` is.
+    """
+    if not readable(q, k, v, state, log_decay, beta) or not q.dim() == v.dim() == 4:
+        return None
+    batch, groups, tokens, keys = shape = q.shape
+    _, heads, _, values = v.shape
+    if k.shape != shape or v.shape != (batch, heads, 1, values) or state.shape != (batch, heads, keys, values):
+        return None
+    if tokens != 1 or not batch * groups or heads % groups or not (0 < keys <= LARGEST and 0 < values <= LARGEST):
+        return None
+    decays = rates = None
+    if log_decay is not None:
+        if log_decay.shape not in ((batch, heads, 1), (batch, heads, 1, keys)):
+            return None
+        log_decay = log_decay.contiguous()
+        decays = log_decay.data_ptr()
+    if beta is not None:
+        if beta.shape != (batch, heads, 1):
+            return None
+        beta = beta.contiguous()
+        rates = beta.data_ptr()
+    if (kernels := build.loaded()) is None:
+        return None
+    factor = keys**-0.5 if scale is None else scale
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
+    out = torch.empty_like(v)
+    failed = kernels.longspan_gated_step(
+        state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decays, rates, out.data_ptr(), batch * heads,
+        heads // groups, keys, values, _kind(log_decay), factor, threads(),
+    )  # fmt: skip
+    assert not failed
+    return out, state
+
+
+_forward_op = torch.library.custom_op("longspan::gated_forward", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("longspan::gated_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(q, k, v, log_decay, beta, state, mask, segments, scale, keeps):
+    end = torch.empty_like(state, memory_format=torch.contiguous_format)
+    return torch.empty_like(v), end, _starts(state, q, keeps)
+
+
+@_backward_op.register_fake
+def _(grad, grad_end, q, k, v, log_decay, beta, mask, segments, starts, scale):
+    found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
+    return [*found, torch.empty_like(grad_end, memory_format=torch.contiguous_format)]
+
+
+SPAN = 512  # as in gated/chunk.h
+
+
+def _starts(state: Tensor, q: Tensor, keeps: bool) -> Tensor:
+    """Room for the states (B,H,spans,D,E) of the backward pass."""
+    batch, heads, keys, values = state.shape
+    return state.new_empty(batch, heads, -(-q.shape[2] // SPAN) if keeps else 0, keys, values)
+
+
+def _kind(log_decay: Tensor | None) -> int:
+    return GATES[None if log_decay is None else log_decay.dim()]
+
+
+def _gates(log_decay: Tensor | None, beta: Tensor | None) -> list[Tensor]:
+    """Both with four axes, for their strides; something else where they are not given."""
+    nothing = torch.empty(1, 1, 1, 1)
+    return [nothing if t is None else t if t.dim() == 4 else t[..., None] for t in (log_decay, beta)]
+
+
+def _sizes(q: Tensor, v: Tensor) -> ctypes.Array:
+    return (ctypes.c_long * 6)(q.shape[0], q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1])
+
+
+def _kernels() -> ctypes.CDLL:
+    kernels = build.loaded()
+    assert kernels is not None
+    return kernels

@@ -1,0 +1,235 @@
+"""Normalised linear attention: phi(q)^T sum phi(k) v^T / (phi(q)^T sum phi(k) + eps)."""
+
+import torch
+from torch import Tensor
+
+from .. import chosen, prefix
+from ..native import call
+from ..operands import check_donation, hidden, resolved, same_device, transformed
+from ..tensors import widen, with_ones
+from . import bidirectional, composed, native, recurrence
+from . import causal as causally
+from .features import MAPS, FeatureMap, divisors
+from .features import feature_map as choose
+
+OP, SERVED = "linear attention", ("reference", "torch", "native")
+
+
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    feature_map: str | FeatureMap = "elu",
+    eps: float = 1e-6,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: bool = False,
+    donate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Linear attention, shaped like ``F.scaled_dot_product_attention``.
+
+    $$
+    o_i = \frac{S_i^\top \phi(q_i)}{z_i \cdot \phi(q_i) + \epsilon}, \quad S_i = \sum_{j \le i} \phi(k_j) v_j^\top,
+    \quad z_i = \sum_{j \le i} \phi(k_j)
+    $$
+
+    >>> import torch, longspan
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+    >>> longspan.linear_attention(q, k, v, causal=True).shape
+    torch.Size([1, 2, 5, 8])
+
+    query (B,H,N,D), key (B,H,M,D), value (B,H,M,E) -> (B,H,N,E) in value's dtype; with ``return_state=True`` also the
+    state (B,H,F,E+1), in float32 or float64: $S$ and, in its last column, $z$. ``causal=True`` needs N = M; otherwise
+    the sums are over all keys.
+
+    ``feature_map``: $\phi$, one of elu, relu, squared_relu and exp, or a callable. ``eps``: $\epsilon$. ``mask`` (B,M)
+    bool: True = a real token; a masked one does not exist, whatever it holds: its output means nothing, and with
+    ``causal=False``, where queries may be other tokens, it is a key that does not exist. ``segments`` (B,N) int64:
+    packed sequences. ``donate=True`` may overwrite ``state``. A query that no key answers reads 0, also with ``eps=0``.
+    Transforms of ``torch.func`` and forward-mode derivatives take plain forms.
+
+    Raises ValueError for shapes that do not fit, an unknown feature map or one that can go negative, a state that is
+    given with ``causal=False``, and one to be overwritten that shares memory with query, key, value or itself.
+
+    Source: Katharopoulos et al. 2020 (2006.16236), eqs 4-12. The state and all sums are float32 at least.
+    """
+    if donate and state is not None:
+        check_donation(state, query=query, key=key, value=value)
+    if causal and mask is None and segments is None and state is not None and isinstance(feature_map, str):
+        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        found = _token(query, key, value, state, feature_map, eps, donate)
+        if found is not None:
+            return found if return_state else found[0]
+    _check(query, key, value, causal, mask, segments, state)
+    phi = choose(feature_map, query.shape[-1])
+    if state is not None:
+        size = query.shape[-1]
+        features = size if isinstance(feature_map, str) else phi(widen(query.new_zeros(1, size))).shape[-1]
+        expected, wide = (*key.shape[:2], features, value.shape[-1] + 1), widen(query[:0]).dtype
+        if state.shape != expected or state.dtype != wide:
+            found = f"{state.dtype} {tuple(state.shape)}"
+            raise ValueError(f"state must be {wide} (B, H, F, E+1) = {expected}, not {found}")
+    query, (key, value) = hidden(mask if causal else None, query)[0], hidden(mask, key, value)
+    if isinstance(feature_map, str):
+        out, state = named(
+            query, key, value, causal=causal, feature_map=feature_map, eps=eps, mask=mask, segments=segments,
+            state=state, donate=donate,
+        )  # fmt: skip
+    else:
+        q, k = phi(widen(query)), phi(widen(key))
+        out, state = attend(
+            q, k, value, causal=causal, eps=eps, mask=mask, segments=segments, state=state, donate=donate
+        )
+    return (out, state) if return_state else out
+
+
+def named(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    feature_map: str,
+    eps: float,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same on raw queries and keys with a feature map of ``features.MAPS``, by the fastest form for the operands.
+
+    q (B,H,N,D), k (B,H,M,D), v (B,H,M,E), of any strides -> o (B,H,N,E) in v's dtype, state (B,H,D,E+1).
+    Raises ValueError where a forced backend cannot serve the call.
+    """
+    token = causal and mask is None and state is not None and q.shape[2] == 1
+    if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
+        return found
+    q, k, v, state = resolved(q, k, v, state)
+    why_not = call.why_not(q, k, v, state, mask, segments) if causal else "they are for causal attention"
+    options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
+    match chosen(OP, SERVED, "torch" if why_not else "native"):
+        case "native":
+            if why_not:
+                raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
+            return native.attend(q, k, v, state=state, **options)
+        case "torch" if transformed():
+            return composed.composed(q, k, v, state, causal=causal, **options)
+        case "torch" if causal and not token:
+            return causally.attend(q, k, v, state=state, **options)
+        case "torch" if not causal:
+            return bidirectional.attend(q, k, v, **options)
+        case _:
+            phi = MAPS[feature_map]
+            return attend(
+                phi(widen(q)), phi(widen(k)), v, causal=causal, eps=eps, mask=mask, segments=segments, state=state,
+                donate=donate,
+            )  # fmt: skip
+
+
+def _token(q, k, v, state, feature_map, eps, donate):
+    """``native.step``, where the backend is to be that; else None."""
+    if chosen(OP, SERVED, "native") != "native":
+        return None
+    return native.step(q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    eps: float,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    numerator: tuple[Tensor, Tensor] | None = None,
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same on features: q (B,H,N,F), k (B,H,M,F) in float32 or float64, v (B,H,M,E) in any dtype.
+
+    ``numerator``: other features of queries and keys for the numerator (rotated ones), where the denominator must keep
+    the positive ones. Returns o (B,H,N,E) in v's dtype and the state (B,H,F,E+1).
+    """
+    q, k, v, state = resolved(q, k, v, state)
+    # phi(0) = 1, so padding is removed after the feature map, not before.
+    k, values = hidden(mask, k, with_ones(widen(v)))
+    with torch.autocast(q.device.type, enabled=False):
+        if numerator is None:
+            read, state = _sum(q, k, values, causal, segments, state, donate)
+        else:
+            parts = (None, None) if state is None else (state[..., :-1], state[..., -1:])
+            turned = numerator[0], *hidden(mask, numerator[1])
+            above, s = _sum(turned[0], turned[1], values[..., :-1], causal, segments, parts[0], False)
+            below, z = _sum(q, k, values[..., -1:], causal, segments, parts[1], False)
+            read, state = torch.cat([above, below], -1), torch.cat([s, z], -1)
+        return normalise(read, eps).to(v.dtype), state
+
+
+def _sum(q, k, v, causal, segments, state, donate):
+    if causal:
+        return recurrence.scan(q, k, v, state, segments=segments, donate=donate)
+    return recurrence.total(q, k, v, segments)
+
+
+def fold(
+    k: Tensor, v: Tensor, inside: Tensor, *, mask: Tensor | None, state: Tensor | None, key: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The state and the mask with which ``named`` and ``attend`` are in prefix mode; see ``prefix.fold``.
+
+    k (B,H,N,F) features in float32 or float64, v (B,H,N,E) in any dtype, inside bool (B,N), mask (B,N), state
+    (B,H,F,E+1). ``key``: other features of the keys for the numerator, as in ``attend``.
+    """
+    values = with_ones(widen(v))
+    folded, rest = prefix.fold(k, values, inside, state, mask)
+    if key is not None:
+        folded = torch.cat([prefix.fold(key, values, inside, state)[0][..., :-1], folded[..., -1:]], -1)
+    return folded, rest
+
+
+def matrix(
+    q: Tensor,
+    k: Tensor,
+    allowed: Tensor,
+    *,
+    eps: float,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    numerator: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The weights (B,H,N,M) that ``attend`` gives to the keys of this call; allowed bool (B,1,N,M). O(N M) memory."""
+    below = ((q @ k.mT) * allowed).sum(-1, keepdim=True) + eps
+    if state is not None:
+        past = q @ state[..., -1:]
+        below = below + (past if segments is None else past * (segments == segments[:, :1])[:, None, :, None])
+    q, k = numerator or (q, k)
+    return (q @ k.mT) * allowed / divisors(below)
+
+
+def normalise(read: Tensor, eps: float) -> Tensor:
+    """(..., E+1) -> (..., E): numerator / (denominator + eps), the last column; 0 where that divisor is 0."""
+    return read[..., :-1] / divisors(read[..., -1:] + eps)
+
+
+def _check(query, key, value, causal, mask, segments, state):
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.dim() != 4 or not t.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {t.dtype} {tuple(t.shape)}")
+    if query.shape[:2] != key.shape[:2] or query.shape[-1] != key.shape[-1] or key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit: "
+            f"(B, H, N, D), (B, H, M, D), (B, H, M, E) are expected"
+        )
+    same_device(query=query, key=key, value=value, mask=mask, segments=segments, state=state)
+    batch, _, keys, _ = key.shape
+    if (causal or segments is not None) and query.shape[2] != keys:
+        raise ValueError(f"causal or packed attention needs as many queries as keys, not {query.shape[2]} and {keys}")
+    if mask is not None and (mask.shape != (batch, keys) or mask.dtype != torch.bool):
+        raise ValueError(f"mask must be bool {(batch, keys)}, not {mask.dtype} {tuple(mask.shape)}")
+    if segments is not None and (segments.shape != (batch, keys) or segments.dtype != torch.int64):
+        raise ValueError(f"segments must be int64 {(batch, keys)}, not {segments.dtype} {tuple(segments.shape)}")
+    if state is not None and not causal:
+        raise ValueError("a state continues a causal sequence; causal=False sees all keys in one call and takes none")

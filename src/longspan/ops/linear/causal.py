@@ -1,0 +1,236 @@
+"""Linear attention on raw queries and keys, span by span, so that all between input and output stays in the cache.
+
+A span is some chunks of tokens. Inside it, the feature map, the products and the normaliser work on buffers that every
+span uses again; from span to span goes the state S = sum phi(k) v^T, z = sum phi(k). The backward pass keeps q, k, v,
+o, the denominators and one state per span, and recomputes the rest.
+
+Inside, ``G`` is the number of chunks of a span and ``R`` = G B H that of its small matrices, chunk by chunk: tokens are
+(R,C,D), and the states before the chunks and after the last are ((G+1) B H,D,E), so nothing is copied to be multiplied.
+"""
+
+import torch
+from torch import Tensor
+
+from ..memory import Buffers, fresh_like
+from ..segments import cut
+from .composed import differentiable_backward, quadratic
+from .features import divisors
+from .workspace import BUDGET, Rows, groups, outputs
+
+CHUNK = 64  # tokens whose products are formed directly, as one small matrix
+SPAN = 1024  # tokens worked on at once, at most
+# Chunks of a span on a GPU where sequences are packed: a matrix of (G+1)^2 numbers sums their states.
+PACKED = 128
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str,
+    eps: float,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """Causal, normalised linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
+
+    q, k (B,H,N,D) before the feature map, v (B,H,N,E), of one dtype and with any strides; state (B,H,D,E+1), its last
+    column z, or None for zeros -> o (B,H,N,E) in v's dtype, state (B,H,D,E+1) in float32 or float64.
+
+    ``feature_map`` is a name in ``features.MAPS``. ``mask`` (B,N) bool: True = a real token; the key and value of
+    another are not read, not even if they are not finite. ``segments`` (B,N) int64 is constant inside each packed
+    sequence, as in ``recurrence.scan``.
+
+    Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one span, and of D E numbers
+    per span for the backward pass. On a GPU all chunks are one span, for the sake of few launches. Sequences of at most
+    2 (C + D E / (D + E)) tokens take the quadratic form: up to half of that it takes fewer operations than the chunks,
+    and up to the whole, its few steps make up for more.
+
+    Source: Katharopoulos et al. 2020 (2006.16236), eqs 8-15.
+    """
+    n, d, e = *q.shape[2:], v.shape[-1]
+    if n * (d + e) <= 2 * (chunk * (d + e) + d * e):
+        return quadratic(q, k, v, state, feature_map, eps, mask, segments)
+    return _Attend.apply(q, k, v, state, mask, segments, feature_map, eps, chunk)  # type: ignore[return-value]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, state, mask, segments, feature_map, eps, chunk):
+        # To a compiler it is one operation: what it does inside gains nothing from being traced.
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        o, end, below, starts = run(q, k, v, state, mask, segments, feature_map, eps, chunk)
+        ctx.save_for_backward(q, k, v, state, mask, segments, o, below, starts)
+        ctx.options = feature_map, eps, chunk
+        return o, end
+
+    @staticmethod
+    def backward(ctx, grad, grad_end):
+        q, k, v, state, mask, segments, o, below, starts = ctx.saved_tensors
+        feature_map, eps, chunk = ctx.options
+        if torch.is_grad_enabled():
+            options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
+            grads = differentiable_backward((q, k, v, state), (grad, grad_end), causal=True, **options)
+        else:
+            run = _backward_op if torch.compiler.is_compiling() else _backward
+            *grads, before = run(grad, grad_end, q, k, v, state, mask, segments, o, below, starts, feature_map, chunk)
+            grads.append(None if state is None else before)
+        return (*grads, None, None, None, None, None)
+
+
+def _plan(q: Tensor, v: Tensor, segments: Tensor | None, chunk: int) -> tuple[list[slice], list[tuple[int, int, int]]]:
+    """Which rows are worked on together, and the spans (start, chunks, tokens per chunk) of their tokens."""
+    (batch, heads, n, d), e = q.shape, v.shape[-1]
+    if q.is_cuda:
+        return [slice(0, batch)], cut(n, chunk, n if segments is None else PACKED * chunk)
+    tokens = BUDGET // (4 * heads * (2 * d + 2 * e + chunk))
+    spans = cut(n, chunk, min(tokens, SPAN))
+    return groups(batch, tokens // (spans[0][1] * spans[0][2])), spans
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    feature_map: str,
+    eps: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o (B,H,N,E), the last state (B,H,D,E+1), denominators (B,H,N,1), the state before each span but the first."""
+    o, end, below = outputs(q, v)
+    end.copy_(state) if state is not None else end.zero_()
+    parts, spans = _plan(q, v, segments, chunk)
+    starts = end.new_empty(len(spans) - 1, *end.shape)
+    buffers, tensors = Buffers(end), {"q": q, "k": k, "v": v, "o": o, "below": below}
+    with torch.autocast(q.device.type, enabled=False):
+        for part in parts:
+            rows, after = Rows(buffers, feature_map, spans, part, mask, segments, tensors), end[part].flatten(0, 1)
+            for i, span in enumerate(spans):
+                if i > 0:
+                    starts[i - 1, part] = end[part]
+                _forward_span(rows, span, after, eps)
+    return o, end, below, starts
+
+
+def _forward_span(rows: Rows, span: tuple[int, int, int], end: Tensor, eps: float) -> None:
+    """One span; ``end`` (B H,D,E+1) is the state before it and becomes that after it."""
+    rows.enter(*span)
+    fq, fk, values = rows.features("q"), rows.features("k"), rows.values()
+    d, e = fk.shape[-1], values.shape[-1]
+    scores = rows.causal(torch.bmm(fq, fk.mT, out=rows.tokens("scores", rows.width)))
+    below = torch.sum(scores, -1, keepdim=True, out=rows.tokens("below", 1))
+    above = torch.bmm(scores, values, out=rows.tokens("above", e))
+    written = rows.written(fk)
+    sums, keys = rows.states("s", d, e), rows.states("z", 1, d)
+    sums[: rows.heads].copy_(end[..., :-1])
+    keys[: rows.heads].copy_(end[..., -1:].mT)
+    torch.bmm(written.mT, values, out=sums[rows.heads :])
+    torch.sum(written, -2, keepdim=True, out=keys[rows.heads :])
+    sums, keys = rows.running(sums, "s"), rows.running(keys, "z")
+    read = rows.read(fq)
+    above.baddbmm_(read, sums[: -rows.heads])
+    below.add_(torch.mul(read, keys[: -rows.heads], out=rows.tokens("spare", d)).sum(-1, keepdim=True))
+    low = torch.add(rows.wide(below), eps, out=rows.at("below"))
+    if eps == 0:
+        low.copy_(divisors(low))
+    torch.div(rows.wide(above), low, out=rows.at("o"))
+    end[..., :-1].copy_(sums[-rows.heads :])
+    end[..., -1:].copy_(keys[-rows.heads :].mT)
+
+
+def _backward(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    o: Tensor,
+    below: Tensor,
+    starts: Tensor,
+    feature_map: str,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v and the first state, from those of o and the last state, in one sweep from the end."""
+    dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
+    before = grad_end.clone(memory_format=torch.contiguous_format)
+    parts, spans = _plan(q, v, segments, chunk)
+    buffers = Buffers(before)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "below": below, "grad": grad, "dq": dq, "dk": dk, "dv": dv}
+    with torch.autocast(q.device.type, enabled=False):
+        for part in parts:
+            rows, after = Rows(buffers, feature_map, spans, part, mask, segments, tensors), before[part].flatten(0, 1)
+            for i in reversed(range(len(spans))):
+                start = starts[i - 1] if i > 0 else state
+                _backward_span(rows, spans[i], None if start is None else start[part].flatten(0, 1), after)
+    return dq, dk, dv, before if state is None else before.to(state.dtype)
+
+
+def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None, after: Tensor) -> None:
+    """One span of the gradients.
+
+    ``start`` (B H,D,E+1): the state before the span, None for zeros; ``after``, of the same shape: the gradient of the
+    state after it, which becomes that of the state before it. The denominator is one more column of values, all of them
+    1, and ``below`` the gradient in that column.
+    """
+    rows.enter(*span)
+    fq, fk, values = rows.features("q"), rows.features("k"), rows.values()
+    d, e, heads = fk.shape[-1], values.shape[-1], rows.heads
+    above, below = rows.output_gradients()
+    slopes = rows.causal(torch.bmm(above, values.mT, out=rows.tokens("slopes", rows.width)).add_(below))
+    scores = rows.causal(torch.bmm(fq, fk.mT, out=rows.tokens("scores", rows.width)))
+
+    # Queries meet the states before their chunk, here transposed, so that the product need not transpose them.
+    written = rows.written(fk)
+    sums, keys = rows.states("s", e, d), rows.states("z", 1, d)
+    for into, column in ((sums, slice(None, -1)), (keys, slice(-1, None))):
+        into[:heads].zero_() if start is None else into[:heads].copy_(start[..., column].mT)
+    torch.bmm(values.mT, written, out=sums[heads:])
+    torch.sum(written, -2, keepdim=True, out=keys[heads:])
+    sums, keys = rows.running(sums, "s"), rows.running(keys, "z")
+    dq = torch.mul(below, keys[:-heads], out=rows.tokens("dq", d)).baddbmm_(above, sums[:-heads])
+    rows.times_first(dq).baddbmm_(slopes, fk)
+
+    # Keys and values meet the gradients of the states after their chunk.
+    read = rows.read(fq)
+    sums, keys = rows.states("s", d, e), rows.states("z", 1, d)
+    sums[-heads:].copy_(after[..., :-1])
+    keys[-heads:].copy_(after[..., -1:].mT)
+    torch.bmm(read.mT, above, out=sums[:-heads])
+    torch.bmm(below.mT, read, out=keys[:-heads])
+    sums, keys = rows.running(sums, "s", reverse=True), rows.running(keys, "z", reverse=True)
+    after[..., :-1].copy_(sums[:heads])
+    after[..., -1:].copy_(keys[:heads].mT)
+    dk, dv = rows.tokens("dk", d), rows.tokens("dv", e)
+    dk.copy_(keys[heads:].expand_as(dk))
+    rows.times_last(dk.baddbmm_(values, sums[heads:].mT)).baddbmm_(slopes.mT, fq)
+    rows.times_last(torch.bmm(fk, sums[heads:], out=dv)).baddbmm_(scores.mT, above)
+
+    rows.store("q", dq, fq)
+    rows.store("k", dk, fk)
+    rows.at("dv").copy_(rows.wide(dv))
+
+
+_forward_op = torch.library.custom_op("longspan::spans_forward", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("longspan::spans_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(q, k, v, state, mask, segments, feature_map, eps, chunk):
+    o, end, below = outputs(q, v)
+    _, spans = _plan(q, v, segments, chunk)
+    return o, end, below, end.new_empty(len(spans) - 1, *end.shape)
+
+
+@_backward_op.register_fake
+def _(grad, grad_end, q, k, v, state, mask, segments, o, below, starts, feature_map, chunk):
+    before = torch.empty_like(grad_end, memory_format=torch.contiguous_format)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), before if state is None else before.to(state)

@@ -1,0 +1,208 @@
+"""Linear attention on features that may overflow or change sign: shifted exponents, and a bounded denominator.
+
+Key features e^a_tr are divided by e^mu_t, mu_t the largest exponent of the keys so far. When mu rises, what is already
+summed is divided by as much: S_t = e^(mu_{t-1} - mu_t) S_{t-1} + e^(a_t - mu_t) v_t^T is the recurrence with a decay
+per head, and nothing looks ahead. Query features are divided by their own largest. Both divisions cancel in the ratio
+of numerator and denominator, so the shifts need no gradients (but where eps bounds the denominator they do not cancel).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import gated
+from .. import prefix as prefixes
+from ..operands import hidden
+from ..tensors import widen, with_ones
+from . import recurrence
+from .random_features import Parts
+
+
+class Sums(NamedTuple):
+    """What all keys so far leave behind."""
+
+    sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T, divided by e^peak; last column: sum of phi(k)
+    peak: Tensor | None  # (B,H) their largest exponent, -inf before the first key; None for features without exponents
+
+
+def attend(
+    q: Parts,
+    k: Parts,
+    v: Tensor,
+    *,
+    causal: bool,
+    eps: float,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    prefix: Tensor | None = None,
+    state: Sums | None = None,
+    donate: bool = False,
+) -> tuple[Tensor, Sums]:
+    """Queries (B,H,N,F) and keys (B,H,M,F) in float32 or float64, v (B,H,M,E) -> o (B,H,N,E) in v's dtype, the sums.
+
+    mask (B,M) bool: True = a real token; segments (B,N) int64: packed sequences; prefix bool (B,N): tokens that see
+    each other, from ``prefix.inside``. ``eps`` bounds the denominator (see ``divide``) after the divisions by the
+    largest exponents. ``donate=True`` may overwrite ``state``.
+    """
+    with torch.autocast(v.device.type, enabled=False):
+        values = with_ones(widen(v))
+        if prefix is not None:
+            state, mask = _folded(k, values, prefix, state, mask)
+        values = hidden(mask, values)[0]
+        sums, start = state or (None, None)
+        queries, decay, peak = _queries(q), None, None
+        if k.exponent is None:
+            keys = hidden(mask, k.features())[0]
+        else:
+            after = shifts(k, causal=causal, mask=mask, segments=segments, start=start)
+            keys = _shifted(k, after, mask)
+            if causal:
+                decay, peak = _decay(after, segments, start)
+        # A masked key is zero and nothing decays with it, so the recurrence needs no mask.
+        if not causal:
+            found, sums = recurrence.total(queries, keys, values, segments)
+        elif decay is None:
+            found, sums = recurrence.scan(queries, keys, values, sums, segments=segments, donate=donate)
+        else:
+            options = {"segments": segments, "state": sums, "donate": donate}
+            found, sums = gated.recur(queries, keys, values, log_decay=decay, scale=1.0, **options)
+        return divide(found, eps).to(v.dtype), Sums(sums, peak)
+
+
+def read(q: Parts, sums: Tensor, *, eps: float) -> Tensor:
+    """What queries (B,H,N,F) find in the sums (B,H,F,E+1) over all keys: (B,H,N,E) in the dtype of the sums."""
+    with torch.autocast(sums.device.type, enabled=False):
+        return divide(_queries(q) @ sums, eps)
+
+
+def divide(found: Tensor, eps: float) -> Tensor:
+    """(..., E+1) -> (..., E): numerator / (sign(d) max(|d|, eps)) with d, the last column, and a positive sign for 0.
+
+    Not d + eps: a sum of products of either sign may be -eps, and where the shift divides numerator and d alike, only a
+    bound that is not reached leaves their ratio, and its gradient, independent of the shift.
+    """
+    below = found[..., -1:]
+    return found[..., :-1] / (torch.where(below < 0, -1.0, 1.0) * below.abs().clamp(min=eps))
+
+
+def matrix(
+    q: Parts,
+    k: Parts,
+    allowed: Tensor,
+    *,
+    causal: bool,
+    eps: float,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    prefix: Tensor | None = None,
+    state: Sums | None = None,
+) -> Tensor:
+    """The weights (B,H,N,M) that ``attend`` gives to the keys of this call; allowed bool (B|1,1,N,M). O(N M) memory."""
+    with torch.autocast(allowed.device.type, enabled=False):
+        queries, lost = _queries(q), None
+        if k.exponent is None:
+            weights = (queries @ k.features().mT) * allowed
+        else:
+            start = None if state is None else state.peak
+            if prefix is not None:
+                start, mask = _prefix_peak(k, prefix, start), ~prefix if mask is None else mask & ~prefix
+            after = shifts(k, causal=causal, mask=mask, segments=segments, start=start)[..., None]
+            drops = (k.peak()[..., None, :] - after).masked_fill(~allowed, -torch.inf)
+            weights = (queries @ k.features(k.peak()).mT) * drops.exp()
+            lost = None if state is None else _drop(state.peak[..., None, None], after).exp()  # type: ignore[index]
+        below = weights.sum(-1, keepdim=True)
+        if state is not None:
+            past = queries @ state.sums[..., -1:]
+            past = past if lost is None else past * lost
+            first = None if segments is None else (segments == segments[:, :1])[:, None, :, None]
+            below = below + (past if first is None else past * first)
+        return divide(torch.cat([weights, below], -1), eps)
+
+
+def across(n: int, m: int, mask: Tensor | None, like: Tensor) -> Tensor:
+    """Which of m keys each of n queries of cross attention may see: mask (B,M) -> bool (B|1,1,N,M), device of like."""
+    allowed = torch.ones(1, 1, n, m, dtype=torch.bool, device=like.device)
+    return allowed if mask is None else allowed & mask[:, None, None, :]
+
+
+def shifts(
+    k: Parts, *, causal: bool, mask: Tensor | None, segments: Tensor | None, start: Tensor | None = None
+) -> Tensor:
+    """The largest exponent of the keys that each query may see: (B,H,N), or (B,H,1) where all queries see the same.
+
+    ``start`` (B,H): the largest before this call, for the first segment. Where there is no key it is -inf.
+    """
+    own = k.peak() if mask is None else k.peak().masked_fill(~mask[:, None], -torch.inf)  # (B,H,M)
+    if not causal:
+        if segments is None:
+            return F.pad(own, (1, 0), value=-torch.inf).amax(-1, keepdim=True)
+        return _running(_running(own, segments).flip(-1), segments.flip(1)).flip(-1)
+    after = _running(own, segments)
+    if start is None:
+        return after
+    first = start[..., None]
+    if segments is not None:
+        first = first.masked_fill((segments != segments[:, :1])[:, None], -torch.inf)
+    return torch.maximum(after, first)
+
+
+def _running(own: Tensor, segments: Tensor | None) -> Tensor:
+    """The running maximum over the last axis (B,H,N), anew in each segment: log2(N) steps of doubled reach."""
+    if segments is None:
+        return own.cummax(-1).values
+    reach, n = 1, own.shape[-1]
+    while reach < n:
+        apart = (segments[:, reach:] != segments[:, :-reach])[:, None]
+        further = torch.maximum(own[..., reach:], own[..., :-reach].masked_fill(apart, -torch.inf))
+        own, reach = torch.cat([own[..., :reach], further], -1), 2 * reach
+    return own
+
+
+def _decay(after: Tensor, segments: Tensor | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """By which exponent the state shrinks before each token (B,H,N), and the last peak (B,H)."""
+    if start is None:
+        start = after.new_full(after.shape[:2], -torch.inf)
+    running = torch.cat([start[..., None], after], -1)
+    before = running[..., :-1]
+    if segments is not None:
+        border = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))[:, None]
+        before = before.masked_fill(border, -torch.inf)
+    return _drop(before, after), running[..., -1]
+
+
+def _drop(before: Tensor, after: Tensor) -> Tensor:
+    """before - after, and 0 where nothing was summed before, since -inf - -inf is not a number."""
+    return torch.where(before == -torch.inf, 0.0, before - after)
+
+
+def _queries(q: Parts) -> Tensor:
+    return q.features() if q.exponent is None else q.features(q.peak())
+
+
+def _shifted(k: Parts, shift: Tensor, mask: Tensor | None) -> Tensor:
+    """Key features (B,H,M,F) over e^shift, 0 for masked keys: before exp, where a masked exponent could overflow."""
+    assert k.exponent is not None
+    if mask is not None:
+        k = k._replace(exponent=k.exponent.masked_fill(~mask[:, None, :, None], -torch.inf))
+    return hidden(mask, k.features(shift.masked_fill(shift == -torch.inf, 0.0)))[0]
+
+
+def _prefix_peak(k: Parts, prefix: Tensor, start: Tensor | None) -> Tensor:
+    """The largest exponent (B,H) of the keys of the prefix and of what came before this call."""
+    top = shifts(k, causal=False, mask=prefix, segments=None)[..., 0]
+    return top if start is None else torch.maximum(top, start)
+
+
+def _folded(k: Parts, values: Tensor, prefix: Tensor, state: Sums | None, mask: Tensor | None) -> tuple[Sums, Tensor]:
+    """Prefix mode, as ``prefix.fold`` describes it: the state with which a call starts, and its mask."""
+    sums, start = state or (None, None)
+    if k.exponent is None:
+        folded, rest = prefixes.fold(k.features(), values, prefix, sums, mask)
+        return Sums(folded, None), rest
+    top = _prefix_peak(k, prefix, start)
+    if sums is not None and start is not None:
+        sums = sums * _drop(start, top).exp()[..., None, None]
+    folded, rest = prefixes.fold(_shifted(k, top[..., None], prefix), values, prefix, sums, mask)
+    return Sums(folded, top), rest

@@ -1,0 +1,188 @@
+"""The tokens of one span at a time, in tensors that every span uses again."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..memory import Buffers, fresh_like
+from ..segments import borders_of
+from .features import SLOPES, WRITERS
+
+# Bytes that the buffers of a span may take, about a last-level cache's share: fewer tokens or rows where there are many
+# heads or wide ones.
+BUDGET = 12 * 2**20
+
+
+def groups(batch: int, rows: int) -> list[slice]:
+    """The rows of a batch, so many at a time, at least one."""
+    rows = max(rows, 1)
+    return [slice(first, min(first + rows, batch)) for first in range(0, batch, rows)]
+
+
+def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for o (B,H,N,E), the last state (B,H,D,E+1) and the denominators (B,H,N,1).
+
+    o lies as v does, or has the heads of a token side by side, so that merging them is a view.
+    """
+    (batch, heads, n, d), e, wide = q.shape, v.shape[-1], torch.promote_types(q.dtype, torch.float32)
+    o = fresh_like(v) if v.shape[2] == n else v.new_empty(batch, n, heads, e).transpose(1, 2)
+    return o, q.new_empty(batch, heads, d, e + 1, dtype=wide), q.new_empty(batch, heads, n, 1, dtype=wide)
+
+
+class _Borders(NamedTuple):
+    """``segments.Borders`` with the chunks first, and how the states of a span follow from one another."""
+
+    same: Tensor  # (G,B,1,C,C)
+    first: Tensor  # (G,B,1,C,1)
+    last: Tensor  # (G,B,1,C,1)
+    chain: Tensor  # (B,G+1,G+1) 1 where what was added at j still stands at i
+
+
+def _borders(segments: Tensor, start: int, chunks: int, width: int, like: Tensor) -> _Borders:
+    found = borders_of(segments, start, chunks, width, like)
+    stop = start + chunks * width
+    ends = torch.cat(
+        [segments[:, max(start - 1, 0), None], segments[:, start + width - 1 : stop : width]], 1
+    )  # (B,G+1)
+    chain = (ends[:, :, None] == ends[:, None, :]).tril().to(like)
+    same, first, last = (t.movedim(2, 0) for t in found[:3])
+    return _Borders(same, first, last, chain)
+
+
+class Rows:
+    """Some rows of the batch, which are worked on together, span by span.
+
+    ``spans`` are (start, chunks, tokens per chunk), ``part`` says which rows; ``mask`` and ``segments`` (B,N) or None;
+    ``tensors`` (B,H,N,.) are q and k before the feature map, v, and others that belong to these tokens, by name.
+    Letters as in ``causal.py``; ``heads`` is B H of these rows.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        feature_map: str,
+        spans: list[tuple[int, int, int]],
+        part: slice,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        tensors: dict[str, Tensor],
+    ):
+        self.buffers, self.feature_map, self.masked = buffers, feature_map, mask is not None
+        self.segments = None if segments is None else segments[part]
+        self.borders: _Borders | None = None
+        if mask is not None:
+            tensors = {**tensors, "hidden": ~mask[:, None, :, None]}
+        tensors = {name: x[part] for name, x in tensors.items()}
+        self.lead = tuple(next(iter(tensors.values())).shape[:2])
+        self.heads = math.prod(self.lead)
+        self.sizes = {name: x.shape[-1] for name, x in tensors.items()}
+        # There are chunks of the usual width, and the rest, which is narrower.
+        self.first = {width: start for start, _, width in reversed(spans)}
+        # All chunks of one width, as views (chunks,B,H,C,.)
+        self.views = {
+            (name, width): x[:, :, start:].unfold(2, width, width).permute(2, 0, 1, 4, 3)
+            for name, x in tensors.items()
+            for width, start in self.first.items()
+        }
+
+    def enter(self, start: int, chunks: int, width: int) -> None:
+        """Go to a span."""
+        self.chunks, self.width, self.chunk = chunks, width, (start - self.first[width]) // width
+        if self.segments is not None:
+            self.borders = _borders(self.segments, start, chunks, width, self.buffers.like)
+
+    def features(self, name: str) -> Tensor:
+        """phi of the span's q or k, (R,C,D); that of a masked key is 0."""
+        x, features = self.at(name), self.tokens(f"span {name}", self.sizes[name])
+        out, spare = self.wide(features), self.wide(self.tokens("spare", self.sizes[name]))
+        # In half precision, the map is computed from the widened numbers.
+        WRITERS[self.feature_map](x if x.dtype == out.dtype else out.copy_(x), out, spare)
+        # phi(0) is not 0, so padding is removed after the feature map, not before.
+        return self._hide(features) if name == "k" else features
+
+    def values(self) -> Tensor:
+        """The span's v, (R,C,E); that of a masked key is 0."""
+        values = self.tokens("span v", self.sizes["v"])
+        self.wide(values).copy_(self.at("v"))
+        return self._hide(values)
+
+    def _hide(self, x: Tensor) -> Tensor:
+        if self.masked:
+            self.wide(x).masked_fill_(self.at("hidden"), 0.0)
+        return x
+
+    def at(self, name: str) -> Tensor:
+        """The span's part of a tensor, as the view (G,B,H,C,.)."""
+        return self.views[name, self.width].narrow(0, self.chunk, self.chunks)
+
+    def output_gradients(self) -> tuple[Tensor, Tensor]:
+        """G (R,C,E) and w (R,C,1), the gradients of numerator and denominator.
+
+        With g = dL/do: G = g / denominator and w = -(g . o) / denominator = -(G . o).
+        """
+        size = self.sizes["o"]
+        above, products = self.tokens("grad", size), self.tokens("dv", size)
+        torch.div(self.at("grad"), self.at("below"), out=self.wide(above))
+        torch.mul(self.wide(above), self.at("o"), out=self.wide(products))
+        return above, torch.sum(products, -1, keepdim=True, out=self.tokens("below", 1)).neg_()
+
+    def store(self, name: str, change: Tensor, features: Tensor) -> None:
+        """The gradient of q or k from that of their features (R,C,D), which are overwritten."""
+        slope = SLOPES[self.feature_map](self.at(name), self.wide(features))
+        torch.mul(self.wide(change), slope, out=self.at(f"d{name}"))
+
+    def tokens(self, name: str, size: int) -> Tensor:
+        """A buffer (R,C,size)."""
+        return self.buffers(name, self.chunks * self.heads, self.width, size)
+
+    def states(self, name: str, *shape: int) -> Tensor:
+        """A buffer ((G+1) B H, ...) for the states before each chunk and after the last."""
+        return self.buffers(name, (self.chunks + 1) * self.heads, *shape)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """(R,C,.) as (G,B,H,C,.)."""
+        return x.view(self.chunks, *self.lead, *x.shape[1:])
+
+    def causal(self, products: Tensor) -> Tensor:
+        """Products (R,C,C) of queries and keys, without those that may not meet; in place."""
+        return self._times(products.tril_(), self.borders and self.borders.same, products)
+
+    def written(self, keys: Tensor) -> Tensor:
+        """Keys (R,C,D) that stand in the state after their chunk; the others are 0."""
+        return self._times(keys, self.borders and self.borders.last, self.tokens("spare", keys.shape[-1]))
+
+    def read(self, queries: Tensor) -> Tensor:
+        """Queries (R,C,D) that meet the state before their chunk; the others are 0."""
+        return self._times(queries, self.borders and self.borders.first, self.tokens("spare", queries.shape[-1]))
+
+    def times_first(self, x: Tensor) -> Tensor:
+        """What queries got from the state before their chunk (R,C,.), where they met it; in place."""
+        return self._times(x, self.borders and self.borders.first, x)
+
+    def times_last(self, x: Tensor) -> Tensor:
+        """What keys and values got from the state after their chunk (R,C,.), where they stand in it; in place."""
+        return self._times(x, self.borders and self.borders.last, x)
+
+    def _times(self, x: Tensor, border: Tensor | None, out: Tensor) -> Tensor:
+        if border is None:
+            return x
+        torch.mul(self.wide(x), border, out=self.wide(out))
+        return out
+
+    def running(self, parts: Tensor, name: str, *, reverse: bool = False) -> Tensor:
+        """Parts ((G+1) B H, ...) -> the sum of each and those before it (``reverse``: those after it)."""
+        sums = self.states(f"running {name}", *parts.shape[1:])
+        flat, out = (x.view(self.chunks + 1, -1) for x in (parts, sums))
+        if self.borders is not None:
+            chain = self.borders.chain.mT if reverse else self.borders.chain
+            rows = (self.chunks + 1, len(chain), -1)
+            out.view(rows).copy_((chain @ flat.view(rows).transpose(0, 1)).transpose(0, 1))
+        elif parts.is_cuda:
+            out.copy_(flat.flip(0).cumsum(0).flip(0) if reverse else flat.cumsum(0))
+        else:
+            # A product with a triangle of ones is much faster than cumsum here, and than one sum per chunk.
+            ones = torch.ones(len(flat), len(flat), dtype=flat.dtype).tril_()
+            torch.mm(ones.mT if reverse else ones, flat, out=out)
+        return sums

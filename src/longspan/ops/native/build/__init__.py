@@ -1,0 +1,111 @@
+"""Loads the C++ kernels: those that came with the installation, else those compiled on this machine on first use."""
+
+import contextlib
+import ctypes
+import os
+import sys
+import tempfile
+import threading
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....folders import cache_folder
+from . import interface, openmp, prebuilt, store, toolchain
+from .toolchain import Unavailable
+
+_lock = threading.Lock()
+_found: list[ctypes.CDLL | None] = []  # empty until the first call
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if sys.platform != "win32":
+    # A thread that is loading while another one forks holds the lock for ever in the child.
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The library in use, and its story."""
+
+    library: ctypes.CDLL
+    origin: str
+    """who compiled them, in a few words"""
+    flags: str
+    path: str
+    why: str
+    """why these and no others"""
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The kernels, compiled if need be; None, after one warning, where that cannot be done. Thread-safe."""
+    if not _found:
+        with _lock:
+            if not _found:
+                _found.append(_load_or_warn())
+    return _found[0]
+
+
+def _load_or_warn() -> ctypes.CDLL | None:
+    try:
+        return load()
+    except Unavailable as error:
+        warnings.warn(f"longspan runs without its native CPU kernels: {error}", RuntimeWarning, stacklevel=3)
+        return None
+
+
+def load() -> ctypes.CDLL:
+    """The kernels, with their functions declared. Raises Unavailable with the reason."""
+    return find().library
+
+
+def find() -> Kernels:
+    """The kernels of the installation, else of the cache, else compiled into it. Raises Unavailable with the reason.
+
+    Prebuilt kernels come first, although code for exactly this processor can be a little faster: they are there at
+    once, they are the ones that were tested, and all machines with one of them compute the same bits. An installation
+    from source brings none, and has the others.
+    """
+    why = "this installation brings none prebuilt"
+    try:
+        if path := prebuilt.find():
+            flags = " ".join(toolchain.flags(f"-march={path.stem}", openmp=prebuilt.THREADED))
+            best = f"{path.stem} is the best of the instruction sets that this processor and the installation have"
+            return Kernels(_open(path), f"prebuilt for {path.stem}", flags, str(path), best)
+    except (Unavailable, OSError) as error:
+        why = f"the prebuilt ones cannot be used: {error}"
+    try:
+        return _compiled(why)
+    except Unavailable as error:
+        raise Unavailable(f"{why}; {error}" if prebuilt.FOLDER.is_dir() else str(error)) from error
+
+
+def _compiled(why: str) -> Kernels:
+    compiler = toolchain.find_compiler()
+    folder = cache_folder() / "native"
+    with contextlib.suppress(OSError):
+        return _described(*store.provide(compiler, folder), why)
+    # That folder cannot be used: a library of this process's own, whose file is not needed once it is loaded.
+    why += f"; nothing can be kept in {folder}"
+    try:
+        with tempfile.TemporaryDirectory(prefix="longspan-") as temporary:
+            return _described(*store.provide(compiler, Path(temporary)), why)
+    except OSError as error:
+        raise Unavailable(f"the compiled kernels cannot be stored or loaded: {error.strerror or error}") from error
+
+
+def _described(path: Path, seal: store.Seal, why: str) -> Kernels:
+    return Kernels(_open(path), f"compiled here by {seal.compiler}", seal.flags, str(path), why)
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Raises OSError for a file that is no library of this system or lacks a function."""
+    openmp.share()
+    try:
+        return interface.declare(ctypes.CDLL(str(path)))
+    except AttributeError as error:
+        raise OSError(str(error)) from error

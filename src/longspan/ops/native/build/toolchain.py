@@ -1,0 +1,143 @@
+"""Runs the machine's C++ compiler. It imports nothing of longspan, so that the building of a wheel can use it alone."""
+
+import contextlib
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1]
+SOURCES = tuple(sorted(FOLDER.rglob("*.cpp")))
+HEADERS = tuple(sorted(FOLDER.rglob("*.h")))
+FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC")
+COMPILERS = ("c++", "g++", "clang++")
+ARM = platform.machine() in ("arm64", "aarch64")
+# Compilers for arm64 know the machine by -mcpu; some refuse the other name.
+THIS_MACHINE = "-mcpu=native" if ARM else "-march=native"
+CRASHES = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP")
+SECONDS = 180  # until a compiler counts as hanging; it needs some ten
+SECONDS_TO_ANSWER = 20  # the same, for its name
+
+
+class Unavailable(Exception):
+    """There are no native kernels here; the message says why."""
+
+
+class Hangs(Unavailable):
+    """A program did not end in time."""
+
+
+class Crashed(Unavailable):
+    """A program was ended by one of the signals that its own code causes."""
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler, as the beginning of a command: the environment variable CXX, or the first of the usual names.
+
+    Raises Unavailable.
+    """
+    if sys.platform == "win32":
+        raise Unavailable("they are not built on Windows yet")
+    chosen = os.environ.get("CXX", "")
+    for command in [shlex.split(chosen)] if chosen.strip() else [[name] for name in COMPILERS]:
+        if path := shutil.which(command[0]):
+            return [path, *command[1:]]
+    raise Unavailable(f"no C++ compiler {chosen or 'such as g++ or clang++'} was found; install one, or set CXX")
+
+
+def version(compiler: list[str]) -> str:
+    """What the compiler says of itself; its first line names it. Raises Unavailable."""
+    return run([*compiler, "--version"], seconds=SECONDS_TO_ANSWER)
+
+
+def is_clang(compiler: list[str]) -> bool:
+    """Whether it is a clang, whatever its name. Raises Unavailable."""
+    return "clang" in version(compiler)
+
+
+def flags(machine: str, *, openmp: bool) -> list[str]:
+    """All flags, for the instruction set of the flag ``machine``."""
+    return [*FLAGS, machine, *(["-fopenmp"] if openmp else [])]
+
+
+def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool) -> str:
+    """Compile and link all sources into ``library``, for the instruction set of the flag ``machine``.
+
+    Code of gcc for OpenMP is linked without a runtime: it takes the one that torch has loaded, whatever its file is
+    called, so there is never a second pool of threads (openmp.py). clang's needs the runtime of its own.
+
+    Returns the flags, for people. Raises Unavailable with the compiler's last words, and Hangs.
+    """
+    used = flags(machine, openmp=openmp)
+    runtime = ["-fopenmp"] if openmp and is_clang(compiler) else []
+    with tempfile.TemporaryDirectory(prefix=".objects-", dir=library.parent) as folder:
+        # Numbered, since sources in different folders share names.
+        objects = {str(source): str(Path(folder, f"{i}.o")) for i, source in enumerate(SOURCES)}
+        together([[*compiler, *used, "-c", source, "-o", place] for source, place in objects.items()], folder=folder)
+        run([*compiler, "-shared", *runtime, *objects.values(), "-o", str(library)])
+    return " ".join(used)
+
+
+def run(command: list[str], environment: dict[str, str] | None = None, seconds: float = 0) -> str:
+    """What a command prints. Raises Unavailable where it fails or crashes, Hangs where it does not end."""
+    return together([command], environment=environment, seconds=seconds)[0]
+
+
+def together(
+    commands: list[list[str]],
+    folder: str | None = None,
+    environment: dict[str, str] | None = None,
+    seconds: float = 0,
+) -> list[str]:
+    """What commands print that run beside one another, in ``seconds`` at most (0: SECONDS).
+
+    Raises Unavailable where one fails or crashes, Hangs where one does not end; then none of them is left running.
+    """
+    end = time.monotonic() + (seconds or SECONDS)
+    with contextlib.ExitStack() as stack:
+        started = [(command[0], stack.enter_context(_started(command, folder, environment))) for command in commands]
+        return [_result(name, process, end) for name, process in started]
+
+
+@contextlib.contextmanager
+def _started(
+    command: list[str], folder: str | None, environment: dict[str, str] | None
+) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own: a compiler starts other programs, and they are ended together with it."""
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", cwd=folder, env=environment, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise Unavailable(f"{command[0]} does not run: {error}") from error
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _result(name: str, process: subprocess.Popen[str], end: float) -> str:
+    try:
+        out, err = process.communicate(timeout=max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired as error:
+        raise Hangs(f"{name} does not end") from error
+    if not process.returncode:
+        return out
+    said = (err or out).strip().splitlines() or ["it said nothing"]
+    # Compilers say more below it.
+    line = next((line for line in said if "error: " in line.lower()), said[-1])
+    if process.returncode > 0:
+        raise Unavailable(f"{name} failed with code {process.returncode}: {line.strip()}")
+    sent = signal.Signals(-process.returncode).name
+    raise (Crashed if sent in CRASHES else Unavailable)(f"{name} was ended by {sent}: {line.strip()}")

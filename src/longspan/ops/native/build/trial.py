@@ -1,0 +1,41 @@
+"""The first calls of newly compiled kernels, in a process of their own: a crash there is nobody's crash."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import interface, openmp, toolchain
+
+# As selftest prints them, which only the child process imports.
+PASSED, WRONG = "these kernels compute what they should", "these kernels are wrong: "
+
+
+class Failed(toolchain.Unavailable):
+    """The kernels were compiled and do not work."""
+
+
+def run(library: Path) -> None:
+    """Try a library in a child process.
+
+    Raises Failed where the kernels crash, hang or compute something else, Unavailable where they cannot be tried.
+    """
+    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    code = f"import sys; from {__package__} import selftest; selftest.main(sys.argv[1])"
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code, str(library)]
+    try:
+        said = toolchain.run(command, os.environ | {"PYTHONPATH": path})
+    except (toolchain.Crashed, toolchain.Hangs) as error:
+        raise Failed(f"the compiled kernels failed their trial: {error}") from error
+    except toolchain.Unavailable as error:
+        raise toolchain.Unavailable(f"the compiled kernels cannot be tried: {error}") from error
+    if WRONG in said:
+        raise Failed(f"the compiled kernels failed their trial: {said.partition(WRONG)[2].strip()}")
+    if PASSED not in said:
+        raise toolchain.Unavailable(f"the compiled kernels cannot be tried: {sys.executable} is no Python")

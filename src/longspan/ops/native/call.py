@@ -1,0 +1,79 @@
+"""How the C functions are called: kinds of numbers, pointers, strides, and whether a tensor may be read at all."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..operands import TRANSFORMED, transformed
+from . import build
+
+
+def pointers(*tensors: Tensor | None) -> list[int | None]:
+    """Where their numbers begin, as a C function takes it; null for None."""
+    return [None if t is None else t.data_ptr() for t in tensors]
+
+
+def strides(*tensors: Tensor) -> ctypes.Array:
+    """All their strides, in elements, one tensor after the other."""
+    flat = [stride for t in tensors for stride in t.stride()]
+    return (ctypes.c_long * len(flat))(*flat)
+
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
+
+
+def why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    *others: Tensor | None,
+) -> str:
+    """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
+    given = [t for t in (q, k, v, state, *others) if t is not None]
+    if torch.compiler.is_exporting():
+        return "an exported program must run without them"
+    # Classes with a dispatch of their own, such as fake tensors, may have no memory to read.
+    if not torch.compiler.is_compiling() and (
+        torch._C._len_torch_dispatch_stack()
+        or any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)  # type: ignore
+    ):
+        return "what counts or traces the operations of torch would see none of theirs"
+    if transformed():
+        return TRANSFORMED
+    if any(t.device.type != "cpu" for t in given):
+        return "they are for the CPU"
+    if any(t.dtype not in TYPES or t.dtype != v.dtype for t in (q, k, v)):
+        return "they take float32 or bfloat16, one of them for queries, keys and values"
+    if state is not None and state.dtype != torch.float32:
+        return "they take a state in float32"
+    if not (q.numel() and v.numel()):
+        return "there is nothing to compute"
+    return "" if available() else "the kernels could not be compiled"
+
+
+MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in linear/maps.h
+LARGEST = 1024  # channels of a head, plus one; below the limits of linear/step.cpp and gated/step.cpp
+
+
+@torch.compiler.assume_constant_result
+def available() -> bool:
+    """Whether there are kernels, compiled now if need be; a compiler takes the answer as it finds it."""
+    return build.loaded() is not None
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Whether a token step may read those that there are: plain float32 on the CPU, no gradients, nothing that follows.
+
+    Asked once per token and layer, as all of a token step is, so it is written for speed.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
+        return False
+    grad, wide = torch.is_grad_enabled(), torch.float32
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) is not Tensor or t.dtype is not wide or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
+            return False
+    return True

@@ -1,0 +1,274 @@
+// One chunk of the recurrence with decay and delta rule: what both passes over a sequence need of it. With G_i the sum of
+// the log decays up to token i of the chunk, S the state before it, and all exponents at most 0 where the decays are:
+//   A_ij = sum_d q_id k_jd e^(G_id - G_jd), j <= i      x_i = beta_i e_i, e_i = v_i - (e^G_i k_i)^T S - sum_{j<i} B_ij x_j
+//   B_ij = sum_d k_id k_jd e^(G_id - G_jd), j < i       o_i = (e^G_i q_i)^T S + sum_{j<=i} A_ij x_j, or x_i = v_i
+// Source: Yang et al. 2024 (2412.06464), section 3.3, by forward substitution, since the state before is at hand.
+#pragma once
+#include <initializer_list>
+
+#include "../linear/rows.h"
+
+namespace {
+
+enum Decay { no_decay, by_head, by_channel };
+
+// What both passes know of a call. Heads of values that follow each other share a head of queries and keys.
+struct Gates {
+    long batch, key_heads, heads, tokens, keys, values;
+    int decay, delta;
+    float scale;
+    const std::uint8_t* mask;      // (B, N), may be null
+    const std::int64_t* segments;  // (B, N), may be null
+    const float *log_decay, *beta;  // with 4 and 3 strides: channels are the last
+    const long *decay_strides, *beta_strides;
+
+    long rows() const { return batch * heads; }
+    long kp() const { return whole_vectors(keys); }
+    long vp() const { return whole_vectors(values); }
+    long key_head(long head) const { return head / (heads / key_heads); }
+    template <class T>
+    Rows<T> of(Tensor<T> t, long row) const {
+        return Rows<T>(t, row / heads, row % heads);
+    }
+    template <class T>
+    Rows<T> of_keys(Tensor<T> t, long row) const {
+        return Rows<T>(t, row / heads, key_head(row % heads));
+    }
+    const std::uint8_t* mask_of(long row) const { return mask ? mask + row / heads * tokens : nullptr; }
+    const std::int64_t* segments_of(long batch_row) const { return segments ? segments + batch_row * tokens : nullptr; }
+    bool hidden(long batch_row, long token) const { return mask && !mask[batch_row * tokens + token]; }
+};
+
+constexpr long SPAN = 16 * C;  // tokens between two states that the forward pass keeps for the backward pass
+inline long spans(long tokens) { return (tokens + SPAN - 1) / SPAN; }
+
+// e^x, and 0 where it would be less than the smallest normal number.
+inline vec fading(vec x) {
+    x = pick(x > splat(88.0f), splat(88.0f), x);
+    return pick(x < splat(-86.0f), vec{}, exponential(x));
+}
+
+inline ivec lanes_from(long j) {
+    ivec lane;
+    for (long i = 0; i < W; ++i) lane[i] = static_cast<std::int32_t>(j + i);
+    return lane;
+}
+
+// Row i of a lower triangle as far as lower_product wrote it, times the row of factors if there is one; zero from column
+// ``end`` on.
+inline void finish_row(float* row, const float* factors, long i, long n, long end) {
+    const long strip = i / STRIP * STRIP + STRIP, width = whole_vectors(strip < n ? strip : n);
+    for (long j = 0; j < width; j += W) {
+        const vec x = factors ? load(row + j) * load(factors + j) : load(row + j);
+        store(row + j, pick(lanes_from(j) < static_cast<std::int32_t>(end), x, vec{}));
+    }
+}
+
+inline void scale_row(float* out, const float* x, const float* factors, long width) {
+    for (long j = 0; j < width; j += W) store(out + j, load(x + j) * load(factors + j));
+}
+inline void scale_row(float* out, const float* x, float factor, long width) {
+    for (long j = 0; j < width; j += W) store(out + j, load(x + j) * factor);
+}
+
+template <class T>
+struct Operands {
+    Tensor<const T> q, k, v;
+
+    static long floats(const Gates& gates) { return C * (2 * gates.kp() + gates.vp()); }  // of an Operand
+};
+
+// A chunk of one head: queries times scale and keys (C, kp), values (C, vp); masked tokens are zero.
+struct Operand {
+    float *q, *k, *v;
+
+    Operand(const Gates& gates, Scratch& scratch)
+        : q(scratch.take(C * gates.kp())), k(scratch.take(C * gates.kp())), v(scratch.take(C * gates.vp())) {}
+};
+
+template <class T>
+void gather_queries(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
+    const vec scale = splat(gates.scale);
+    pack(gates.of_keys(from.q, at.row), at, gates.keys, gates.mask_of(at.row), to.q, gates.kp(),
+         [=](vec x) { return x * scale; });
+}
+template <class T>
+void gather_keys(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
+    pack(gates.of_keys(from.k, at.row), at, gates.keys, gates.mask_of(at.row), to.k, gates.kp(), same);
+}
+template <class T>
+void gather_values(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
+    pack(gates.of(from.v, at.row), at, gates.values, gates.mask_of(at.row), to.v, gates.vp(), same);
+}
+
+// One chunk of one head in scratch memory; (C, kp) unless said otherwise.
+struct Chunk {
+    const Gates& gates;
+    long kp, vp, n = 0;
+    float *q, *k, *v;              // as in Operand
+    float *read, *entering, *left; // e^G q, e^G k, e^(G_end - G) k
+    float *alpha, *grown;          // e^(log decay) by channel, and e^G: (C, kp)
+    float *a, *b, *weight;         // A, B and e^(G_i - G_j) by head: (C, C)
+    float *whole;                  // e^G_end (kp)
+    float *start, *beta;           // e^G by head, step sizes: (C)
+    float *turned, *lanes, *more;  // (kp or vp, C), (C, W) twice
+    float *e, *x;                  // errors and what is written (C, vp)
+
+    Chunk(const Gates& gates, Scratch& scratch) : gates(gates), kp(gates.kp()), vp(gates.vp()) {
+        for (float** p : {&read, &entering, &left, &alpha, &grown}) *p = scratch.take(C * kp);
+        for (float** p : {&e, &x}) *p = scratch.take(C * vp);
+        for (float** p : {&a, &b, &weight}) *p = scratch.take(C * C);
+        for (float** p : {&lanes, &more}) *p = scratch.take(C * W);
+        whole = scratch.take(kp), start = scratch.take(C), beta = scratch.take(C);
+        turned = scratch.take(C * (kp > vp ? kp : vp));
+    }
+    static long size(const Gates& gates) {
+        const long kp = gates.kp(), vp = gates.vp();
+        return C * (5 * kp + 2 * vp + 3 * C + 2 * W + 2 + (kp > vp ? kp : vp)) + kp;
+    }
+
+    // Tokens begin ... begin + count of a head, and all that does not depend on the state; reads: queries are there too.
+    void enter(Operand operand, long row, long begin, long count, bool reads) {
+        n = count, q = operand.q, k = operand.k, v = operand.v;
+        const long batch = row / gates.heads, head = row % gates.heads;
+        if (gates.delta)
+            for (long i = 0; i < n; ++i)
+                beta[i] = gates.beta[batch * gates.beta_strides[0] + head * gates.beta_strides[1] +
+                                     (begin + i) * gates.beta_strides[2]];
+        for (long i = 0; gates.mask && i < n; ++i)
+            if (gates.hidden(batch, begin + i)) beta[i] = 0.0f;
+        const Rows<const float> decays{Tensor<const float>{gates.log_decay, gates.decay_strides}, batch, head};
+        switch (gates.decay) {
+            case by_head: return weigh(decays, batch, begin, reads);
+            case by_channel: return sweep(decays, batch, begin, reads);
+            default: return multiply(nullptr, reads);
+        }
+    }
+
+    // e_i and x_i, given the state s (D, vp) before the chunk, or null for zeros.
+    void solve(const float* s) {
+        if (!gates.delta) {
+            x = v;
+            return;
+        }
+        float* seen = e;
+        if (s)
+            gemm<false>(n, vp, gates.keys, entering, kp, 1, s, vp, seen, vp);
+        else
+            std::memset(seen, 0, sizeof(float) * n * vp);
+        for (long first = 0; first < n; first += STRIP) {
+            const long end = first + STRIP < n ? first + STRIP : n;
+            gemm<true>(end - first, vp, first, b + first * C, C, 1, x, vp, seen + first * vp, vp);
+            for (long i = first; i < end; ++i) {
+                float* row = seen + i * vp;
+                for (long j = 0; j < vp; j += W) {
+                    vec acc = load(row + j);
+                    for (long p = first; p < i; ++p) acc += b[i * C + p] * load(x + p * vp + j);
+                    const vec error = load(v + i * vp + j) - acc;
+                    store(row + j, error);
+                    store(x + i * vp + j, error * beta[i]);
+                }
+            }
+        }
+    }
+
+    // The state after the chunk from that before it.
+    void advance(float* s) const {
+        if (gates.decay != no_decay)
+            for (long d = 0; d < gates.keys; ++d) scale_row(s + d * vp, s + d * vp, whole[d], vp);
+        gemm<true>(gates.keys, vp, n, left, 1, kp, x, vp, s, vp);
+    }
+
+   private:
+    // A and B from products of matrices, times factors (C, C) if there are any.
+    void multiply(const float* factors, bool reads) {
+        if (gates.decay == no_decay) read = q, entering = left = k;
+        transpose(k, kp, turned, C, whole_vectors(n), kp);
+        if (reads) lower_product(n, gates.keys, q, kp, turned, C, a, C);
+        if (gates.delta) lower_product(n, gates.keys, k, kp, turned, C, b, C);
+        for (long i = 0; i < n; ++i) {
+            const float* row = factors ? factors + i * C : nullptr;
+            if (reads) finish_row(a + i * C, row, i, n, i + 1);
+            if (gates.delta) finish_row(b + i * C, row, i, n, i);
+        }
+    }
+
+    void weigh(Rows<const float> decays, long batch, long begin, bool reads) {
+        vec sum[C / W] = {};
+        float total = 0.0f;
+        for (long i = 0; i < n; ++i) {
+            const float g = gates.hidden(batch, begin + i) ? 0.0f : decays.data[(begin + i) * decays.token];
+            total += g;
+            start[i] = total;
+            // G_i - G_j grows by one term per row, so nothing cancels, however large the sums before it.
+            for (long j = 0; j < C; j += W) {
+                const ivec lane = lanes_from(j);
+                vec& s = sum[j / W];
+                s = pick(lane < static_cast<std::int32_t>(i), s + g, vec{});
+                store(weight + i * C + j, pick(lane > static_cast<std::int32_t>(i), vec{}, fading(s)));
+            }
+        }
+        for (long i = 0; i < n; i += W) store(start + i, fading(load(start + i)));
+        multiply(weight, reads);
+        const float* leaving = weight + (n - 1) * C;
+        for (long i = 0; i < n; ++i) {
+            if (reads) scale_row(read + i * kp, q + i * kp, start[i], kp);
+            if (gates.delta) scale_row(entering + i * kp, k + i * kp, start[i], kp);
+            scale_row(left + i * kp, k + i * kp, leaving[i], kp);
+        }
+        for (long j = 0; j < kp; j += W) store(whole + j, splat(start[n - 1]));
+    }
+
+    // By channel no product of matrices has A and B as its result. They come from keys that decay from token to token:
+    // before token i, left_j is e^(G_i - G_j) k_j, which in the end it is for the last token.
+    void sweep(Rows<const float> decays, long batch, long begin, bool reads) {
+        ::read(decays, begin, n, gates.keys, alpha, kp);
+        for (long i = 0; i < n; ++i) {
+            float* rate = alpha + i * kp;
+            if (gates.hidden(batch, begin + i)) std::memset(rate, 0, sizeof(float) * kp);
+            for (long d = 0; d < kp; d += W) {
+                const vec r = fading(load(rate + d));
+                store(rate + d, r);
+                const vec g = i ? load(grown + (i - 1) * kp + d) * r : r;
+                store(grown + i * kp + d, g);
+                if (reads) store(read + i * kp + d, load(q + i * kp + d) * g);
+                if (gates.delta) store(entering + i * kp + d, load(k + i * kp + d) * g);
+            }
+            decay_keys(i);
+            for (long j = 0; j <= i; ++j) {
+                const float* key = left + j * kp;
+                if (reads) store(lanes + j * W, dot_lanes(q + i * kp, key, kp));
+                if (gates.delta) store(more + j * W, dot_lanes(k + i * kp, key, kp));
+            }
+            if (reads) {
+                sum_lanes(lanes, i + 1, a + i * C);
+                finish_row(a + i * C, nullptr, i, n, i + 1);
+            }
+            if (gates.delta) {
+                sum_lanes(more, i + 1, b + i * C);
+                finish_row(b + i * C, nullptr, i, n, i);
+            }
+        }
+        std::memcpy(whole, grown + (n - 1) * kp, sizeof(float) * kp);
+    }
+
+   public:
+    // left_j, j < i, goes from token i - 1 to token i, where left_i = k_i begins.
+    void decay_keys(long i) {
+        for (long j = 0; j < i; ++j) scale_row(left + j * kp, left + j * kp, alpha + i * kp, kp);
+        std::memcpy(left + i * kp, k + i * kp, sizeof(float) * kp);
+    }
+};
+
+inline void load_state(const float* state, long keys, long values, long ld, float* s) {
+    for (long d = 0; d < keys; ++d) {
+        std::memcpy(s + d * ld, state + d * values, sizeof(float) * values);
+        for (long e = values; e < ld; ++e) s[d * ld + e] = 0.0f;
+    }
+}
+
+inline void save_state(const float* s, long keys, long values, long ld, float* state) {
+    for (long d = 0; d < keys; ++d) std::memcpy(state + d * values, s + d * ld, sizeof(float) * values);
+}
+
+}  // namespace

@@ -1,0 +1,119 @@
+// The recurrence with decay and delta rule over a whole sequence: P_t = Diag(alpha_t) S_{t-1},
+// S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T or P_t + k_t v_t^T, o_t = scale S_t^T q_t. One pass, C tokens at a time.
+#include "chunk.h"
+
+namespace {
+
+template <class T>
+struct Pass {
+    const Gates& gates;
+    Operands<T> operands;
+    Tensor<T> out;
+    float* starts;  // (B, H, spans, D, E): the state before each span; null where no backward pass follows
+
+    long matrix() const { return gates.keys * gates.vp(); }
+    long scratch(long heads) const {
+        return Chunk::size(gates) + heads * matrix() + C * gates.vp() + Operands<T>::floats(gates);
+    }
+
+    // Some rows of one sequence, a chunk of all before the next one, as heads often lie side by side.
+    void run(long first_row, long last_row, const float* first, float* last, Scratch scratch) const {
+        const long size = gates.keys * gates.values, vp = gates.vp();
+        const std::int64_t* segments = gates.segments_of(first_row / gates.heads);
+        Chunk chunk(gates, scratch);
+        const Operand operand(gates, scratch);
+        float *states = scratch.take((last_row - first_row) * matrix()), *o = scratch.take(C * vp);
+        for (long row = first_row; row < last_row; ++row)
+            load_state(first + row * size, gates.keys, gates.values, vp, states + (row - first_row) * matrix());
+        for (long begin = 0, end; begin < gates.tokens; begin = end) {
+            const long span_end = begin / SPAN * SPAN + SPAN;
+            end = chunk_end(segments, begin, span_end < gates.tokens ? span_end : gates.tokens);
+            const Tokens after{first_row, end, gates.tokens - end < C ? gates.tokens - end : C};
+            for (long row = first_row; row < last_row; ++row) {
+                const Tokens at{row, begin, end - begin};
+                // Heads of values that share queries and keys follow each other.
+                if (row == first_row || row % (gates.heads / gates.key_heads) == 0) {
+                    gather_queries(operands, gates, at, operand);
+                    gather_keys(operands, gates, at, operand);
+                }
+                gather_values(operands, gates, at, operand);
+                const Tokens next = row + 1 < last_row ? Tokens{row + 1, begin, at.n} : after;
+                advance(chunk, operand, at, next, states + (row - first_row) * matrix(), o);
+            }
+        }
+        for (long row = first_row; row < last_row; ++row)
+            save_state(states + (row - first_row) * matrix(), gates.keys, gates.values, vp, last + row * size);
+    }
+
+    // One chunk of one row, from the state s (D, vp) before it to that after it. Meanwhile the next one is fetched.
+    void advance(Chunk& chunk, Operand operand, Tokens at, Tokens next, float* s, float* o) const {
+        const long row = at.row, vp = gates.vp(), size = gates.keys * gates.values;
+        const Rows<T> outputs = gates.of(out, row);
+        if (starts && at.begin % SPAN == 0)
+            save_state(s, gates.keys, gates.values, vp, starts + (row * spans(gates.tokens) + at.begin / SPAN) * size);
+        if (starts_anew(gates.segments_of(row / gates.heads), at.begin)) std::memset(s, 0, sizeof(float) * matrix());
+        fetch(gates.of_keys(operands.q, next.row), next, gates.keys);
+        chunk.enter(operand, row, at.begin, at.n, true);
+        fetch(gates.of_keys(operands.k, next.row), next, gates.keys);
+        chunk.solve(s);
+        gemm<false>(at.n, vp, gates.keys, chunk.read, chunk.kp, 1, s, vp, o, vp);
+        fetch(outputs, at, gates.values);
+        lower_times(at.n, vp, chunk.a, C, chunk.x, vp, o, vp);
+        fetch(gates.of(operands.v, next.row), next, gates.values);
+        write(o, vp, outputs, at.begin, at.n, gates.values);
+        chunk.advance(s);
+    }
+};
+
+template <class T>
+int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
+    const Gates& gates = pass.gates;
+    // Groups of heads, as few as keep the threads busy.
+    long groups = 1;
+    while (groups < gates.heads && gates.batch * groups < 8 * threads && gates.batch * groups % threads) ++groups;
+    const long units = gates.batch * groups;
+    bool failed = false;
+#pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
+    {
+        Memory memory(pass.scratch((gates.heads + groups - 1) / groups));
+        if (!memory.ready()) failed = true;
+#pragma omp barrier
+        if (!failed) {
+#pragma omp for schedule(static)
+            for (long unit = 0; unit < units; ++unit) {
+                const long from = unit % groups * gates.heads / groups, to = (unit % groups + 1) * gates.heads / groups;
+                const long row = unit / groups * gates.heads;
+                pass.run(row + from, row + to, first, last, memory.scratch());
+            }
+        }
+    }
+    return failed;
+}
+
+}  // namespace
+
+// sizes: B, key heads, heads, N, D, E. q, k (B,G,N,D), v, out (B,H,N,E), of type 0 float or 1 bfloat16, log_decay (null,
+// or (B,H,N,1|D)) and beta (null, or (B,H,N,1)) float, with 4 strides each, in this order; first, last (B,H,D,E) and
+// starts (null, or (B,H,spans,D,E)) float, contiguous; mask (B,N) bytes or null; segments (B,N) or null. decay: 0
+// none, 1 by head, 2 by channel. Returns 0, or 1 where memory is lacking.
+extern "C" int longspan_gated_forward(const void* q, const void* k, const void* v, void* out, const float* log_decay,
+                                      const float* beta, const float* first, float* last, float* starts,
+                                      const std::uint8_t* mask, const std::int64_t* segments, const long* strides,
+                                      const long* sizes, int decay, int type, float scale, int threads) {
+    const Gates gates{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], decay, beta != nullptr, scale,
+                      mask, segments, log_decay, beta, strides + 16, strides + 20};
+    const auto pass = [&](auto element) {
+        using T = decltype(element);
+        const Pass<T> work{gates,
+                           {{static_cast<const T*>(q), strides},
+                            {static_cast<const T*>(k), strides + 4},
+                            {static_cast<const T*>(v), strides + 8}},
+                           {static_cast<T*>(out), strides + 12},
+                           starts};
+        return forward(work, first, last, threads);
+    };
+    return type == 0 ? pass(float{}) : pass(bfloat16{});
+}
+
+// Tokens between two states of ``starts``.
+extern "C" long longspan_gated_span() { return SPAN; }

@@ -1,0 +1,48 @@
+// Feature maps and their slopes; the numbers are those of ops/native/__init__.py.
+#pragma once
+#include <cmath>
+
+#include "../shared/vec.h"
+
+namespace {
+
+enum Map { elu = 0, relu = 1, squared_relu = 2, clamped_exp = 3 };
+
+template <int MAP>
+inline vec feature(vec x) {
+    const vec zero = vec{};
+    switch (MAP) {
+        case elu: return pick(x > zero, x + 1.0f, exponential(pick(x < zero, x, zero)));
+        case relu: return pick(x > zero, x, zero);
+        case squared_relu: return pick(x > zero, x * x, zero);
+        default: return exponential(pick(x < splat(30.0f), x, splat(30.0f)));
+    }
+}
+
+// Calls f with the map of that number.
+template <class F>
+inline void with_map(int map, F f) {
+    switch (map) {
+        case elu: return f([](vec x) { return feature<elu>(x); });
+        case relu: return f([](vec x) { return feature<relu>(x); });
+        case squared_relu: return f([](vec x) { return feature<squared_relu>(x); });
+        default: return f([](vec x) { return feature<clamped_exp>(x); });
+    }
+}
+
+// The derivative, from x and y = feature(x).
+template <int MAP>
+inline vec slope(vec x, vec y) {
+    const vec zero = vec{};
+    switch (MAP) {
+        case elu: return pick(x > zero, splat(1.0f), y);
+        case relu: return pick(x > zero, splat(1.0f), zero);
+        case squared_relu: return pick(x > zero, 2.0f * x, zero);
+        default: return pick(x <= splat(30.0f), y, zero);
+    }
+}
+
+// What a sum over keys is divided by: nothing is left of one that no key has entered.
+inline float divisor(float below) { return below == 0.0f ? INFINITY : below; }
+
+}  // namespace

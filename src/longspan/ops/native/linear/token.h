@@ -1,0 +1,92 @@
+// One token of one head of linear attention: its features, the sums, the normaliser.
+#pragma once
+#include "../shared/fetch.h"
+#include "maps.h"
+
+namespace {
+
+template <int MAP>
+void map_channels(const float* x, float* out, long size) {
+    long j = 0;
+    for (; j + W <= size; j += W) store(out + j, feature<MAP>(load(x + j)));
+    if (j < size) {
+        float rest[W] = {};
+        std::memcpy(rest, x + j, sizeof(float) * (size - j));
+        store(rest, feature<MAP>(load(rest)));
+        std::memcpy(out + j, rest, sizeof(float) * (size - j));
+    }
+}
+
+inline void map_token(int map, const float* x, float* out, long size) {
+    switch (map) {
+        case elu: return map_channels<elu>(x, out, size);
+        case relu: return map_channels<relu>(x, out, size);
+        case squared_relu: return map_channels<squared_relu>(x, out, size);
+        default: return map_channels<clamped_exp>(x, out, size);
+    }
+}
+
+// What a token brings to a head: features of key and query as the matrix meets them and as the normaliser does (they
+// differ where the former are rotated), and the value.
+struct Token {
+    const float *k, *q, *plain_k, *plain_q, *v;
+};
+
+// state (D, E+1): S += k (v, 1)^T; out = q^T S / (q^T z + eps). E is a constant where it is a usual head size, else 0.
+// ``end`` of the states that the same thread goes through.
+template <long E>
+void advance(float* state, const float* end, const Token& token, float* out, long keys, long values, float eps) {
+    const long width = E ? E : values, whole = width / W * W;
+    constexpr long held = E ? E / W : 1;
+    vec acc[held > 0 ? held : 1] = {}, v[held > 0 ? held : 1];
+    float below = 0.0f;
+    if (E) {
+        for (long j = 0; j < held; ++j) v[j] = load(token.v + j * W);
+    } else {
+        for (long e = 0; e < width; ++e) out[e] = 0.0f;
+    }
+    for (long d = 0; d < keys; ++d, state += width + 1) {
+        const float k = token.k[d], q = token.q[d];
+        if (E) {
+            const float* next = upcoming(state, end);
+            for (long j = 0; j < held; ++j) {
+                const vec s = load(state + j * W) + k * v[j];
+                store(state + j * W, s);
+                fetch(next + j * W);
+                acc[j] += q * s;
+            }
+        } else {
+            for (long e = 0; e < whole; e += W) {
+                const vec s = load(state + e) + k * load(token.v + e);
+                store(state + e, s);
+                store(out + e, load(out + e) + q * s);
+            }
+            for (long e = whole; e < width; ++e) {
+                const float s = state[e] + k * token.v[e];
+                state[e] = s;
+                out[e] += q * s;
+            }
+        }
+        const float z = state[width] + token.plain_k[d];
+        state[width] = z;
+        below += token.plain_q[d] * z;
+    }
+    const float scale = 1.0f / divisor(below + eps);
+    if (E) {
+        for (long j = 0; j < held; ++j) store(out + j * W, acc[j] * scale);
+    } else {
+        for (long e = 0; e < width; ++e) out[e] *= scale;
+    }
+}
+
+inline void advance_head(float* state, const float* end, const Token& token, float* out, long keys, long values,
+                         float eps) {
+    switch (values) {
+        case 32: return advance<32>(state, end, token, out, keys, values, eps);
+        case 64: return advance<64>(state, end, token, out, keys, values, eps);
+        case 128: return advance<128>(state, end, token, out, keys, values, eps);
+        default: return advance<0>(state, end, token, out, keys, values, eps);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,107 @@
+"""Softmax attention over the keys that a mask allows."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import chosen
+from ..operands import resolved, transformed
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    dropout: float = 0.0,
+) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v over the allowed keys; a query that sees no key gets zero.
+
+    q (B,H,N,D), k (B,G,M,D), v (B,G,M,E) -> (B,H,N,E), where G divides H: each key head serves H/G query heads.
+    ``mask`` bool, broadcast to (B,H,N,M), True = may be seen. ``causal=True`` (without a mask, N = M): j <= i.
+    ``dropout`` is the probability of dropping a weight.
+
+    Source: Vaswani et al. 2017 (1706.03762), eq. 1; Ainslie et al. 2023 (2305.13245) for G < H.
+    """
+    q, k, v = resolved(q, k, v)
+    # Fused kernels have no forward-mode derivatives.
+    if chosen("softmax attention") == "reference" or transformed():
+        p, _ = weights(q, k, mask=mask, causal=causal)
+        return F.dropout(p, dropout) @ repeat(v, q.shape[1])
+    if q.shape[2] == 1 and mask is None and dropout == 0:
+        return _one_query(q, k, v)
+    o = _fused(q, k, v, mask, causal, dropout)
+    if dropout == 0 and o.requires_grad and not torch.compiler.is_compiling():
+        o = _Twice.apply(o, q, k, v, mask, causal)
+    return o  # type: ignore[return-value]
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float) -> Tensor:
+    if mask is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    # The fused kernels differ in what a row without keys gives, so such rows see everything and are then cleared.
+    blind = ~mask.any(-1, keepdim=True)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask | blind, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.masked_fill(blind, 0.0)
+
+
+class _Twice(torch.autograd.Function):
+    """o = attend(q, k, v) as it is; its gradient, where that has to have gradients itself, by plain operations.
+
+    torch's fused kernels have first derivatives only. Those still come from them, by way of o.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(o, q, k, v, mask, causal):
+        return o.view_as(o)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _, *tensors, ctx.causal = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if not torch.is_grad_enabled():
+            return (*grads, None, None, None, None, None)
+        q, k, v, mask = ctx.saved_tensors
+        p, _ = weights(q, k, mask=mask, causal=ctx.causal)
+        o = (p @ repeat(v, q.shape[1])).to(grads[0].dtype)
+        wanted = [t for t in (q, k, v) if t.requires_grad]
+        found = iter(torch.autograd.grad(o, wanted, grads, create_graph=True))
+        return None, *(next(found) if t.requires_grad else None for t in (q, k, v)), None, None
+
+
+def weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """The attention matrix (B,H,N,M) itself, and the logarithm of each row's sum (B,H,N), -inf where nothing is seen.
+
+    Arguments as in ``attend``. O(N M) memory: the definition, for oracles and pictures.
+    """
+    logits = q @ repeat(k, q.shape[1]).mT * q.shape[-1] ** -0.5
+    if causal:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is None:
+        return logits.softmax(-1), logits.logsumexp(-1)
+    p = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1) * mask
+    return p, logits.masked_fill(~mask, -torch.inf).logsumexp(-1)
+
+
+def repeat(x: Tensor, heads: int) -> Tensor:
+    """(B,G,M,D) -> (B,heads,M,D): each key head as often as it has query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A decoding step: query heads that share a key head become rows of one small product."""
+    batch, heads, _, dim = q.shape
+    rows = q.reshape(batch, k.shape[1], heads // k.shape[1], dim) * dim**-0.5
+    p = (rows @ k.mT).softmax(-1)
+    return (p @ v).reshape(batch, heads, 1, v.shape[-1])

@@ -1,0 +1,297 @@
+"""Softmax attention under a pattern: which rows go where, and the public function."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ... import patterns
+from ...patterns import Pattern
+from .. import chosen
+from ..operands import TRANSFORMED, hidden, resolved, same_device, transformed
+from ..softmax import dense as softmax
+from . import blockwise
+from .schedule import Tiles, plan
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Score(Protocol):
+    """Something to be added to the logits; it may have learned parameters and depend on the queries."""
+
+    def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """q_tile (B,H,n,D) of all heads, positions i (n,) and j (m,) -> something that broadcasts to (B,H,n,m)."""
+        ...
+
+
+Bias = Score | Tensor
+
+
+def sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern | str,
+    *,
+    mask: Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    r"""Softmax attention in which each query sees the keys that a pattern allows, in O(N keys-per-query).
+
+    >>> import torch, longspan
+    >>> q, k, v = torch.randn(3, 1, 2, 100, 8)  # (B,H,N,D) each
+    >>> longspan.sparse_attention(q, k, v, "causal & (band(15) | globals(4))").shape
+    torch.Size([1, 2, 100, 8])
+
+    query (B,H,N,D), key (B,G,N,D), value (B,G,N,E), where G divides H -> (B,H,N,E). ``pattern`` is a value of
+    ``longspan.patterns`` or its spec, such as ``"band(255) | globals(4)"``; a query that sees no key gets 0.
+    ``mask`` (B,N) bool: True = a real token; a masked one does not exist, whatever it holds: positions count the real
+    tokens before, and its output is 0. ``bias``: an object whose ``score(q_tile, i, j)`` is added to the logits, or a
+    tensor (H|1,N,N) that is. ``scale`` multiplies $q_i \cdot k_j$; None: $1 / \sqrt D$. ``torch.compile`` takes a spec
+    in a call with neither mask nor bias, and a value in any. Transforms of ``torch.func`` and forward-mode derivatives
+    take plain forms: block by block without a mask, O(N^2) with one.
+
+    Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern.
+    """
+    _check(query, key, value, mask)
+    if isinstance(bias, Tensor):
+        _check_bias(query, bias)
+    # A compiler cannot take the value that a spec makes into its graph, but the spec itself.
+    if not torch.compiler.is_compiling() or mask is not None or bias is not None:
+        pattern = patterns.parse(pattern)
+    return attend(query, key, value, pattern, mask=mask, bias=bias, scale=scale)  # type: ignore[arg-type]
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    layer: int = 0,
+) -> Tensor:
+    """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too."""
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    q, k, v = resolved(q, k, v)
+    way, plain = chosen(blockwise.OP, blockwise.SERVED, ""), transformed()
+    if plain and way not in ("", "torch", "reference"):
+        raise ValueError(f"backend {way!r} cannot serve this call of {blockwise.OP}: {TRANSFORMED}")
+    reference, packed = way == "reference", mask is not None or segments is not None
+    traced = torch.compiler.is_compiling()
+    dense_form = (packed and (traced or plain)) or (traced and bias is not None and not reference)
+    if reference or bias is not None or dense_form or plain:
+        k, v = softmax.repeat(k, q.shape[1]), softmax.repeat(v, q.shape[1])
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if reference:
+            return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer)[0]
+        if bias is not None or plain:
+            return _scored(q, k, v, pattern, bias, scale, layer)
+        return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale)[0]
+
+    if not q.numel():
+        return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * v.sum()
+    if not packed and not dense_form:
+        return run(q, k, v)
+    if isinstance(bias, Tensor):
+        bias = _Table(bias)
+    if dense_form:
+        return _masked(q, k, v, pattern, mask, segments, bias, scale, layer)
+    return ragged(q, k, v, run, mask, segments, exact=pattern.lookahead != 0)
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, bias: Bias | None = None, scale: float, layer: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The definition: -> output (B,H,N,E), attention matrix (B,H,N,N), log of each row's sum (B,H,N)."""
+    n = q.shape[2]
+    allowed = pattern.dense(n, heads=q.shape[1], layer=layer, device=q.device)
+    at = torch.arange(n, device=q.device)
+    return _softmax(q, k, v, allowed, bias, at, at, scale)
+
+
+def _softmax(q, k, v, allowed, bias, i, j, scale) -> tuple[Tensor, Tensor, Tensor]:
+    logits = _logits(q, k, scale)
+    if bias is not None:
+        logits = logits + _score(bias, q, i, j)
+    return _weighted(logits, v, allowed)
+
+
+def _weighted(logits: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.masked_fill(~allowed, -torch.inf)
+    lse = logits.logsumexp(-1)
+    # A row without keys: every weight is 0, and so is every gradient.
+    blind = (lse == -torch.inf)[..., None]
+    p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(~allowed, 0.0)
+    return p.to(v.dtype) @ v, p, lse
+
+
+def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    return (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+
+
+def _score(bias: Bias, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return bias[:, i[:, None], j[None]] if isinstance(bias, Tensor) else bias.score(q, i, j)
+
+
+class _Table:
+    """A bias tensor by positions."""
+
+    def __init__(self, table: Tensor):
+        self.table = table
+
+    def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        last = self.table.shape[-1] - 1
+        return self.table[:, i.clamp(max=last)[:, None], j.clamp(max=last)[None]]
+
+
+def ragged(
+    q: Tensor, k: Tensor, v: Tensor, run: Run, mask: Tensor | None, segments: Tensor | None, *, exact: bool
+) -> Tensor:
+    """Each row's real tokens, and each packed sequence, as a row of its own: the same as separate calls.
+
+    q, k, v (B,H,N,.) -> (B,H,N,E), 0 at masked tokens. Sequences of about one length share a call, padded at the end,
+    where causality hides the pad; ``exact`` groups those of the very same length alone.
+    """
+    batch, heads, n, _ = q.shape
+    real = torch.ones(batch, n, dtype=torch.bool, device=q.device) if mask is None else mask
+    token = real.flatten().nonzero()[:, 0]  # (T,) real tokens, row by row
+    name = token // n if segments is None else (token // n) * (segments.max() + 1) + segments.flatten()[token]
+    sizes = name.unique_consecutive(return_counts=True)[1]
+    starts = sizes.cumsum(0) - sizes
+    room = sizes if exact else 2 ** (sizes - 1).clamp(min=0).double().add(1).log2().ceil().long()
+    flat = [x.transpose(1, 2).flatten(0, 1)[token] for x in (q, k, v)]  # (T,H,.)
+    out = flat[2].new_zeros(batch * n, heads, v.shape[-1])
+    for length in room.unique().tolist():
+        chosen_ = room == length
+        within = torch.arange(length, device=q.device)
+        place = starts[chosen_, None] + within  # (S,length)
+        there = within < sizes[chosen_, None]
+        rows = [x[place.clamp(max=len(token) - 1)].transpose(1, 2) for x in flat]
+        found = run(*rows).transpose(1, 2)[there]
+        out = out.index_put((token[place[there]],), found.to(out.dtype))
+    return out.unflatten(0, (batch, n)).transpose(1, 2)
+
+
+def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
+    """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
+    at = places(mask, segments, q)
+    q, k, v = hidden(mask, q, k, v)
+    allowed = allowed_at(pattern, at, at, q.shape[1], layer)
+    if mask is not None:
+        allowed = allowed & mask[:, None, None, :]
+    if segments is not None:
+        allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+    out = by_rows(q, k, v, allowed, bias, at, at, scale)
+    return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
+
+
+def places(mask: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
+    """The number of real tokens before each token in its own segment, (B,N)."""
+    batch, _, n, _ = like.shape
+    real = torch.ones(batch, n, dtype=torch.long, device=like.device) if mask is None else mask.long()
+    before = real.cumsum(1) - real
+    if segments is None:
+        return before
+    border = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    return before - torch.where(border, before, 0).cummax(1).values
+
+
+def allowed_at(pattern: Pattern, i: Tensor, j: Tensor, heads: int, layer: int) -> Tensor:
+    """The pattern at positions i (B,N) and j (B,M): bool (B,H|1,N,M)."""
+    i, j = i[:, :, None], j[:, None, :]
+    if not pattern.per_head:
+        return pattern.allow(i, j, layer=layer)[:, None]
+    return torch.stack([pattern.allow(i, j, head=head, layer=layer) for head in range(heads)], 1)
+
+
+def by_rows(q, k, v, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float) -> Tensor:
+    """Attention under a mask (B,H|1,N,M), with a score at positions i (B,N), j (B,M) of each row's own."""
+    if bias is None:
+        return softmax.attend(q * (scale * q.shape[-1] ** 0.5), k, v, mask=allowed)
+    rows = [
+        _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], bias, i[b], j[b], scale)[0]
+        for b in range(len(q))
+    ]
+    return torch.cat(rows) if rows else q.new_zeros(*q.shape[:3], v.shape[-1])
+
+
+def matrix(q, k, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The attention matrix (B,H,N,M) under the same arguments as ``by_rows``, and the log of each row's sum (B,H,N)."""
+    rows = []
+    for b in range(len(q)):
+        one = slice(b, b + 1)
+        rows.append(_softmax(q[one], k[one], k[one], allowed[one], bias, i[b], j[b], scale)[1:])
+    return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
+
+
+def _scored(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias | None, scale: float, layer: int) -> Tensor:
+    """With a score, whose gradient torch finds: block by block of queries, each computed again in the backward."""
+    # Transforms cannot follow what is computed again.
+    block = _block if transformed() else partial(checkpoint, _block, use_reentrant=False)
+    n, outs = q.shape[2], []
+    for head in range(q.shape[1]) if pattern.per_head else [0]:
+        own = slice(head, head + 1) if pattern.per_head else slice(None)
+        pieces, order = [v[:, own, :0]], [torch.zeros(0, dtype=torch.int64, device=q.device)]
+        for i, j, allowed in _blocks(repr(pattern), n, head, layer, q.device):
+            pieces.append(block(q[:, :, i], k[:, own, j], v[:, own, j], allowed, bias, i, j, scale, own))
+            order.append(i)
+        out = torch.cat(pieces, 2)
+        outs.append(out.new_zeros(*out.shape[:2], n, v.shape[-1]).index_copy(2, torch.cat(order), out))
+    return torch.cat(outs, 1)
+
+
+def _block(q, k, v, allowed, bias, i, j, scale, own) -> Tensor:
+    """Some queries of all heads, of which the ``own`` ones meet their keys: a score may depend on the others' too."""
+    logits = _logits(q[:, own], k, scale)
+    if bias is not None:
+        score = _score(bias, q, i, j)
+        logits = logits + (score[..., own, :, :] if score.dim() > 2 and score.shape[-3] > 1 else score)
+    return _weighted(logits, v, allowed)[0]
+
+
+def _blocks(text: str, n: int, head: int, layer: int, device: torch.device):
+    """Every block of queries that sees something: positions i (n,), j (m,) and which pairs are allowed (n,m)."""
+    for part in plan(text, n, head, layer, classes=False)[1]:
+        assert isinstance(part, Tiles)
+        within = torch.arange(part.size)
+        for row, (query, keys) in enumerate(zip(part.rows, part.keys, strict=True)):
+            i, j = query * part.size + within, (keys[:, None] * part.size + within).flatten()
+            allowed = torch.ones(len(i), len(j), dtype=torch.bool)
+            if part.mask is not None:
+                allowed = part.mask[min(row, len(part.mask) - 1)] == 0
+            inside = j < n
+            yield i[i < n].to(device), j[inside].to(device), allowed[i < n][:, inside].to(device)
+
+
+def _check_bias(query: Tensor, bias: Tensor) -> None:
+    heads, n = query.shape[1:3]
+    if tuple(bias.shape) not in ((heads, n, n), (1, n, n)) or not bias.is_floating_point():
+        raise ValueError(
+            f"a bias tensor is (H|1,N,N) in floating point, here H={heads}, N={n}, not {bias.dtype} {tuple(bias.shape)}"
+        )
+    same_device(query=query, bias=bias)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() != 4 or not x.is_floating_point() or x.dtype != query.dtype:
+            raise ValueError(f"{name} must be (B,H,N,D) in {query.dtype}, not {x.dtype} {tuple(x.shape)}")
+    same_device(query=query, key=key, value=value, mask=mask)
+    batch, heads, n, dim = query.shape
+    groups = key.shape[1]
+    if key.shape != (batch, groups, n, dim) or value.shape[:3] != key.shape[:3] or not groups or heads % groups:
+        raise ValueError(
+            f"key must be (B,G,N,D) and value (B,G,N,E) with G dividing H, for query {tuple(query.shape)}; "
+            f"they are {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, n)):
+        raise ValueError(f"mask must be bool {(batch, n)}, True on real tokens, not {mask.dtype} {tuple(mask.shape)}")

@@ -1,0 +1,182 @@
+"""Softmax attention over the pairs of a pattern, block by block; never an N x N matrix."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ... import patterns
+from .. import chosen
+from ..softmax.dense import repeat
+from . import flex, tiles
+from . import native as kernels
+from .schedule import Classes, listed, plan
+
+OP, SERVED = "attention under a pattern", ("reference", "torch", "native", "flex")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, pattern: patterns.Pattern | str, *, layer: int, scale: float):
+    """softmax over the keys that the pattern allows: q (B,H,N,D), k (B,G,N,D), v (B,G,N,E), G dividing H, -> (B,H,N,E),
+    log-sums (B,H,N), float32 at least.
+
+    Queries and keys stand at positions 0 ... N-1. A row that sees nothing gives 0 and -inf. The log-sums carry no
+    gradient. O(N keys-per-query) time; memory of the inputs' size, and of the torch form also that of keys that are no
+    runs of neighbouring blocks, a part at a time.
+    """
+    if not q.numel() or not v.numel():
+        return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum()), _sums(q).fill_(-torch.inf)
+    text = pattern if isinstance(pattern, str) else _text(pattern)
+    way = _way(q, k, v, text, layer)
+    if way == "flex":
+        out, lse = flex.attend(q, k, v, text, layer, scale)
+    else:
+        out, lse = _forward_op(q, k, v, text, layer, scale, way == "native")
+    return out, lse.detach()
+
+
+def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int) -> str:
+    """The backend of a call. Raises ValueError where a forced one cannot serve it."""
+    no_kernels = kernels.why_not(q, k, v)
+    no_flex = flex.why_not(q, k, v, text, layer)
+    best = "torch" if no_kernels and no_flex else "flex" if no_kernels else "native"
+    way = chosen(OP, SERVED, best)
+    for name, reason in (("native", no_kernels), ("flex", no_flex)):
+        if way == name and reason:
+            raise ValueError(f"backend {name!r} cannot serve this call of {OP}: {reason}")
+    return way
+
+
+@torch.compiler.assume_constant_result
+def _text(pattern: patterns.Pattern) -> str:
+    return repr(pattern)
+
+
+def flops(q: torch.Size, k: torch.Size, v: torch.Size, pattern: str, layer: int, *_: object, **__: object) -> int:
+    """FLOPs of the products of ``longspan::pattern_forward``, by the shapes of its operands: of whole blocks."""
+    pairs, n, heads = 0, q[2], q[1]
+    alike = not patterns.parse(pattern).per_head
+    for head in [0] if alike else range(heads):
+        for part in plan(pattern, n, head, layer, True)[1]:
+            assert isinstance(part, Classes)
+            pairs += part.step * part.count**2
+        blocks = listed(pattern, n, head, layer)
+        pairs += 0 if blocks is None else len(blocks.keys) * blocks.size**2
+    return 2 * (q[3] + v[3]) * q[0] * pairs * (heads if alike else 1)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, pattern: str, layer: int, scale: float, by_kernels: bool
+) -> tuple[Tensor, Tensor]:
+    """-> output (B,H,N,E), log of each row's sum (B,H,N)."""
+    out, lse, n = _room(q, v), _sums(q), q.shape[2]
+    for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
+        length, parts = plan(pattern, n, head, layer, by_kernels)
+        blocks = listed(pattern, n, head, layer) if by_kernels else None
+        if blocks is not None:
+            sums = lse if q_ is q else _sums(q_)
+            kernels.forward(q_, k_, v_, out[:, own], sums, blocks, scale)
+            if sums is not lse:
+                lse[:, own] = sums
+        if parts or blocks is None:
+            rows, wide = _rows(length, q_, k_, v_)
+            o, log = torch.zeros_like(rows[0]), _sums(rows[0][None])[0].fill_(-torch.inf)
+            if blocks is not None:
+                o = tiles.padded(F.pad(out[:, own], (0, wide - v.shape[-1])), length)
+                log = F.pad(lse[:, own].flatten(0, 1), (0, length - n), value=-torch.inf)
+            tiles.forward(parts, rows, o, log, scale, begun=blocks is not None)
+            out[:, own] = _unpadded(o, q_, v.shape[-1])
+            lse[:, own] = _unpadded(log[..., None], q_, 1)[..., 0]
+    return out, lse
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: str, layer: int, scale: float,
+    by_kernels: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v."""
+    n, grads = q.shape[2], None
+    for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
+        length, parts = plan(pattern, n, head, layer, by_kernels)
+        blocks = listed(pattern, n, head, layer) if by_kernels else None
+        group = head // (q.shape[1] // k.shape[1])
+        shared = own if q_ is q else slice(group, group + 1)
+        if blocks is not None:
+            found = kernels.backward(q_, k_, v_, out[:, own], grad[:, own], lse[:, own].contiguous(), blocks, scale)
+            if q_ is q and not parts:
+                return found
+            grads = grads or _nothing(q, k, v)
+            for total, add, place in zip(grads, found, (own, shared, shared), strict=True):
+                total[:, place] += add
+        if parts or blocks is None:
+            grads = grads or _nothing(q, k, v)
+            rows, wide = _rows(length, q_, k_, v_)
+            rows += [tiles.padded(F.pad(x[:, own], (0, wide - v.shape[-1])), length) for x in (grad, out)]
+            # A row that sees nothing: exp(logit - inf) = 0, where logit + inf would be no number.
+            log = F.pad(lse[:, own].flatten(0, 1), (0, length - n), value=torch.inf)
+            found = [torch.zeros_like(x) for x in rows[:3]]
+            tiles.backward(parts, rows, log.masked_fill(log == -torch.inf, torch.inf), found, scale)
+            for total, add, place in zip(grads, found, (own, shared, shared), strict=True):
+                whole = _unpadded(add, q_, total.shape[-1])
+                groups = total[:, place].shape[1]
+                total[:, place] += whole.unflatten(1, (groups, -1)).sum(2)
+    return grads or _nothing(q, k, v)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    zeros = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return next(zeros), next(zeros), next(zeros)
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor, pattern: str):
+    """(heads, number of the first, their q, k, v): all at once, or one after the other where their patterns differ."""
+    if not patterns.parse(pattern).per_head:
+        yield slice(None), 0, q, k, v
+        return
+    shared = q.shape[1] // k.shape[1]
+    for head in range(q.shape[1]):
+        own, group = slice(head, head + 1), slice(head // shared, head // shared + 1)
+        yield own, head, q[:, own], k[:, group], v[:, group]
+
+
+def _rows(length: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], int]:
+    """q, k, v as (B H, length, D) with as many heads and channels each, and that number of channels."""
+    wide = max(q.shape[-1], v.shape[-1])
+    each = (q, repeat(k, q.shape[1]), repeat(v, q.shape[1]))
+    return [tiles.padded(F.pad(x, (0, wide - x.shape[-1])), length) for x in each], wide
+
+
+def _unpadded(x: Tensor, q: Tensor, width: int) -> Tensor:
+    return x.unflatten(0, q.shape[:2])[:, :, : q.shape[2], :width]
+
+
+def _room(q: Tensor, v: Tensor) -> Tensor:
+    return v.new_empty(*q.shape[:3], v.shape[-1])
+
+
+def _sums(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+_forward_op = torch.library.custom_op("longspan::pattern_forward", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("longspan::pattern_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(q, k, v, pattern, layer, scale, by_kernels):
+    return _room(q, v), _sums(q)
+
+
+@_backward_op.register_fake
+def _(grad, q, k, v, out, lse, pattern, layer, scale, by_kernels):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _differentiate(ctx, grad, _):
+    return *_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+_forward_op.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,62 @@
+"""Softmax attention under a pattern by the C++ kernels, forward and backward."""
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..native import build, call
+from ..native.build.openmp import threads
+from ..native.call import TYPES, pointers, strides
+
+if TYPE_CHECKING:
+    from .schedule import Listed
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
+    return call.why_not(q, k, v, None)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: "Listed", scale: float) -> None:
+    """q (B,H,N,D), k (B,G,N,D), v (B,G,N,E), of any strides, float32 or bfloat16; fills out (B,H,N,E), lse (B,H,N).
+
+    Time is O(pairs of the listed blocks), memory beyond the operands a few blocks per thread. Any number of threads
+    gives the same bits. Raises MemoryError where those blocks do not fit.
+    """
+    failed = _kernels().longspan_pattern_forward(
+        *pointers(q, k, v, out, lse, blocks.offsets, blocks.keys, blocks.tiles, blocks.masks),
+        strides(q, k, v, out), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"no memory for the blocks of {threads()} threads")
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, blocks: "Listed", scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, each contiguous; out and lse may be those of a softmax over more keys than these.
+
+    Threads share out the heads of keys, so that more threads than B G gain nothing; each holds float32 sums of one
+    head's gradients. Any number of threads gives the same bits. Raises MemoryError where those do not fit.
+    """
+    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    failed = _kernels().longspan_pattern_backward(
+        *pointers(q, k, v, out, grad, *grads, lse, blocks.offsets, blocks.keys, blocks.tiles, blocks.masks),
+        strides(q, k, v, out, grad, *grads), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, threads(),
+    )  # fmt: skip
+    if failed:
+        raise MemoryError(f"no memory for the sums of {threads()} threads")
+    return grads  # type: ignore[return-value]
+
+
+def _sizes(q: Tensor, k: Tensor, v: Tensor, blocks: "Listed") -> ctypes.Array:
+    batch, heads, n, dim = q.shape
+    return (ctypes.c_long * 8)(batch, k.shape[1], heads, n, dim, v.shape[-1], len(blocks.offsets) - 1, blocks.size)
+
+
+def _kernels() -> ctypes.CDLL:
+    kernels = build.loaded()
+    assert kernels is not None
+    return kernels

@@ -1,0 +1,171 @@
+"""The dense products that work off a plan: blocks of queries against blocks of keys, forward and backward, in torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .schedule import Classes, Part, Tiles
+
+GATHERED = 2**24  # numbers of keys that are copied at once, where they are no runs
+LOGITS = 2**20  # logits that the backward holds at once
+
+
+def forward(parts: tuple[Part, ...], rows: list[Tensor], o: Tensor, log: Tensor, scale: float, *, begun: bool) -> None:
+    """Attend within each part: rows are q, k, v (B',L,D); o (B',L,D) and log (B',L) are filled in, or added to."""
+    for i, part in enumerate(parts):
+        # Tiles share no queries with each other, so that only classes of tokens meet what was there before.
+        fresh = not begun and (isinstance(part, Tiles) or i == 0)
+        for piece in _pieces(part, rows[0], backward=False):
+            _accumulate(part, piece, rows, o, log, scale, fresh)
+
+
+def backward(parts: tuple[Part, ...], rows: list[Tensor], log: Tensor, found: list[Tensor], scale: float) -> None:
+    """Add to found, the gradients of q, k, v (B',L,D); rows are q, k, v, the output's gradient and the output.
+
+    With the output and the sum of the whole row, each part gives its own share.
+    """
+    for part in parts:
+        for piece in _pieces(part, rows[0], backward=True):
+            _adjoint(part, piece, rows, log, found, scale)
+
+
+def padded(x: Tensor, length: int) -> Tensor:
+    """(B,H,N,D) -> (B H, length, D), contiguous."""
+    x = x.flatten(0, 1)
+    return F.pad(x, (0, 0, 0, length - x.shape[1])) if length > x.shape[1] else x.contiguous()
+
+
+def _pieces(part: Part, x: Tensor, *, backward: bool) -> list[slice]:
+    """Which rows of a part go into one call: so many that what is copied or held at once stays small."""
+    wide = part.count if isinstance(part, Classes) else part.keys.shape[1] * part.size
+    total, count = _rows(part), _rows(part)
+    if backward:
+        each = len(x) * wide * (part.count if isinstance(part, Classes) else part.size)
+        count = max(1, LOGITS // each)
+    elif isinstance(part, Tiles) and part.begin < 0:
+        count = max(1, GATHERED // (len(x) * wide * x.shape[-1]))
+    return [slice(start, min(total, start + count)) for start in range(0, total, count)]
+
+
+def _rows(part: Part) -> int:
+    return part.step if isinstance(part, Classes) else len(part.rows)
+
+
+def _blocks(part: Tiles, x: Tensor) -> Tensor:
+    return x[:, : x.shape[1] // part.size * part.size].unflatten(1, (-1, part.size))
+
+
+def _queries(part: Part, piece: slice, x: Tensor) -> Tensor:
+    """What each dense product reads of the queries' side: x (B',L,...) -> (B',g,b,...), a view where possible."""
+    if isinstance(part, Classes):
+        classes = x[:, : part.step * part.count].unflatten(1, (part.count, part.step)).transpose(1, 2)
+        return classes[:, piece]
+    blocks = _blocks(part, x)
+    if part.first >= 0:
+        return blocks[:, part.first + piece.start : part.first + piece.stop]
+    return blocks[:, part.rows[piece].to(x.device)]
+
+
+def _keys(part: Part, piece: slice, x: Tensor) -> Tensor:
+    """The same of the keys' side: x (B',L,D) -> (B',g,s b,D). Runs of keys overlap in place; others are copied."""
+    if isinstance(part, Classes):
+        return _queries(part, piece, x)
+    if part.begin < 0:
+        return _blocks(part, x)[:, part.keys[piece].to(x.device)].flatten(2, 3)
+    dim, wide, begin = x.shape[-1], part.keys.shape[1] * part.size, part.begin + piece.start * part.stride
+    shape, strides = (len(x), piece.stop - piece.start, wide, dim), (x.stride(0), part.stride * part.size * dim, dim, 1)
+    return x.as_strided(shape, strides, x.storage_offset() + begin * part.size * dim)
+
+
+def _add_keys(part: Part, piece: slice, total: Tensor, grad: Tensor) -> None:
+    """The adjoint of ``_keys``, added to total (B',L,D)."""
+    if isinstance(part, Classes):
+        _queries(part, piece, total).add_(grad)
+        return
+    blocks, count, wide = _blocks(part, total), grad.shape[1], part.keys.shape[1]
+    grad = grad.unflatten(2, (wide, part.size))  # (B',g,s,b,D)
+    begin = part.begin + piece.start * part.stride
+    if part.begin < 0:
+        blocks.index_add_(1, part.keys[piece].flatten().to(total.device), grad.flatten(1, 2))
+    elif part.stride:
+        for r in range(wide):
+            last = begin + r + (count - 1) * part.stride
+            blocks[:, begin + r : last + 1 : part.stride].add_(grad[:, :, r])
+    else:
+        blocks[:, begin : begin + wide].add_(grad.sum(1))
+
+
+def _own(part: Part, piece: slice, table: Tensor) -> Tensor:
+    """The piece's rows of a table that has one row for each row of the part, or one for all; (1,g|1,...)."""
+    return (table[piece] if len(table) == _rows(part) else table)[None]
+
+
+def _bias(part: Part, piece: slice, like: Tensor) -> Tensor | None:
+    """The mask as something to add, (1,g|1,b,m)."""
+    if part.mask is None:
+        return None
+    return _own(part, piece, part.mask).to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+
+def _accumulate(part: Part, piece: slice, rows: list[Tensor], o: Tensor, log: Tensor, scale: float, fresh: bool):
+    """Attend within one part, and merge with what other parts have given, if they have."""
+    q, k, v = _queries(part, piece, rows[0]), _keys(part, piece, rows[1]), _keys(part, piece, rows[2])
+    new, lse = _attend(q, k, v, _bias(part, piece, q), scale)
+    if part.blind is not None:
+        blind = _own(part, piece, part.blind).to(q.device)
+        new, lse = new.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
+    if fresh:
+        _put(part, piece, o, new)
+        _put(part, piece, log, lse)
+        return
+    old, before = _queries(part, piece, o), _queries(part, piece, log)
+    both = torch.logaddexp(before, lse)
+    # Two empty rows: their logarithms are -inf, and so is that of their sum.
+    some = both.masked_fill(both == -torch.inf, 0.0)
+    merged = old * (before - some).exp()[..., None].to(old.dtype) + new * (lse - some).exp()[..., None].to(old.dtype)
+    _put(part, piece, o, merged)
+    _put(part, piece, log, both)
+
+
+def _put(part: Part, piece: slice, total: Tensor, values: Tensor) -> None:
+    if isinstance(part, Classes) or part.first >= 0:
+        _queries(part, piece, total).copy_(values)
+    else:
+        _blocks(part, total)[:, part.rows[piece].to(total.device)] = values
+
+
+def _adjoint(part: Part, piece: slice, rows: list[Tensor], log: Tensor, found: list[Tensor], scale: float) -> None:
+    q, grad, out = (_queries(part, piece, rows[i]) for i in (0, 3, 4))
+    k, v = _keys(part, piece, rows[1]), _keys(part, piece, rows[2])
+    lse = _queries(part, piece, log)
+    dq, dk, dv = _attend_backward(grad, q, k, v, out, lse, _bias(part, piece, q), scale)
+    if isinstance(part, Classes) or part.first >= 0:
+        _queries(part, piece, found[0]).add_(dq)
+    else:
+        _blocks(part, found[0]).index_add_(1, part.rows[piece].to(dq.device), dq)
+    _add_keys(part, piece, found[1], dk)
+    _add_keys(part, piece, found[2], dv)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """q (B',g,b,D), k, v (B',g,m,D), bias (1,g|1,b,m) -> output, log-sums; any numbers where none is seen."""
+    if q.device.type == "cpu":
+        # Unlike the public function, this one tells the sums, without which parts cannot be merged.
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=bias, scale=scale
+        )
+    logits = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    logits = logits if bias is None else logits + bias
+    lse = logits.logsumexp(-1)
+    return logits.softmax(-1).to(v.dtype) @ v, lse
+
+
+def _attend_backward(grad, q, k, v, out, lse, bias, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Its adjoint, with the output and the sum of the whole row: p = exp(logit - lse), dS = p (dP - grad . out)."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = (q @ k.mT).to(wide).mul_(scale)
+    p = (logits if bias is None else logits.add_(bias)).sub_(lse[..., None]).exp_()
+    delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    dv = p.to(q.dtype).mT @ grad
+    ds = (grad @ v.mT).to(wide).sub_(delta).mul_(p).mul_(scale).to(q.dtype)
+    return ds @ k, ds.mT @ q, dv

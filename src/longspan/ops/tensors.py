@@ -1,0 +1,62 @@
+"""What every op needs of tensors: width, heads side by side and apart, positions, who sees whom within a call."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """Half precision to float32; float32 and float64 as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def with_ones(v: Tensor) -> Tensor:
+    """(..., E) -> (..., E+1): a last column of ones, whose weighted sum is the normaliser."""
+    return F.pad(v, (0, 1), value=1.0)
+
+
+def split(x: Tensor, heads: int) -> Tensor:
+    """(B,N,H*D) -> (B,H,N,D)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge(x: Tensor) -> Tensor:
+    """(B,H,N,D) -> (B,N,H*D)."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def positions(
+    x: Tensor, start: Tensor | None = None, *, mask: Tensor | None = None, segments: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Position of each token: the number of real tokens before it in its own segment.
+
+    x (B,N,...), start (B,) = real tokens seen in earlier calls, mask (B,N) bool, segments (B,N) int64
+    -> positions (B,N) int64 (those of masked tokens mean nothing, and are never negative), next position (B,).
+    """
+    batch, n = x.shape[:2]
+    if start is None:
+        start = torch.zeros(batch, dtype=torch.long, device=x.device)
+    if mask is None and segments is None:
+        return start[:, None] + torch.arange(n, device=x.device), start + n
+    real = torch.ones(batch, n, dtype=torch.long, device=x.device) if mask is None else mask.long()
+    count = real.cumsum(1)
+    before = count - real
+    if segments is None:
+        return start[:, None] + before, start + real.sum(1)
+    border = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    base = torch.where(border, before, 0).cummax(1).values
+    at = before - base + torch.where(segments == segments[:, :1], start[:, None], 0)
+    return at, at[:, -1] + real[:, -1] if n else start
+
+
+def visible(x: Tensor, *, causal: bool, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    """Which token of one call may see which: x (B,N,...), mask (B,N), segments (B,N) -> bool (B|1,1,N,N)."""
+    n = x.shape[1]
+    allowed = torch.ones(1, 1, n, n, dtype=torch.bool, device=x.device)
+    if causal:
+        allowed = allowed.tril()
+    if mask is not None:
+        allowed = allowed & mask[:, None, None, :]
+    if segments is not None:
+        allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+    return allowed

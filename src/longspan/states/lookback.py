@@ -1,0 +1,120 @@
+"""Attention under a pattern, for mechanisms: whole sequences by blocks, and a state as large as the look-back."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import sparse
+from ..ops.softmax.dense import repeat
+from ..ops.sparse import Bias
+from ..ops.tensors import positions
+from ..patterns import Pattern
+from . import cache, window
+from .cache import KeyValues
+from .window import View, Window
+
+STATES = (Window, KeyValues)
+AT_ONCE = 512  # new tokens of one call that meet a state together
+
+__all__ = ["STATES", "attend", "empty"]
+
+
+def empty(pattern: Pattern, batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> Window | KeyValues:
+    """The state before the first token: a window where the look-back has a bound, else all keys and values."""
+    if pattern.lookback is None:
+        return cache.empty(batch, heads, capacity, dim, like)
+    return window.empty(batch, heads, pattern.lookback + 1, dim, like)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Window | KeyValues | None,
+    pattern: Pattern,
+    *,
+    layer: int = 0,
+    bias: Bias | None = None,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    record: dict | None = None,
+    donate: bool = False,
+) -> tuple[Tensor, Any]:
+    """q (B,H,N,D), k, v (B,G,N,.), G dividing H, -> what the heads read (B,H,N,E), and the state after these tokens.
+
+    ``pattern`` looks ahead only where there is no state. Masked tokens do not exist, packed sequences do not meet, as
+    in ``Attention.forward``. Without a state, memory is O(N keys-per-query); with one, so many tokens at a time meet it
+    as keep it small. ``record`` gets ``matrix``, ``mask`` and ``lse``, each O(N M).
+    """
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    if state is None:
+        o = sparse.attend(
+            q, k, v, pattern, mask=mask, segments=segments, bias=bias, scale=scale, layer=layer
+        )  # fmt: skip
+        if record is not None:
+            at = sparse.places(mask, segments, q)
+            seen = _real(mask, segments, at)
+            _record(record, q, View(k, v, at, at, seen), pattern, layer, bias, scale)
+        return o, None
+    n, outs = q.shape[2], []
+    if _from_nothing(state, n, mask, segments, record):
+        o = sparse.attend(q, k, v, pattern, bias=bias, scale=scale, layer=layer)
+        if isinstance(state, Window):
+            return o, window.tail(state, k, v)
+        return o, cache.extend(state, k, v, donate=donate)[1]
+    together = n if segments is not None or record is not None else AT_ONCE
+    for start in range(0, n, together) or [0]:
+        part = slice(start, start + together)
+        own = None if mask is None else mask[:, part]
+        packed = None if segments is None else segments[:, part]
+        view, state = _extend(state, k[:, :, part], v[:, :, part], own, packed, donate or start > 0)
+        if record is not None:
+            _record(record, q, view, pattern, layer, bias, scale)
+        outs.append(_read(q[:, :, part], view, pattern, layer, bias, scale))
+    return torch.cat(outs, 2), state
+
+
+def _from_nothing(state: Window | KeyValues, n: int, mask, segments, record) -> bool:
+    """Whether a prompt can be read as a whole sequence: nothing came before it, and every row is alike."""
+    given = mask is not None or segments is not None or record is not None
+    if n == 1 or given or torch.compiler.is_compiling():
+        return False
+    before = state.position if isinstance(state, Window) else state.length
+    return not bool(before.any())
+
+
+def _real(mask: Tensor | None, segments: Tensor | None, at: Tensor) -> Tensor:
+    """Which tokens of one call exist for each other, bool (B,N,N)."""
+    batch, n = at.shape
+    seen = torch.ones(batch, n, n, dtype=torch.bool, device=at.device) if mask is None else mask[:, None, :]
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])
+    return seen.expand(batch, n, n)
+
+
+def _extend(state: Any, k: Tensor, v: Tensor, mask, segments, donate: bool) -> tuple[View, Any]:
+    if isinstance(state, Window):
+        return window.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+    at, _ = positions(k.transpose(1, 2), state.length, mask=mask, segments=segments)
+    n, before = k.shape[2], state.keys.shape[2]
+    sight, after = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+    slots = torch.arange(sight.keys.shape[2], device=k.device).expand(len(k), -1)
+    if segments is not None:
+        # Packed rows: the old slots, which are positions, and then the new tokens, at their own.
+        slots = torch.cat([slots[:, :before], at], 1)
+    return View(sight.keys, sight.values, at, slots, sight.allowed(n).expand(len(k), 1, n, -1)[:, 0]), after
+
+
+def _read(q: Tensor, view: View, pattern: Pattern, layer: int, bias: Bias | None, scale: float) -> Tensor:
+    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.seen[:, None]
+    q = q.to(view.keys.dtype)
+    keys, values = (repeat(x, q.shape[1]) if bias is not None else x for x in (view.keys, view.values))
+    return sparse.by_rows(q, keys, values, allowed, bias, view.at, view.slots, scale)
+
+
+def _record(record: dict, q: Tensor, view: View, pattern: Pattern, layer: int, bias: Bias | None, scale: float) -> None:
+    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.seen[:, None]
+    matrix, lse = sparse.matrix(q, repeat(view.keys, q.shape[1]), allowed, bias, view.at, view.slots, scale)
+    record.update(mask=allowed, matrix=matrix, lse=lse)
