@@ -9,8 +9,6 @@ from torch import Tensor
 from ..operands import records
 
 LOWEST = -800.0  # a log decay; below it e^x is 0 in float64 too, so it stands for -inf
-
-
 FAINT = {torch.float32: -86.0, torch.float64: -706.0}  # below, e^x is close to the smallest normal number or less
 
 

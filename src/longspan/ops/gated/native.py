@@ -8,7 +8,7 @@ from torch import Tensor
 from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
-from ..native.call import LARGEST, TYPES, pointers, readable, strides
+from ..native.call import LARGEST, TYPES, kernels, pointers, readable, strides
 from .chunks import CHUNK, differentiable_backward
 
 GATES = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, by head, by channel, as in gated/chunk.h
@@ -73,7 +73,7 @@ def _forward(
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and if they are wanted the states before every 512 tokens."""
-    assert _kernels().longspan_gated_span() == SPAN
+    assert kernels().longspan_gated_span() == SPAN
     o, end, starts = (
         fresh_like(v),
         torch.empty_like(state, memory_format=torch.contiguous_format),
@@ -81,7 +81,7 @@ def _forward(
     )
     first = state.contiguous()
     mask, segments = (None if t is None else t.contiguous() for t in (mask, segments))
-    failed = _kernels().longspan_gated_forward(
+    failed = kernels().longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments),
         strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(q, v), _kind(log_decay), TYPES[v.dtype], scale, threads(),
     )  # fmt: skip
@@ -111,7 +111,7 @@ def _backward(
     ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
     mask, segments = (None if t is None else t.contiguous() for t in (mask, segments))
     gates = (*_gates(log_decay, beta), *_gates(ddecay, dbeta))
-    failed = _kernels().longspan_gated_backward(
+    failed = kernels().longspan_gated_backward(
         *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments),
         strides(q, k, v, grad, dq, dk, dv, *gates), _sizes(q, v), _kind(log_decay), TYPES[v.dtype], TYPES[dq.dtype],
         scale, threads(),
@@ -156,13 +156,13 @@ def step(
             return None
         beta = beta.contiguous()
         rates = beta.data_ptr()
-    if (kernels := build.loaded()) is None:
+    if (library := build.loaded()) is None:
         return None
     factor = keys**-0.5 if scale is None else scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(v)
-    failed = kernels.longspan_gated_step(
+    failed = library.longspan_gated_step(
         state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decays, rates, out.data_ptr(), batch * heads,
         heads // groups, keys, values, _kind(log_decay), factor, threads(),
     )  # fmt: skip
@@ -207,9 +207,3 @@ def _gates(log_decay: Tensor | None, beta: Tensor | None) -> list[Tensor]:
 
 def _sizes(q: Tensor, v: Tensor) -> ctypes.Array:
     return (ctypes.c_long * 6)(q.shape[0], q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1])
-
-
-def _kernels() -> ctypes.CDLL:
-    kernels = build.loaded()
-    assert kernels is not None
-    return kernels

@@ -1,14 +1,12 @@
 """Causal linear attention over whole sequences by the C++ kernels, forward and backward."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
-from ..native.call import LARGEST, MAPS, TYPES, pointers, readable, strides
+from ..native.call import LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
 from .composed import differentiable_backward
 
 
@@ -70,7 +68,7 @@ def _forward(
     """o (B,H,N,E), the last state (B,H,D,E+1), the denominators (B,H,N)."""
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
-    failed = _kernels().longspan_linear_forward(
+    failed = kernels().longspan_linear_forward(
         *pointers(q, k, v, o, below, state, end, mask, segments), strides(q, k, v, o), *q.shape, v.shape[-1],
         MAPS[feature_map], TYPES[v.dtype], eps, threads(),
     )  # fmt: skip
@@ -97,7 +95,7 @@ def _backward(
     dq, dk, dv, first = fresh_like(q), fresh_like(k), fresh_like(v), _state(q, v)
     grad_end = grad_end.contiguous()
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
-    failed = _kernels().longspan_linear_backward(
+    failed = kernels().longspan_linear_backward(
         *pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
         strides(q, k, v, o, grad, dq, dk, dv), *q.shape, v.shape[-1],
         MAPS[feature_map], TYPES[v.dtype], eps, threads(),
@@ -129,12 +127,6 @@ def _denominators(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _kernels() -> ctypes.CDLL:
-    kernels = build.loaded()
-    assert kernels is not None
-    return kernels
-
-
 def step(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float, donate: bool
 ) -> tuple[Tensor, Tensor] | None:
@@ -153,12 +145,12 @@ def step(
         return None
     if tokens != 1 or not batch * heads or not 0 < keys <= LARGEST or not 0 < values < LARGEST:
         return None
-    if (kernels := build.loaded()) is None:
+    if (library := build.loaded()) is None:
         return None
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(v)
-    failed = kernels.longspan_linear_step(
+    failed = library.longspan_linear_step(
         state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), batch * heads, keys, values,
         feature, eps, threads(),
     )  # fmt: skip

@@ -8,6 +8,10 @@ from torch import Tensor
 from ..operands import TRANSFORMED, transformed
 from . import build
 
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
+MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in linear/maps.h
+LARGEST = 1024  # channels of a head, plus one; below the limits of linear/step.cpp and gated/step.cpp
+
 
 def pointers(*tensors: Tensor | None) -> list[int | None]:
     """Where their numbers begin, as a C function takes it; null for None."""
@@ -18,9 +22,6 @@ def strides(*tensors: Tensor) -> ctypes.Array:
     """All their strides, in elements, one tensor after the other."""
     flat = [stride for t in tensors for stride in t.stride()]
     return (ctypes.c_long * len(flat))(*flat)
-
-
-TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
 
 
 def why_not(
@@ -53,8 +54,11 @@ def why_not(
     return "" if available() else "the kernels could not be compiled"
 
 
-MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in linear/maps.h
-LARGEST = 1024  # channels of a head, plus one; below the limits of linear/step.cpp and gated/step.cpp
+def kernels() -> ctypes.CDLL:
+    """The kernels, where ``available`` has said that there are some."""
+    found = build.loaded()
+    assert found is not None
+    return found
 
 
 @torch.compiler.assume_constant_result

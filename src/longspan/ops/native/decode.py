@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import build
 from .build.openmp import threads
 from .call import MAPS as MAPS
+from .call import TYPES as TYPES
+from .call import kernels
 
 # The numbers are those of decode/step.cpp and decode/activations.h.
-TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2, "squared_relu": 3, "geglu": 4, "swiglu": 5}
 LINEAR, SOFTMAX = 0, 1
 FINE, NO_MEMORY, BAD_TOKEN, BAD_POSITION, NO_ROOM, BAD_LENGTH = range(6)
@@ -71,10 +71,9 @@ class Weights:
     def linear(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None]) -> Linear:
         """Maps of one input, (out,in) each, that become one with their outputs side by side."""
         weight, biases = torch.cat([w.detach() for w in weights]).contiguous(), list(biases)
-        kernels = build.loaded()
-        assert kernels is not None
-        packed = weight.new_empty(kernels.longspan_packed_size(*weight.shape))
-        kernels.longspan_pack(weight.data_ptr(), *weight.shape, TYPES[self.dtype], packed.data_ptr())
+        library = kernels()
+        packed = weight.new_empty(library.longspan_packed_size(*weight.shape))
+        library.longspan_pack(weight.data_ptr(), *weight.shape, TYPES[self.dtype], packed.data_ptr())
         given = [b for b in biases if b is not None]
         bias = self.numbers(torch.cat(given)) if given else None
         assert len(given) in (0, len(biases))
@@ -114,9 +113,7 @@ def step(
 
     -> FINE, or what was wrong, and then no state was changed. Raises MemoryError.
     """
-    kernels = build.loaded()
-    assert kernels is not None
-    code = kernels.longspan_decode(
+    code = kernels().longspan_decode(
         ctypes.addressof(model), ctypes.addressof(states), None if tokens is None else tokens.data_ptr(),
         positions.data_ptr(), None if embedded is None else embedded.data_ptr(), len(out), out.data_ptr(), threads(),
     )  # fmt: skip

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..native import build, call
+from ..native import call
 from ..native.build.openmp import threads
-from ..native.call import TYPES, pointers, strides
+from ..native.call import TYPES, kernels, pointers, strides
 
 if TYPE_CHECKING:
     from .schedule import Listed
@@ -25,7 +25,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: "
     Time is O(pairs of the listed blocks), memory beyond the operands a few blocks per thread. Any number of threads
     gives the same bits. Raises MemoryError where those blocks do not fit.
     """
-    failed = _kernels().longspan_pattern_forward(
+    failed = kernels().longspan_pattern_forward(
         *pointers(q, k, v, out, lse, blocks.offsets, blocks.keys, blocks.tiles, blocks.masks),
         strides(q, k, v, out), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, threads(),
     )  # fmt: skip
@@ -42,7 +42,7 @@ def backward(
     head's gradients. Any number of threads gives the same bits. Raises MemoryError where those do not fit.
     """
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    failed = _kernels().longspan_pattern_backward(
+    failed = kernels().longspan_pattern_backward(
         *pointers(q, k, v, out, grad, *grads, lse, blocks.offsets, blocks.keys, blocks.tiles, blocks.masks),
         strides(q, k, v, out, grad, *grads), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, threads(),
     )  # fmt: skip
@@ -54,9 +54,3 @@ def backward(
 def _sizes(q: Tensor, k: Tensor, v: Tensor, blocks: "Listed") -> ctypes.Array:
     batch, heads, n, dim = q.shape
     return (ctypes.c_long * 8)(batch, k.shape[1], heads, n, dim, v.shape[-1], len(blocks.offsets) - 1, blocks.size)
-
-
-def _kernels() -> ctypes.CDLL:
-    kernels = build.loaded()
-    assert kernels is not None
-    return kernels
