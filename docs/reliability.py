@@ -2,6 +2,8 @@
 
 cd tests && python -m attacks --json FILE
 python docs/reliability.py FILE
+
+Several files are put together, of attacks that were run one after the other with numbers of cases of their own.
 """
 
 import json
@@ -27,7 +29,7 @@ def table(found: dict[str, Any]) -> str:
             *rows,
             f"| all | {cases:,} | {failures} | {seconds} |",
             "",
-            f"By `make attack` (seed {found['seed']}) at commit {found['commit'][:7] or 'unknown'} on "
+            f"By `python -m attacks` in `tests` (seed {found['seed']}) at commit {found['commit'][:7] or 'unknown'} on "
             f"{found['processor']}, "
             f"{found['cores']} cores, {found['system']}, torch {found['torch']}.",
         )
@@ -40,5 +42,6 @@ def written(text: str, found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    counts = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    several = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[1:]]
+    counts = several[0] | {"attacks": sorted((r for one in several for r in one["attacks"]), key=lambda r: r["attack"])}
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), counts), encoding="utf-8")
