@@ -36,9 +36,11 @@ def phrase(path: Path) -> str:
 
 def rows(folder: Path, depth: int = 0) -> list[str]:
     """A folder and what is in it, files first, as a nested list."""
-    lines = [f"{'  ' * depth}* `{folder.name}/`: {phrase(folder)}"]
+    # A folder of C++ sources has no sentence of its own; each of its files has.
+    said = f": {phrase(folder)}" if (folder / "__init__.py").exists() else ""
+    lines = [f"{'  ' * depth}* `{folder.name}/`{said}"]
     for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
-        if path.is_dir() and any(path.rglob("*.py")):
+        if path.is_dir() and any(file.suffix in SUFFIXES for file in path.rglob("*")):
             lines += rows(path, depth + 1)
         elif path.suffix in SUFFIXES and path.name != "__init__.py":
             lines.append(f"{'  ' * (depth + 1)}* `{path.name}`: {phrase(path)}")

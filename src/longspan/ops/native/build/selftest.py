@@ -1,0 +1,114 @@
+"""What newly compiled kernels must compute, compared with definitions; runs in the child process of a trial."""
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import interface, openmp
+from .trial import PASSED, WRONG
+
+# Of the largest number; a wrong kernel is farther off.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+
+
+def main(library: str) -> None:
+    """Try a library in this process, and print PASSED or WRONG."""
+    from .. import build
+
+    openmp.share()
+    kernels = interface.declare(ctypes.CDLL(library))
+    # All calls of this process are to use it.
+    build.loaded = lambda: kernels  # pyright: ignore[reportAttributeAccessIssue]
+    for name, found, right in comparisons():
+        error = ((found.double() - right).abs().max() / right.abs().max()).item()
+        if not error < TOLERANCES[found.dtype]:
+            print(f"{WRONG}{name} is off by {error:.1e} of its largest number")
+            return
+    print(PASSED)
+
+
+def comparisons() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(what, result, right result in float64) of tokens and sequences, on sizes that take several threads."""
+    from ... import backend, linear
+    from ...linear.features import MAPS
+
+    generator = torch.Generator().manual_seed(0)
+    for width, dtype in ((64, torch.float32), (37, torch.float32), (64, torch.bfloat16)):
+        for name, phi in MAPS.items():
+            native = partial(linear.linear_attention, feature_map=name, return_state=True)
+            right = partial(_dense, phi)
+            where = f"for feature map {name}, heads of {width} and {dtype}"
+            for kind, batch, heads, tokens in (("a token", 9, 4, 1), ("a sequence", 2, 3, 300)):
+                parts = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
+                state = torch.rand(batch, heads, width, width + 1, generator=generator)
+                with backend("native"):
+                    results = _values(native, parts, state, gradients=tokens > 1)
+                expected = _values(right, [t.double() for t in parts], state.double(), gradients=tokens > 1)
+                for part, result, definition in zip(PARTS, results, expected, strict=False):
+                    yield f"{kind}'s {part} {where}", result, definition
+    yield from _gated(generator)
+    yield from _patterns(generator)
+
+
+def _gated(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The same of decay and the delta rule, where two heads of values share one of keys."""
+    from ... import backend, gated
+
+    for n, shape in ((1, (3, 4, 1)), (70, (3, 4, 70)), (70, (3, 4, 70, 37))):
+        q, k = (torch.nn.functional.normalize(torch.randn(3, 2, n, 37, generator=generator), dim=-1) for _ in "qk")
+        v, state = torch.randn(3, 4, n, 64, generator=generator), torch.randn(3, 4, 37, 64, generator=generator)
+        gates = {"log_decay": -torch.rand(shape, generator=generator), "beta": torch.rand(3, 4, n, generator=generator)}
+        with backend("native"):
+            results = _values(partial(gated.recur, **gates), [q, k, v], state, gradients=n > 1)
+        exact = {name: t.double() for name, t in gates.items()}
+        right = partial(gated.reference, scale=37**-0.5, mask=None, segments=None, **exact)
+        expected = _values(right, [t.double() for t in (q, k, v)], state.double(), gradients=n > 1)
+        for part, result, definition in zip(PARTS, results, expected, strict=False):
+            yield f"the {part} of the delta rule for {n} tokens, decay {shape}", result, definition
+
+
+def _patterns(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Attention under patterns with full, cut and empty blocks, where two heads share one of keys."""
+    from .... import patterns
+    from ... import backend, sparse
+
+    for text in ("band(40)", "causal - band(40)"):
+        pattern, leaves = patterns.parse(text), []
+        for heads, width in ((4, 37), (2, 37), (2, 64)):
+            leaves.append(torch.randn(3, heads, 150, width, generator=generator).requires_grad_())
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        with backend("native"):
+            output = sparse.attend(leaves[0], leaves[1], leaves[2], pattern)
+        k, v = (t.repeat_interleave(2, 1) for t in exact[1:])
+        right = sparse.dense(exact[0], k, v, pattern, scale=37**-0.5)[0]
+        found, expected = ([o, *torch.autograd.grad(o.sin().sum(), x)] for o, x in ((output, leaves), (right, exact)))
+        for part, result, definition in zip((PARTS[0], *PARTS[2:5]), found, expected, strict=True):
+            yield f"the {part} under {text}", result.detach(), definition.detach()
+
+
+PARTS = ("output", "last state", "gradient of queries", "gradient of keys", "gradient of values", "gradient of state")
+
+
+def _dense(phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """By the definition, with all weights at once."""
+    q, k, v = phi(q), phi(k), torch.nn.functional.pad(v, (0, 1), value=1.0)
+    read = (q @ k.mT).tril() @ v + q @ state
+    return read[..., :-1] / (read[..., -1:] + 1e-6), state + k.mT @ v
+
+
+def _values(call: Callable[..., Any], parts: list[Tensor], state: Tensor, gradients: bool) -> list[Tensor]:
+    """The output, the last state, and if wanted the gradients of all operands."""
+    leaves = [t.detach().requires_grad_(gradients) for t in (*parts, state)]
+    q, k, v, first = leaves
+    output, last = call(q, k, v, state=first)
+    values = [output.detach(), last.detach()]
+    if gradients:
+        values += torch.autograd.grad(output.sin().sum() + last.sin().sum(), leaves)
+    return values
