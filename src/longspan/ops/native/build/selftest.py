@@ -1,11 +1,8 @@
 """What newly compiled kernels must compute, compared with definitions; runs in the child process of a trial."""
 
 import ctypes
-import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -1,17 +1,10 @@
 """The first calls of newly compiled kernels, in a process of their own: a crash there is nobody's crash."""
 
-import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from . import interface, openmp, toolchain
+from . import toolchain
 
 # As selftest prints them, which only the child process imports.
 PASSED, WRONG = "these kernels compute what they should", "these kernels are wrong: "
