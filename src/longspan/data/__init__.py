@@ -53,8 +53,8 @@ def load(name: str, length: int = 0) -> Dataset:
 def absolute(name: str) -> str:
     """The name of the same data from any folder: ``text:a.txt`` becomes ``text:/home/me/a.txt``.
 
-    >>> absolute("text:stdlib"), absolute("text:/tmp/a.txt")
-    ('text:stdlib', 'text:/tmp/a.txt')
+    >>> absolute("text:stdlib"), absolute("text:/books/a.txt")
+    ('text:stdlib', 'text:/books/a.txt')
     """
     kind, _, source = name.partition(":")
     if not source or (kind, source) == ("text", text.STDLIB):
