@@ -52,7 +52,7 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[tuple[str, Callable[[
     for i in range(count):
         name, number = list(COMMANDS)[i % len(COMMANDS)], ENDING[i // len(COMMANDS) % len(ENDING)]
         # Seconds of the processor, whatever else the machine does. Imports take some; every fourth comes meanwhile.
-        after = draw.uniform(0.0, 3.0) if i % 4 == 3 else draw.uniform(5.0, 8.0)
+        after = draw.uniform(0.0, 3.0) if i % 4 == 3 else draw.uniform(3.0, 6.0)
         second = draw.uniform(0.0, 0.3) if i % 3 == 2 else None
         label = f"{i}: {name}, {number.name} after {after:.2f} s" + (
             f" and {second:.2f} s" if second is not None else ""
@@ -99,6 +99,8 @@ def start(at: Path, *words: str) -> subprocess.Popen:
 def judged(at: Path, name: str, code: int, number: int, *, twice: bool) -> str | None:
     """What is wrong with a command that was ended by a signal; None where nothing is."""
     said, hidden = (at / "err").read_text(), [path.name for path in at.rglob(".*")]
+    if code == 0 and not said and (at / "out").read_text().count("\n") > 1:
+        return None  # a fast machine had done all of it before the signal came
     # The second one may come when all is said, or before there was anything to say.
     if code != 128 + number and not (code == -number and (twice or not said)):
         return f"its exit code is {code}; it said {said!r}"
