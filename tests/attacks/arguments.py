@@ -90,6 +90,8 @@ def _words(draw: random.Random, parsers: dict[tuple[str, ...], Parser]) -> list[
             line.insert(0, draw.choice(("--debug", "--version", "--help", "-x", "")))
         case 3:
             line = line[: draw.randint(0, 1)]
+            # Alone they would begin their work.
+            line += ["--help"] if line in (["demo"], ["train"]) else []
     return line
 
 

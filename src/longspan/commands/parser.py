@@ -9,6 +9,8 @@ import jsonargparse
 
 from ..spec import known
 
+LONGEST = 400  # characters of a message
+
 
 class _Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows types and defaults, and leaves the examples' lines as they are."""
@@ -40,6 +42,8 @@ class Parser(jsonargparse.ArgumentParser):
         """Raise ValueError with the message on one line."""
         message = re.sub(r'[Pp]arser key "([^"]*)":', lambda key: f"--{kebab(key[1])}:", " ".join(message.split()))
         message = re.sub(r"Expected an? <class '(\w+)'>\. Got value: ", r"expected \1, got ", message)
+        # What came may be of any length; its beginning and the message's end say what is wrong.
+        message = message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 4 :]}"
         raise ValueError(f"{message}; see {self.prog} --help") from ex
 
 
