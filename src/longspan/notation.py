@@ -1,7 +1,7 @@
 r"""Formulas in a terminal: the LaTeX in which mechanisms say what they compute, as a line of Unicode text.
 
-It knows as much of LaTeX as the formulas here use; ``tests/test_notation.py`` holds them all to it. On the pages the
-same LaTeX is typeset.
+It knows as much of LaTeX as the formulas here use; ``tests/house/test_notation.py`` holds them all to it. On the pages
+the same LaTeX is typeset.
 """
 
 # Letters that look like others are what this file is about.

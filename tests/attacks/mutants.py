@@ -1,4 +1,4 @@
-"""Planted bugs: each change of ``tests/mutants/*.toml``, made in a copy of ``src``, fails a test that it names.
+"""Planted bugs: each change of ``tests/mutants/*.toml``, made in a copy of ``src``, fails a test that passes without it.
 
 A mutant is a table: ``what`` goes wrong, in a few words; ``file`` under ``src/longspan``; ``old``, a text that occurs
 there exactly once, and ``new`` in its place; ``tests``, node ids of which at least one must fail. The long form plants
@@ -53,7 +53,7 @@ def read() -> dict[str, list[Mutant]]:
 LISTS = read()
 PLANTED = 2  # of the short form
 SHORT = len(LISTS) + PLANTED
-LONG = len(LISTS) + sum(map(len, LISTS.values()))
+LONG = len(LISTS) + 1 + sum(map(len, LISTS.values()))
 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
@@ -61,8 +61,18 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     found: list[Case] = [(f"{name} applies", functools.partial(unfit, mutants)) for name, mutants in LISTS.items()]
     mutants = [mutant for some in LISTS.values() for mutant in some]
     order = random.Random(seed).sample(mutants, len(mutants))
+    if count > SHORT:  # the short form is part of the suite that runs these tests
+        found.append(("their tests pass without them", functools.partial(fails_anyway, mutants)))
     found += [(mutant.label, functools.partial(survives, mutant, folder)) for mutant in order]
     yield from found[:count]
+
+
+def fails_anyway(mutants: list[Mutant]) -> str | None:
+    """Which of the named tests fail with nothing planted, and so would see nothing."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "logical", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return None if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-3000:]}"
 
 
 def unfit(mutants: list[Mutant]) -> str | None:

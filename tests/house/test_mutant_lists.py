@@ -6,7 +6,7 @@ from attacks import mutants
 from attacks.mutants import Mutant
 
 HARMLESS = Mutant(
-    "words", "spec.py", "the one small language", "one of the small languages", ["tests/test_spec.py::test_split"]
+    "words", "spec.py", "the one small language", "one of the small languages", ["tests/model/test_spec.py::test_split"]
 )
 
 
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 def test_what_survives_is_told_with_its_tests(folder):
     said = mutants.survives(HARMLESS, folder)
-    assert said == f"{HARMLESS.old!r} -> {HARMLESS.new!r} and all of tests/test_spec.py::test_split pass"
+    assert said == f"{HARMLESS.old!r} -> {HARMLESS.new!r} and all of tests/model/test_spec.py::test_split pass"
 
 
 def test_what_a_test_sees_is_caught_and_taken_out_again(folder):
@@ -27,7 +27,7 @@ def test_what_a_test_sees_is_caught_and_taken_out_again(folder):
 
 
 def test_no_test_is_no_catch(folder):
-    said = mutants.survives(HARMLESS._replace(tests=["tests/test_spec.py::test_split[nothing]"]), folder)
+    said = mutants.survives(HARMLESS._replace(tests=["tests/model/test_spec.py::test_split[nothing]"]), folder)
     assert said is not None
     assert said.startswith("pytest ended with 4: ")
 
@@ -44,8 +44,8 @@ def test_no_test_is_no_catch(folder):
         ({"tests": []}, "names no test"),
         ({"tests": ["tests/test_none.py"]}, "there is no test tests/test_none.py"),
         (
-            {"tests": ["tests/test_spec.py::test_splitting[1::2]"]},
-            "there is no test tests/test_spec.py::test_splitting",
+            {"tests": ["tests/model/test_spec.py::test_splitting[1::2]"]},
+            "there is no test tests/model/test_spec.py::test_splitting",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from longspan.config import Config
 from longspan.spec import split
 from longspan.train import Run, fit
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPES = [recipes.find(name) for name in recipes.names()]
 # The data sets that are downloaded otherwise.
 FOLDERS = {name: ROOT.parent / "shared" / "data" / name for name in ("mnist", "cifar10")}

@@ -10,8 +10,11 @@ import pytest
 
 from longspan.ops.native.build import toolchain
 
-ROOT = Path(__file__).parents[1]
-BATTERY = tuple(f"tests/test_{part}.py" for part in ("native", "sequence", "engine", "gated_native", "tiles"))
+ROOT = Path(__file__).parents[2]
+BATTERY = tuple(
+    f"tests/{part}.py"
+    for part in ("ops/test_native", "ops/test_sequence", "model/test_engine", "ops/test_gated_native", "ops/test_tiles")
+)
 
 
 def runtime() -> str:

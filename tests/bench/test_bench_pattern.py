@@ -19,7 +19,7 @@ from longspan.cli import WRONG, main
 from longspan.ops import sparse
 from longspan.ops.native.call import available
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXTS = ("band(5)", "causal & (band(2) | random(2))")
 TASK = {"what": "attention", "length": 23, "backward": True, "dtype": "float32", "batch": 2, "heads": 3, "size": 5,
         "threads": 1}  # fmt: skip

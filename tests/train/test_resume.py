@@ -267,7 +267,7 @@ def start(folder, *, resume=False, pause=0.0, dropout=0.1, **fields):
     }
     command = [
         sys.executable,
-        Path(__file__).with_name("training_process.py"),
+        Path(__file__).parents[1] / "training_process.py",
         json.dumps(job | {"record": str(folder)}),
     ]
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:

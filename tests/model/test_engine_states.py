@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
+from test_engine import MODELS, decoder, needs_kernels, plain, run
 
 import longspan
 from longspan.engine import Engine
 from longspan.model import DecoderState
-from test_engine import MODELS, decoder, needs_kernels, plain, run
 
 TOKEN = torch.zeros(2, 1, dtype=torch.long)
 

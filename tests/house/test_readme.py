@@ -18,7 +18,7 @@ import pytest
 
 import longspan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README, DOCS, SOURCE = ROOT / "README.md", ROOT / "docs", ROOT / "src" / "longspan"
 PAGES = [page for page in (README, *sorted(DOCS.glob("*.md"))) if "```console" in page.read_text(encoding="utf-8")]
 # Setting up is what the tests stand on, and the demo has a test of its own.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from test_sparse_mechanisms import agree, build, data, dense, heads_of, pairs, past, product, softmax
 
 from longspan import patterns
 from longspan.states.cache import KeyValues
-from test_sparse_mechanisms import agree, build, data, dense, heads_of, pairs, past, product, softmax
 
 N, C = 37, 7  # the last row of pixels is cut short
 

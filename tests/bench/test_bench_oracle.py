@@ -13,7 +13,7 @@ from longspan.model import Decoder
 from longspan.ops import backend
 from longspan.ops.native.call import available
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, "-I", worker.__file__, bench_subjects.__file__]
 NOBODY = candidates.Process(["nobody"])
 TASK = {

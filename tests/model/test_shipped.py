@@ -23,7 +23,7 @@ from longspan.generate import score
 from longspan.model import Decoder
 from longspan.train import Run, fit
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MEGABYTES = 5
 TINY = Config(dim=6, depth=1, heads=2, feedforward=7, vocab=256, length=784)
 

@@ -12,7 +12,7 @@ import pytest
 import attacks
 import attacks.__main__
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", attacks.names())

@@ -19,7 +19,7 @@ from longspan.config import Config
 from longspan.generate import generate
 from longspan.model import Decoder
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
 MADE = ("mechanisms.md", "files.md")  # by conf.py
 WRITTEN = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ("encoder.md", *MADE)]

@@ -19,7 +19,7 @@ from longspan.attention.base import REGISTRY
 from longspan.cli import WRONG, main
 from longspan.patterns.picture import SEEN
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE, IMAGES = ROOT / "docs" / "patterns.md", ROOT / "docs" / "images"
 HAVING = [name for name in longspan.names() if describe._has_pattern(name)]
 SPECS = [spec for name in HAVING for spec in REGISTRY[name].examples]

@@ -13,7 +13,7 @@ import pytest
 
 from longspan.ops.native.build import prebuilt, toolchain
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BUILD = (sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d")
 try:
     COMPILER = toolchain.find_compiler()
@@ -84,9 +84,9 @@ def test_an_installed_wheel_needs_no_compiler(tmp_path):
     told = run(python, "-P", "-m", "longspan", "doctor", **bare)
     assert f"prebuilt for {prebuilt.level()}" in told
     assert str(site) in told
-    kernels = ("native", "sequence", "engine", "gated_native", "tiles")
-    whole = " ".join(f"tests/test_{part}.py" for part in kernels)
-    for battery in (whole, "tests/test_threads.py -k not(becomes_visible)"):
+    kernels = ("ops/test_native", "ops/test_sequence", "model/test_engine", "ops/test_gated_native", "ops/test_tiles")
+    whole = " ".join(f"tests/{part}.py" for part in kernels)
+    for battery in (whole, "tests/ops/test_threads.py -k not(becomes_visible)"):
         said = run(python, "-P", "-m", "pytest", "-p", "no:cacheprovider", *battery.split(), **bare)
         assert " passed" in said
         assert "skipped" not in said

@@ -12,7 +12,7 @@ from longspan.compat.fast_transformers import builders, feature_maps
 from longspan.compat.fast_transformers.causal_product import causal_dot_product
 from longspan.compat.fast_transformers.masking import FullMask, LengthMask, TriangularCausalMask
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PEER = ROOT / ".venv-peers" / "bin" / "python"
 
 SIZES = {

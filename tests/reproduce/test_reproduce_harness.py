@@ -24,7 +24,7 @@ from longspan.commands.parser import kebab
 from longspan.reproduce import EXPERIMENTS, experiment, page, provenance, published, scaling
 from longspan.reproduce.experiment import Place
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 # test_reproduce_images.py has the images in whole.
 WHOLE = [name for name in EXPERIMENTS if name != "images"]
 # What is timed is never the same twice.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "longspan"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from test_resume import press_at
 
 import longspan
 from longspan import progress
@@ -16,7 +17,6 @@ from longspan.model import Decoder, Encoder, Stack
 from longspan.states import lookback
 from longspan.train import bits, engine, fit
 from longspan.train.report import Bar
-from test_resume import press_at
 from training_process import tiny, weights
 
 SPANS = "adaptive_span(span=11, ramp=3, initial=4.0)"

@@ -16,7 +16,7 @@ import yaml
 import longspan
 from longspan import cli, extras, recipes
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_checkpoint import decoder, edit, same
 
 from longspan import checkpoint, files, sealed, shipped
-from test_checkpoint import decoder, edit, same
 
 FILES = ("model.safetensors", "training.pt", "config.json")
 

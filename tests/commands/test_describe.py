@@ -12,7 +12,7 @@ from longspan import data, describe, pictures
 from longspan.attention import REGISTRY, Attention
 from longspan.commands import trained
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 
 def test_every_mechanism_has_its_row():

@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
+from test_gated import KINDS, arguments, assert_close, outcome
 
 import longspan
 from longspan.ops import gated
 from longspan.ops.gated import chunks
 from longspan.ops.gated import native as kernels
 from longspan.ops.native.call import available
-from test_gated import KINDS, arguments, assert_close, outcome
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native kernels here")
 ROUNDED = 1e-5
