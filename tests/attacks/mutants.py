@@ -1,4 +1,4 @@
-"""Planted bugs: each change of ``tests/mutants/*.toml``, made in a copy of ``src``, fails a test that passes without it.
+"""Planted bugs: each change in ``tests/mutants/*.toml``, made in a copy of ``src``, fails a test that it names.
 
 A mutant is a table: ``what`` goes wrong, in a few words; ``file`` under ``src/longspan``; ``old``, a text that occurs
 there exactly once, and ``new`` in its place; ``tests``, node ids of which at least one must fail. The long form plants
