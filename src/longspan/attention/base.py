@@ -20,6 +20,8 @@ FAMILIES = {
     "sparse": "Softmax over some pairs",
     "linear": "Sums without decay",
     "gated": "Sums with decay, and the delta rule",
+    "content": "Softmax over pairs that the content chooses",
+    "compressed": "Softmax over fewer keys or queries",
     "others": "Others",
 }
 # What the equations of all mechanisms have in common: the symbol by which it is found in them, and the words.
