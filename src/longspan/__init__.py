@@ -6,12 +6,13 @@ from .checkpoint import load, save
 from .checks import check_attention
 from .config import Config, EncoderConfig, StackConfig
 from .generate import generate, score
-from .model import Decoder, Encoder, Stack
+from .model import Decoder, Encoder
 from .multihead import MultiheadAttention
 from .ops import backend
 from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
 from .ops.sparse import sparse_attention
+from .stacks import Stack
 from .version import VERSION
 
 __version__ = VERSION

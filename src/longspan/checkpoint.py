@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from . import files, sealed
 from .config import Config, EncoderConfig
 from .kinds import shown
-from .model import Decoder, Encoder, weigh
+from .model import Decoder, Encoder
 from .sealed import CONFIG
+from .stacks import weigh
 from .version import VERSION
 
 KINDS: dict[str, tuple[Any, Any]] = {"decoder": (Config, Decoder), "encoder": (EncoderConfig, Encoder)}

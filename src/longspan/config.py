@@ -66,6 +66,14 @@ class StackConfig(_Fields):
     """normalise before each sub-layer (and once at the end) instead of after it"""
     dropout: float = 0.0
     """dropout on the embedding and each sub-layer's output; attention weights have theirs: 'softmax(dropout=0.1)'"""
+    stack: str = "plain"
+    """plain | universal(steps=6) | act(steps=12, threshold=0.01) | reversible: how the blocks are run"""
+    residual: str = "add"
+    """add | gru(bias=2.0) | input | output | highway | sigtanh: how a sub-layer's output joins the stream"""
+    checkpointing: bool = False
+    """keep each block's input alone for the backward, and compute the block again there: less memory, more time"""
+    feedforward_chunk: int = 0
+    """tokens that the feed-forward network takes at a time, which bounds its memory; 0: all at once"""
 
     def __post_init__(self):
         kinds.check_fields(self)
@@ -74,6 +82,7 @@ class StackConfig(_Fields):
         _require(self.depth <= DEEPEST, f"depth={self.depth} must be at most {DEEPEST}")
         _require(self.dim % self.heads == 0, f"dim={self.dim} is not a multiple of heads={self.heads}")
         _require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
+        _require(self.feedforward_chunk >= 0, f"feedforward_chunk={self.feedforward_chunk} must not be negative")
         _choose("activation", self.activation, ACTIVATIONS)
         _choose("norm", self.norm, NORMS)
         specs = split(self.attention)

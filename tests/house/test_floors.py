@@ -21,6 +21,7 @@ FLOORS = (
     ("ops", "likelihood"),
     ("layers", "states"),
     ("attention",),
+    ("stacks",),
     (
         "model",
         "multihead",
