@@ -287,13 +287,15 @@ class TestReversible:
 
     def test_autocast_is_replayed(self):
         made = stack(stack="reversible", attention="softmax").float().train()
-        x = data().float().requires_grad_()
+        x, kinds = data().float().requires_grad_(), []
+        made.blocks[0].attention.query.register_forward_hook(lambda module, given, y: kinds.append(y.dtype))
         found = []
         for run in (lambda x: made(x)[0], Twice(made)):
             with torch.autocast("cpu", torch.bfloat16):
                 y = run(x)
             found.append(grads(made, y.float(), x))
         same(*found, 0.03)
+        assert kinds == [torch.bfloat16] * 3
 
     @pytest.mark.parametrize(
         ("fields", "message"),
