@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         self.stack = Stack(config, rotary=ROTARY_BASE if config.positions == "rotary" else 0.0)
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
-        _initialise(self, config.depth)
+        initialise(self, config.depth)
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +118,7 @@ class Decoder(nn.Module):
             raise ValueError(f"a decoder continues a DecoderState, not {type(state).__name__}")
         position, layers = state if state is not None else (None, None)
         if position is not None:
-            _check_position(position, tokens)
+            check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
         outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore
@@ -144,7 +144,7 @@ class Encoder(nn.Module):
         self.embedding = Embedding(config.vocab, config)
         self.stack = Stack(config, causal=False, rotary=ROTARY_BASE if config.positions == "rotary" else 0.0)
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
-        _initialise(self, config.depth)
+        initialise(self, config.depth)
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None = None, segments: Tensor | None = None, record: dict | None = None
@@ -181,7 +181,7 @@ def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None) -> None:
         raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {highest}")
 
 
-def _check_position(position: Tensor, tokens: Tensor) -> None:
+def check_position(position: Tensor, tokens: Tensor) -> None:
     """Raise ValueError unless these are counts of tokens, int64 (B,), as a decoder's state has them."""
     batch = len(tokens)
     if not isinstance(position, Tensor) or position.dtype != torch.int64 or tuple(position.shape) != (batch,):
@@ -191,7 +191,7 @@ def _check_position(position: Tensor, tokens: Tensor) -> None:
     check_counts("position", position)
 
 
-def _initialise(model: nn.Module, depth: int) -> None:
+def initialise(model: nn.Module, depth: int) -> None:
     """Normal weights of deviation 0.02, smaller by sqrt(2 depth) where they write into the residual (GPT-2's rule)."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):

@@ -23,7 +23,9 @@ FLOORS = (
     ("attention",),
     ("stacks",),
     (
+        "beams",
         "model",
+        "seq2seq",
         "multihead",
         "engine",
         "generate",

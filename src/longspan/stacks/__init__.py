@@ -12,10 +12,10 @@ from .. import spec, weights
 from ..attention import Attention
 from ..attention.arguments import check_mask, check_record, check_x, settle
 from ..attention.base import make
-from ..config import StackConfig
+from ..config import Seq2SeqConfig, StackConfig
 from ..layers import norm
 from . import reversible
-from .block import Block
+from .block import Block, CrossState
 from .plain import Call, Plain
 from .reversible import Reversible
 from .universal import Act, Universal, UniversalState
@@ -43,29 +43,19 @@ class Stack(nn.Module):
     and for arguments that one of the attentions does not support.
     """
 
-    def __init__(self, config: StackConfig, *, causal: bool = True, rotary: float = 0.0):
+    def __init__(self, config: StackConfig, *, causal: bool = True, rotary: float = 0.0, cross: str = ""):
         super().__init__()
-        afford(config, lambda few: Stack(few, causal=causal, rotary=rotary))
+        afford(config, lambda few: Stack(few, causal=causal, rotary=rotary, cross=cross))
         specs = spec.split(config.attention)
-        self.dim, self.causal, self.checkpointing = config.dim, causal, config.checkpointing
-        self.blocks = nn.ModuleList(
-            Block(
-                config,
-                make(
-                    specs[i % len(specs)],
-                    config.dim,
-                    config.heads,
-                    causal=causal,
-                    layer=i,
-                    depth=config.depth,
-                    rotary=rotary,
-                ),
-            )
+        self.dim, self.causal, self.checkpointing, self.crosses = config.dim, causal, config.checkpointing, bool(cross)
+        place = {"causal": causal, "depth": config.depth, "rotary": rotary}
+        own = (
+            make(specs[i % len(specs)], config.dim, config.heads, layer=i, **place)  # type: ignore[arg-type]
             for i in range(config.depth)
         )
-        self.run = spec.parse(
-            config.stack, {name: functools.partial(kind, config.dim) for name, kind in STACKS.items()}
-        )
+        self.blocks = nn.ModuleList(Block(config, made, _cross(cross, config, i)) for i, made in enumerate(own))
+        kinds = {name: functools.partial(kind, config.dim) for name, kind in STACKS.items()}
+        self.run = spec.parse(config.stack, kinds)
         if type(self.run) not in STACKS.values():
             raise ValueError(f"{config.stack!r} names no stack; known: {', '.join(sorted(STACKS))}")
         if isinstance(self.run, Reversible):
@@ -76,9 +66,27 @@ class Stack(nn.Module):
         """The attention of each block."""
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
-    def init_state(self, batch: int, capacity: int | None = None) -> tuple:
-        """The state before the first token; see ``Attention.init_state``."""
-        return self.run.start(self.blocks, batch, capacity)
+    def init_state(
+        self,
+        batch: int,
+        capacity: int | None = None,
+        *,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> tuple:
+        """The state before the first token; see ``Attention.init_state``. With cross attention, of what it reads too.
+
+        Raises ValueError for a context that nothing reads, and without one where something does.
+        """
+        if self.crosses != (context is not None):
+            raise ValueError(f"a context is {'needed' if self.crosses else 'read by nothing'} in this stack")
+        state = self.run.start(self.blocks, batch, capacity)
+        if context is None:
+            return state
+        kept = [block.reads(context, context_mask) for block in self.blocks]  # type: ignore[operator]
+        layers = state.layers if isinstance(state, UniversalState) else state
+        crossed = tuple(CrossState(own, kept[i % len(kept)]) for i, own in enumerate(layers))
+        return state._replace(layers=crossed) if isinstance(state, UniversalState) else crossed
 
     def forward(
         self,
@@ -88,10 +96,12 @@ class Stack(nn.Module):
         mask: Tensor | None = None,
         segments: Tensor | None = None,
         prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
         record: dict | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, tuple | None]:
-        """See the class; arguments as in ``Attention.forward``."""
+        """See the class; arguments as in ``Attention.forward``, context and context_mask for its cross attentions."""
         check_x(self, self.dim, x)
         if mask is not None:
             check_mask("mask", mask, tuple(x.shape[:2]))
@@ -100,6 +110,11 @@ class Stack(nn.Module):
         if record is not None:
             check_record(record)
         arguments = settle(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
+        if state is None and self.crosses != (context is not None):
+            said = "reads a context, and none came" if self.crosses else "has no cross attention to read a context"
+            raise ValueError(f"this stack {said}")
+        if context is not None:
+            arguments |= {"context": context} | ({} if context_mask is None else {"context_mask": context_mask})
         if mask is not None:
             # What a masked token holds must not go around the attentions either, by residuals into weights' gradients.
             x = x.masked_fill(~mask[..., None], 0.0)
@@ -123,6 +138,22 @@ class Stack(nn.Module):
             raise ValueError(f"the state of this stack is {kind} of {count} states, not {came}")
 
 
+def kind_of(text: str) -> type:
+    """The class that runs the blocks, from its spec, which has been read before."""
+    return STACKS[text.partition("(")[0].strip()]
+
+
+def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
+    """The cross attention of block i. Raises ValueError for a mechanism that has none."""
+    if not text:
+        return None
+    specs = spec.split(text)
+    made = make(specs[i % len(specs)], config.dim, config.heads, causal=False, layer=i, depth=config.depth, rotary=0.0)
+    if "context" not in made.takes:
+        raise ValueError(f"{made.name} reads no context, so it cannot be a cross attention")
+    return made
+
+
 def _answer(record: dict, call: Call) -> None:
     """Tell what the layers and the stack have told; the sum of all penalties is one."""
     wanted = not record or "penalty" in record
@@ -139,10 +170,18 @@ def _answer(record: dict, call: Call) -> None:
 def weigh(make: Callable[[Any], nn.Module], config: StackConfig) -> int:
     """Bytes of the weights of a model, ``make(config)``, of which nothing is built but shapes."""
     # One round of the specs shows what all of them take.
-    few = min(config.depth, len(spec.split(config.attention)))
-    model = weights.shapes(lambda: make(replace(config, depth=few)))
-    blocks: Any = getattr(model, "stack", model).blocks
-    return weights.nbytes(model) + weights.nbytes(blocks) * (config.depth - few) // few
+    counts = {"stack": (config.depth, len(spec.split(config.attention)))}
+    changes = {}
+    if isinstance(config, Seq2SeqConfig):
+        counts["stack"] = (config.depth, max(len(spec.split(s)) for s in (config.attention, config.cross_attention)))
+        counts["encoder"] = (config.encoder_depth or config.depth, len(spec.split(config.encoder_attention)))
+        changes["encoder_depth"] = min(counts["encoder"])
+    model: Any = weights.shapes(lambda: make(replace(config, depth=min(counts["stack"]), **changes)))
+    total = weights.nbytes(model)
+    for name, (depth, count) in counts.items():
+        few = min(depth, count)
+        total += weights.nbytes(getattr(model, name, model).blocks) * (depth - few) // few
+    return total
 
 
 def afford(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:

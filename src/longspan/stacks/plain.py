@@ -61,6 +61,7 @@ class Plain(nn.Module):
     """Each block once."""
 
     steps = 1
+    penalty = ""
 
     def __init__(self, dim: int):
         super().__init__()

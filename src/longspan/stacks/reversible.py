@@ -28,6 +28,7 @@ class Reversible(nn.Module):
     """
 
     steps = 1
+    penalty = ""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -55,7 +56,7 @@ class Reversible(nn.Module):
         for i, block in enumerate(blocks):
             told = call.asks(block)  # type: ignore[arg-type]
             before = None if state is None else state[i]
-            add, after, _ = block.attended(two.to(x.dtype), before, record=told, donate=call.donate, **call.arguments)  # type: ignore
+            add, after = block.attended(two.to(x.dtype), before, record=told, donate=call.donate, **call.arguments)  # type: ignore
             one = one + add
             two = two + block.fed(one.to(x.dtype))  # type: ignore[operator]
             call.layers.append(told or {})

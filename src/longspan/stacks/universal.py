@@ -29,6 +29,8 @@ class Universal(nn.Module):
     step is part of the residual stream. Raises ValueError for steps < 1 and unknown coordinates.
     """
 
+    penalty = ""
+
     def __init__(self, dim: int, *, steps: int = 6, coordinates: str = "both"):
         super().__init__()
         if steps < 1:
@@ -66,6 +68,8 @@ class Act(nn.Module):
     sum to 1 also where ``steps`` is reached. Raises ValueError for steps < 1, a threshold outside (0, 1), and unknown
     coordinates.
     """
+
+    penalty = "steps that a token takes, and the weight of its last one"
 
     def __init__(
         self, dim: int, *, steps: int = 12, threshold: float = 0.01, bias: float = 1.0, coordinates: str = "both"
