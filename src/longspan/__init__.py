@@ -2,23 +2,26 @@
 
 from . import patterns as patterns
 from .attention import Attention, build, clone, detach, examples, load_state, names, nbytes, save_state, select
+from .beams import beam_search
 from .checkpoint import load, save
 from .checks import check_attention
-from .config import Config, EncoderConfig, StackConfig
+from .config import Config, EncoderConfig, Seq2SeqConfig, StackConfig
 from .generate import generate, score
-from .model import Decoder, Encoder, Stack
+from .model import Decoder, Encoder
 from .multihead import MultiheadAttention
 from .ops import backend
 from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
 from .ops.sparse import sparse_attention
+from .seq2seq import Seq2Seq
+from .stacks import Stack
 from .version import VERSION
 
 __version__ = VERSION
 
 __all__ = [
-    "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention", "Stack", "StackConfig",
-    "backend", "build", "check_attention", "clone", "decay_attention", "delta_rule", "detach", "examples", "generate",
-    "linear_attention", "load", "load_state", "names", "nbytes", "save", "save_state", "score", "select",
-    "sparse_attention",
+    "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention", "Seq2Seq", "Seq2SeqConfig",
+    "Stack", "StackConfig", "backend", "beam_search", "build", "check_attention", "clone", "decay_attention",
+    "delta_rule", "detach", "examples", "generate", "linear_attention", "load", "load_state", "names", "nbytes", "save",
+    "save_state", "score", "select", "sparse_attention",
 ]  # fmt: skip

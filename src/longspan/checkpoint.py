@@ -23,19 +23,25 @@ import torch
 from torch import Tensor, nn
 
 from . import files, sealed
-from .config import Config, EncoderConfig
+from .config import Config, EncoderConfig, Seq2SeqConfig
 from .kinds import shown
-from .model import Decoder, Encoder, weigh
+from .model import Decoder, Encoder
 from .sealed import CONFIG
+from .seq2seq import Seq2Seq
+from .stacks import weigh
 from .version import VERSION
 
-KINDS: dict[str, tuple[Any, Any]] = {"decoder": (Config, Decoder), "encoder": (EncoderConfig, Encoder)}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "decoder": (Config, Decoder),
+    "encoder": (EncoderConfig, Encoder),
+    "seq2seq": (Seq2SeqConfig, Seq2Seq),
+}
 WEIGHTS, TRAINING = "model.safetensors", "training.pt"
 
 
 def save(
     folder: str | os.PathLike,
-    model: Decoder | Encoder,
+    model: Decoder | Encoder | Seq2Seq,
     *,
     training: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -93,8 +99,8 @@ def load(folder: str | Path) -> Any:
     >>> again.config == model.config
     True
 
-    It is a ``Decoder`` or an ``Encoder``, ``model.config`` is its config. The global random number generator is left
-    alone.
+    It is a ``Decoder``, an ``Encoder`` or a ``Seq2Seq``, ``model.config`` is its config. The global random number
+    generator is left alone.
 
     Raises ValueError for a folder that is missing or no checkpoint, another format or kind, a file that was changed or
     damaged or is another checkpoint's, and weights that do not fit the config, have other kinds of numbers or are NaN.

@@ -66,6 +66,14 @@ class StackConfig(_Fields):
     """normalise before each sub-layer (and once at the end) instead of after it"""
     dropout: float = 0.0
     """dropout on the embedding and each sub-layer's output; attention weights have theirs: 'softmax(dropout=0.1)'"""
+    stack: str = "plain"
+    """plain | universal(steps=6) | act(steps=12, threshold=0.01) | reversible: how the blocks are run"""
+    residual: str = "add"
+    """add | gru(bias=2.0) | input | output | highway | sigtanh: how a sub-layer's output joins the stream"""
+    checkpointing: bool = False
+    """keep each block's input alone for the backward, and compute the block again there: less memory, more time"""
+    feedforward_chunk: int = 0
+    """tokens that the feed-forward network takes at a time, which bounds its memory; 0: all at once"""
 
     def __post_init__(self):
         kinds.check_fields(self)
@@ -74,6 +82,7 @@ class StackConfig(_Fields):
         _require(self.depth <= DEEPEST, f"depth={self.depth} must be at most {DEEPEST}")
         _require(self.dim % self.heads == 0, f"dim={self.dim} is not a multiple of heads={self.heads}")
         _require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
+        _require(self.feedforward_chunk >= 0, f"feedforward_chunk={self.feedforward_chunk} must not be negative")
         _choose("activation", self.activation, ACTIVATIONS)
         _choose("norm", self.norm, NORMS)
         specs = split(self.attention)
@@ -144,3 +153,39 @@ class EncoderConfig(StackConfig):
         _require(self.length >= 1, f"length={self.length} must be at least 1")
         _choose("positions", self.positions, POSITIONS)
         _choose("pool", self.pool, POOLS)
+
+
+@dataclass(frozen=True)
+class Seq2SeqConfig(Config):
+    """An encoder that sees the whole source, and a decoder that reads it by cross attention.
+
+    >>> import longspan
+    >>> longspan.Seq2SeqConfig(dim=64, heads=4, encoder_attention="linear", vocab=17).cross_attention
+    'softmax'
+
+    The fields of ``Config`` are the decoder's; the encoder shares the sizes.
+    """
+
+    encoder_attention: str = "linear"
+    """specs of the encoder's attentions, tiled over its depth"""
+    cross_attention: str = "softmax"
+    """specs of the attentions by which the decoder reads the source, tiled over its depth"""
+    encoder_depth: int = 0
+    """blocks of the encoder; 0: as many as the decoder has"""
+    source_vocab: int = 0
+    """number of different source tokens; 0: those of the target, with which the embedding is shared"""
+    smoothing: float = 0.0
+    """label smoothing: the part of each target's probability that training spreads over all tokens"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("encoder_depth", "source_vocab"):
+            _require(getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative")
+        _require(0 <= self.smoothing < 1, f"smoothing={self.smoothing} must be in [0, 1)")
+        _require(
+            not self.smoothing or self.likelihood.startswith("categorical"),
+            f"smoothing spreads probability over tokens, so likelihood='categorical', not {self.likelihood!r}",
+        )
+        for field, depth in (("encoder_attention", self.encoder_depth or self.depth), ("cross_attention", self.depth)):
+            count = len(split(getattr(self, field)))
+            _require(count <= depth, f"{field}={getattr(self, field)!r} names {count} layers, more than depth={depth}")

@@ -10,10 +10,14 @@ from . import ops
 from .attention.linear import Linear, RotaryState, State
 from .attention.softmax import Softmax
 from .layers import FeedForward, check_counts
-from .model import Block, Decoder, DecoderState, Embedding, Stack, check_tokens
+from .model import Decoder, DecoderState, Embedding, check_tokens
 from .ops.native import decode
 from .ops.native.call import MAPS, available
 from .ops.operands import in_memory, overlap
+from .stacks import Stack
+from .stacks.block import Block
+from .stacks.gates import Add
+from .stacks.plain import Plain
 from .states import cache
 from .states.cache import KeyValues
 
@@ -155,7 +159,7 @@ class Engine:
 
 # What the engine can read the weights of; anything else, such as an adapter in place of a linear map, it would miss.
 PLAIN = (
-    Decoder, Embedding, Stack, Block, FeedForward, Linear, Softmax,
+    Decoder, Embedding, Stack, Plain, Block, Add, FeedForward, Linear, Softmax,
     nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ModuleList,
 )  # fmt: skip
 

@@ -40,16 +40,20 @@ def check_fields(made: Any) -> None:
 
 
 def checked(init: Callable[..., None], owner: str) -> Callable[..., None]:
-    """An ``__init__`` that checks what it is given against its annotations before it begins."""
+    """An ``__init__`` that checks what it is given against its annotations, and gets a float where it asks for one."""
     signature = functools.cache(lambda: inspect.signature(init, eval_str=True))
 
     @functools.wraps(init)
     def __init__(self, *args: Any, **options: Any) -> None:
         parameters = signature().parameters
-        for name, value in signature().bind(self, *args, **options).arguments.items():
+        bound = signature().bind(self, *args, **options)
+        for name, value in bound.arguments.items():
             if parameters[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
                 check(name, value, parameters[name].annotation, owner)
-        init(self, *args, **options)
+                if parameters[name].annotation is float:
+                    # Whole numbers of more than 64 bits are numbers, which torch cannot take as whole ones.
+                    bound.arguments[name] = float(value)
+        init(*bound.args, **bound.kwargs)
 
     return __init__
 

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .ops.operands import in_memory, transformed
 from .ops.tensors import widen
@@ -213,7 +214,18 @@ class FeedForward(nn.Module):
         self.expand = nn.Linear(dim, 2 * inner if self.gated else inner)
         self.contract = nn.Linear(inner, dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, chunk: int = 0) -> Tensor:
+        """``chunk`` tokens at a time (0: all), whose inner activations are made again in the backward."""
+        if not chunk or x.shape[1] <= chunk:
+            return self._fed(x)
+        parts = x.split(chunk, 1)
+        if not torch.is_grad_enabled():
+            return torch.cat([self._fed(part) for part in parts], 1)
+        return torch.cat(
+            [checkpoint(self._fed, part, use_reentrant=False, preserve_rng_state=False) for part in parts], 1
+        )
+
+    def _fed(self, x: Tensor) -> Tensor:
         hidden = self.expand(x)
         if self.gated:
             hidden, gate = hidden.chunk(2, -1)

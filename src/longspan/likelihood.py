@@ -52,6 +52,13 @@ class Likelihood(ABC):
                 raise ValueError(f"targets lie in 0 ... {self.levels - 1} (levels={self.levels}); got {low} ... {high}")
         return self._log_prob(outputs, targets)
 
+    def log_probs(self, outputs: Tensor) -> Tensor:
+        """Natural logarithms of all levels' probabilities: ``outputs (..., size) -> (..., levels)``, in fp32 at least.
+
+        Raises ValueError for outputs of another size.
+        """
+        return self._table(self._outputs(outputs)).log_softmax(-1)
+
     def sample(
         self,
         outputs: Tensor,

@@ -1,147 +1,20 @@
-"""Models: a stack of blocks; a decoder that predicts tokens; an encoder that sees whole sequences."""
+"""Models: a decoder that predicts tokens, an encoder that sees whole sequences, each around a stack of blocks."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import likelihood, spec, weights
-from .attention import Attention
-from .attention.arguments import check_mask, check_record, check_x, settle
-from .attention.base import make
-from .config import Config, EncoderConfig, StackConfig
-from .layers import FeedForward, check_counts, norm, sinusoid
+from . import likelihood
+from .attention.arguments import check_mask
+from .config import Config, EncoderConfig
+from .layers import check_counts, sinusoid
 from .ops.operands import same_device
 from .ops.tensors import positions
+from .stacks import Stack, afford
 
 ROTARY_BASE = 10000.0
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward network, each with a residual path around it (Vaswani et al. 2017, section 3.1)."""
-
-    def __init__(self, config: StackConfig, attention: Attention):
-        super().__init__()
-        self.prenorm = config.prenorm
-        self.attention = attention
-        self.feedforward = FeedForward(config.dim, config.feedforward, config.activation)
-        self.norm1, self.norm2 = norm(config.norm, config.dim), norm(config.norm, config.dim)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x: Tensor, state: Any = None, *, carry: Any = None, **arguments: Any) -> tuple[Tensor, Any, Any]:
-        """x (B,N,dim), the attention's state, carry and arguments -> x (B,N,dim), state, carry.
-
-        An attention that carries gets what the layer below handed on, or as the first one its own beginning.
-        """
-        read = self.norm1(x) if self.prenorm else x
-        if not self.attention.carries:
-            y, state = self.attention(read, state, **arguments)
-        else:
-            if carry is None:
-                carry = self.attention.init_carry(read, arguments.get("mask"))
-            y, state, carry = self.attention(read, state, carry=carry, **arguments)
-        if self.prenorm:
-            x = x + self.dropout(y)
-            return x + self.dropout(self.feedforward(self.norm2(x))), state, carry
-        x = self.norm1(x + self.dropout(y))
-        return self.norm2(x + self.dropout(self.feedforward(x))), state, carry
-
-
-class Stack(nn.Module):
-    """``depth`` blocks, whose attentions are the config's specs tiled over the depth; the signature of an attention.
-
-    >>> import torch, longspan
-    >>> stack = longspan.Stack(longspan.StackConfig(dim=8, depth=3, heads=2, feedforward=16, attention="gla; softmax"))
-    >>> [attention.name for attention in stack.attentions()]
-    ['gla', 'softmax', 'gla']
-    >>> y, state = stack(torch.randn(1, 5, 8), stack.init_state(1))
-    >>> len(state)
-    3
-
-    ``y, state = stack(x, state, mask=, segments=, prefix=, record=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state
-    is the tuple of the layers' states. ``record`` asks every layer that takes one: it gets ``layers``, a dict for each
-    layer, empty where that can tell nothing, and ``penalty``, the sum of theirs, where a mechanism has a loss of its
-    own. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
-
-    Raises ValueError for a spec that cannot be built, for weights that would take more memory than this machine has,
-    and for arguments that one of the attentions does not support.
-    """
-
-    def __init__(self, config: StackConfig, *, causal: bool = True, rotary: float = 0.0):
-        super().__init__()
-        _afford(config, lambda few: Stack(few, causal=causal, rotary=rotary))
-        specs = spec.split(config.attention)
-        self.dim, self.causal = config.dim, causal
-        self.blocks = nn.ModuleList(
-            Block(
-                config,
-                make(
-                    specs[i % len(specs)],
-                    config.dim,
-                    config.heads,
-                    causal=causal,
-                    layer=i,
-                    depth=config.depth,
-                    rotary=rotary,
-                ),
-            )
-            for i in range(config.depth)
-        )
-        self.norm = norm(config.norm, config.dim) if config.prenorm else nn.Identity()
-
-    def attentions(self) -> list[Attention]:
-        """The attention of each layer."""
-        return [block.attention for block in self.blocks]  # type: ignore[misc]
-
-    def init_state(self, batch: int, capacity: int | None = None) -> tuple:
-        """The states before the first token; see ``Attention.init_state``."""
-        return tuple(attention.init_state(batch, capacity) for attention in self.attentions())
-
-    def forward(
-        self,
-        x: Tensor,
-        state: tuple | None = None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        record: dict | None = None,
-        donate: bool = False,
-    ) -> tuple[Tensor, tuple | None]:
-        """See the class; arguments as in ``Attention.forward``."""
-        check_x(self, self.dim, x)
-        if mask is not None:
-            check_mask("mask", mask, tuple(x.shape[:2]))
-        if state is not None and (not isinstance(state, tuple) or len(state) != len(self.blocks)):
-            came = len(state) if isinstance(state, tuple) else type(state).__name__
-            raise ValueError(f"the state of this stack is a tuple of {len(self.blocks)} states, not {came}")
-        if record is not None:
-            check_record(record)
-        arguments = settle(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
-        if mask is not None:
-            # What a masked token holds must not go around the attentions either, by residuals into weights' gradients.
-            x = x.masked_fill(~mask[..., None], 0.0)
-        new, carries, layers = [], {}, []
-        for i, block in enumerate(self.blocks):
-            before, kind = None if state is None else state[i], block.attention.name  # type: ignore[union-attr]
-            told = dict(record) if record is not None and "record" in block.attention.takes else None  # type: ignore
-            x, after, carry = block(x, before, carry=carries.get(kind), record=told, donate=donate, **arguments)
-            layers.append(told or {})
-            # What a layer hands on is for the next one of its own kind.
-            carries[kind] = carry
-            new.append(after)
-        x = self.norm(x)
-        if mask is not None:
-            x = x.masked_fill(~mask[..., None], 0.0)
-        if record is not None:
-            record.clear()
-            record["layers"] = layers
-            if penalties := [layer["penalty"] for layer in layers if "penalty" in layer]:
-                record["penalty"] = torch.stack(penalties).sum()
-        return x, None if state is None else tuple(new)
 
 
 class Embedding(nn.Module):
@@ -193,14 +66,14 @@ class Decoder(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        _afford(config, Decoder)
+        afford(config, Decoder)
         self.config = config
         self.likelihood = likelihood.build(config.likelihood, config.vocab)
         self.embedding = Embedding(config.vocab + 1, config)
         self.stack = Stack(config, rotary=ROTARY_BASE if config.positions == "rotary" else 0.0)
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
-        _initialise(self, config.depth)
+        initialise(self, config.depth)
 
     @property
     def device(self) -> torch.device:
@@ -245,7 +118,7 @@ class Decoder(nn.Module):
             raise ValueError(f"a decoder continues a DecoderState, not {type(state).__name__}")
         position, layers = state if state is not None else (None, None)
         if position is not None:
-            _check_position(position, tokens)
+            check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
         outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore
@@ -266,12 +139,12 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
-        _afford(config, Encoder)
+        afford(config, Encoder)
         self.config = config
         self.embedding = Embedding(config.vocab, config)
         self.stack = Stack(config, causal=False, rotary=ROTARY_BASE if config.positions == "rotary" else 0.0)
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
-        _initialise(self, config.depth)
+        initialise(self, config.depth)
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None = None, segments: Tensor | None = None, record: dict | None = None
@@ -308,23 +181,7 @@ def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None) -> None:
         raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {highest}")
 
 
-def weigh(make: Callable[[Any], nn.Module], config: StackConfig) -> int:
-    """Bytes of the weights of a model, ``make(config)``, of which nothing is built but shapes."""
-    # One round of the specs shows what all of them take.
-    few = min(config.depth, len(spec.split(config.attention)))
-    model = weights.shapes(lambda: make(replace(config, depth=few)))
-    blocks: Any = getattr(model, "stack", model).blocks
-    return weights.nbytes(model) + weights.nbytes(blocks) * (config.depth - few) // few
-
-
-def _afford(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:
-    """Raise ValueError where a model's weights would take more memory than there is, before any of it is taken."""
-    if weights.wanted():
-        what = f"weights of dim={config.dim}, feedforward={config.feedforward}, depth={config.depth}"
-        weights.afford(weigh(make, config), what)
-
-
-def _check_position(position: Tensor, tokens: Tensor) -> None:
+def check_position(position: Tensor, tokens: Tensor) -> None:
     """Raise ValueError unless these are counts of tokens, int64 (B,), as a decoder's state has them."""
     batch = len(tokens)
     if not isinstance(position, Tensor) or position.dtype != torch.int64 or tuple(position.shape) != (batch,):
@@ -334,7 +191,7 @@ def _check_position(position: Tensor, tokens: Tensor) -> None:
     check_counts("position", position)
 
 
-def _initialise(model: nn.Module, depth: int) -> None:
+def initialise(model: nn.Module, depth: int) -> None:
     """Normal weights of deviation 0.02, smaller by sqrt(2 depth) where they write into the residual (GPT-2's rule)."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):

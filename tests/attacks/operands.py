@@ -128,6 +128,9 @@ def spoil(options: dict, dice: random.Random) -> str:
             if name == "log_decay" and x.dim() == 4:
                 return ""
         case "with one more row":
+            # A bias for all heads with one more is a bias for each of two.
+            if name == "bias" and len(x) + 1 == options["query"].shape[1]:
+                return ""
             options[name] = torch.cat([x, x.new_ones(1, *x.shape[1:])])
         case "shared":
             state = options.get("state")

@@ -81,8 +81,13 @@ def _attention(text: str) -> str | None:
     if again.spec != built.spec or shapes[0] != shapes[1]:
         return f"its spec {built.spec} builds {again.spec}"
     if getattr(built, "context_dim", 0) in (0, 12):
-        with torch.no_grad():
-            built(torch.zeros(1, 5, 12))
+        try:
+            with torch.no_grad():
+                built(torch.zeros(1, 5, 12))
+        except RuntimeError as error:
+            # What a call needs beside the weights is not foreseen: docs/reliability.md.
+            if "allocate memory" not in str(error):
+                raise
     return None
 
 

@@ -21,8 +21,11 @@ FLOORS = (
     ("ops", "likelihood"),
     ("layers", "states"),
     ("attention",),
+    ("stacks",),
     (
+        "beams",
         "model",
+        "seq2seq",
         "multihead",
         "engine",
         "generate",

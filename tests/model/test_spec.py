@@ -3,7 +3,9 @@
 from typing import Literal
 
 import pytest
+import torch
 
+import longspan
 from longspan import spec
 
 
@@ -110,3 +112,12 @@ def test_split():
     assert spec.split("linear; band(3) ;linear") == ["linear", "band(3)", "linear"]
     with pytest.raises(ValueError, match="empty spec in 'linear;;band'"):
         spec.split("linear;;band")
+
+
+@pytest.mark.parametrize(
+    "text", ["fourier(eps=99999999999999999999999)", "kernel(similarity='rbf', bandwidth=9223372036854775807)"]
+)
+def test_whole_numbers_of_any_size_are_numbers(text):
+    built = longspan.build(text, 8, 2)
+    assert built(torch.zeros(1, 3, 8))[0].shape == (1, 3, 8)
+    assert longspan.build(built.spec, 8, 2).spec == built.spec

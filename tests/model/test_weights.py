@@ -7,7 +7,8 @@ import longspan
 from longspan import Config, EncoderConfig, StackConfig, likelihood, patterns, weights
 from longspan.attention import REGISTRY
 from longspan.attention.base import own_options
-from longspan.model import Decoder, Encoder, Stack
+from longspan.model import Decoder, Encoder
+from longspan.stacks import Stack
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from torch.utils import _pytree as pytree
 
 from ..attention import REGISTRY, build
 from ..config import StackConfig
-from ..model import Stack
 from ..spec import known, split
+from ..stacks import Stack
 
 # Primes, so that no size is a multiple of a block; 29 tokens leave the windows of every example.
 BATCH, TOKENS, DIM, HEADS = 2, 29, 8, 2

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..config import StackConfig
-from ..model import Stack
+from ..stacks import Stack
 from .fast_transformers.attention.attention_layer import Projections
 from .fast_transformers.attention.causal_linear_attention import CausalLinearAttention
 from .fast_transformers.attention.full_attention import FullAttention

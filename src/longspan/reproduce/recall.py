@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..attention import nbytes
 from ..config import StackConfig
 from ..layers import ShortConvolution
-from ..model import Stack
+from ..stacks import Stack
 
 CONVOLUTION = 4
 # The exponent of the power law by which queries keep close to the pairs, plus one.

@@ -27,6 +27,7 @@ from ..data import Dataset
 from ..describe import parts
 from ..model import Decoder
 from ..ops.memory import reuse_pages
+from ..stacks import kind_of
 from . import folder as runs
 from .evaluate import bits, roomy
 from .run import Run, rate
@@ -146,7 +147,7 @@ def _check(config: Config, run: Run, dataset: Dataset) -> None:
             f"length={config.length} learned positions are too few for {run.data}: {dataset.length} tokens per example"
         )
     kinds = {name: cls.penalty for name, cls in parts(config.attention)}
-    if run.penalty and not any(kinds.values()):
+    if run.penalty and not any(kinds.values()) and not kind_of(config.stack).penalty:
         raise ValueError(
             f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "
             f"leave it at 0"

@@ -1,0 +1,136 @@
+"""Beam search: the likeliest continuations, of which several are followed at a time."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .attention.arguments import check_mask
+from .attention.state import select
+from .generate import prefill
+from .model import Decoder
+from .seq2seq import Seq2Seq
+
+
+class Beams(NamedTuple):
+    """The best continuations of each row, the best one first."""
+
+    tokens: Tensor  # (B,K,T) int64; what follows the stop token is the stop token again
+    scores: Tensor  # (B,K) log-probability, in nats, divided by the length penalty
+    lengths: Tensor  # (B,K) int64, tokens up to and with the stop token
+
+
+@torch.no_grad()
+def beam_search(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor | None = None,
+    *,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    tokens: int,
+    beams: int = 4,
+    best: int = 1,
+    length_penalty: float = 0.0,
+    stop: int | None = None,
+) -> Beams:
+    r"""The likeliest sequences of at most ``tokens`` more tokens, as far as a beam of ``beams`` finds them.
+
+    >>> import torch, longspan
+    >>> model = longspan.Seq2Seq(longspan.Seq2SeqConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5)).eval()
+    >>> found = longspan.beam_search(model, source=torch.tensor([[3, 1, 4]]), tokens=6, beams=3, stop=0)
+    >>> found.tokens.shape[:2], found.scores.shape
+    (torch.Size([1, 1]), torch.Size([1, 1]))
+
+    A ``Decoder`` continues ``prompt`` (B,P) int64, with ``mask`` (B,P) where rows differ in length; a ``Seq2Seq``
+    writes the target of ``source`` (B,M), ``source_mask`` (B,M), from its start or from a ``prompt``. In each step the
+    ``beams`` best of all continuations go on, each with the state of the one that it continues, which is selected and
+    never computed again. One that ends with ``stop`` keeps its score. Sequences are compared by
+    $\log p / ((5 + n) / 6)^\alpha$, n their number of tokens and $\alpha$ the ``length_penalty``; 0 compares by
+    probability, larger ones favour longer sequences (Wu et al. 2016, 1609.08144, section 7, eq. 14). ``best``: how many
+    are returned, at most ``beams``. One beam is greedy search; as many as there are sequences, the exact answer.
+
+    Raises ValueError for a prompt, source or option out of range.
+    """
+    _check(model, prompt, source, mask, source_mask, tokens, beams, best, length_penalty, stop)
+    outputs, state, step = _begun(model, prompt, mask, source, source_mask, tokens)
+    batch, levels = len(outputs), model.likelihood.levels
+    logs = model.likelihood.log_probs(outputs).double()  # (B,V)
+    # One hypothesis a row at first: the others begin at -inf, so that the first step draws from the first one alone.
+    total = torch.full((batch, beams), -torch.inf, dtype=torch.float64, device=logs.device)
+    total[:, 0] = 0.0
+    logs = logs[:, None].expand(-1, beams, -1)
+    rows = torch.arange(batch, device=logs.device)[:, None]
+    state = select(state, rows.expand(-1, beams).flatten())
+    written = torch.zeros(batch, beams, 0, dtype=torch.long, device=logs.device)
+    done = torch.zeros(batch, beams, dtype=torch.bool, device=logs.device)
+    lengths = torch.zeros(batch, beams, dtype=torch.long, device=logs.device)
+    for i in range(tokens):
+        if stop is not None:
+            # What has ended goes on in one way only, which costs nothing.
+            ended = torch.full_like(logs, -torch.inf)
+            ended[..., stop] = 0.0
+            logs = torch.where(done[..., None], ended, logs)
+        found = (total[..., None] + logs).flatten(1)  # (B,K V)
+        longer = (lengths + (~done).long())[..., None].expand(-1, -1, levels).flatten(1)
+        order = _scored(found, longer, length_penalty).sort(dim=1, descending=True, stable=True).indices[:, :beams]
+        parent, token = order // levels, order % levels
+        total, lengths = found.gather(1, order), longer.gather(1, order)
+        written = torch.cat([written[rows, parent], token[..., None]], 2)
+        done = done[rows, parent] | (token == stop if stop is not None else False)
+        if i + 1 == tokens or bool((done | (total == -torch.inf)).all()):
+            break
+        state = select(state, (rows * beams + parent).flatten())
+        outputs, state = step(token.flatten()[:, None], state)
+        logs = model.likelihood.log_probs(outputs[:, 0]).double().unflatten(0, (batch, beams))
+    scores = _scored(total, lengths, length_penalty)
+    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :best]
+    return Beams(written[rows, order], scores.gather(1, order), lengths.gather(1, order))
+
+
+def _scored(total: Tensor, lengths: Tensor, penalty: float) -> Tensor:
+    return total / ((5 + lengths.double()) / 6) ** penalty
+
+
+def _begun(model, prompt, mask, source, source_mask, tokens) -> tuple[Tensor, object, Callable]:
+    """Outputs (B,size) about the first token, the state before it, and what makes a step."""
+    if isinstance(model, Decoder):
+        outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens)
+        return outputs, state, lambda token, state: model(token, state, donate=True)
+    prompt = source.new_zeros(len(source), 0) if prompt is None else prompt
+    state = model.init_state(source, source_mask=source_mask, capacity=prompt.shape[1] + tokens)
+    begin = prompt.new_full((len(prompt), 1), model.start)
+    outputs, state = model.step(torch.cat([begin, prompt], 1), state, donate=True)
+    return outputs[:, -1], state, lambda token, state: model.step(token, state, donate=True)
+
+
+def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length_penalty, stop) -> None:
+    """Raise ValueError for what ``beam_search`` refuses."""
+    if isinstance(model, Seq2Seq):
+        if source is None:
+            raise ValueError("a Seq2Seq writes the target of a source; give source=(B,M) int64")
+        if mask is not None:
+            raise ValueError("mask= is for a decoder's prompts of different lengths; the source's is source_mask=")
+        if source_mask is not None:
+            check_mask("source_mask", source_mask, tuple(source.shape))
+        if prompt is not None and len(prompt) != len(source):
+            raise ValueError(f"prompt has {len(prompt)} rows, source {len(source)}; give a prompt for each source")
+    elif not isinstance(model, Decoder):
+        raise ValueError(f"beam_search continues a Decoder or a Seq2Seq, not {type(model).__name__}")
+    elif source is not None or source_mask is not None:
+        raise ValueError("a Decoder reads no source; it continues a prompt")
+    elif prompt is None:
+        raise ValueError("a Decoder continues a prompt; give prompt=(B,P) int64, P may be 0")
+    elif mask is not None:
+        check_mask("mask", mask, tuple(prompt.shape))
+    for name, value in (("tokens", tokens), ("beams", beams), ("best", best)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if best > beams:
+        raise ValueError(f"best={best} of beams={beams}: a beam returns at most as many as it follows")
+    if not 0 <= length_penalty < float("inf"):
+        raise ValueError(f"length_penalty={length_penalty} must be a finite number >= 0")
+    levels = model.likelihood.levels
+    if stop is not None and not 0 <= stop < levels:
+        raise ValueError(f"stop={stop} is no token; this model has 0 to {levels - 1}")
