@@ -113,7 +113,7 @@ class Run:
 
     def check(self) -> None:
         """Refuse what does not agree with its own definition in float64."""
-        task = self.task(oracle.PREFIX, MODES[int(self.options.backward)])
+        task = self.task(min(self.options.lengths), MODES[int(self.options.backward)])
         for spec in self.watch([*self.candidates], len(self.candidates), "checks"):
             try:
                 oracle.check_module(self.candidates[spec], lambda asked, spec=spec: made(spec, asked), task)
@@ -238,7 +238,7 @@ def _how(options: Options) -> list[str]:
         "one",
         "state: its bytes after N tokens; step: one token more, on a state that it may overwrite",
         "exponents are fitted to all lengths measured",
-        f"each first agreed with its own reference in float64 on {oracle.PREFIX} tokens",
+        f"each first agreed with its own reference in float64 on {min(oracle.PREFIX, *options.lengths)} tokens",
     ]
 
 

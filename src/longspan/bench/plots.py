@@ -178,31 +178,22 @@ def _pattern(plt: Any, result: dict[str, Any]) -> Any:
 
 
 def _members(plt: Any, result: dict[str, Any]) -> Any:
-    """A panel for each family: time as lines, memory as rings on the axis to the right; softmax in grey everywhere."""
+    """A row for each family, time on the left and memory on the right; softmax is in every one of them, in black."""
     mode = MODES[int(result["options"]["backward"])]
-    rows = [row for row in result["rows"] if row["mode"] == mode]
     families = list(dict.fromkeys(one["family"] for one in result["growth"]))
-    figure, axes = _panels(plt, len(families))
-    for axis, family in zip(axes, families, strict=False):
-        right = axis.twinx()
-        here = [row for row in rows if row["family"] == family or row["candidate"] == "softmax"]
-        for name in dict.fromkeys(row["candidate"] for row in here):
-            points = sorted((row["length"], row) for row in here if row["candidate"] == name)
-            plain = name == "softmax"
-            colour, mark = ("0.5", ".") if plain else _look(axis, f"{family} {name}")
-            lengths = [length for length, _ in points]
-            axis.plot(lengths, [1e3 * row["seconds"] for _, row in points], "--" if plain else "-", marker=mark,
-                      color=colour, label=name, markersize=5)  # fmt: skip
-            weighed = [(length, max(row["mb"], 0.1)) for length, row in points if "mb" in row]
-            if weighed:
-                right.plot(*zip(*weighed, strict=True), "o", color=colour, fillstyle="none", markersize=9, alpha=0.6)
-        axis.set(xscale="log", yscale="log", title=f"{family}: {mode}", xlabel="tokens", ylabel="ms (lines)")
-        right.set(yscale="log", ylabel="MB at the peak (rings)")
-        ticks = sorted({row["length"] for row in here})
-        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        _decades(axis)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+    figure, axes = plt.subplots(
+        len(families), 2, figsize=(11.0, 4.8 * len(families)), layout="constrained", squeeze=False
+    )
+    for (left, right), family in zip(axes, families, strict=True):
+        # Colours begin anew in every family; there are more mechanisms than colours.
+        figure.__dict__["looks"] = {"softmax": ("k", ".")}
+        rows = [
+            {**row, "ms": 1e3 * row["seconds"]} | ({"mb": max(row["mb"], 0.1)} if "mb" in row else {})
+            for row in result["rows"]
+            if row["mode"] == mode and (row["family"] == family or row["candidate"] == "softmax")
+        ]
+        _lines(left, rows, "length", "ms", f"{family}: {mode}", "tokens", "ms")
+        _lines(right, rows, "length", "mb", f"{family}: peak memory, {mode}", "tokens", "MB beyond the inputs")
     return figure
 
 
