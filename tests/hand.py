@@ -10,11 +10,11 @@ def plain(spec, dim=1, *, asking=True, **place):
     """One head in float64: identities for projections, no biases; not ``asking``: queries are 0, so all keys tie."""
     module = longspan.build(spec, dim, 1, **place).double().eval()
     for name, weight in module.named_parameters():
-        part, _, kind = name.rpartition(".")
-        if part in ("query", "key", "value", "out"):
+        part, kind = name.split(".")[-2:] if "." in name else ("", "")
+        if "query" in part and not asking:
+            weight.zero_()
+        elif part.removesuffix("_global").removeprefix("far_") in ("query", "key", "value", "out"):
             weight.copy_(torch.eye(dim) if kind == "weight" else torch.zeros(dim))
-    if not asking:
-        module.query.weight.zero_()
     return module
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hand import plain, read
 from longspan.states.cache import KeyValues
 from sparse_cases import N, agree, build, data, dense, heads_of, pairs, past, product, softmax
 
@@ -15,6 +16,13 @@ def column(i, j):
 
 def row(i, j):
     return i // C == j // C
+
+
+def test_by_hand():
+    """All keys tie: a layer of columns reads the mean of its column so far, the next one that of its row."""
+    columns, rows = (plain("axial(width=2)", asking=False, layer=layer) for layer in (0, 1))
+    assert read(columns, 1.0, 2.0, 4.0, 8.0, 16.0) == [1.0, 2.0, 2.5, 5.0, 7.0]
+    assert read(rows, 1.0, 2.0, 4.0, 8.0, 16.0) == [1.0, 1.5, 4.0, 6.0, 16.0]
 
 
 @pytest.mark.parametrize("causal", [True, False])

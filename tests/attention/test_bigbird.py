@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 from longspan import patterns
 from longspan.states.cache import KeyValues
 from sparse_cases import N, agree, build, data, pairs, past
@@ -17,6 +18,12 @@ def bigbird_set(n, b, side, g, drawn, causal):
             u, v = i // b, j // b
             seen[i, j] = abs(u - v) <= side or u < g or v < g or v in drawn[u]
     return seen & past(n) if causal else seen
+
+
+def test_by_hand():
+    """All keys tie: a token reads the mean of its own block of two so far, and of the first block."""
+    module = plain("bigbird(block=2, window=1, globals=1, random=0)", asking=False)
+    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == pytest.approx([1.0, 1.5, 7 / 3, 15 / 4, 19 / 3])
 
 
 @pytest.mark.parametrize("causal", [True, False])

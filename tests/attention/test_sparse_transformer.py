@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hand import plain, read
 from longspan.states.cache import KeyValues
 from sparse_cases import N, agree, build, data, pairs, past, product
 
@@ -14,6 +15,12 @@ def steps(kind, size, c, n=N):
 
 
 options = (("strided", "block=5"), ("fixed", "block=5, summary=2"))
+
+
+def test_by_hand():
+    """All keys tie: a token reads the mean of the last two and of every second one before."""
+    module = plain("sparse_transformer(block=2, integration='merged')", asking=False)
+    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == pytest.approx([1.0, 1.5, 7 / 3, 14 / 3, 29 / 4])
 
 
 @pytest.mark.parametrize(("kind", "sizes"), options)
