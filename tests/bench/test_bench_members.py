@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 
@@ -159,11 +160,15 @@ def test_what_needs_more_memory_than_there_is_is_left_out_too(capsys, monkeypatc
 
 @pytest.mark.parametrize("spec", ["softmax", "gla", "local(window=3)", "average"])
 def test_every_sample_of_a_step_begins_after_so_many_tokens(spec, monkeypatch):
-    module, asked = members.built(spec, 8, 2), []
+    module, asked, begun = members.built(spec, 8, 2), [], []
     forward = module.forward
-    monkeypatch.setattr(
-        module, "forward", lambda x, state, **given: asked.append((x.shape[1], given)) or forward(x, state, **given)
-    )
+
+    def watched(x, state, **given):
+        asked.append((x.shape[1], given))
+        begun.append(longspan.clone(state))
+        return forward(x, state, **given)
+
+    monkeypatch.setattr(module, "forward", watched)
     monkeypatch.setattr(members, "CHUNK", 7)
     size, sample = members.stepping(module, 17)
     assert [tokens for tokens, _ in asked] == [7, 7, 3]
@@ -171,6 +176,7 @@ def test_every_sample_of_a_step_begins_after_so_many_tokens(spec, monkeypatch):
     assert sample(3) > 0
     assert sample(2) > 0
     assert asked[3:] == [(1, {"donate": True})] * 5
+    torch.testing.assert_close(begun[3], begun[6], rtol=0, atol=0, equal_nan=True)
 
 
 def test_what_there_is_is_kept_when_it_is_interrupted(capsys, monkeypatch, weightless):
