@@ -46,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    words, modules = _imports([word for word in words if word != "--debug"])
     try:
         with signals.raised():
-            code = _run(words)
+            code = _run(words, modules)
             sys.stdout.flush()
         return code
     except SystemExit as exit_:
@@ -90,7 +90,22 @@ def _drop_output() -> bool:
     return False
 
 
-def _run(words: list[str]) -> int:
+def _imports(words: list[str]) -> tuple[list[str], list[str]]:
+    """The words without every ``--import MODULE`` and ``--import=MODULE`` -> the others, the modules."""
+    kept, modules = [], []
+    line = iter(words)
+    for word in line:
+        name, equals, value = word.partition("=")
+        if word == "--":
+            kept += [word, *line]
+        elif name == "--import":
+            modules.append(value if equals else next(line, ""))
+        else:
+            kept.append(word)
+    return kept, modules
+
+
+def _run(words: list[str], modules: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         return OK
@@ -98,12 +113,18 @@ def _run(words: list[str]) -> int:
         print(f"longspan {importlib.metadata.version('longspan')}")
         return OK
     if words[0].startswith("-"):
-        raise ValueError(f"unknown option {words[0]!r}; known: --debug, --help, --version; see longspan --help")
+        raise ValueError(
+            f"unknown option {words[0]!r}; known: --debug, --help, --import, --version; see longspan --help"
+        )
     module, _ = COMMANDS[known(words[0], COMMANDS, "command")]
     if any("\0" in word for word in words):
         raise ValueError("an argument holds a NUL character, which no name of a file and no number has")
     # Imported now, so that each command pays for its own imports only.
     command = importlib.import_module(f".commands.{module}", __package__)
+    if modules:
+        from .attention import plugins
+
+        plugins.bring(*modules)
     try:
         args = command.parser().read(words[1:])
     except SystemExit:
@@ -127,6 +148,7 @@ def _help() -> str:
             "longspan COMMAND --help    the command's options and an example",
             "longspan --version         the version",
             "longspan COMMAND --debug   shows the traceback of an error",
+            "longspan COMMAND --import MODULE    loads mechanisms of your own, from a module or a package",
         )
     )
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from . import notation, ops, patterns, spec
-from .attention import REGISTRY, Attention, build, nbytes
-from .attention.base import own_options
+from .attention import REGISTRY, Attention, build, names, nbytes
+from .attention.base import mechanism, own_options
 from .layers import FeedForward
 from .ops.native import build as kernels
 from .ops.native.build import openmp
@@ -30,8 +30,8 @@ PARTLY = {"lowrank_band": "its window is that of one of two softmaxes, and the o
 def mechanisms() -> list[dict[str, Any]]:
     """Each registered mechanism: name, summary, cost, forms, paper (arXiv number)."""
     return [
-        {"name": name, "summary": summary(cls), "cost": cls.cost, "forms": forms(cls), "paper": cls.paper}
-        for name, cls in sorted(REGISTRY.items())
+        {"name": cls.name, "summary": summary(cls), "cost": cls.cost, "forms": forms(cls), "paper": cls.paper}
+        for cls in map(mechanism, names())
     ]
 
 
@@ -64,8 +64,11 @@ def parts(text: str) -> list[tuple[str, type[Attention]]]:
         found.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
         return found
 
+    specs = list(dict.fromkeys(spec.split(text)))
+    for name in filter(None, map(spec.head, specs)):
+        mechanism(name, "name")
     makers = {name: maker(cls) for name, cls in REGISTRY.items()}
-    classes = {part: spec.parse(part, makers) for part in dict.fromkeys(spec.split(text))}
+    classes = {part: spec.parse(part, makers) for part in specs}
     for part, cls in classes.items():
         if not inspect.isclass(cls):
             raise ValueError(f"{part!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
@@ -293,7 +296,7 @@ def seen(text: str, dim: int, heads: int) -> Pattern:
         attention = build(text, dim, heads, causal="causal" in cls.directions)
     pattern = _pattern(attention)
     if pattern is None:
-        having = ", ".join(sorted(n for n in REGISTRY if n not in PARTLY and _has_pattern(n)))
+        having = ", ".join(n for n in names() if n not in PARTLY and _has_pattern(n))
         why = PARTLY.get(cls.name, "which keys it reads is no function of positions alone")
         raise ValueError(f"{text} has no pattern to be drawn: {why}; those that have one: {having}")
     return pattern

@@ -28,6 +28,10 @@ def parse(text: str, names: Mapping[str, Callable]) -> Any:
     >>> parse("pair(first=1, second=-2.5)", {"pair": lambda *, first, second: (first, second)})
     (1, -2.5)
     """
+    return _walk(_tree(text), text, names)
+
+
+def _tree(text: str) -> ast.expr:
     if not isinstance(text, str):
         raise ValueError(f"a spec is a string such as 'linear' or 'local(window=64)', not {type(text).__name__}")
     if len(text) > LONGEST:
@@ -39,7 +43,7 @@ def parse(text: str, names: Mapping[str, Callable]) -> Any:
         raise ValueError(f"{kinds.shown(text)} is not a spec; a spec reads name or name(option=value, ...)") from error
     if _depth(tree.body) > DEEPEST:
         raise ValueError(f"{kinds.shown(text)} is nested more than {DEEPEST} deep; a spec is flatter than that")
-    return _walk(tree.body, text, names)
+    return tree.body
 
 
 def split(text: str) -> list[str]:
@@ -60,13 +64,30 @@ def split(text: str) -> list[str]:
     return specs
 
 
-def known(name: str, names: Mapping[str, object], kind: str = "name") -> str:
-    """Return ``name`` if it is known; otherwise raise a ValueError that lists what is, and guesses what was meant."""
+def head(text: str) -> str:
+    """The name of what a spec builds; "" where it is something else than a name and its options.
+
+    Raises ValueError for text that is no spec.
+
+    >>> head("local(window=64)"), head("band(8) | globals(2)")
+    ('local', '')
+    """
+    match _tree(text):
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def known(name: str, names: Mapping[str, object], kind: str = "name", hint: str = "") -> str:
+    """Return ``name`` if it is known; otherwise raise a ValueError that lists what is, and guesses what was meant.
+
+    ``hint`` ends the message.
+    """
     if isinstance(name, str) and name in names:
         return name
     close = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else ()
     guess = f" (did you mean {close[0]!r}?)" if close else ""
-    raise ValueError(f"unknown {kind} {kinds.shown(name)}{guess}; known: {', '.join(sorted(names))}")
+    raise ValueError(f"unknown {kind} {kinds.shown(name)}{guess}; known: {', '.join(sorted(names))}{hint}")
 
 
 def options(maker: Callable) -> dict[str, inspect.Parameter]:

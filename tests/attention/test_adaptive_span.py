@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 from longspan.attention.adaptive_span import AdaptiveSpan
 
 N = 17
@@ -53,6 +54,12 @@ def places():
     yield {"mask": MASK}, MASK.long().cumsum(1) - 1, every & MASK[:, None, :]
     packed = torch.stack([torch.cat([torch.arange(6), torch.arange(11)]), torch.arange(N)])
     yield {"segments": SEGMENTS}, packed, every & (SEGMENTS[:, :, None] == SEGMENTS[:, None, :])
+
+
+def test_by_hand():
+    """All keys tie: by the ramp after a span of one, distances 0 and 1 weigh 1, 2 weighs 1/2 and 3 nothing."""
+    module = plain("adaptive_span(span=4, ramp=2, initial=1.0)", asking=False)
+    assert read(module, 1.0, 2.0, 4.0, 8.0) == pytest.approx([1.0, 1.5, 6.5 / 2.5, 13 / 2.5])
 
 
 @pytest.mark.parametrize("options", ["span=7, ramp=3", "span=19, ramp=4", "span=5, ramp=3, dynamic=True"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 from longspan.attention import alibi
 
 N = 11
@@ -29,6 +30,12 @@ def project(module, x):
     return (
         part(x).unflatten(-1, (module.heads, -1)).transpose(1, 2) for part in (module.query, module.key, module.value)
     )
+
+
+def test_by_hand():
+    """All keys tie but for the distance; the slope of a single head is 2^-8."""
+    near = math.exp(-1 / 256)
+    assert read(plain("alibi", asking=False), 1.0, 2.0) == pytest.approx([1.0, (near + 2) / (near + 1)])
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_sparse_mechanisms import build, data
 
 import longspan
 from longspan import nbytes, patterns
+from sparse_cases import build, data
 
 N, WIDTHS = 17, (1, 3, 5, 19)  # one column; whole rows and a last one cut short; one row
 

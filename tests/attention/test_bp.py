@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 from longspan.ops import backend
 from longspan.ops.softmax import tree
 
@@ -45,6 +46,15 @@ def walk(i, n, k, causal):
                 covered = begin if side == 0 else begin + own
             level += 1
     return nodes
+
+
+def test_by_hand():
+    """All nodes tie, and each is the mean of its tokens: the last token reads 32, 16, 4 and 8, 1 and 2."""
+    module = plain("bp(k=1)", asking=False)
+    for weight in (module.pool, module.edges):
+        torch.nn.init.zeros_(weight)
+    expected = [1.0, 1.5, 7 / 3, (8 + 4 + 1.5) / 3, (16 + 8 + 4 + 1.5) / 4, (32 + 16 + 6 + 1.5) / 4]
+    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])

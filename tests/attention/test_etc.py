@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 
 N = 11
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
@@ -37,6 +38,13 @@ def definition(module, x, carry=None):
             logits[:, i, j] = (q[:, i] * (k[:, j] + labels[:, label])).sum(-1) * 3**-0.5
     y = module.out((logits.softmax(-1) @ v).transpose(0, 1).flatten(-2))
     return y[count:], torch.nn.functional.layer_norm(g + y[:count], (6,))
+
+
+def test_by_hand():
+    """All keys tie: a token reads the mean of the global one, which is 10, of itself and of both its neighbours."""
+    module = plain("etc(globals=1, radius=1, clip=1)", asking=False, causal=False)
+    torch.nn.init.constant_(module.tokens, 10.0)
+    assert read(module, 1.0, 2.0, 4.0, 8.0) == pytest.approx([13 / 3, 17 / 4, 6.0, 22 / 3])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 
 N = 11
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
@@ -55,6 +56,18 @@ def loops(module, x, at, allowed):
                 for score, j in zip(scores, keys, strict=True):
                     out[b, h, i] += math.exp(score) / total * v[b, h, j]
     return module.out(out.transpose(1, 2).flatten(-2))
+
+
+def test_by_hand():
+    """All keys tie but for the bells: fixed, of 2^-(distance^2); learned, around 1 with a deviation of 1/2."""
+    fixed, learned = (plain(f"gaussian(kind={kind!r})", asking=False) for kind in ("fixed", "learned"))
+    with torch.no_grad():
+        fixed.w.fill_(math.log(2))
+        fixed.b.zero_()
+    assert read(fixed, 1.0, 2.0, 4.0) == pytest.approx([1.0, 2.5 / 1.5, (1 / 16 + 1 + 4) / (1 / 16 + 1 / 2 + 1)])
+    # The second token sees two; sigmoid(0) of two is 1, the place as well as twice the deviation.
+    far = math.exp(-2)
+    assert read(learned, 1.0, 2.0) == pytest.approx([1.0, (far + 2) / (far + 1)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from test_sparse_mechanisms import build, data, heads_of, pairs, past, softmax
 
 import longspan
+from hand import plain, read
+from sparse_cases import build, data, heads_of, pairs, past, softmax
 
 N = 37
 FORMS = [(3, 2, 1), (3, 9, 1), (2, 2, 3), (0, 1, 1), (4, 41, 1)]  # window, globals, dilation; globals in and out of it
@@ -32,6 +33,13 @@ def oracle(module, x, causal):
     again = softmax(everything, *heads_of(module, x, *GLOBAL))
     o = torch.cat([again[:, :, :g], o[:, :, g:]], 2)
     return module.out(o.transpose(1, 2).flatten(-2))
+
+
+def test_by_hand():
+    """All keys tie: a token reads the mean of itself, the one before and the global one, which reads threefold."""
+    module = plain("longformer(window=1, globals=1)", asking=False)
+    torch.nn.init.constant_(module.value_global.weight, 3.0)
+    assert read(module, 1.0, 2.0, 4.0, 8.0) == pytest.approx([3.0, 1.5, 7 / 3, 13 / 3])
 
 
 @pytest.mark.parametrize("causal", [True, False])

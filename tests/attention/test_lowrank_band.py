@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 
 N = 13
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 8, [False] + [True] * 12])
@@ -41,6 +42,12 @@ def definition(module, x, mask, segments):
     far_q, far_k, far_v = project(module, x, "far_query", "far_key", "far_value")
     o = dense(q, k, v, near[:, None]) + dense(far_q, far_k, far_v, allowed[:, None])
     return module.out(o.transpose(1, 2).flatten(-2))
+
+
+def test_by_hand():
+    """All keys tie in both parts: the mean of the last two and the mean of all are added."""
+    module = plain("lowrank_band(rank=1, window=2)", asking=False)
+    assert read(module, 1.0, 2.0, 4.0, 8.0) == pytest.approx([2.0, 3.0, 3 + 7 / 3, 6 + 15 / 4])
 
 
 @pytest.mark.parametrize("causal", [True, False])

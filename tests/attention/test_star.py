@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 from longspan.attention.star import Star
 
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
@@ -46,6 +47,14 @@ def definition(module, e):
         if cycle < module.cycles - 1:
             s = update(module.relays[cycle], torch.cat([h, e, s]), relay)[2 * n :]
     return h
+
+
+def test_by_hand():
+    """All nodes tie: the mean of both neighbours, itself as token and as input, and the mean of all, 10."""
+    for kind, expected in (("cyclic", [8.4, 8.4, 11.6, 11.6]), ("truncated", [6.5, 8.4, 11.6, 13.5])):
+        module = plain(f"star(cycles=1, kind={kind!r})", asking=False, causal=False)
+        module.rings[0].norm = torch.nn.Identity()
+        assert read(module, 4.0, 8.0, 12.0, 16.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("kind", ["cyclic", "truncated"])

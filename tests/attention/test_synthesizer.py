@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import longspan
+from hand import plain, read
 from longspan import nbytes
 from longspan.states.cache import KeyValues
 
@@ -80,6 +81,13 @@ def loops(module, x, kind, at, allowed):
                 s = row(module, x[b], kind, i, keys, at[b])
                 out[b, i] = torch.einsum("hj,jhe->he", s.softmax(-1), v[b, keys])
     return module.out(out.flatten(-2))
+
+
+def test_by_hand():
+    """A learned table, whatever the tokens: weights 1; 1 and 3; 1, 1 and 2."""
+    module = plain("synthesizer(kind='random', length=3)")
+    module.table.data = torch.tensor([[[1.0, 9.0, 9.0], [1.0, 3.0, 9.0], [1.0, 1.0, 2.0]]]).double().log()
+    assert read(module, 1.0, 2.0, 4.0) == pytest.approx([1.0, 7 / 4, 11 / 4])
 
 
 @pytest.mark.parametrize("kind", KINDS + MIXTURES)

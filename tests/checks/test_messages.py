@@ -17,7 +17,7 @@ def test_options_that_messages_name_exist():
     parsers += [bench.subparser(name) for name in bench.KINDS]
     parsers += [reproduce.subparser(name) for name in EXPERIMENTS]
     known = {spelling for parser in parsers for o in parser._option_string_actions for spelling in (o, kebab(o))}
-    known |= {"--debug", "--version"}
+    known |= {"--debug", "--import", "--version"}
     foreign = {"--porcelain", "--spec"}  # git's, and that of the process that weighs a mechanism
     named: dict[str, str] = {}
     for path in Path(cli.__file__).parent.rglob("*.py"):

@@ -89,7 +89,7 @@ def test_help_documents_every_flag(command, capsys):
 
 MISTAKES = {
     "trian": "unknown command 'trian' (did you mean 'train'?); known: bench, check, cite",
-    "--vershun": "unknown option '--vershun'; known: --debug, --help, --version",
+    "--vershun": "unknown option '--vershun'; known: --debug, --help, --import, --version",
     "list --jsn": "unknown option '--jsn' (did you mean '--json'?); known: --help, --json",
     "list more": "unrecognized arguments: more; see longspan list --help",
     "eval": "folder",

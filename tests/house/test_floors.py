@@ -238,6 +238,12 @@ def test_mechanisms_stay_within_theirs():
         assert len((PACKAGE / where).read_text(encoding="utf-8").splitlines()) <= MECHANISM_LINES, where
 
 
+def test_every_mechanism_has_a_file_of_tests():
+    """With a case worked out by hand: to obey every law is not yet to be the paper's mechanism."""
+    names = {Path(where).stem for where in registering(PACKAGE)}
+    assert sorted(name for name in names if not (ROOT / "tests" / "attention" / f"test_{name}.py").is_file()) == []
+
+
 def test_only_ops_triton_knows_triton():
     for path in sources(PACKAGE):
         if "triton" not in path.relative_to(PACKAGE).parts:

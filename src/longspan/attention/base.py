@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import kinds, spec, weights
 from ..patterns import Pattern
-from . import arguments
+from . import arguments, plugins
 
 REGISTRY: dict[str, type["Attention"]] = {}
 
@@ -301,6 +301,8 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
         made.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
         return made
 
+    if name := spec.head(text):
+        mechanism(name, "name")
     built = spec.parse(text, {name: maker(cls) for name, cls in REGISTRY.items()})
     if not isinstance(built, Attention):
         raise ValueError(f"{text!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
@@ -308,13 +310,24 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
 
 
 def names() -> list[str]:
-    """The registered mechanisms, sorted.
+    """The registered mechanisms, sorted; those of installed packages, which announce them, are among them.
 
     >>> import longspan
     >>> "gated_deltanet" in longspan.names()
     True
     """
+    plugins.load()
     return sorted(REGISTRY)
+
+
+def mechanism(name: str, kind: str = "attention") -> type[Attention]:
+    """The class of a mechanism; a name that is not known is looked for in other packages first, see ``plugins``.
+
+    Raises ValueError for one that nobody knows.
+    """
+    if name not in REGISTRY:
+        plugins.load()
+    return REGISTRY[spec.known(name, REGISTRY, kind, plugins.HINT)]
 
 
 def examples(name: str) -> tuple[str, ...]:
@@ -324,4 +337,4 @@ def examples(name: str) -> tuple[str, ...]:
     >>> longspan.examples("local")
     ('local(window=5)', 'local(window=3, kv_heads=1, rotary=100.0)')
     """
-    return REGISTRY[spec.known(name, REGISTRY, "attention")].examples
+    return mechanism(name).examples

@@ -16,6 +16,7 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor
 
+from ..attention import plugins
 from . import peers, worker
 from .worker import Makers, Task
 
@@ -196,7 +197,7 @@ def repeated(sample: Sampler) -> tuple[Callable[[], float], int]:
 def weigher() -> Process:
     """The process that measures the memory of this package's subjects."""
     code = "from longspan.bench import local, worker; worker.serve(local.find)"
-    return Process([sys.executable, "-P", "-c", code])
+    return Process([sys.executable, "-P", "-c", plugins.again() + code])
 
 
 def find_peers(python: str, names: Sequence[str] = tuple(peers.SUBJECTS)) -> list[Remote]:

@@ -1,6 +1,7 @@
 """Definitions in float64, and whether a candidate agrees with them: no figure is printed of one that does not."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,6 +95,28 @@ def check_attention(candidate: Candidate, name: local.Name, task: Task) -> dict[
     return errors
 
 
+def check_module(candidate: Candidate, make: Callable[[Task], Any], task: Task) -> dict[str, float]:
+    """Compare a whole attention with its own reference in float64, on a short sequence -> error of each part.
+
+    ``make``: task -> the attention. Raises Refused.
+    """
+    asked = task | {"length": min(PREFIX, task["length"])}
+    given = _random(asked, asked["length"])
+    errors = _errors(candidate.answer(asked, given), _differentiated(asked, given, _reference(lambda: make(asked))))
+    _judge(errors, task["dtype"], _shape(asked))
+    return errors
+
+
+def _reference(make: Callable[[], Any]) -> Callable[..., Tensor]:
+    """A mechanism's own reference: whatever it is, that is its definition, and the tests hold it to the laws."""
+
+    def function(x: Tensor) -> Tensor:
+        with backend("reference"):
+            return make().double()(x)[0]
+
+    return function
+
+
 def _small(name: local.Name, task: Task) -> dict[str, int]:
     """Odd sizes; where a module has none such, as with rotary positions, a head of an even one. Raises Refused."""
     if not name.module:
@@ -111,15 +134,17 @@ def _small(name: local.Name, task: Task) -> dict[str, int]:
 
 
 def _attention(name: local.Name, task: Task, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    inputs = [tensor.double().requires_grad_() for part, tensor in given.items() if part.startswith("input")]
     if name.module:
-        # A mechanism's own reference: whatever it is, that is its definition, and the tests hold it to the laws.
-        with backend("reference"):
-            output = local.module(name.spec, task).double()(*inputs)[0]
-    elif name.spec == "sdpa":
-        output = softmax(*inputs).flatten(2)
-    else:
-        output = linear(*inputs, **local.options(name.spec)).flatten(2)
+        return _differentiated(task, given, _reference(lambda: local.module(name.spec, task)))
+    if name.spec == "sdpa":
+        return _differentiated(task, given, lambda *inputs: softmax(*inputs).flatten(2))
+    return _differentiated(task, given, lambda *inputs: linear(*inputs, **local.options(name.spec)).flatten(2))
+
+
+def _differentiated(task: Task, given: dict[str, Tensor], function: Callable[..., Tensor]) -> dict[str, Tensor]:
+    """Its output in float64, and with backward the gradients."""
+    inputs = [tensor.double().requires_grad_() for part, tensor in given.items() if part.startswith("input")]
+    output = function(*inputs)
     if not task["backward"]:
         return {"output": output.detach()}
     grads = torch.autograd.grad(output, inputs, given["upstream"].double())

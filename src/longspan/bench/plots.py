@@ -177,7 +177,28 @@ def _pattern(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _members(plt: Any, result: dict[str, Any]) -> Any:
+    """A row for each family, time on the left and memory on the right; softmax is in every one of them, in black."""
+    mode = MODES[int(result["options"]["backward"])]
+    families = list(dict.fromkeys(one["family"] for one in result["growth"]))
+    figure, axes = plt.subplots(
+        len(families), 2, figsize=(11.0, 4.8 * len(families)), layout="constrained", squeeze=False
+    )
+    for (left, right), family in zip(axes, families, strict=True):
+        # Colours begin anew in every family; there are more mechanisms than colours.
+        figure.__dict__["looks"] = {"softmax": ("k", ".")}
+        rows = [
+            {**row, "ms": 1e3 * row["seconds"]} | ({"mb": max(row["mb"], 0.1)} if "mb" in row else {})
+            for row in result["rows"]
+            if row["mode"] == mode and (row["family"] == family or row["candidate"] == "softmax")
+        ]
+        _lines(left, rows, "length", "ms", f"{family}: {mode}", "tokens", "ms")
+        _lines(right, rows, "length", "mb", f"{family}: peak memory, {mode}", "tokens", "MB beyond the inputs")
+    return figure
+
+
 PICTURES = {
+    "members": _members,
     "attention": _attention,
     "step": _step,
     "generate": _generate,

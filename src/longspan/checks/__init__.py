@@ -1,9 +1,17 @@
-"""The laws that every attention keeps; ``check_attention(spec)`` measures all that apply. Public: certify your own."""
+"""The laws that every attention keeps; ``check_attention(spec)`` measures all that apply. Public: certify your own.
 
+In the tests of a package of your own, ``parametrize`` makes one test of every law that applies::
+
+    @longspan.checks.parametrize(["my_mechanism", "my_mechanism(window=3)"])
+    def test_law(spec, law):
+        longspan.checks.assert_law(law, spec)
+"""
+
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..attention import REGISTRY, examples
+from ..attention import examples, names
 from . import blocks, content, numeric, prefix, recurrent, software
 from .gauge import Broken, Gauge, Subject
 
@@ -116,7 +124,49 @@ def check_attention(spec: str, *, seed: int = 0, raises: bool = True) -> Report:
 
 def cases() -> list[tuple[str, str]]:
     """All pairs (law, example spec) of the registry, for a parametrised test."""
-    return [(law, spec) for name in sorted(REGISTRY) for spec in examples(name) for law in _LAWS]
+    return [(law, spec) for name in names() for spec in examples(name) for law in _LAWS]
 
 
-__all__ = ["Broken", "Gauge", "Report", "Row", "Subject", "cases", "check", "check_attention", "laws"]
+def assert_law(law: str, spec: str, *, seed: int = 0) -> Row:
+    """Measure one law for one spec, or a stack of specs separated by ``;``, as ``check`` does.
+
+    >>> import longspan
+    >>> longspan.checks.assert_law("causal", "linear").status
+    'passed'
+
+    Raises AssertionError, with the finding, where the law fails; ValueError as ``check``.
+    """
+    row = check(law, spec, seed=seed)
+    if row.status == "failed":
+        raise AssertionError(str(Report(spec, (row,))))
+    return row
+
+
+def parametrize(specs: str | Iterable[str]) -> Callable[[Any], Any]:
+    """A decorator for pytest: the test function gets ``spec`` and ``law`` for every law that applies to each spec.
+
+    One spec, or several; each names an attention, or a stack of them separated by ``;``. The laws are measured on few
+    tokens (29 mostly), so give options that are small, such as a window of 3. The module that registers the mechanism
+    has to be imported before, or announced as an entry point.
+
+    Needs pytest. Raises ValueError, while the tests are collected, for an unknown mechanism or option, and for no spec.
+    """
+    import pytest
+
+    specs = [specs] if isinstance(specs, str) else list(specs)
+    if not specs:
+        raise ValueError("parametrize needs at least one spec, such as 'my_mechanism(window=3)'")
+    subjects = {spec: Subject(spec) for spec in specs}
+    pairs = [
+        (spec, law)
+        for spec, subject in subjects.items()
+        for law, (_, needs) in _LAWS.items()
+        if not subject.why_not(needs)
+    ]
+    return pytest.mark.parametrize(("spec", "law"), pairs, ids=[f"{spec}-{law}" for spec, law in pairs])
+
+
+__all__ = [
+    "Broken", "Gauge", "Report", "Row", "Subject", "assert_law", "cases", "check", "check_attention", "laws",
+    "parametrize",
+]  # fmt: skip

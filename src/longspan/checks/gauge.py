@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..attention import REGISTRY, build
+from ..attention import build
+from ..attention.base import mechanism
 from ..config import StackConfig
-from ..spec import known, split
+from ..spec import split
 from ..stacks import Stack
 
 # Primes, so that no size is a multiple of a block; 29 tokens leave the windows of every example.
@@ -88,7 +89,7 @@ class Subject:
     def __init__(self, spec: str, seed: int = 0):
         self.spec, self.seed = spec, seed
         self.specs = split(spec)
-        self.classes = [REGISTRY[known(part.split("(")[0].strip(), REGISTRY, "attention")] for part in self.specs]
+        self.classes = [mechanism(part.split("(")[0].strip()) for part in self.specs]
         with torch.random.fork_rng(devices=[]):
             # Their facts, and not the classes', as an option may rule some out.
             self.parts = [

@@ -67,7 +67,14 @@ def run(args) -> int:
     with report.claimed(out, args.kind):
         result = report.collect(out, args.kind, results)
     print(report.show(result, tables))
-    print(f"Files: {', '.join(str(out / (args.kind + ending)) for ending in ('.json', '.csv', '.png'))}")
+    endings = [".json", ".csv", ".png"]
+    if args.kind == "members":
+        from .. import checkpoint
+        from ..bench import members
+
+        checkpoint.write_text(out / "members.md", members.page(result))
+        endings.append(".md")
+    print(f"Files: {', '.join(str(out / (args.kind + ending)) for ending in endings)}")
     return 1 if any(one["ours"] for one in result.get("refused", [])) else 0
 
 
@@ -245,6 +252,41 @@ def _pattern(args) -> tuple[Generator, Callable]:
     return results(), pattern.text
 
 
+def _members_options(parser: Parser) -> None:
+    from ..bench.members import Options
+
+    parser.add_argument(
+        "--members", type=str, default="", help="specs, separated by semicolons; otherwise every mechanism by its name"
+    )
+    parser.add_argument("--lengths", type=str, default="1024,4096,16384", help="tokens, separated by commas")
+    parser.add_argument("--dim", type=int, default=Options.dim, help="width of the model")
+    parser.add_argument("--heads", type=int, default=Options.heads, help="heads")
+    parser.add_argument("--rounds", type=int, default=Options.rounds, help="samples of each mechanism")
+    parser.add_argument("--no-backward", action="store_true", help="forward and token step only")
+    parser.add_argument(
+        "--limit", type=float, default=Options.limit, help="seconds; leave out calls expected to take longer"
+    )
+
+
+def _members(args) -> tuple[Generator, Callable]:
+    from ..bench import members
+    from ..progress import track
+    from ..spec import split
+
+    positive(args, "dim", "heads", "rounds")
+    specs = tuple(split(args.members)) if args.members else ()
+    options = members.Options(
+        members=specs, lengths=_numbers(args, "lengths"), dim=args.dim, heads=args.heads, rounds=args.rounds,
+        backward=not args.no_backward, limit=_seconds(args),
+    )  # fmt: skip
+
+    def results() -> Generator[dict, None, None]:
+        with contextlib.closing(members.weigher()) as weigher:
+            yield from members.run(options, weigher, track)
+
+    return results(), members.text
+
+
 def _limits_options(parser: Parser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each figure")
 
@@ -337,6 +379,15 @@ KINDS = {
         ),
         _pattern_options,
         _pattern,
+    ),
+    "members": Kind(
+        "every mechanism beside fused softmax: time, memory, state and token step by length, in families",
+        (
+            "longspan bench members --lengths 256,512 --rounds 1",
+            "longspan bench members --members 'linear; gla; local(window=64)' --no-backward",
+        ),
+        _members_options,
+        _members,
     ),
     "limits": Kind(
         "what this machine can do at most: matrix products, and moving bytes",

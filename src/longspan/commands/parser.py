@@ -53,7 +53,8 @@ def make(command: str, description: str, *examples: str, cls: type[Parser] = Par
     return cls(
         prog=f"longspan {command}",
         description=textwrap.fill(description, 100),
-        epilog=f"examples:\n{lines}\n\n--debug, anywhere on the line, shows the traceback of an error.",
+        epilog=f"examples:\n{lines}\n\n--debug, anywhere on the line, shows the traceback of an error;\n"
+        "--import MODULE, as often as need be, loads mechanisms that a module or package of your own registers.",
         formatter_class=_Formatter,
         allow_abbrev=False,
     )

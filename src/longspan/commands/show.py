@@ -49,10 +49,10 @@ def parser() -> Parser:
 
 def run(args) -> int:
     from .. import describe, pictures, runs, spec
-    from ..attention import REGISTRY
+    from ..attention import names
 
     # A run in a folder named as a mechanism is ./linear.
-    if runs.means(args.spec) and args.spec not in REGISTRY:
+    if runs.means(args.spec) and args.spec not in names():
         found = runs.facts(args.spec)
         print(json.dumps(found, indent=2) if args.json else _run_text(found))
         return 0

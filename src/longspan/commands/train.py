@@ -8,6 +8,7 @@ import jsonargparse
 import yaml
 
 from .. import recipes, signals
+from ..attention import plugins
 from ..config import Config
 from ..kinds import shown
 from ..spec import known
@@ -84,7 +85,8 @@ def _how_to_go_on(said: str, recipe: Path) -> str:
     if not recipe.exists():
         return said or "interrupted; nothing was saved"
     said = said.removesuffix("; go on with resume") or "interrupted"
-    return f"{said}; go on with: longspan train --config {shlex.quote(str(recipe))} --resume"
+    modules = "".join(f" --import {module}" for module in plugins.brought())
+    return f"{said}; go on with: longspan train{modules} --config {shlex.quote(str(recipe))} --resume"
 
 
 def _recipe(text: str) -> str:

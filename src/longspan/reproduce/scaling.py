@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops, spec
-from ..attention import build
+from ..attention import build, plugins
 from ..bench import case, figures, local, memory, plots
 from ..bench.report import Table
 from ..bench.worker import timed
@@ -124,7 +124,7 @@ def weighed(settings: Settings, name: str, length: int) -> float:
     """``weigh`` in a process of its own, with as many threads. Raises ValueError where that fails."""
     if settings.device == "cuda":
         return weigh(settings, name, length)
-    code = f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+    code = plugins.again() + f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
     code += f"from longspan.reproduce import scaling\nsettings = scaling.{settings!r}\n"
     code += f"print(scaling.weigh(settings, {name!r}, {length}))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)

@@ -1,0 +1,99 @@
+"""Axial attention: columns and rows of an image against their coordinates."""
+
+import pytest
+import torch
+
+from hand import plain, read
+from longspan.states.cache import KeyValues
+from sparse_cases import N, agree, build, data, dense, heads_of, pairs, past, product, softmax
+
+C = 7  # the last row of pixels is cut short
+
+
+def column(i, j):
+    return i % C == j % C
+
+
+def row(i, j):
+    return i // C == j // C
+
+
+def test_by_hand():
+    """All keys tie: a layer of columns reads the mean of its column so far, the next one that of its row."""
+    columns, rows = (plain("axial(width=2)", asking=False, layer=layer) for layer in (0, 1))
+    assert read(columns, 1.0, 2.0, 4.0, 8.0, 16.0) == [1.0, 2.0, 2.5, 5.0, 7.0]
+    assert read(rows, 1.0, 2.0, 4.0, 8.0, 16.0) == [1.0, 1.5, 4.0, 6.0, 16.0]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_it_equals_its_coordinates(causal):
+    order = past(N) if causal else torch.ones(N, N, dtype=torch.bool)
+    for layer, line in enumerate((column, row, column)):
+        agree(build(f"axial(width={C})", causal=causal, layer=layer), data(N), pairs(N, line) & order)
+    cross = pairs(N, lambda i, j: column(i, j) or row(i, j)) & order
+    agree(build(f"axial(width={C}, kind='cross')", causal=causal), data(N), cross)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_sum_is_of_two_softmaxes(causal):
+    module, x, record = build(f"axial(width={C}, kind='summed')", causal=causal), data(N), {}
+    order = past(N) if causal else torch.ones(N, N, dtype=torch.bool)
+    qkv = tuple(heads_of(module, x, "query", "key", "value"))
+    o = softmax(pairs(N, column) & order, *qkv) + softmax(pairs(N, row) & order, *qkv)
+    y, _ = module(x, record=record)
+    torch.testing.assert_close(y, module.out(o.transpose(1, 2).flatten(-2)), rtol=0, atol=1e-10)
+    torch.testing.assert_close(record["matrix"].sum(-1), torch.full((2, 2, N), 2.0).double())
+    assert record["mask"][0, 1].equal(pairs(N, lambda i, j: column(i, j) or row(i, j)) & order)
+    assert sorted(record) == ["mask", "matrix"]
+
+
+def test_whole_lines_are_attention_on_reshaped_batches():
+    x = data(5 * C)
+    grid = x.view(2, 5, C, 6)
+    for layer, lines in enumerate((grid.transpose(1, 2), grid)):
+        module = build(f"axial(width={C})", causal=False, layer=layer)
+        alone = lines.flatten(0, 1)
+        full = torch.ones(alone.shape[1], alone.shape[1], dtype=torch.bool)
+        expected = dense(module, alone, full).unflatten(0, (2, -1))
+        expected = (expected if layer else expected.transpose(1, 2)).flatten(1, 2)
+        torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=1e-10)
+
+
+def test_causal_columns_are_the_strided_step():
+    other = build(f"sparse_transformer(block={C}, integration='interleaved')", layer=1)
+    assert build(f"axial(width={C})").sees == other.sees
+
+
+def test_what_two_steps_reach():
+    """Without direction everything; causally what is above and left: the rest is why the paper shifts rows."""
+    columns, rows = (build(f"axial(width={C})", causal=False, layer=i).sees.dense(5 * C)[0] for i in (0, 1))
+    assert product(rows, columns).all()
+    assert product(columns, rows).all()
+    columns, rows = (build(f"axial(width={C})", layer=i).sees.dense(N)[0] for i in (0, 1))
+    assert product(columns, rows).equal(pairs(N, lambda i, j: j // C <= i // C and j % C <= i % C))
+
+
+def test_one_row_or_one_column_is_causal_softmax():
+    agree(build("axial(width=1)"), data(N), past(N))
+    agree(build("axial(width=41)", layer=1), data(N), past(N))
+    agree(build("axial(width=1, kind='cross')"), data(N), past(N))
+
+
+def test_layers_of_rows_keep_one_row():
+    assert build(f"axial(width={C})", layer=1).init_state(2).keys.shape[2] == C
+    assert isinstance(build(f"axial(width={C})").init_state(2), KeyValues)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "axial(kind='lines')",
+            "unknown kind of axial attention 'lines'; known: cross, sequential, shifted, summed",
+        ),
+        ("axial(width=0)", "width=0 must be a whole number of at least 1"),
+    ],
+)
+def test_bad_options_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        build(spec)

@@ -1,0 +1,100 @@
+"""Big Bird: window, global and random blocks equal the union of the paper's sets."""
+
+import pytest
+import torch
+
+import longspan
+from hand import plain, read
+from longspan import patterns
+from longspan.states.cache import KeyValues
+from sparse_cases import N, agree, build, data, pairs, past
+
+
+def bigbird_set(n, b, side, g, drawn, causal):
+    """Block by block, as the paper has it: the window, global rows and columns, and what was drawn."""
+    seen = torch.zeros(n, n, dtype=torch.bool)
+    for i in range(n):
+        for j in range(n):
+            u, v = i // b, j // b
+            seen[i, j] = abs(u - v) <= side or u < g or v < g or v in drawn[u]
+    return seen & past(n) if causal else seen
+
+
+def test_by_hand():
+    """All keys tie: a token reads the mean of its own block of two so far, and of the first block."""
+    module = plain("bigbird(block=2, window=1, globals=1, random=0)", asking=False)
+    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == pytest.approx([1.0, 1.5, 7 / 3, 15 / 4, 19 / 3])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("g", "r"), [(0, 0), (1, 0), (0, 2), (2, 1)])
+@pytest.mark.parametrize("n", [13, 53])  # below and above (5 + 2 r) b, where others fall back on full attention
+def test_it_equals_the_union_of_sets(causal, g, r, n):
+    module = build(f"bigbird(block=5, globals={g}, random={r}, seed=3)", causal=causal, layer=2)
+    units = torch.arange(-(-n // 5))
+    atom = patterns.random(max(r, 1), 3, 5)
+    drawn = [atom.draws(units, head, 2).tolist() if r else [()] * len(units) for head in range(2)]
+    agree(module, data(n), torch.stack([bigbird_set(n, 5, 1, g, d, causal) for d in drawn]))
+
+
+def test_a_block_counts_once():
+    """A window, global blocks and random blocks that all hold the whole past: still plain softmax."""
+    agree(build("bigbird(block=5, window=17, globals=8, random=8)"), data(), past())
+
+
+def test_so_many_random_blocks_see_all():
+    agree(build("bigbird(block=5, window=1, globals=0, random=8)"), data(), past())
+
+
+def test_without_globals_and_random_blocks_it_keeps_a_ring():
+    assert build("bigbird(block=5, globals=0, random=0)").init_state(1).keys.shape[2] == 10
+    assert isinstance(build("bigbird(block=5, random=0)").init_state(1), KeyValues)
+
+
+@pytest.mark.parametrize("law", ["causal", "parallel_is_recurrent", "padding", "packed", "attention_matrix"])
+def test_all_parts_together_keep_the_laws(law):
+    """Blocks of the battery's example are larger: a long sequence lists small ones at random slowly."""
+    row = longspan.checks.check(law, "bigbird(block=4, globals=1, random=1)")
+    assert row.status == "passed", row.note
+
+
+def test_random_blocks_depend_on_seed_layer_and_head_alone():
+    spec, x = "bigbird(block=2, window=1, globals=0, random=1, seed=%d)", data()
+    y = build(spec % 0)(x)[0]
+    torch.manual_seed(99)
+    assert build(spec % 0)(x)[0].equal(y)
+    places = ((0, 0), (1, 0), (0, 1))
+    tables = [build(spec % seed, layer=at).sees.dense(N, heads=2, layer=at) for seed, at in places]
+    assert not tables[0][0].equal(tables[0][1])
+    assert not tables[0].equal(tables[1])
+    assert not tables[0].equal(tables[2])
+    assert not build(spec % 0, layer=1)(x)[0].equal(y)
+
+
+@pytest.mark.parametrize(("size", "side", "tile"), [(5, 1, 4), (3, 2, 8), (7, 0, 7), (2, 3, 32)])
+def test_blocks_around_list_the_tiles_that_they_need(size, side, tile):
+    pattern = patterns.blockwise(size, side)
+    assert patterns.parse(repr(pattern)) == pattern
+    expected = pairs(53, lambda i, j: abs(i // size - j // size) <= side)
+    assert pattern.dense(53)[0].equal(expected)
+    assert pattern.lookback == pattern.lookahead == int((expected.nonzero().diff(dim=1)).max())
+    listed = pattern.blocks(53, tile)
+    for row, keys in enumerate(listed.index.tolist()):
+        wanted = expected[row * tile : row * tile + tile].any(0).nonzero()[:, 0] // tile
+        assert sorted(set(wanted.tolist())) == [key for key in keys if key >= 0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("bigbird(window=2)", "window=2 blocks have the query's own in their middle, so window must be odd"),
+        ("bigbird(window=-1)", "window=-1 blocks have"),
+        ("bigbird(globals=-1)", "globals=-1 and random=3 are numbers of blocks and must not be negative"),
+        ("bigbird(block=0)", "block=0 must be a whole number of at least 1"),
+    ],
+)
+def test_bad_options_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        build(spec)
+    with pytest.raises(ValueError, match=message):
+        build(spec, causal=False)

@@ -1,0 +1,61 @@
+"""Gated linear attention: worked by hand, and as the paper's equations over all pairs."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from gated_cases import DIM, HEADS, B, Bare, N, beside, fill, heads_of, seeded, tokens
+
+
+def test_by_hand():
+    module = longspan.build("gla(rank=1, temperature=1.0, expand_k=1.0)", 2, 1).double()
+    for part in ("query", "key", "value", "out"):
+        fill(module, **{f"{part}__weight": torch.eye(2)})
+    # alpha = sigmoid(0) = 1/2 in the first channel, sigmoid(log 3) = 3/4 in the second.
+    fill(module, decay__0__weight=0.0, decay__1__bias=[0.0, math.log(3)])
+    module.norm = Bare()
+    # S_1 = [[1, 1], [1, 1]], S_2 = [[1/2, 1/2], [3/4, 3/4]] + [[1, 2], [2, 4]].
+    expected = tokens((2, 2), (1.5 + 5.5, 2.5 + 9.5)) / math.sqrt(2)
+    torch.testing.assert_close(module(tokens((1, 1), (1, 2)))[0], expected)
+
+
+def test_is_the_matrix_of_all_pairs():
+    """Eq. 4 of the paper: every pair of tokens with the product of the factors between them."""
+    module, x = seeded("gla(rank=3, temperature=2.0, expand_k=1.0, expand_v=1.5)")
+    fill(module, norm__weight=torch.linspace(0.5, 1.5, 6))
+    q, k, v = (heads_of(project(x)) for project in (module.query, module.key, module.value))
+    first, second = module.decay
+    alpha = heads_of((x @ first.weight.T @ second.weight.T + second.bias).sigmoid() ** 0.5)
+    scores = torch.zeros(B, HEADS, N, N, dtype=torch.float64)
+    for i in range(N):
+        for j in range(i + 1):
+            scores[:, :, i, j] = (q[:, :, i] * k[:, :, j] * alpha[:, :, j + 1 : i + 1].prod(2)).sum(-1) / 2
+    o = F.rms_norm(scores @ v, (6,), module.norm.weight, 1e-5)
+    torch.testing.assert_close(module(x)[0], module.out(F.silu(module.gate(x)) * beside(o)))
+
+
+def test_sizes_follow_the_paper():
+    module = longspan.build("gla", 64, 4)
+    assert [module.key.out_features, module.value.out_features, module.decay[0].out_features] == [32, 64, 16]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("gla(rank=0)", "rank=0 of the decay's projection must be at least 1"),
+        ("gla(temperature=0.0)", "temperature=0.0 divides the logarithm of the decay and must be positive"),
+        ("gla(expand_k=0.1)", "expand_k=0.1 times heads of 4 channels is no whole number"),
+        ("gla(expand_v=0.1)", "expand_v=0.1 times heads of 4 channels is no whole number"),
+    ],
+)
+def test_bad_specs_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(spec, DIM, HEADS)
+
+
+def test_there_is_no_bidirectional_form():
+    with pytest.raises(ValueError, match="gla has no bidirectional form; it has: causal"):
+        longspan.build("gla", 8, 2, causal=False)

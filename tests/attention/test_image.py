@@ -1,0 +1,86 @@
+"""Image transformer: local blocks against their coordinates, in the order of generation."""
+
+import pytest
+
+from hand import plain, read
+from longspan import patterns
+from sparse_cases import N, agree, build, data, pairs, past
+
+SHAPE, BLOCK, MEMORY = (6, 12), (2, 3), (3, 2)  # pixels of an image, of a block, and seen around one
+
+
+def rectangle(i, j):
+    """What a query at raster pixel i may see of j, drawn before or after: from coordinates alone."""
+    (y, x), (v, u) = divmod(i, SHAPE[1]), divmod(j, SHAPE[1])
+    top, left = y // BLOCK[0] * BLOCK[0], x // BLOCK[1] * BLOCK[1]
+    above = top - MEMORY[0] <= v < top and left - MEMORY[1] <= u < left + BLOCK[1] + MEMORY[1]
+    beside = top <= v < top + BLOCK[0] and left - MEMORY[1] <= u < left + BLOCK[1]
+    return above or beside
+
+
+spec = f"image(kind='2d', block={BLOCK}, memory={MEMORY}, width={SHAPE[1]})"
+
+
+def test_by_hand():
+    """All keys tie: a token reads the mean of its block of two so far, and of the one token before the block."""
+    module = plain("image(block=2, memory=1)", asking=False)
+    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == pytest.approx([1.0, 1.5, 3.0, 14 / 3, 12.0])
+
+
+@pytest.mark.parametrize(("block", "memory"), [(5, 3), (4, 4), (3, 0), (7, 11)])
+def test_one_dimension_equals_the_papers_memory(block, memory):
+    expected = pairs(N, lambda i, j: j >= i // block * block - memory) & past(N)
+    agree(build(f"image(block={block}, memory={memory})"), data(N), expected)
+    assert build(f"image(block={block}, memory={memory})").init_state(1).keys.shape[2] == block + memory
+
+
+def test_two_dimensions_equal_their_rectangles():
+    order = patterns.block_order(*SHAPE, BLOCK)
+    n = len(order)
+    expected = pairs(n, rectangle)[order][:, order] & past(n)
+    agree(build(spec), data(n), expected)
+
+
+def test_it_is_causal_in_the_order_of_blocks_and_not_in_raster_order():
+    module, order = build(spec), patterns.block_order(*SHAPE, BLOCK)
+    seen = module.sees.dense(len(order))[0]
+    assert not seen.triu(1).any()
+    place = order.argsort()
+    assert seen[place][:, place].triu(1).any()
+    flat = build("image(kind='2d', block=(1, 3), memory=(3, 2), width=12)").sees.dense(len(order))[0]
+    place = patterns.block_order(*SHAPE, (1, 3)).argsort()
+    assert not flat[place][:, place].triu(1).any()
+
+
+def test_one_block_that_covers_the_image_is_causal_softmax():
+    agree(build(f"image(block={N}, memory=0)"), data(N), past(N))
+    agree(build("image(kind='2d', block=(6, 12), memory=(0, 0), width=12)"), data(72), past(72))
+
+
+def test_blocks_of_one_pixel_are_a_band():
+    agree(build("image(block=1, memory=4)"), data(N), patterns.band(4).dense(N)[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("image(kind='3d')", "unknown kind of image attention '3d'; known: 1d, 2d"),
+        ("image(width=8)", "width=8 belongs to kind='2d', not '1d', which knows no rows"),
+        ("image(block=(2, 3))", r"block=\(2, 3\) must be a whole number of at least 1"),
+        ("image(kind='2d', width=8)", r"block=128 must be \(height, width\)"),
+        ("image(kind='2d', block=(2, 4), width=8)", r"memory=128 must be \(height, width\)"),
+        ("image(kind='2d', block=(2, 4), memory=(1, 1))", "width=0 must be a whole number of at least 1"),
+        (
+            "image(kind='2d', block=(2, 3), memory=(1, 1), width=8)",
+            "width=8 is not a multiple of the block's width 3",
+        ),
+    ],
+)
+def test_bad_options_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        build(spec)
+
+
+def test_there_is_no_bidirectional_form():
+    with pytest.raises(ValueError, match="image has no bidirectional form; it has: causal"):
+        build("image", causal=False)

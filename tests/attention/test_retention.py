@@ -1,0 +1,79 @@
+"""The retention of RetNet: worked by hand, and as the paper's equations over all pairs."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from gated_cases import DIM, HEADS, B, Bare, N, beside, fill, heads_of, seeded, tokens
+from longspan.ops import gated
+
+
+def test_by_hand():
+    module = longspan.build("retention(rotary=0.0, expand_v=1.0)", 2, 1).double()
+    for part in ("query", "key", "value", "out"):
+        fill(module, **{f"{part}__weight": torch.eye(2)})
+    module.norm = Bare()
+    # S_1 = [[1, 0], [0, 0]], S_2 = 31/32 S_1 + [[1, 1], [1, 1]].
+    expected = tokens((1, 0), (95 / 32, 2)) / math.sqrt(2)
+    torch.testing.assert_close(module(tokens((1, 0), (1, 1)))[0], expected)
+
+
+@pytest.mark.parametrize("rotary", [0.0, 10000.0])
+def test_is_the_matrix_of_all_pairs(rotary):
+    """Eqs 5 to 8 of the paper, with positions as complex numbers."""
+    module, x = seeded(f"retention(rotary={rotary})", 16)
+    q, k, v = (heads_of(project(x)) for project in (module.query, module.key, module.value))
+    gap = torch.arange(N)[:, None] - torch.arange(N)
+    gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))
+    decay = torch.where(gap >= 0, gamma[:, None, None] ** gap.clamp(min=0), 0.0)
+    rates = 10000.0 ** (-torch.arange(4, dtype=torch.float64) / 4) * bool(rotary)
+    a, b = (torch.complex(*t.chunk(2, -1)) for t in (q, k))
+    turned = torch.polar(torch.ones(N, N, 4, dtype=torch.float64), gap[..., None] * rates)
+    scores = torch.einsum("bhnd,nmd,bhmd->bhnm", a, turned, b.conj()).real / math.sqrt(8)
+    o = beside((scores * decay) @ v)
+    o = F.group_norm(o.flatten(0, 1), HEADS).view_as(o)
+    torch.testing.assert_close(module(x)[0], module.out(F.silu(module.gate(x)) * o))
+
+
+def test_is_scalar_decay_with_a_constant():
+    module, x = seeded("retention(rotary=0.0)")
+    q, k, v = (heads_of(project(x)) for project in (module.query, module.key, module.value))
+    log_decay = torch.tensor([31 / 32, 63 / 64], dtype=torch.float64).log()[:, None].expand(B, HEADS, N)
+    o = gated.decay_attention(q, k, v, log_decay=log_decay)
+    module.norm = Bare()
+    torch.testing.assert_close(module(x)[0], module.out(beside(o)))
+
+
+def test_rates_are_defined_for_any_number_of_heads():
+    rates = longspan.build("retention(rotary=0.0)", 100, 100).log_decay
+    assert rates == sorted(rates)
+    assert rates[-1] < 0
+    assert rates[3] == pytest.approx(math.log(1 - 2**-8))
+
+
+def test_initialisation():
+    module, _ = seeded("retention", 256, 4)
+    found = [getattr(module, part).weight.abs().max().item() for part in ("query", "value", "out")]
+    bounds = [(6 / 512) ** 0.5 * 2**-2.5, (6 / 768) ** 0.5 * 2**-2.5, (6 / 768) ** 0.5]
+    assert found == pytest.approx(bounds, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("retention(rotary=-1.0)", "rotary=-1.0 is the base of the angles"),
+        ("retention(expand_v=0.3)", "expand_v=0.3 times heads of 4 channels is no whole number"),
+        ("retention(expand_v=0.25)", "expand_v=0.25 leaves each head 1 channel, of which the norm leaves 0"),
+    ],
+)
+def test_bad_specs_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(spec, DIM, HEADS)
+
+
+def test_there_is_no_bidirectional_form():
+    with pytest.raises(ValueError, match="retention has no bidirectional form; it has: causal"):
+        longspan.build("retention", 8, 2, causal=False)

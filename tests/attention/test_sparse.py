@@ -1,0 +1,49 @@
+"""Attention under any pattern: worked by hand, and what all mechanisms with a pattern keep."""
+
+import pytest
+import torch
+
+import longspan
+from hand import plain, read
+from sparse_cases import N, build, data
+
+
+def test_by_hand():
+    """All keys tie, so a token reads the mean of what it sees: here itself and every second one before."""
+    module = plain("sparse(pattern='causal & strided(2)')", asking=False)
+    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == [1.0, 2.0, 2.5, 5.0, 7.0]
+
+
+@pytest.mark.parametrize("law", ["causal", "parallel_is_recurrent", "padding", "bidirectional"])
+def test_layers_that_take_turns_keep_the_laws(law):
+    """The examples of the battery are built as first layers."""
+    stack = "sparse_transformer(block=7, integration='interleaved'); axial(width=7)"
+    row = longspan.checks.check(law, stack + "; sparse_transformer(block=7, integration='interleaved'); axial(width=7)")
+    assert row.status == "passed", row.note
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_packed_rows_do_not_meet_when_compiled_either(masked):
+    module, x = build("local(window=5)"), data()
+    given = {"segments": torch.tensor([[0] * 11 + [1] * 26, [0] * 37])}
+    given |= {"mask": torch.arange(N) % 5 > 0 * torch.ones(2, 1)} if masked else {}
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: module(x, **given)[0], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), module(x, **given)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "spec", ["local(window=5)", "sparse(pattern='causal & (band(3) | strided(4))')", "bigbird(block=4)"]
+)
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_fresh_row_beside_a_used_one(spec, used):
+    """A prompt is read as from nothing only where no row has come further."""
+    module, x = build(spec).double(), data(20)
+    mask = torch.zeros(2, 7, dtype=torch.bool)
+    mask[used] = True
+    with torch.no_grad():
+        _, state = module(x[:, :7], module.init_state(2), mask=mask)
+        found, _ = module(x[:, 7:], state)
+        for row in range(2):
+            own = x[row : row + 1, 0 if row == used else 7 :]
+            torch.testing.assert_close(found[row], module(own)[0][0, -13:])

@@ -1,0 +1,105 @@
+"""Sparse transformer: strided and fixed sets equal those of the paper, and what two steps reach."""
+
+import pytest
+import torch
+
+from hand import plain, read
+from longspan.states.cache import KeyValues
+from sparse_cases import N, agree, build, data, pairs, past, product
+
+
+def steps(kind, size, c, n=N):
+    near = {"strided": lambda i, j: i - j < size, "fixed": lambda i, j: j // size == i // size}[kind]
+    far = {"strided": lambda i, j: (i - j) % size == 0, "fixed": lambda i, j: j % size >= size - c}[kind]
+    return pairs(n, near) & past(n), pairs(n, far) & past(n)
+
+
+options = (("strided", "block=5"), ("fixed", "block=5, summary=2"))
+
+
+def test_by_hand():
+    """All keys tie: a token reads the mean of the last two and of every second one before."""
+    module = plain("sparse_transformer(block=2, integration='merged')", asking=False)
+    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == pytest.approx([1.0, 1.5, 7 / 3, 14 / 3, 29 / 4])
+
+
+@pytest.mark.parametrize(("kind", "sizes"), options)
+def test_it_equals_the_papers_sets(kind, sizes):
+    near, far = steps(kind, 5, 2)
+    spec = f"sparse_transformer(kind={kind!r}, {sizes}, integration=%r)"
+    agree(build(spec % "merged"), data(), near | far)
+    for layer, expected in enumerate((near, far, near)):
+        agree(build(spec % "interleaved", layer=layer), data(), expected)
+    agree(build(spec % "per_head"), data(), torch.stack([near, far]))
+
+
+def test_two_layers_of_strided_steps_reach_the_whole_past():
+    near, far = (build("sparse_transformer(block=5, integration='interleaved')", layer=i).sees for i in (0, 1))
+    assert product(far.dense(N)[0], near.dense(N)[0]).equal(past())
+
+
+def test_two_fixed_steps_need_both_sets_in_each():
+    spec = "sparse_transformer(kind='fixed', block=5, summary=1, integration=%r)"
+    near, far = (build(spec % "interleaved", layer=i).sees.dense(N)[0] for i in (0, 1))
+    both = build(spec % "merged").sees.dense(N)[0]
+    assert not product(far, near).equal(past())
+    assert product(both, both).equal(past())
+
+
+@pytest.mark.parametrize("integration", ["merged", "per_head", "interleaved"])
+def test_a_block_that_covers_all_is_causal_softmax(integration):
+    """A1 is then the whole past, and of one head, it is all that there is."""
+    agree(build(f"sparse_transformer(block=41, integration={integration!r})", heads=1), data(), past())
+
+
+def test_with_one_set_for_all_heads_the_integrations_coincide():
+    """Of a stride of 1, merged sees the whole past, as does the head of A2; A1 is the token alone."""
+    agree(build("sparse_transformer(block=1, integration='merged')"), data(), past())
+    agree(build("sparse_transformer(block=1)"), data(), torch.stack([torch.eye(N).bool(), past()]))
+    one, near = (
+        build("sparse_transformer(block=5)", heads=1),
+        "sparse_transformer(block=5, integration='interleaved')",
+    )
+    assert one.sees.dense(N).equal(build(near, heads=1).sees.dense(N))
+
+
+def test_every_summary_head_has_a_sub_block_of_its_own():
+    sees = build("sparse_transformer(kind='fixed', block=7, summary=2)", heads=8, dim=8).sees.dense(N, heads=8)
+    parts = ((5, 6), (3, 4), (1, 2), (5, 6))
+    for head, part in enumerate(parts):
+        assert sees[2 * head].equal(steps("fixed", 7, 2)[0])
+        assert sees[2 * head + 1].equal(pairs(N, lambda i, j, part=part: j % 7 in part) & past())
+
+
+def test_without_direction_both_sides_are_seen():
+    sees = build("sparse_transformer(block=5, integration='merged')", causal=False).sees.dense(N)[0]
+    assert sees.equal(pairs(N, lambda i, j: abs(i - j) < 5 or (i - j) % 5 == 0))
+
+
+def test_layers_of_near_keys_keep_a_ring():
+    for kind, sizes in options:
+        spec = f"sparse_transformer(kind={kind!r}, {sizes}, integration='interleaved')"
+        assert build(spec).init_state(2).keys.shape[2] == 5
+        assert isinstance(build(spec, layer=1).init_state(2), KeyValues)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("sparse_transformer(kind='free')", "unknown kind of sparse transformer 'free'; known: fixed, strided"),
+        (
+            "sparse_transformer(integration='sum')",
+            "unknown integration 'sum'; known: interleaved, merged, per_head",
+        ),
+        ("sparse_transformer(summary=3)", "summary belongs to kind='fixed', not 'strided'"),
+        (
+            "sparse_transformer(kind='fixed', block=3, summary=4)",
+            "summary=4 keys cannot be taken from a block of 3",
+        ),
+        ("sparse_transformer(block=0)", "must be a whole number of at least"),
+        ("sparse_transformer(kind='fixed', block=3, summary=0)", "summary=0 must be a whole number of at least 1"),
+    ],
+)
+def test_bad_options_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        build(spec)

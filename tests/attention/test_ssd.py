@@ -1,0 +1,76 @@
+"""State-space duality: worked by hand, and as the paper's equations over all pairs."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from gated_cases import DIM, HEADS, N, fill, seeded, tokens
+
+
+def test_by_hand():
+    module = longspan.build("ssd(channels=1, expand_v=1.0, convolution=0)", 1, 1).double()
+    for part in ("query", "key", "value", "out", "gate"):
+        fill(module, **{f"{part}__weight": 1.0})
+    # dt = softplus(log(e - 1)) = 1 and e^(dt A) = e^-2 for every token; D = 3.
+    fill(module, step__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
+    x = tokens((1,), (2,))
+    s, t = (float(F.silu(torch.tensor(n, dtype=torch.float64))) for n in (1.0, 2.0))
+    o = [s**3 + 3 * s, (math.exp(-2) * s**2 + t**2) * t + 3 * t]
+    gated_ = [o[0] * s, o[1] * t]
+    expected = tokens(*((g / math.sqrt(g * g + 1e-5),) for g in gated_))
+    torch.testing.assert_close(module(x)[0], expected)
+
+
+@pytest.mark.parametrize(("key_heads", "heads"), [(1, 2), (2, 4)])
+def test_is_the_semiseparable_matrix(key_heads, heads):
+    """Y = (L * C B^T) (dt X) + D X with L_ij = exp(sum of dt A over i, ..., j + 1), and the block around it."""
+    module, u = seeded(f"ssd(channels=5, key_heads={key_heads})", 8, heads)
+    scale = torch.linspace(0.5, 1.5, 16, dtype=torch.float64)
+    fill(module, scale=scale, skip=torch.linspace(-1, 2, heads))
+    mixed = torch.cat([module.value(u), module.key(u), module.query(u)], -1).mT
+    mixed = F.conv1d(F.pad(mixed, (3, 0)), module.mix.weight[:, None], module.shift, groups=mixed.shape[1]).mT
+    x, b, c = F.silu(mixed).split([16, 5 * key_heads, 5 * key_heads], -1)
+    x = x.unflatten(-1, (heads, -1))
+    b, c = (t.unflatten(-1, (key_heads, -1)).repeat_interleave(heads // key_heads, 2) for t in (b, c))
+    dt = F.softplus(module.step(u) + module.dt_bias)
+    y = torch.zeros_like(x)
+    for i in range(N):
+        for j in range(i + 1):
+            decay = (-module.a_log.exp() * dt[:, j + 1 : i + 1].sum(1)).exp()
+            y[:, i] += ((c[:, i] * b[:, j]).sum(-1) * decay * dt[:, j])[..., None] * x[:, j]
+    y = (y + module.skip[:, None] * x).flatten(-2) * F.silu(module.gate(u))
+    y = F.rms_norm(y.unflatten(-1, (key_heads, -1)), (16 // key_heads,), None, 1e-5).flatten(-2)
+    torch.testing.assert_close(module(u)[0], module.out(y * scale))
+
+
+def test_initialisation():
+    module, _ = seeded("ssd", 64, 64, seed=1)
+    a, dt = module.a_log.exp(), F.softplus(module.dt_bias)
+    assert (module.channels, module.key_heads, module.value.out_features) == (128, 1, 128)
+    assert 1 <= a.min() < 2
+    assert 15 < a.max() <= 16
+    assert 1e-3 <= dt.min() < 2e-3
+    assert 0.05 < dt.max() <= 0.1
+    assert module.skip.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ssd(channels=0)", "channels=0 of B and C can hold nothing; at least 1 is needed"),
+        ("ssd(key_heads=3)", "key_heads=3 must divide heads=2"),
+        ("ssd(expand_v=0.1)", "expand_v=0.1 times heads of 4 channels is no whole number"),
+        ("ssd(convolution=1)", "a convolution of width=1 reaches no earlier token"),
+    ],
+)
+def test_bad_specs_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(spec, DIM, HEADS)
+
+
+def test_there_is_no_bidirectional_form():
+    with pytest.raises(ValueError, match="ssd has no bidirectional form; it has: causal"):
+        longspan.build("ssd", 8, 2, causal=False)

@@ -1,0 +1,134 @@
+"""A mechanism in a package of one's own, by CONTRIBUTING's words alone: installed, it is one like any other."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import longspan
+
+ROOT = Path(__file__).parents[2]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+PROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "my_package"
+version = "0.1"
+
+"""
+SMALL = "--run.steps 2 --model.dim 16 --model.heads 2 --model.depth 2 --model.feedforward 16".split()
+
+
+def run(*command, folder):
+    """What a command prints; it must succeed. Nothing of it sees this repository, but for longspan itself."""
+    paths = {"PYTHONPATH": str(Path(longspan.__file__).parents[1]), "MPLCONFIGDIR": str(folder)}
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=os.environ | paths, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A folder with the package as CONTRIBUTING has it, and with its test; nothing is installed."""
+    text, folder = CONTRIBUTING.read_text(encoding="utf-8"), tmp_path_factory.mktemp("newcomer")
+
+    def block(language):
+        return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[0]
+
+    code = block("python")
+    assert code.count("from .base import Attention") == 1
+    assert "it begins with `from longspan import Attention`" in " ".join(text.split())
+    (folder / "src" / "my_package").mkdir(parents=True)
+    (folder / "src" / "my_package" / "__init__.py").write_text(
+        code.replace("from .base import", "from longspan import")
+    )
+    (folder / "pyproject.toml").write_text(PROJECT + block("toml"))
+    (folder / "test_mine.py").write_text(block("py"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(package):
+    """The Python of an environment where it is installed, with all else from this one."""
+    pytest.importorskip("hatchling", reason="builds a package")
+    home = package / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", home, folder=package)
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    python = home / "bin" / "python"
+    install = "-m pip --python {} install -q --no-deps --no-index --no-build-isolation --disable-pip-version-check ."
+    run(sys.executable, *install.format(python).split(), folder=package)
+    return python
+
+
+# In one process, since each loads torch.
+SESSION = """
+import sys
+from longspan import checks, cli, names
+
+assert "my_package" not in sys.modules
+for line in {lines!r}:
+    assert cli.main(line) == 0, line
+assert "running_mean" in names()
+assert checks.check("parallel_is_recurrent", "running_mean").status == "passed"
+"""
+
+
+def test_it_is_listed_shown_trained_and_generated_from(package, python):
+    pytest.importorskip("lightning", reason="trains")
+    lines = [
+        ["show", "running_mean", "--dim", "16", "--heads", "2"],
+        ["list"],
+        ["train", "--config", "digits", "--model.attention", "running_mean; linear", *SMALL, "--run.out", "r"],
+        ["generate", "r", "--count", "2", "--out", "r.png"],
+        ["cite", "r"],
+    ]
+    out = run(python, "-P", "-c", SESSION.format(lines=lines), folder=package)
+    assert "Every token reads the plain average of all values so far" in out
+    assert "\nrunning_mean " in out
+    assert "r: 2 steps" in out
+    assert "zhang2018accelerating" in out
+    assert (package / "r.png").stat().st_size > 100
+
+
+@pytest.mark.slow
+def test_its_tests_take_the_laws(package, python):
+    out = run(python, "-P", "-m", "pytest", "-v", "-p", "no:cacheprovider", "test_mine.py", folder=package)
+    for law in ("parallel_is_recurrent", "padding", "compiles"):
+        assert f"test_law[running_mean-{law}] PASSED" in out
+        assert f"test_law[running_mean; linear-{law}] PASSED" in out
+    assert "skipped" not in out
+
+
+@pytest.mark.slow
+def test_it_is_benchmarked(package, python):
+    pytest.importorskip("matplotlib", reason="the benchmarks draw")
+    words = "bench attention running_mean softmax@module --lengths 33,65 --heads 2 --size 8 --rounds 1 --out b".split()
+    run(python, "-P", "-m", "longspan", *words, folder=package)
+    rows = json.loads((package / "b" / "attention.json").read_text())["rows"]
+    assert {row["candidate"] for row in rows} == {"running_mean", "softmax@module"}
+
+
+@pytest.mark.slow
+def test_it_works_before_it_is_installed(package):
+    """The commands of CONTRIBUTING, word for word, in the folder where the module lies."""
+    pytest.importorskip("lightning", reason="trains")
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("longspan ") and "--import my_package" in line]
+    assert [shlex.split(line)[1] for line in lines] == ["check", "train"]
+    for line in lines:
+        words = shlex.split(line)[1:]
+        run(sys.executable, "-P", "-m", "longspan", *words, *(SMALL if words[0] == "train" else ()),
+            folder=package / "src")  # fmt: skip
+    assert (package / "src" / "runs" / "mine" / "config.yaml").is_file()
