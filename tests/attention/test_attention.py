@@ -9,7 +9,7 @@ from longspan import checks
 from longspan.attention import REGISTRY, Attention
 from longspan.attention.linear import Linear
 from longspan.config import StackConfig
-from longspan.model import Stack
+from longspan.stacks import Stack
 
 # Where a law may excuse errors as magnified roundings: denominators of few Fourier features come near zero. All others
 # are held to the fixed bounds.

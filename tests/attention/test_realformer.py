@@ -8,7 +8,7 @@ import torch
 import longspan
 from longspan import checks
 from longspan.config import StackConfig
-from longspan.model import Stack
+from longspan.stacks import Stack
 
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 SEGMENTS = torch.tensor([[0] * 4 + [1] * 7, [2] * 11])

@@ -10,7 +10,8 @@ from longspan.attention import REGISTRY
 from longspan.config import Config, StackConfig
 from longspan.engine import Engine
 from longspan.generate import generate, prefill
-from longspan.model import Decoder, Stack
+from longspan.model import Decoder
+from longspan.stacks import Stack
 from longspan.ops import gated, linear, prefix
 from longspan.ops.linear import features
 from longspan.ops.native.call import available

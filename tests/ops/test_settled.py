@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.attention import build
 from longspan.config import StackConfig
-from longspan.model import Stack
+from longspan.stacks import Stack
 
 N = 7
 MASK = torch.tensor([[True] * 5 + [False] * 2, [False] + [True] * 6])

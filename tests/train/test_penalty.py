@@ -13,7 +13,8 @@ import longspan
 from longspan import progress
 from longspan.attention import adaptive_span
 from longspan.config import Config, EncoderConfig, StackConfig
-from longspan.model import Decoder, Encoder, Stack
+from longspan.model import Decoder, Encoder
+from longspan.stacks import Stack
 from longspan.states import lookback
 from longspan.train import bits, engine, fit
 from longspan.train.report import Bar
