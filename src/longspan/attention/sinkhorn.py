@@ -67,7 +67,7 @@ class Sinkhorn(Attention):
         noise: float = 1.0,
         cut: int = 0,
     ):
-        if cut:
+        if cut > 0:
             self.directions = ("bidirectional",)
         super().__init__(dim, heads, causal=causal)
         if block < 1:

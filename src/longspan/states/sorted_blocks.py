@@ -76,7 +76,7 @@ def after(
 
     offers (B,H,V,D); sums (B,H,T,1+U,V), logs of the columns' sums before each of the rows of this call and at the end.
     """
-    end, blocks = past.length, offers.shape[2]
+    end, blocks = past.length, min(offers.shape[2], past.keys.shape[2] // block)
     number = end // block  # of the unfinished block; there may be no token of it yet
     place = number - call.numbers[:, 0]
     index = place.clamp(max=call.sums.shape[1] - 1)[:, None, None].expand(-1, 1, x.shape[-1])
@@ -84,8 +84,8 @@ def after(
     begun, asks = (part.gather(1, index)[:, 0].masked_fill(none, 0.0) for part in (call.sums, call.asks))
     whole = torch.arange(blocks, device=x.device) < number[:, None]
     row = place[:, None, None, None, None].expand(-1, *sums.shape[1:3], 1, blocks)
-    columns = sums.gather(3, row)[:, :, :, 0].masked_fill(~_summed(number, blocks), 0.0)
-    offers = offers.masked_fill(~whole[:, None, :, None], 0.0)
+    columns = sums[..., :blocks].gather(3, row)[:, :, :, 0].masked_fill(~_summed(number, blocks), 0.0)
+    offers = offers[:, :, :blocks].masked_fill(~whole[:, None, :, None], 0.0)
     return State(past, state.total + widen(x).sum(1), begun, asks, offers, columns)
 
 
