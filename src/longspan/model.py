@@ -63,8 +63,9 @@ class Stack(nn.Module):
 
     ``y, state = stack(x, state, mask=, segments=, prefix=, record=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state
     is the tuple of the layers' states. ``record`` asks every layer that takes one: it gets ``layers``, a dict for each
-    layer, empty where that can tell nothing, and ``penalty``, the sum of theirs, where a mechanism has a loss of its
-    own. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
+    layer, empty where that can tell nothing, and the sums of theirs: ``penalty``, where a mechanism has a loss of its
+    own, and ``log_prob`` (B,), where one draws what it reads. ``rotary`` is the base of rotary positions for
+    attentions whose spec gives none.
 
     Raises ValueError for a spec that cannot be built, for weights that would take more memory than this machine has,
     and for arguments that one of the attentions does not support.
@@ -127,9 +128,9 @@ class Stack(nn.Module):
         new, carries, layers = [], {}, []
         for i, block in enumerate(self.blocks):
             before, kind = None if state is None else state[i], block.attention.name  # type: ignore[union-attr]
-            told = dict(record) if record is not None and "record" in block.attention.takes else None  # type: ignore
-            x, after, carry = block(x, before, carry=carries.get(kind), record=told, donate=donate, **arguments)
-            layers.append(told or {})
+            asked = dict(record) if record is not None and "record" in block.attention.takes else None  # type: ignore
+            x, after, carry = block(x, before, carry=carries.get(kind), record=asked, donate=donate, **arguments)
+            layers.append(asked or {})
             # What a layer hands on is for the next one of its own kind.
             carries[kind] = carry
             new.append(after)
@@ -139,8 +140,9 @@ class Stack(nn.Module):
         if record is not None:
             record.clear()
             record["layers"] = layers
-            if penalties := [layer["penalty"] for layer in layers if "penalty" in layer]:
-                record["penalty"] = torch.stack(penalties).sum()
+            for name in ("penalty", "log_prob"):
+                if told := [layer[name] for layer in layers if name in layer]:
+                    record[name] = torch.stack(told).sum(0)
         return x, None if state is None else tuple(new)
 
 

@@ -7,7 +7,11 @@ import pytest
 import torch
 
 import longspan
+from longspan.config import Config
+from longspan.data import load
 from longspan.ops import edges as op
+from longspan.train import engine, fit
+from training_process import tiny
 
 N = 11
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
@@ -222,6 +226,32 @@ class TestPolicy:
         assert op.reinforce(data(1), data(1, seed=1), 0.5).item() == pytest.approx(
             -(data(1, seed=1).item() - 0.5) * data(1).item()
         )
+
+    def test_training_follows_the_gradient_of_the_expected_loss(self, tmp_path, monkeypatch):
+        """One step's gradient, with the draws of that step made again."""
+        found: dict = {}
+
+        def kept(task, optimizer, *_, **__):
+            found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
+            found["model"] = task.model
+
+        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
+        config = Config(dim=8, heads=2, feedforward=12, depth=2, attention="sac(edges=2)", vocab=17, length=64)
+        run = tiny(tmp_path, steps=1, penalty=0.5, learning_rate=1e-30, warmup=0, evaluate_examples=1)
+        fit(config, run, progress=False)
+        model = found.pop("model").train()
+        index, tokens = next(iter(engine.Batches(load("digits"), run, 0, 0, 1)))
+        torch.manual_seed(engine.step_seed(run.seed, index, 0))
+        record: dict = {"log_prob": None}
+        outputs, _ = model(model.shift(tokens), record=record)
+        assert torch.equal(record["log_prob"], sum(layer["log_prob"] for layer in record["layers"]))
+        reward = model.likelihood.log_prob(outputs, tokens).mean(1).detach()
+        others = torch.stack([torch.cat([reward[:b], reward[b + 1 :]]).mean() for b in range(len(reward))])
+        loss = -model.likelihood.log_prob(outputs, tokens).mean()
+        loss = loss - 0.5 * ((reward - others) * record["log_prob"]).mean()
+        for name, grad in zip(found, torch.autograd.grad(loss, model.parameters()), strict=True):
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+        assert any(found[name].any() for name in found if "predictor" in name)
 
     def test_rewards_of_another_shape_are_refused(self):
         with pytest.raises(ValueError, match=r"log_prob and reward must be \(B,\), one per row, not \(3,\) and \(2,\)"):

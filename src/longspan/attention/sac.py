@@ -35,7 +35,8 @@ class SparseAdaptive(Attention):
 
     Training draws the picks, from torch's generator; evaluation takes the likeliest. They have no gradient: what trains
     the LSTM is ``record["log_prob"]`` (B,), the log of their probability, by way of ``longspan.ops.edges.reinforce``,
-    whose example shows how. Without, its gradients are 0. Scores are float32 at least.
+    whose example shows how; ``train`` does it with ``run.penalty`` = 1. Without, its gradients are 0. Scores are
+    float32 at least.
 
     Attention costs O(N D) for each edge, but a pick looks at all nodes, one after the other: O(N^2), and N steps of the
     LSTM, 2 N ``edges`` if bidirectional, that cannot run side by side. The state has every token.
