@@ -39,7 +39,8 @@ class SparseAdaptive(Attention):
     float32 at least.
 
     Attention costs O(N D) for each edge, but a pick looks at all nodes, one after the other: O(N^2), and N steps of the
-    LSTM, 2 N ``edges`` if bidirectional, that cannot run side by side. The state has every token.
+    LSTM, 2 N ``edges`` if bidirectional, that cannot run side by side: slower than softmax attention. The state has
+    every token.
 
     Source: Li et al. 2020, section 3. Its text leaves open, and here it is so: sizes (all are dim), the encoding (a
     learned vector for each power of two, times the query), the first input (learned), the baseline (the other rows'
