@@ -11,11 +11,11 @@ from longspan.config import Config, StackConfig
 from longspan.engine import Engine
 from longspan.generate import generate, prefill
 from longspan.model import Decoder
-from longspan.stacks import Stack
 from longspan.ops import gated, linear, prefix
 from longspan.ops.linear import features
 from longspan.ops.native.call import available
 from longspan.ops.tensors import merge, split
+from longspan.stacks import Stack
 
 LENGTHS = torch.tensor([17, 60])
 N = 97  # a prime: chunks end inside

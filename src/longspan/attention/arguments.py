@@ -15,8 +15,8 @@ from ..spec import known
 if TYPE_CHECKING:
     from .base import Attention
 
-# What a record can be asked for; all but the last cost O(N M).
-RECORDED = ("matrix", "mask", "lse", "carried", "penalty")
+# What a record can be asked for; all but the last two cost O(N M).
+RECORDED = ("matrix", "mask", "lse", "carried", "penalty", "log_prob")
 
 
 class Settled(NamedTuple):
@@ -99,10 +99,11 @@ def check_record(record: Any) -> None:
 
 
 def asked(attention: "Attention", record: dict) -> dict[str, Any]:
-    """The record that ``attend`` gets: with the key "matrix", "penalty" or both; empty where it has nothing to tell."""
+    """The record that ``attend`` gets, of the keys "matrix", "penalty", "log_prob"; empty where it can tell nothing."""
     names = record or RECORDED
-    whole = {"matrix": None} if any(name != "penalty" for name in names) else {}
-    return whole | ({"penalty": None} if attention.penalty and "penalty" in names else {})
+    own = {"penalty": bool(attention.penalty), "log_prob": attention.samples}
+    whole = {"matrix": None} if any(name not in own for name in names) else {}
+    return whole | {name: None for name, there in own.items() if there and name in names}
 
 
 def answer(record: dict, told: dict) -> None:

@@ -62,8 +62,9 @@ class Attention(nn.Module):
     donate`` that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with
     arguments that have been checked, and a call with an argument that it does not name has been refused. ``prefix``
     reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``. ``record`` reaches it only
-    where there is something to tell, as a dict that has the keys ``"matrix"`` and ``"penalty"`` where they are wanted;
-    a mechanism without ``penalty`` fills in ``matrix`` and ``mask`` whenever it comes.
+    where there is something to tell, as a dict that has the keys ``"matrix"``, ``"penalty"`` and ``"log_prob"`` where
+    they are wanted; a mechanism with neither ``penalty`` nor ``samples`` fills in ``matrix`` and ``mask`` whenever it
+    comes.
     """
 
     name: ClassVar[str]
@@ -88,6 +89,8 @@ class Attention(nn.Module):
     """takes and returns ``carry``, something handed from layer to layer"""
     penalty: ClassVar[str] = ""
     """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
+    samples: ClassVar[bool] = False
+    """draws in training what it reads, and tells ``record["log_prob"]`` (B,), the log of the draws' probability"""
     native: ClassVar[str] = ""
     """what the native CPU kernels serve, in words; "" for nothing"""
     states: ClassVar[tuple[type, ...]] = ()

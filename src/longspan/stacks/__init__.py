@@ -36,8 +36,9 @@ class Stack(nn.Module):
 
     ``y, state = stack(x, state, mask=, segments=, prefix=, record=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state
     is the tuple of the layers' states. ``record`` asks every layer that takes one: it gets ``layers``, a dict for each
-    layer, empty where that can tell nothing, and ``penalty``, the sum of theirs, where a mechanism has a loss of its
-    own. ``rotary`` is the base of rotary positions for attentions whose spec gives none.
+    layer, empty where that can tell nothing, and the sums of theirs: ``penalty``, where a mechanism has a loss of its
+    own, and ``log_prob`` (B,), where one draws what it reads. ``rotary`` is the base of rotary positions for attentions
+    whose spec gives none; ``cross`` the specs of attentions to a context.
 
     Raises ValueError for a spec that cannot be built, for weights that would take more memory than this machine has,
     and for arguments that one of the attentions does not support.
@@ -157,14 +158,13 @@ def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
 def _answer(record: dict, call: Call) -> None:
     """Tell what the layers and the stack have told; the sum of all penalties is one."""
     wanted = not record or "penalty" in record
+    own = call.told if wanted else {}
     record.clear()
     record["layers"] = call.layers
-    penalties = [layer["penalty"] for layer in call.layers if "penalty" in layer]
-    own = dict(call.told) if wanted else {}
-    penalties += [own.pop("penalty")] if "penalty" in own else []
     record.update(own)
-    if penalties:
-        record["penalty"] = torch.stack([p.float() for p in penalties]).sum() if len(penalties) > 1 else penalties[0]
+    for name in ("penalty", "log_prob"):
+        if told := [one[name] for one in (*call.layers, own) if name in one]:
+            record[name] = torch.stack(told).sum(0)
 
 
 def weigh(make: Callable[[Any], nn.Module], config: StackConfig) -> int:

@@ -146,7 +146,7 @@ def _check(config: Config, run: Run, dataset: Dataset) -> None:
         raise ValueError(
             f"length={config.length} learned positions are too few for {run.data}: {dataset.length} tokens per example"
         )
-    kinds = {name: cls.penalty for name, cls in parts(config.attention)}
+    kinds = {name: cls.penalty or cls.samples for name, cls in parts(config.attention)}
     if run.penalty and not any(kinds.values()) and not kind_of(config.stack).penalty:
         raise ValueError(
             f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "

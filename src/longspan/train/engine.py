@@ -21,6 +21,7 @@ from .. import signals
 from ..data import Dataset
 from ..data.order import batch_indices
 from ..model import Decoder
+from ..ops.edges import reinforce
 from . import folder as runs
 from .evaluate import roomy, total
 from .report import EVERY, Bar, Clock, Events, Table
@@ -68,10 +69,14 @@ class Task(LightningModule):
 
     def training_step(self, batch: tuple[int, Tensor], batch_idx: int) -> Tensor:
         index, tokens = batch
-        record: dict[str, Any] | None = {"penalty": None} if self.run.penalty else None
+        record: dict[str, Any] | None = {"penalty": None, "log_prob": None} if self.run.penalty else None
         outputs, _ = self.model(self.model.shift(tokens), record=record)
-        loss = -self.model.likelihood.log_prob(outputs, tokens).mean()
-        penalty = record["penalty"] if record else torch.zeros_like(loss)
+        likelihood = self.model.likelihood.log_prob(outputs, tokens)  # (B,N)
+        loss = -likelihood.mean()
+        penalty = record.get("penalty", torch.zeros_like(loss)) if record else torch.zeros_like(loss)
+        if record and "log_prob" in record:
+            # Of weight 1, its gradient is that of the expected loss.
+            penalty = penalty + reinforce(record["log_prob"], likelihood.flatten(1).mean(1))
         self.losses.append(loss.detach())
         self.penalties.append(penalty.detach())
         self.micro = index + 1

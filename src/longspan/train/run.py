@@ -39,7 +39,8 @@ class Run:
     weight_decay: float = 0.0
     """decoupled weight decay of matrices and embeddings; biases and gains have none"""
     penalty: float = 0.0
-    """weight of the loss that mechanisms add of their own, such as the spans of adaptive_span, summed over layers"""
+    """weight of the loss that mechanisms add of their own, such as the spans of adaptive_span, summed over layers, and
+    of that by which picks, such as those of sac, learn from each row's likelihood"""
     clip: float = 1.0
     """largest norm of a step's gradient; 0: no limit"""
     precision: str = "32"
