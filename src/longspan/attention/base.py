@@ -88,8 +88,6 @@ class Attention(nn.Module):
     """takes and returns ``carry``, something handed from layer to layer"""
     penalty: ClassVar[str] = ""
     """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
-    native: ClassVar[str] = ""
-    """what the native CPU kernels serve, in words; "" for nothing"""
     states: ClassVar[tuple[type, ...]] = ()
     """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
     contexts: ClassVar[tuple[type, ...]] = ()

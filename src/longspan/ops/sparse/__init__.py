@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import patterns
 from ...patterns import Pattern
-from .. import chosen
+from .. import tell, wanted
 from ..operands import TRANSFORMED, hidden, resolved, same_device, transformed
 from ..softmax import dense as softmax
 from . import blockwise
@@ -81,7 +81,7 @@ def attend(
     """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     q, k, v = resolved(q, k, v)
-    way, plain = chosen(blockwise.OP, blockwise.SERVED, ""), transformed()
+    way, plain = wanted(blockwise.OP, blockwise.SERVED, ""), transformed()
     if plain and way not in ("", "torch", "reference"):
         raise ValueError(f"backend {way!r} cannot serve this call of {blockwise.OP}: {TRANSFORMED}")
     reference, packed = way == "reference", mask is not None or segments is not None
@@ -92,8 +92,10 @@ def attend(
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if reference:
+            tell(blockwise.OP, "reference")
             return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer)[0]
         if bias is not None or plain:
+            tell(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else TRANSFORMED)
             return _scored(q, k, v, pattern, bias, scale, layer)
         return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale)[0]
 
@@ -217,6 +219,7 @@ def by_rows(q, k, v, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, s
     """Attention under a mask (B,H|1,N,M), with a score at positions i (B,N), j (B,M) of each row's own."""
     if bias is None:
         return softmax.attend(q * (scale * q.shape[-1] ** 0.5), k, v, mask=allowed)
+    tell(blockwise.OP, "torch", "they add nothing to the logits")
     rows = [
         _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], bias, i[b], j[b], scale)[0]
         for b in range(len(q))
