@@ -21,8 +21,6 @@ from .patterns import Pattern
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
 LOOKED_AT = 4096  # tokens up to which all pairs are written out
-# What one part of an attention sees is not what it sees.
-PARTLY = {"lowrank_band": "its window is that of one of two softmaxes, and the other sees all"}
 
 
 def mechanisms() -> list[dict[str, Any]]:
@@ -255,9 +253,11 @@ def seen(text: str, dim: int, heads: int) -> Pattern:
         attention = build(text, dim, heads, causal="causal" in cls.directions)
     pattern = _pattern(attention)
     if pattern is None:
-        having = ", ".join(sorted(n for n in REGISTRY if n not in PARTLY and _has_pattern(n)))
-        why = PARTLY.get(cls.name, "which keys it reads is no function of positions alone")
-        raise ValueError(f"{text} has no pattern to be drawn: {why}; those that have one: {having}")
+        having = ", ".join(sorted(n for n in REGISTRY if _has_pattern(n)))
+        raise ValueError(
+            f"{text} has no pattern to be drawn: it reads all keys, or which ones is no function of positions alone; "
+            f"those that have one: {having}"
+        )
     return pattern
 
 
@@ -268,8 +268,8 @@ def _has_pattern(name: str) -> bool:
 
 
 def _pattern(attention: Attention) -> Pattern | None:
-    """What a query of an attention may see: its ``sees``, where that is all."""
-    return None if attention.name in PARTLY else vars(attention).get("sees")
+    """What a query of an attention may see: its ``sees``."""
+    return vars(attention).get("sees")
 
 
 def picture(text: str, dim: int, heads: int, tokens: int | None = None) -> Tensor:

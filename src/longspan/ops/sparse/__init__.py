@@ -13,6 +13,7 @@ from ...patterns import Pattern
 from .. import tell, wanted
 from ..operands import TRANSFORMED, hidden, resolved, same_device, transformed
 from ..softmax import dense as softmax
+from ..tensors import positions
 from . import blockwise
 from .schedule import Tiles, plan
 
@@ -185,7 +186,7 @@ def ragged(
 
 def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
     """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
-    at = places(mask, segments, q)
+    at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
     q, k, v = hidden(mask, q, k, v)
     allowed = allowed_at(pattern, at, at, q.shape[1], layer)
     if mask is not None:
@@ -194,17 +195,6 @@ def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
         allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
     out = by_rows(q, k, v, allowed, bias, at, at, scale)
     return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
-
-
-def places(mask: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
-    """The number of real tokens before each token in its own segment, (B,N)."""
-    batch, _, n, _ = like.shape
-    real = torch.ones(batch, n, dtype=torch.long, device=like.device) if mask is None else mask.long()
-    before = real.cumsum(1) - real
-    if segments is None:
-        return before
-    border = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
-    return before - torch.where(border, before, 0).cummax(1).values
 
 
 def allowed_at(pattern: Pattern, i: Tensor, j: Tensor, heads: int, layer: int) -> Tensor:
