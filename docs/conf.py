@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import longspan
-from longspan import describe, pictures
+from longspan import describe, dispatch, pictures
 from longspan.attention.base import FAMILIES, LEGEND, REGISTRY, Attention, own_options
 
 project, author, copyright = "longspan", "the longspan contributors", "the longspan contributors"
@@ -56,6 +56,7 @@ def section(cls: type[Attention]) -> str:
             else "It has no options.",
             f"* **Cost**: {cost(cls)} for a sequence of $N$ tokens.\n* **Forms**: {', '.join(describe.forms(cls))}.\n"
             f"* **State** of one sequence, {DIM} channels in {HEADS} heads: {state(attention)}.\n"
+            f"* **Backend** on a CPU: {backend(cls, attention.causal)}.\n"
             f"* **Paper**: {authors.replace(' and ', '; ')}: *{title}*, {year}, "
             f"[arXiv:{cls.paper}](https://arxiv.org/abs/{cls.paper}).",
             *drawing(cls),
@@ -93,6 +94,12 @@ def state(attention: Attention) -> str:
         return "none, it sees whole sequences"
     few, many = (longspan.nbytes(attention.init_state(1, tokens)) for tokens in (256, 4096))
     return f"{few:,} bytes" + ("" if few == many else f" after 256 tokens, {many:,} after 4096")
+
+
+def backend(cls: type[Attention], causal: bool) -> str:
+    """What serves whole sequences and steps on the machine that makes these pages."""
+    calls = dispatch.served(cls.name, DIM, HEADS, causal=causal)["calls"]
+    return "; ".join(f"{kind}: {dispatch.said(call)}" for kind, call in calls.items())
 
 
 def drawing(cls: type[Attention]) -> tuple[str, ...]:

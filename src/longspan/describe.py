@@ -12,19 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import notation, ops, patterns, spec
+from . import dispatch, notation, patterns, spec
 from .attention import REGISTRY, Attention, build, names, nbytes
 from .attention.base import mechanism, own_options
 from .layers import FeedForward
-from .ops.native import build as kernels
-from .ops.native.build import openmp
 from .ops.sparse import blockwise
 from .patterns import Pattern
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
 LOOKED_AT = 4096  # tokens up to which all pairs are written out
-# What one part of an attention sees is not what it sees.
-PARTLY = {"lowrank_band": "its window is that of one of two softmaxes, and the other sees all"}
 
 
 def mechanisms() -> list[dict[str, Any]]:
@@ -122,42 +118,6 @@ def bibtex(cls: type[Attention]) -> str:
     }
     lines = ",\n".join(f"  {name} = {value}" for name, value in fields.items())
     return f"@misc{{{family}{year}{word},\n{lines},\n}}"
-
-
-def backend(device: str, cls: type[Attention] | None = None) -> tuple[str, str]:
-    """The backend that serves (a mechanism) on a device, and why. Raises ValueError for something that is no device."""
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(f"device={device!r} is no device; known are e.g. cpu, cuda, mps") from error
-    name = ops.chosen("attention", tuple(ops.BACKENDS))
-    reason = ops.BACKENDS[name]
-    if cls and cls.native and kind == "cpu" and name == "torch":
-        reason += f"; native for {cls.native}: {kernels_status()}"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind != "cpu" and (accelerator is None or kind != accelerator.type):
-        reason += f"; this machine has no {kind}"
-    return name, reason
-
-
-def kernels_status() -> str:
-    """Which native kernels are there, compiled now if need be; otherwise why there are none."""
-    return next(iter(kernels_facts().values()))
-
-
-def kernels_facts() -> dict[str, str]:
-    """The same with all that is known of them, by name; what ``longspan doctor`` prints."""
-    try:
-        found = kernels.find()
-    except kernels.Unavailable as error:
-        return {"native kernels": f"not here, since {error}"}
-    return {
-        "native kernels": found.origin,
-        "  flags": found.flags,
-        "  file": found.path,
-        "  why these": found.why,
-        "  OpenMP": openmp.share() or "torch has none to share",
-    }
 
 
 @dataclass(frozen=True)
@@ -296,9 +256,11 @@ def seen(text: str, dim: int, heads: int) -> Pattern:
         attention = build(text, dim, heads, causal="causal" in cls.directions)
     pattern = _pattern(attention)
     if pattern is None:
-        having = ", ".join(n for n in names() if n not in PARTLY and _has_pattern(n))
-        why = PARTLY.get(cls.name, "which keys it reads is no function of positions alone")
-        raise ValueError(f"{text} has no pattern to be drawn: {why}; those that have one: {having}")
+        having = ", ".join(n for n in names() if _has_pattern(n))
+        raise ValueError(
+            f"{text} has no pattern to be drawn: it reads all keys, or which ones is no function of positions alone; "
+            f"those that have one: {having}"
+        )
     return pattern
 
 
@@ -309,8 +271,8 @@ def _has_pattern(name: str) -> bool:
 
 
 def _pattern(attention: Attention) -> Pattern | None:
-    """What a query of an attention may see: its ``sees``, where that is all."""
-    return None if attention.name in PARTLY else vars(attention).get("sees")
+    """What a query of an attention may see: its ``sees``."""
+    return vars(attention).get("sees")
 
 
 def picture(text: str, dim: int, heads: int, tokens: int | None = None) -> Tensor:
@@ -362,7 +324,6 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int | No
     """
     described = []
     for part, cls in parts(text):
-        name, reason = backend(device, cls)
         with torch.random.fork_rng(devices=[]):
             attention = build(part, dim, heads, causal="causal" in cls.directions)
         authors, title, year = cls.citation
@@ -384,7 +345,7 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int | No
                     "feedforward": parameters(_feedforward(dim, 4 * dim)),
                 },
                 "sight": None if _pattern(attention) is None else sight(part, dim, heads, tokens),
-                "backend": {"device": device, "name": name, "reason": reason},
+                "backend": dispatch.served(part, dim, heads, causal=attention.causal, device=device),
                 "counts": [vars(count) for count in counts(attention)],
             }
         )

@@ -60,7 +60,7 @@ class Engine:
     @staticmethod
     def why_not(model: Decoder) -> str:
         """Why the engine cannot serve a decoder as it is now; "" where it can. Compiles the kernels on first use."""
-        if ops.chosen("a decoder's step", ("reference", "torch", "native"), "native") != "native":
+        if ops.wanted("a decoder's step", ("reference", "torch", "native"), "native") != "native":
             return "another backend is forced"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"

@@ -1,9 +1,13 @@
 """Measurements: what is counted, what is rejected, and how steps become whole runs. Nothing here is timed."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from longspan.bench import guard, memory, throughput
+import longspan
+from longspan.bench import guard, throughput
 from longspan.config import Config
 from longspan.generate import generate
 from longspan.model import Decoder
@@ -98,26 +102,47 @@ def test_machine_names_what_matters():
 
 
 class TestMemory:
+    """Each length in a process of its own, since a process's peak never falls."""
+
     def test_the_state_grows_for_softmax_only(self):
-        sizes = {s: [memory.state_bytes(s, n) for n in (100, 200, 400)] for s in ("linear", "softmax")}
+        sizes = {s: [longspan.nbytes(longspan.build(s, 512, 8).init_state(1, n)) for n in (100, 200, 400)]
+                 for s in ("linear", "softmax")}  # fmt: skip
         assert len(set(sizes["linear"])) == 1
         assert [s - 8 for s in sizes["softmax"]] == [2 * 512 * 4 * n for n in (100, 200, 400)]  # 8: the length
 
-    def test_exponent_of_a_power(self):
-        assert memory.exponent({n: 3.0 * n**1.5 for n in (10, 100, 1000)}) == pytest.approx(1.5)
+    def test_the_highest_mark_rises_by_what_is_used(self):
+        found = taken("x = torch.ones(64 * 2**18)")
+        assert 60 <= found <= 80
 
     @pytest.mark.slow
     def test_forward_and_backward_grow_linearly(self):
         """From 4096 to 65536 tokens the peak grows no faster than the tokens; softmax's square would add four times."""
-        found = memory.measure("linear", "train", (4096, 16384, 32768, 65536))
+        first = (
+            "a = longspan.build('linear', 512, 8); f = lambda n: a(torch.randn(1, n, 512))[0].sum().backward(); f(64)"
+        )
+        found = {n: taken(f"f({n})", first) for n in (4096, 16384, 32768, 65536)}
         assert found[65536] <= 16 * found[4096]
         assert found[65536] - found[32768] <= 2.2 * (found[32768] - found[16384])
 
     @pytest.mark.slow
     def test_generation_does_not_grow(self):
-        found = memory.measure("linear", "decode", (256, 2048))
-        assert found[2048] <= found[256] + 4
-        grown = memory.measure("softmax", "decode", (256, 2048))
+        def grown(attention: str) -> float:
+            config = f"dim=128, depth=4, heads=4, feedforward=256, attention={attention!r}, positions='none'"
+            model = f"m = longspan.Decoder(longspan.Config({config})).eval()"
+            first = f"{model}; f = lambda n: list(longspan.generate(m, tokens=n, batch=16)); f(8)"
+            few, many = (taken(f"f({n})", first) for n in (256, 2048))
+            return many - few
+
+        assert grown("linear") <= 4
         # Keys and values of 4 layers, in MB.
-        cache = (2048 - 256) * 16 * 128 * 2 * 4 * 4 / 2**20
-        assert grown[2048] >= grown[256] + 0.8 * cache
+        assert grown("softmax") >= 0.8 * (2048 - 256) * 16 * 128 * 2 * 4 * 4 / 2**20
+
+
+def taken(code: str, first: str = "pass") -> float:
+    """MB that a process needs at its peak for some code, beyond what it needed before."""
+    lines = (
+        "import torch, longspan", "from longspan.bench.worker import highest", first, "before = highest()", code,
+        "print(highest() - before)",
+    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])

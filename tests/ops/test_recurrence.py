@@ -98,7 +98,7 @@ def test_a_step_writes_its_state_only_when_it_was_given():
     torch.testing.assert_close(given, after)
 
 
-@pytest.mark.parametrize("name", ["native", "triton"])
+@pytest.mark.parametrize("name", ["native", "flex"])
 def test_a_forced_backend_that_cannot_serve_says_so(name):
     q, k, v, _ = numbers(5)
     with backend(name), pytest.raises(ValueError, match=f"backend '{name}' .* does not serve scan"):

@@ -269,11 +269,11 @@ def test_members_make_up_their_pattern():
 def test_periods_and_steps_are_true():
     for text in (*EXPRESSIONS, *drawn(60)):
         pattern = patterns.parse(text).at(0, 0)
-        dense, by = pattern.dense(200)[0], schedule.period(pattern)
+        dense, by = pattern.dense(200)[0], pattern.period
         if by:
             assert torch.equal(dense[: 200 - by, : 200 - by], dense[by:, by:]), text
         i, j = dense.nonzero(as_tuple=True)
-        assert not ((i - j) % schedule.step(pattern)).any(), text
+        assert not ((i - j) % pattern.apart).any(), text
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ def test_memory_is_that_of_one_call_and_sees_a_matrix_of_all_pairs():
 
 
 def test_a_layer_that_fails_in_the_other_process_says_why():
-    with pytest.raises(ValueError, match=r"memory of softmax@triton at 64 tokens ended: ValueError: backend 'triton'"):
-        scaling.weighed(SMALL, "softmax@triton", 64)
+    with pytest.raises(ValueError, match=r"memory of softmax@flex at 64 tokens ended: ValueError: backend 'flex'"):
+        scaling.weighed(SMALL, "softmax@flex", 64)
 
 
 @pytest.fixture

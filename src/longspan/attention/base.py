@@ -91,8 +91,6 @@ class Attention(nn.Module):
     """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
     samples: ClassVar[bool] = False
     """draws in training what it reads, and tells ``record["log_prob"]`` (B,), the log of the draws' probability"""
-    native: ClassVar[str] = ""
-    """what the native CPU kernels serve, in words; "" for nothing"""
     states: ClassVar[tuple[type, ...]] = ()
     """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
     contexts: ClassVar[tuple[type, ...]] = ()

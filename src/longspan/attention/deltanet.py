@@ -46,7 +46,6 @@ class DeltaNet(Attention):
         2024,
     )
     examples = ("deltanet", "deltanet(convolution=2, negative=True)")
-    native = "in float32 or bfloat16"
     directions = ("causal",)
     states = (State,)
 

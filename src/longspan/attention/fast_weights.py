@@ -46,7 +46,6 @@ class FastWeights(Attention):
         2021,
     )
     examples = ("fast_weights", "fast_weights(rule='sum', nu=1)")
-    native = "the delta rule, in float32 or bfloat16"
     directions, states = ("causal",), (State,)
 
     def __init__(

@@ -53,7 +53,6 @@ class GatedDeltaNet(Attention):
         "gated_deltanet",
         "gated_deltanet(key_heads=1, expand_k=1.5, expand_v=1.0, convolution=0, gate=False, negative=True)",
     )
-    native = "in float32 or bfloat16"
     directions = ("causal",)
     states = (State,)
 

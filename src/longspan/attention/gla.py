@@ -39,7 +39,6 @@ class GLA(Attention):
         2023,
     )
     examples = ("gla(rank=3, expand_v=1.5)",)
-    native = "in float32 or bfloat16"
     directions, states = ("causal",), (State,)
 
     def __init__(

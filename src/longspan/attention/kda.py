@@ -45,7 +45,6 @@ class KDA(Attention):
     )
     citation = ("{Kimi Team}", "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025)
     examples = ("kda", "kda(lower_bound=-5.0, convolution=0)")
-    native = "in float32 or bfloat16"
     directions = ("causal",)
     states = (State,)
 

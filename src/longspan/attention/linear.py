@@ -64,7 +64,6 @@ class Linear(Attention):
         "linear(feature_map='exp')",
         "linear(rotary=100.0)",
     )
-    native = "causal, in float32 or bfloat16, unless rotary"
     states, contexts = (State, RotaryState), (Context,)
 
     def __init__(

@@ -57,7 +57,7 @@ class LowRankBand(Attention):
             if value < 1:
                 raise ValueError(f"{option}={value} must be at least 1")
         self.rank, self.window = rank, window
-        self.sees: Pattern = band(window - 1, right=0 if causal else window - 1)
+        self.near: Pattern = band(window - 1, right=0 if causal else window - 1)
         self.query, self.key, self.value, self.far_value, self.out = (nn.Linear(dim, dim) for _ in range(5))
         self.far_query, self.far_key = (nn.Linear(dim, heads * rank) for _ in range(2))
 
@@ -75,7 +75,7 @@ class LowRankBand(Attention):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         arguments = {"mask": mask, "segments": segments, "donate": donate}
         before = (None, None) if state is None else state
-        o, near = lookback.attend(q, k, v, before[0], self.sees, **arguments)
+        o, near = lookback.attend(q, k, v, before[0], self.near, **arguments)
         q, k, v = (split(part(x), self.heads) for part in (self.far_query, self.far_key, self.far_value))
         far_o, far = lookback.attend(q, k, v, before[1], causal() if self.causal else everywhere(), **arguments)
         return self.out(merge(o + far_o)), None if state is None else State(near, far)

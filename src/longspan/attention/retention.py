@@ -51,7 +51,6 @@ class Retention(Attention):
         2023,
     )
     examples = ("retention", "retention(rotary=0.0, expand_v=1.0)")
-    native = "in float32 or bfloat16"
     directions, states = ("causal",), (State, RotaryState)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, rotary: float = 10000.0, expand_v: float = 2.0):

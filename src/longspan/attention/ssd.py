@@ -46,7 +46,6 @@ class SSD(Attention):
         2024,
     )
     examples = ("ssd(channels=5)", "ssd(channels=3, key_heads=2, expand_v=1.5, convolution=0)")
-    native = "in float32 or bfloat16"
     directions, states = ("causal",), (State,)
 
     def __init__(

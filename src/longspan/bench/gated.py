@@ -14,8 +14,8 @@ from ..ops import backend, gated
 from ..ops.memory import reuse_pages
 from ..ops.native.call import available
 from ..spec import known
-from . import case, limits
-from .candidates import Sampler
+from . import case, limits, oracle
+from .candidates import Refused, Sampler
 from .case import Watch
 from .guard import machine
 from .report import Table, duration
@@ -30,7 +30,7 @@ RULES = {
 MODES = ("forward", "forward+backward", "step")
 WAYS = ("native", "torch", "loop", "transformers")
 BOUND = "state in place"
-ALLOWED, COMPARED = 1e-4, 67  # relative, in the Euclidean norm; tokens compared with the definition in float64
+ALLOWED, COMPARED = oracle.ALLOWED["float32"], oracle.PREFIX  # tokens compared with the definition
 
 
 @dataclass(frozen=True)
@@ -141,20 +141,16 @@ def outcome(
     return {"output": output.detach(), **{f"gradient of {n}": g for n, g in zip(there, grads, strict=True)}}
 
 
-def check(function: Callable, rule: str, options: Options, *, backward: bool) -> tuple[float, str]:
-    """The largest relative error against the loop of the definition in float64, and why it is too large, or ""."""
+def check(function: Callable, rule: str, options: Options, *, backward: bool) -> float:
+    """The largest relative error against the loop of the definition in float64. Raises Refused if it is too large."""
     given = operands(rule, 1, min(options.length, COMPARED), options)
     upstream = torch.randn_like(given["v"])  # type: ignore[arg-type]
     exact = {name: None if t is None else t.double() for name, t in given.items()}
     expected = outcome(partial(ours, "reference"), exact, upstream.double(), backward=backward)
     found = outcome(function, given, upstream, backward=backward)
-    errors = {part: float((found[part].double() - t).norm() / t.norm()) for part, t in expected.items()}
-    part = max(errors, key=errors.__getitem__)
-    # Written so that NaN fails.
-    wrong = "" if all(error <= ALLOWED for error in errors.values()) else (
-        f"its {part} is off the float64 definition by {errors[part]:.2g}; allowed {ALLOWED}"
-    )  # fmt: skip
-    return errors[part], wrong
+    errors = oracle.relative(found, expected)
+    oracle.judge(errors, ALLOWED, f"{len(upstream[0, 0])} tokens")
+    return max(errors.values())
 
 
 def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
@@ -212,11 +208,11 @@ def _sequence(rule: str, mode: str, options: Options, watch: Watch, rows: list[d
     for name, function in ways(rule).items():
         if name == "loop" and backward:
             continue
-        errors[name], wrong = check(function, rule, options, backward=backward)
-        if wrong:
-            refused[f"{rule}, {name}"] = wrong
-        else:
+        try:
+            errors[name] = check(function, rule, options, backward=backward)
             samplers[name] = case.bound(partial(outcome, function, given, upstream, backward=backward))
+        except Refused as error:
+            refused[f"{rule}, {name}"] = str(error)
     samplers |= limits.gemms("float32")
     found, failed = case.take(samplers, options.rounds, f"{rule} {mode}", watch)
     refused |= {f"{rule}, {name}": reason for name, reason in failed.items()}
@@ -233,9 +229,10 @@ def _step(rule: str, batch: int, options: Options, watch: Watch, rows: list[dict
     given = operands(rule, batch, 1, options)
     samplers: dict[str, Sampler] = {}
     for name in ways(rule).keys() & {"native", "torch"}:
-        _, wrong = check(partial(ours, name), rule, options, backward=False)
-        if wrong:
-            refused[f"{rule}, {name}"] = wrong
+        try:
+            check(partial(ours, name), rule, options, backward=False)
+        except Refused as error:
+            refused[f"{rule}, {name}"] = str(error)
             continue
         state = torch.ones(batch, options.heads, options.size, options.size)
         call = partial(gated.recur, **given, state=state, donate=True)  # type: ignore[arg-type]

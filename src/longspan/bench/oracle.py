@@ -87,8 +87,8 @@ def check_attention(candidate: Candidate, name: local.Name, task: Task) -> dict[
         given = _random(asked, prefix)
         expected = _attention(name, asked, given)
         found = candidate.answer(asked, given)
-        here = _errors(found, expected)
-        _judge(here, task["dtype"], _shape(asked))
+        here = relative(found, expected)
+        judge(here, ALLOWED[task["dtype"]], _shape(asked))
         errors = {part: max(errors.get(part, 0.0), error) for part, error in here.items()}
         if (leak := float(found.get("beyond", torch.zeros(())))) != 0:
             raise Refused(f"a token gets a gradient of {leak:.2g} from outputs before it, at {_shape(asked)}")
@@ -161,8 +161,8 @@ def check_step(candidate: Candidate, options: dict[str, Any], task: Task, tokens
         asked = task | sizes | {"backward": False}
         given = _random(asked | {"batch": min(asked["batch"], 2)}, tokens)
         expected = linear(*(tensor.double() for tensor in given.values()), **options)
-        errors = _errors(candidate.answer(asked, given), {"output": expected})
-        _judge(errors, task["dtype"], _shape(asked))
+        errors = relative(candidate.answer(asked, given), {"output": expected})
+        judge(errors, ALLOWED[task["dtype"]], _shape(asked))
         worst = max(worst, *errors.values())
     return worst
 
@@ -172,8 +172,8 @@ def check_model(candidate: Candidate, config: Config, weights: dict[str, Tensor]
     rows = min(task["batch"], 2)
     given = torch.randint(config.vocab, (rows, tokens), generator=torch.Generator().manual_seed(0))
     found = candidate.answer(task, {"tokens": given, **weights})
-    errors = _errors(found, {"output": decoder(config, weights, given)})
-    _judge(errors, task["dtype"], f"batch {task['batch']}")
+    errors = relative(found, {"output": decoder(config, weights, given)})
+    judge(errors, ALLOWED[task["dtype"]], f"batch {task['batch']}")
     return errors["output"]
 
 
@@ -190,7 +190,8 @@ def _random(task: Task, tokens: int) -> dict[str, Tensor]:
     return given
 
 
-def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def relative(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """How far each part is off what is expected, in the Euclidean norm. Raises Refused for another shape."""
     errors = {}
     for part, truth in expected.items():
         if found[part].shape != truth.shape:
@@ -199,13 +200,12 @@ def _errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, 
     return errors
 
 
-def _judge(errors: dict[str, float], dtype: str, where: str) -> None:
+def judge(errors: dict[str, float], allowed: float, where: str) -> None:
+    """Raise Refused for the first error that is too large; ``where`` it was found, in words."""
     for part, error in errors.items():
         # Written so that NaN fails.
-        if not error <= ALLOWED[dtype]:
-            raise Refused(
-                f"its {part} is off the float64 definition by {error:.2g} at {where}; allowed {ALLOWED[dtype]}"
-            )
+        if not error <= allowed:
+            raise Refused(f"its {part} is off the float64 definition by {error:.2g} at {where}; allowed {allowed}")
 
 
 def _shape(task: Task) -> str:

@@ -16,7 +16,7 @@ from ..ops import backend, sparse
 from ..ops.native.call import available
 from ..ops.sparse import schedule
 from ..patterns import Pattern
-from . import case, figures
+from . import case, figures, oracle
 from .candidates import Local, Process, Refused
 from .case import Watch
 from .guard import machine
@@ -33,7 +33,7 @@ OURS = ("native", "torch")
 WAYS = (*OURS, "sdpa all", "sdpa mask", "flex")
 LAYOUTS = ("blocks", "listed", "plan")
 MATRICES = ("sdpa mask", "flex")  # what first asks for every pair
-ALLOWED = 1e-4  # relative, in the Euclidean norm
+ALLOWED = oracle.ALLOWED["float32"]
 COMPARED, ROWS = 509, 17  # tokens of which all are compared; queries that are of longer sequences
 COUNTED = 128  # queries whose keys are counted
 CHUNK = 256  # rows of a dense mask that are made at once
@@ -160,7 +160,7 @@ def check(candidate: Local, pattern: Pattern, task: Task) -> float:
 
     All of the first tokens are compared, and some queries of the whole length. Raises Refused where one is too large.
     """
-    errors, length = {}, task["length"]
+    worst, length = 0.0, task["length"]
     for n in dict.fromkeys((min(length, COMPARED), length)):
         rows = torch.arange(n) if n <= COMPARED else torch.linspace(0, n - 1, ROWS).long()
         given = inputs(task | {"length": n})
@@ -175,13 +175,10 @@ def check(candidate: Local, pattern: Pattern, task: Task) -> float:
             grads = torch.autograd.grad(output, exact, upstream[:, rows].double())
             expected |= {f"grad{i}": grad for i, grad in enumerate(grads)}
         found["output"] = found["output"][:, rows]
-        for part, right in expected.items():
-            error = float((found[part].double() - right).norm() / right.norm())
-            errors[part, n] = error
-            # Written so that NaN fails.
-            if not error <= ALLOWED:
-                raise Refused(f"its {part} is off the float64 definition by {error:.2g} at N {n}; allowed {ALLOWED}")
-    return max(errors.values())
+        errors = oracle.relative(found, expected)
+        oracle.judge(errors, ALLOWED, f"N {n}")
+        worst = max(worst, *errors.values())
+    return worst
 
 
 class Run:

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import platform
+import resource
 import runpy
 import sys
 import time
@@ -181,6 +182,15 @@ def status(entry: str) -> float:
     """``VmRSS`` (resident now) or ``VmHWM`` (at most so far) of this process, in MB. Raises OSError without /proc."""
     with open("/proc/self/status", encoding="utf-8") as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith(f"{entry}:"))
+
+
+def highest() -> float:
+    """Largest resident memory of this process so far, in MB, on any system."""
+    # Not from getrusage on Linux: there a child begins with its parent's peak.
+    with contextlib.suppress(OSError):
+        return status("VmHWM")
+    unit = 1024 if sys.platform == "darwin" else 1
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 / unit
 
 
 def peak(makers: Makers, task: Task) -> float:

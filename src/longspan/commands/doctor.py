@@ -44,7 +44,7 @@ def facts(folder: Path) -> dict[str, str]:
     """What to tell, by name."""
     import torch
 
-    from .. import describe
+    from .. import dispatch
     from ..bench import guard
 
     machine = guard.machine()
@@ -55,7 +55,7 @@ def facts(folder: Path) -> dict[str, str]:
         "python": str(machine["python"]),
         "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['system']}",
         "accelerator": str(device or "none"),
-        **describe.kernels_facts(),
+        **dispatch.kernels_facts(),
         "cache": f"{folder} ({', '.join(parts(folder)) or 'empty'})",
         "  compiled": f"\n{'':<{COLUMN}}".join(compiled(folder / "native")) or "nothing",
         "extras": ", ".join(f"{name}: {state}" for name, state in extras().items()),

@@ -123,7 +123,7 @@ def _text(one: dict) -> str:
         f"  cost        {one['cost']} for a sequence of N tokens with heads of size D",
         f"  forms       {', '.join(one['forms'])}",
         *(_sight(one) if one["sight"] else []),
-        f"  backend     {one['backend']['name']} on {one['backend']['device']}: {one['backend']['reason']}",
+        *_listed("backend", _backend(one["backend"])),
         f"  parameters  attention {sizes['attention']:,}, feed-forward {sizes['feedforward']:,} "
         f"(dim={one['dim']}, heads={one['heads']}, {4 * one['dim']} inner units)",
         "  options",
@@ -151,6 +151,14 @@ def _text(one: dict) -> str:
         longest = max(row["tokens"] for row in counts if row["measured"])
         lines.append(f"    ~ continued from counts up to {longest} tokens")
     return "\n".join(lines)
+
+
+def _backend(one: dict) -> list[str]:
+    """Which backend serves which kind of call, and what there is of native kernels."""
+    from ..dispatch import said
+
+    calls = [f"{kind} on {one['device']}: {said(call)}" for kind, call in one["calls"].items()]
+    return [*(calls or [f"unknown, since {one['reason']}"]), f"native kernels: {one['kernels']}"]
 
 
 def _listed(name: str, said: list[str]) -> list[str]:

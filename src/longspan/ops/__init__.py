@@ -6,6 +6,7 @@ dimension, ``F`` features, ``C`` chunk. The layout is that of ``F.scaled_dot_pro
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,6 @@ BACKENDS = {
     "reference": "the definition, a loop or a full matrix that a student can read",
     "torch": "chunked and made of matrix products, with a memory-bounded backward; any device",
     "native": "C++ kernels for the CPU",
-    "triton": "kernels for the GPU",
     "flex": "torch's FlexAttention for the GPU, under our lists of blocks",
 }
 
@@ -26,7 +26,7 @@ _backend = "auto"
 
 @contextlib.contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Force a backend inside a ``with`` block: ``auto | reference | torch | native | triton | flex``.
+    """Force a backend inside a ``with`` block: ``auto | reference | torch | native | flex``.
 
     >>> import torch, longspan
     >>> attention, x = longspan.build("linear", dim=8, heads=2), torch.randn(1, 5, 8)
@@ -55,8 +55,8 @@ def refuse_tracing() -> None:
         )
 
 
-def chosen(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
-    """The backend that will run ``op``, one of those that it is ``served`` by; ``prefer`` is what ``auto`` takes.
+def wanted(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
+    """The backend that ``op`` is to be tried by, one of those that it is ``served`` by; ``auto`` takes ``prefer``.
 
     Raises ValueError where the forced one does not serve it, and under ``torch.jit.trace``.
     """
@@ -69,3 +69,47 @@ def chosen(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: st
             f"it is served by: auto, {', '.join(served)}"
         )
     return _backend
+
+
+def chosen(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch", why_not: str = "") -> str:
+    """``wanted``, and it does run ``op``, which a ``watch`` is told; ``why_not``: what keeps native kernels from it."""
+    name = wanted(op, served, prefer)
+    tell(op, name, why_not)
+    return name
+
+
+class Served(NamedTuple):
+    """What one op has run by; ``why_not`` says what kept native kernels from it, where it has some."""
+
+    op: str
+    backend: str
+    why_not: str = ""
+
+
+_watch: list[Served] | None = None
+
+
+@contextlib.contextmanager
+def watch() -> Iterator[list[Served]]:
+    """Which backend serves which op of the calls inside a ``with`` block, each once, in their order.
+
+    >>> import torch, longspan
+    >>> with longspan.ops.watch() as seen:
+    ...     _ = longspan.build("softmax", dim=8, heads=2)(torch.randn(1, 5, 8))
+    >>> [(served.op, served.backend) for served in seen]
+    [('softmax attention', 'torch')]
+
+    Not thread-safe, and blind inside compiled graphs.
+    """
+    global _watch
+    before, _watch = _watch, []
+    try:
+        yield _watch
+    finally:
+        _watch = before
+
+
+def tell(op: str, name: str, why_not: str = "") -> None:
+    """Tell the ``watch``, if there is one, that the backend of this name runs ``op``."""
+    if _watch is not None and (found := Served(op, name, "" if name == "native" else why_not)) not in _watch:
+        _watch.append(found)

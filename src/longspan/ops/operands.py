@@ -1,6 +1,6 @@
 """What enters an operation: views with another sign, masked content, memory that is given away, transforms of torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,6 +41,18 @@ def transformed() -> bool:
 def records(*tensors: Tensor) -> bool:
     """Whether operations on these are recorded, by autograd or a transform, so that none may work in place."""
     return transformed() or any(t.requires_grad for t in tensors)
+
+
+def gradients_again(
+    function: Callable, inputs: Sequence[Tensor | None], grads: Sequence[Tensor], **options: Any
+) -> list[Tensor | None]:
+    """Gradients that have gradients: of ``function(*inputs, **options)``, which plain operations compute, by ``grads``.
+
+    -> for each of ``inputs`` its gradient, None for one that is not there or needs none.
+    """
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(function(*inputs, **options), wanted, grads, create_graph=True))
+    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
 def same_device(**tensors: Tensor | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..kinds import shown
 from . import blocks as tiling
 from .blocks import Blocks, Grid, Tiles
+from .numbers import farthest, last, multiple, smallest, whole
 
 
 class Pattern:
@@ -93,7 +94,8 @@ class Pattern:
         return both((self,), (other,)) if isinstance(other, Pattern) else NotImplemented
 
     # What a new atom defines: ``see`` and ``reach``, and ``kind``, "diagonal" for a function of i - j, "column" for one
-    # of j, or "spans" with ``unit`` and ``spans``, or ``near`` and ``tiles`` of its own.
+    # of j, or "spans" with ``unit`` and ``spans``, or ``near`` and ``tiles`` of its own; where it has them, ``period``,
+    # ``apart`` and ``grains``, by which its work is planned.
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
         """``allow`` without its checks; the result need only broadcast to the joint shape."""
@@ -108,23 +110,28 @@ class Pattern:
     def kind(self) -> str:
         return ""
 
+    @property
+    def period(self) -> int | None:
+        """By how many positions all pairs can be moved without a change; None where that is not known."""
+        return 1 if self.kind == "diagonal" else None
+
+    @property
+    def apart(self) -> int:
+        """A number that divides i - j for all pairs; 1 where none is known."""
+        return 1
+
+    @property
+    def grains(self) -> frozenset[int]:
+        """The sizes of blocks of which it is made, where it is made of any."""
+        return frozenset()
+
     def near(self, grid: Grid) -> Tensor | None:
         """Key blocks (nb, s) among which are all that each query block needs, in any order; None for all."""
-        match self.kind:
-            case "diagonal":
-                return tiling.near_diagonals(self, grid)
-            case "column":
-                return tiling.near_columns(self, grid)
-        return tiling.near_spans(self, grid)
+        return tiling.near(self, grid)
 
     def tiles(self, grid: Grid, blocks: Tensor) -> Tiles:
         """What is certain of the tiles with these key blocks, (nb|1, s)."""
-        match self.kind:
-            case "diagonal":
-                return tiling.tiles_diagonal(self, grid, blocks)
-            case "column":
-                return tiling.tiles_columns(self, grid, blocks)
-        return tiling.tiles_spans(self, grid, blocks)
+        return tiling.tiles(self, grid, blocks)
 
     def at(self, head: int, layer: int) -> Pattern:
         """The pattern of one head of one layer, without ``by_head`` and ``by_layer``."""
@@ -132,19 +139,6 @@ class Pattern:
 
 
 _INTEGERS = (torch.int64, torch.int32)
-_PART = 1 << 20
-
-
-# No sequence is as long, and products of two such numbers are still exact.
-FARTHEST = (1 << 30) - 1
-
-
-def whole(name: str, value: object, least: int, most: int = FARTHEST) -> None:
-    """Raise ValueError unless a value is a whole number of at least ``least`` and at most ``most``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={shown(value)} must be a whole number of at least {least}")
-    if value > most:
-        raise ValueError(f"{name}={shown(value)} must be at most {most}")
 
 
 @dataclass(frozen=True)
@@ -185,22 +179,6 @@ def _common(parts: Iterable[Pattern]) -> str:
     return kinds.pop() if len(kinds) == 1 and kinds <= {"diagonal", "column"} else ""
 
 
-def largest(bounds: Iterable[int | None]) -> int | None:
-    bounds = list(bounds)
-    return None if None in bounds else max(b for b in bounds if b is not None)
-
-
-def farthest(parts: Iterable[Pattern]) -> tuple[int | None, int | None]:
-    """(lookback, lookahead) of a union."""
-    # Each part is asked once, or time would double with every level of nesting.
-    bounds = [part.reach for part in parts]
-    return largest(back for back, _ in bounds), largest(ahead for _, ahead in bounds)
-
-
-def smallest(bounds: Iterable[int | None]) -> int | None:
-    return min((b for b in bounds if b is not None), default=None)
-
-
 @dataclass(frozen=True, repr=False)
 class Either(Pattern):
     """The union of two or more patterns; made by ``|``."""
@@ -219,8 +197,16 @@ class Either(Pattern):
         return any(part.per_head for part in self.parts)
 
     @property
+    def period(self) -> int | None:
+        return multiple(part.period for part in self.parts)
+
+    @property
+    def grains(self) -> frozenset[int]:
+        return frozenset().union(*(part.grains for part in self.parts))
+
+    @property
     def reach(self) -> tuple[int | None, int | None]:
-        return farthest(self.parts)
+        return farthest(part.reach for part in self.parts)
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
         seen = self.parts[0].see(i, j, head, layer)
@@ -269,23 +255,29 @@ class Both(Pattern):
         return any(part.per_head for part in (*self.parts, *self.removed))
 
     @property
+    def period(self) -> int | None:
+        return multiple(part.period for part in (*self.parts, *self.removed))
+
+    @property
+    def apart(self) -> int:
+        return math.lcm(*(part.apart for part in self.parts))
+
+    @property
+    def grains(self) -> frozenset[int]:
+        return frozenset().union(*(part.grains for part in self.parts))
+
+    @property
     def reach(self) -> tuple[int | None, int | None]:
         # Each part is asked once, or time would double with every level of nesting.
         bounds = [part.reach for part in self.parts]
         back, ahead = smallest(b for b, _ in bounds), smallest(a for _, a in bounds)
-        return (self._last(back, 1), self._last(ahead, -1)) if self.kind == "diagonal" else (back, ahead)
+        if self.kind != "diagonal":
+            return back, ahead
 
-    def _last(self, bound: int | None, sign: int) -> int | None:
-        """The largest difference up to a bound that a function of differences allows; 0 where there is none."""
-        if bound is None:
-            return None
-        # From the largest down, a part at a time: a bound may be far beyond what fits into memory.
-        for end in range(bound + 1, 0, -_PART):
-            begin = max(end - _PART, 0)
-            allowed = self.see(sign * torch.arange(begin, end), torch.zeros((), dtype=torch.int64), 0, 0).nonzero()
-            if len(allowed):
-                return begin + int(allowed.max())
-        return 0
+        def allowed(difference: Tensor) -> Tensor:
+            return self.see(difference, torch.zeros((), dtype=torch.int64), 0, 0)
+
+        return last(allowed, back, 1), last(allowed, ahead, -1)
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
         seen = [part.see(i, j, head, layer) for part in self.parts]

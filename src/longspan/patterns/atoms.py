@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .algebra import Pattern, whole
+from .algebra import Pattern
 from .blocks import Grid, Tiles
+from .numbers import whole
 
 
 class _Diagonal(Pattern):
@@ -70,6 +71,10 @@ class dilated(_Diagonal):
         whole("step", self.step, 1)
 
     @property
+    def apart(self) -> int:
+        return self.step
+
+    @property
     def reach(self) -> tuple[int | None, int | None]:
         return self.window * self.step, self.window * self.step
 
@@ -88,6 +93,10 @@ class strided(_Diagonal):
 
     def __post_init__(self) -> None:
         whole("step", self.step, 1)
+
+    @property
+    def apart(self) -> int:
+        return self.step
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -133,6 +142,14 @@ class fixed(_Column):
         whole("summary", self.summary, 1)
         if self.summary > self.block:
             raise ValueError(f"summary={self.summary} keys cannot be taken from a block of {self.block}")
+
+    @property
+    def period(self) -> int:
+        return self.block
+
+    @property
+    def grains(self) -> frozenset[int]:
+        return frozenset((self.block,))
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -212,6 +229,14 @@ class block(Pattern):
         return self.size
 
     @property
+    def period(self) -> int:
+        return self.size
+
+    @property
+    def grains(self) -> frozenset[int]:
+        return frozenset((self.size,))
+
+    @property
     def reach(self) -> tuple[int | None, int | None]:
         return self.size - 1, self.size - 1
 
@@ -239,6 +264,14 @@ class blockwise(Pattern):
     @property
     def unit(self) -> int:
         return self.size
+
+    @property
+    def period(self) -> int:
+        return self.size
+
+    @property
+    def grains(self) -> frozenset[int]:
+        return frozenset((self.size,))
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -270,6 +303,14 @@ class local1d(Pattern):
     @property
     def unit(self) -> int:
         return self.block
+
+    @property
+    def period(self) -> int:
+        return self.block
+
+    @property
+    def grains(self) -> frozenset[int]:
+        return frozenset((self.block,))
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -311,6 +352,10 @@ class random(Pattern):
     @property
     def per_head(self) -> bool:
         return True
+
+    @property
+    def grains(self) -> frozenset[int]:
+        return frozenset((self.block,))
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

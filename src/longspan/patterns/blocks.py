@@ -197,6 +197,26 @@ def _differences(pattern, grid: Grid) -> tuple[Tensor, int]:
     return _sums(pattern.allow(differences, torch.zeros((), dtype=torch.int64))), least
 
 
+def near(pattern, grid: Grid) -> Tensor | None:
+    """``Pattern.near`` by the pattern's kind."""
+    match pattern.kind:
+        case "diagonal":
+            return near_diagonals(pattern, grid)
+        case "column":
+            return near_columns(pattern, grid)
+    return near_spans(pattern, grid)
+
+
+def tiles(pattern, grid: Grid, blocks: Tensor) -> Tiles:
+    """``Pattern.tiles`` by the pattern's kind."""
+    match pattern.kind:
+        case "diagonal":
+            return tiles_diagonal(pattern, grid, blocks)
+        case "column":
+            return tiles_columns(pattern, grid, blocks)
+    return tiles_spans(pattern, grid, blocks)
+
+
 def near_diagonals(pattern, grid: Grid) -> Tensor | None:
     sums, least = grid.once(pattern, _differences)
     size = grid.size

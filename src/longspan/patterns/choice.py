@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .algebra import Pattern, farthest
+from .algebra import Pattern
+from .numbers import farthest
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -27,7 +28,7 @@ class _Choice(Pattern):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        return farthest(self.patterns)
+        return farthest(pattern.reach for pattern in self.patterns)
 
     def choose(self, head: int, layer: int) -> Pattern:
         raise NotImplementedError

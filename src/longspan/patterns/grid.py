@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .algebra import Pattern, whole
+from .algebra import Pattern
 from .atoms import block as same_block
 from .atoms import strided
+from .numbers import whole
 
 _PIXELS = 1 << 20  # of a block; a row of any picture that is generated has fewer
 

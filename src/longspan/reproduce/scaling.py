@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import ops, spec
 from ..attention import build, plugins
-from ..bench import case, figures, local, memory, plots
+from ..bench import case, figures, local, plots, worker
 from ..bench.report import Table
 from ..bench.worker import timed
 from ..spec import known
@@ -115,9 +115,9 @@ def weigh(settings: Settings, name: str, length: int) -> float:
         before = torch.cuda.memory_allocated()
         measured()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    before = memory.peak()
+    before = worker.highest()
     measured()
-    return memory.peak() - before
+    return worker.highest() - before
 
 
 def weighed(settings: Settings, name: str, length: int) -> float:

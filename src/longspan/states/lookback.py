@@ -54,7 +54,7 @@ def attend(
             q, k, v, pattern, mask=mask, segments=segments, bias=bias, scale=scale, layer=layer
         )  # fmt: skip
         if record is not None:
-            at = sparse.places(mask, segments, q)
+            at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
             seen = _real(mask, segments, at)
             _record(record, q, View(k, v, at, at, seen), pattern, layer, bias, scale)
         return o, None

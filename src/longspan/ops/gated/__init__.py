@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
+from .. import chosen, tell, wanted
 from ..native import call
 from ..operands import check_donation, hidden, resolved, same_device, transformed
 from ..tensors import widen
@@ -148,7 +148,7 @@ def recur(
     op, factor = _op(beta), q.shape[-1] ** -0.5 if scale is None else scale
     options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
     why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments)
-    match chosen(op, SERVED, "torch" if why_not or q.shape[2] == 1 else "native"):
+    match chosen(op, SERVED, "torch" if why_not or q.shape[2] == 1 else "native", why_not):
         case "native":
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of {op}: {why_not}")
@@ -168,9 +168,12 @@ def recur(
 
 def _token(q, k, v, log_decay, beta, scale, state, donate):
     """``kernels.step``, where the backend is to be native; else None."""
-    if chosen(_op(beta), SERVED, "native") != "native":
+    if wanted(_op(beta), SERVED, "native") != "native":
         return None
-    return kernels.step(q, k, v, log_decay=log_decay, beta=beta, scale=scale, state=state, donate=donate)
+    found = kernels.step(q, k, v, log_decay=log_decay, beta=beta, scale=scale, state=state, donate=donate)
+    if found is not None:
+        tell(_op(beta), "native")
+    return found
 
 
 def _op(beta) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import records
+from ..operands import gradients_again, records
 from ..segments import borders_of, cut
 from . import decay_per_head
 from .decay_per_channel import before_here, from_here_on, halved, halved_backward, running
@@ -67,7 +67,7 @@ class _Attend(torch.autograd.Function):
         *inputs, mask, segments, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
             options = dict(zip(("mask", "segments", "scale", "chunk"), (mask, segments, *ctx.options), strict=True))
-            grads = differentiable_backward(inputs, (grad, grad_end), **options)
+            grads = gradients_again(composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             found = iter(run(grad, grad_end, *inputs, mask, segments, starts, *ctx.options))  # type: ignore[call-arg]
@@ -370,13 +370,6 @@ def composed(q, k, v, log_decay, beta, state, *, mask, segments, scale, chunk=CH
             out.append(part[..., : place[2], :].flatten(3, 4).flatten(1, 2))
     o = torch.cat(out, 2).to(v.dtype)
     return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end.flatten(1, 2)
-
-
-def differentiable_backward(inputs, grads, **options) -> list[Tensor | None]:
-    """Gradients that have gradients; ``inputs`` are the first six arguments of ``composed``, ``options`` the others."""
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(composed(*inputs, **options), wanted, grads, create_graph=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
 _forward_op = torch.library.custom_op("longspan::chunks_forward", _forward, mutates_args=())

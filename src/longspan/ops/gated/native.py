@@ -9,7 +9,8 @@ from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import LARGEST, TYPES, kernels, pointers, readable, strides
-from .chunks import CHUNK, differentiable_backward
+from ..operands import gradients_again
+from .chunks import CHUNK, composed
 
 GATES = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, by head, by channel, as in gated/chunk.h
 
@@ -52,7 +53,7 @@ class _Attend(torch.autograd.Function):
         *inputs, mask, segments, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
             options = {"mask": mask, "segments": segments, "scale": ctx.scale, "chunk": CHUNK}
-            grads = differentiable_backward(inputs, (grad, grad_end), **options)
+            grads = gradients_again(composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             found = iter(run(grad, grad_end, *inputs[:5], mask, segments, starts, ctx.scale))  # type: ignore[call-arg]

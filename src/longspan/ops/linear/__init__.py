@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import chosen, prefix
+from .. import chosen, prefix, tell, wanted
 from ..native import call
 from ..operands import check_donation, hidden, resolved, same_device, transformed
 from ..tensors import widen, with_ones
@@ -110,7 +110,7 @@ def named(
     q, k, v, state = resolved(q, k, v, state)
     why_not = call.why_not(q, k, v, state, mask, segments) if causal else "they are for causal attention"
     options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-    match chosen(OP, SERVED, "torch" if why_not else "native"):
+    match chosen(OP, SERVED, "torch" if why_not else "native", why_not):
         case "native":
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
@@ -131,9 +131,12 @@ def named(
 
 def _token(q, k, v, state, feature_map, eps, donate):
     """``native.step``, where the backend is to be that; else None."""
-    if chosen(OP, SERVED, "native") != "native":
+    if wanted(OP, SERVED, "native") != "native":
         return None
-    return native.step(q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
+    found = native.step(q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
+    if found is not None:
+        tell(OP, "native")
+    return found
 
 
 def attend(

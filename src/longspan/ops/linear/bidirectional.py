@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 
 from ..memory import Buffers, fresh_like
+from ..operands import gradients_again
 from ..segments import cut
-from .composed import composed, differentiable_backward
+from .composed import composed
 from .features import divisors
 from .workspace import BUDGET, Rows, groups, outputs
 
@@ -52,7 +53,7 @@ class _Whole(torch.autograd.Function):
         feature_map, eps = ctx.options
         if torch.is_grad_enabled():
             options = {"feature_map": feature_map, "eps": eps, "mask": mask}
-            grads = differentiable_backward((q, k, v), (grad, grad_sums), causal=False, **options)
+            grads = gradients_again(composed, (q, k, v), (grad, grad_sums), causal=False, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             grads = run(grad, grad_sums, q, k, v, mask, o, sums, below, feature_map)

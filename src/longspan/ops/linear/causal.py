@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..memory import Buffers, fresh_like
+from ..operands import gradients_again
 from ..segments import cut
-from .composed import differentiable_backward, quadratic
+from .composed import composed, quadratic
 from .features import divisors
 from .workspace import BUDGET, Rows, groups, outputs
 
@@ -73,7 +74,7 @@ class _Attend(torch.autograd.Function):
         feature_map, eps, chunk = ctx.options
         if torch.is_grad_enabled():
             options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-            grads = differentiable_backward((q, k, v, state), (grad, grad_end), causal=True, **options)
+            grads = gradients_again(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             *grads, before = run(grad, grad_end, q, k, v, state, mask, segments, o, below, starts, feature_map, chunk)

@@ -61,10 +61,3 @@ def quadratic(q, k, v, state, feature_map, eps, mask, segments) -> tuple[Tensor,
                 state = state * (segments[:, :1] == segments[:, -1:]).all(-1)[:, None, None, None]
             end = end + state
         return (above / divisors(below + eps)).to(v.dtype), end
-
-
-def differentiable_backward(inputs, grads, **options) -> list[Tensor | None]:
-    """Gradients that have gradients, by way of ``composed``, whose arguments are ``inputs`` and ``options``."""
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(composed(*inputs, **options), wanted, grads, create_graph=True))
-    return [next(found) if t is not None and t.requires_grad else None for t in inputs]

@@ -7,7 +7,8 @@ from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
-from .composed import differentiable_backward
+from ..operands import gradients_again
+from .composed import composed
 
 
 def attend(
@@ -47,7 +48,7 @@ class _Attend(torch.autograd.Function):
         feature_map, eps = ctx.options
         if torch.is_grad_enabled():
             options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-            grads = differentiable_backward((q, k, v, state), (grad, grad_end), causal=True, **options)
+            grads = gradients_again(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             *grads, first = run(grad, grad_end, q, k, v, state, mask, segments, o, below, feature_map, eps)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
+from .. import chosen, tell
 from ..operands import transformed
 from ..segments import Borders, borders_of, cut
 
@@ -85,6 +85,7 @@ def total(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> tu
     """
     sums = k.transpose(-1, -2) @ v
     if segments is None:
+        tell("a sum over all keys", "torch")
         return q @ sums, sums
     past, _ = scan(q, k, v, segments=segments)
     # Both scans count the token itself, so it is taken out of one of them.
@@ -138,7 +139,7 @@ class _Scan(torch.autograd.Function):
     def backward(ctx, grad, grad_state):
         q, k, v, segments, *starts = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return (*_differentiable_backward(q, k, v, starts[0], segments, grad, grad_state, ctx.chunk), None, None)
+            return (*_backward_by_scans(q, k, v, starts[0], segments, grad, grad_state, ctx.chunk), None, None)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         spans = cut(q.shape[2], ctx.chunk, SPAN)
         with torch.autocast(q.device.type, enabled=False):
@@ -164,7 +165,7 @@ class _Scan(torch.autograd.Function):
         return dq, dk, dv, grad_state, None, None
 
 
-def _differentiable_backward(q, k, v, state, segments, grad, grad_state, chunk):
+def _backward_by_scans(q, k, v, state, segments, grad, grad_state, chunk):
     """The same gradients as three more scans, which autograd can differentiate again (eqs 13-15)."""
     back = None if segments is None else -segments.flip(1)
     g, gs = grad, grad_state.mT

@@ -51,7 +51,7 @@ def why_not(
         return "they take a state in float32"
     if not (q.numel() and v.numel()):
         return "there is nothing to compute"
-    return "" if available() else "the kernels could not be compiled"
+    return "" if available() else "they could not be compiled"
 
 
 def kernels() -> ctypes.CDLL:

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import chosen
-from ..operands import resolved, transformed
+from ..operands import gradients_again, resolved, transformed
 
 
 def attend(
@@ -73,11 +73,11 @@ class _Twice(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return (*grads, None, None, None, None, None)
         q, k, v, mask = ctx.saved_tensors
-        p, _ = weights(q, k, mask=mask, causal=ctx.causal)
-        o = (p @ repeat(v, q.shape[1])).to(grads[0].dtype)
-        wanted = [t for t in (q, k, v) if t.requires_grad]
-        found = iter(torch.autograd.grad(o, wanted, grads, create_graph=True))
-        return None, *(next(found) if t.requires_grad else None for t in (q, k, v)), None, None
+
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (weights(q, k, mask=mask, causal=ctx.causal)[0] @ repeat(v, q.shape[1])).to(grads[0].dtype)
+
+        return None, *gradients_again(plain, (q, k, v), grads), None, None
 
 
 def weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import patterns
 from ...patterns import Pattern
-from .. import chosen
+from .. import tell, wanted
 from ..operands import TRANSFORMED, hidden, resolved, same_device, transformed
 from ..softmax import dense as softmax
+from ..tensors import positions
 from . import blockwise
 from .schedule import Tiles, plan
 
@@ -81,7 +82,7 @@ def attend(
     """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     q, k, v = resolved(q, k, v)
-    way, plain = chosen(blockwise.OP, blockwise.SERVED, ""), transformed()
+    way, plain = wanted(blockwise.OP, blockwise.SERVED, ""), transformed()
     if plain and way not in ("", "torch", "reference"):
         raise ValueError(f"backend {way!r} cannot serve this call of {blockwise.OP}: {TRANSFORMED}")
     reference, packed = way == "reference", mask is not None or segments is not None
@@ -92,8 +93,10 @@ def attend(
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if reference:
+            tell(blockwise.OP, "reference")
             return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer)[0]
         if bias is not None or plain:
+            tell(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else TRANSFORMED)
             return _scored(q, k, v, pattern, bias, scale, layer)
         return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale)[0]
 
@@ -183,7 +186,7 @@ def ragged(
 
 def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
     """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
-    at = places(mask, segments, q)
+    at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
     q, k, v = hidden(mask, q, k, v)
     allowed = allowed_at(pattern, at, at, q.shape[1], layer)
     if mask is not None:
@@ -192,17 +195,6 @@ def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
         allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
     out = by_rows(q, k, v, allowed, bias, at, at, scale)
     return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
-
-
-def places(mask: Tensor | None, segments: Tensor | None, like: Tensor) -> Tensor:
-    """The number of real tokens before each token in its own segment, (B,N)."""
-    batch, _, n, _ = like.shape
-    real = torch.ones(batch, n, dtype=torch.long, device=like.device) if mask is None else mask.long()
-    before = real.cumsum(1) - real
-    if segments is None:
-        return before
-    border = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
-    return before - torch.where(border, before, 0).cummax(1).values
 
 
 def allowed_at(pattern: Pattern, i: Tensor, j: Tensor, heads: int, layer: int) -> Tensor:
@@ -217,6 +209,7 @@ def by_rows(q, k, v, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, s
     """Attention under a mask (B,H|1,N,M), with a score at positions i (B,N), j (B,M) of each row's own."""
     if bias is None:
         return softmax.attend(q * (scale * q.shape[-1] ** 0.5), k, v, mask=allowed)
+    tell(blockwise.OP, "torch", "they add nothing to the logits")
     rows = [
         _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], bias, i[b], j[b], scale)[0]
         for b in range(len(q))

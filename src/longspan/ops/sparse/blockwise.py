@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import patterns
-from .. import chosen
+from .. import tell, wanted
 from ..softmax.dense import repeat
 from . import flex, tiles
 from . import native as kernels
@@ -25,7 +25,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: patterns.Pattern | str, *, 
     if not q.numel() or not v.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum()), _sums(q).fill_(-torch.inf)
     text = pattern if isinstance(pattern, str) else _text(pattern)
-    way = _way(q, k, v, text, layer)
+    way, no_kernels = _way(q, k, v, text, layer)
+    if way != "native":
+        tell(OP, way, no_kernels)
     if way == "flex":
         out, lse = flex.attend(q, k, v, text, layer, scale)
     else:
@@ -33,16 +35,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, pattern: patterns.Pattern | str, *, 
     return out, lse.detach()
 
 
-def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int) -> str:
-    """The backend of a call. Raises ValueError where a forced one cannot serve it."""
+def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int) -> tuple[str, str]:
+    """The backend of a call, and why it cannot be the C++ kernels.
+
+    Raises ValueError where a forced one cannot serve it.
+    """
     no_kernels = kernels.why_not(q, k, v)
     no_flex = flex.why_not(q, k, v, text, layer)
     best = "torch" if no_kernels and no_flex else "flex" if no_kernels else "native"
-    way = chosen(OP, SERVED, best)
+    way = wanted(OP, SERVED, best)
     for name, reason in (("native", no_kernels), ("flex", no_flex)):
         if way == name and reason:
             raise ValueError(f"backend {name!r} cannot serve this call of {OP}: {reason}")
-    return way
+    return way, no_kernels
 
 
 @torch.compiler.assume_constant_result
@@ -72,11 +77,14 @@ def _forward(
         length, parts = plan(pattern, n, head, layer, by_kernels)
         blocks = listed(pattern, n, head, layer) if by_kernels else None
         if blocks is not None:
+            tell(OP, "native")
             sums = lse if q_ is q else _sums(q_)
             kernels.forward(q_, k_, v_, out[:, own], sums, blocks, scale)
             if sums is not lse:
                 lse[:, own] = sums
         if parts or blocks is None:
+            if by_kernels:
+                tell(OP, "torch", "they leave what is periodic, which is dense after sorting, to products of matrices")
             rows, wide = _rows(length, q_, k_, v_)
             o, log = torch.zeros_like(rows[0]), _sums(rows[0][None])[0].fill_(-torch.inf)
             if blocks is not None:

@@ -1,6 +1,5 @@
 """How a pattern is worked off: which blocks of queries meet which blocks of keys in one call of a dense kernel."""
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -111,7 +110,7 @@ def _split(pattern: Pattern, n: int) -> tuple[Pattern | None, list[tuple[int, Pa
     steps: list[tuple[int, Pattern]] = []
     for member in members(pattern):
         # Further apart than all tokens is only the token itself.
-        apart = min(step(member), n)
+        apart = min(member.apart, n)
         # Classes pay where tiles would have few pairs each, and where writing a class's pattern out is cheap.
         if apart >= APART and _up(n, apart) // apart <= DENSE:
             steps.append((apart, member))
@@ -136,40 +135,9 @@ def members(pattern: Pattern) -> list[Pattern]:
     return [pattern]
 
 
-def step(pattern: Pattern) -> int:
-    """A number that divides i - j for all pairs of the pattern; 1 where none is known."""
-    if isinstance(pattern, patterns.strided | patterns.dilated):
-        return pattern.step
-    if isinstance(pattern, Both):
-        return math.lcm(*(step(part) for part in pattern.parts))
-    return 1
-
-
-def period(pattern: Pattern) -> int | None:
-    """By how many positions pairs can be moved without a change; None where that is not known."""
-    if pattern.kind == "diagonal":
-        return 1
-    if isinstance(pattern, patterns.block | patterns.blockwise):
-        return pattern.size
-    if isinstance(pattern, patterns.fixed | patterns.local1d):
-        return pattern.block
-    if isinstance(pattern, Either | Both):
-        parts = (*pattern.parts, *(pattern.removed if isinstance(pattern, Both) else ()))
-        found = [period(part) for part in parts]
-        return None if None in found else math.lcm(*(p for p in found if p is not None))
-    return None
-
-
 def grain(pattern: Pattern) -> int:
     """The size of block of which the pattern is made, where that is a good size to work with; else 0."""
-    size = 0
-    if isinstance(pattern, patterns.random | patterns.local1d | patterns.fixed):
-        size = pattern.block
-    elif isinstance(pattern, patterns.block | patterns.blockwise):
-        size = pattern.size
-    elif isinstance(pattern, Either | Both):
-        return max((grain(part) for part in pattern.parts), default=0)
-    return size if SMALLEST <= size <= 2 * LARGEST and size % 16 == 0 else 0
+    return max((size for size in pattern.grains if SMALLEST <= size <= 2 * LARGEST and size % 16 == 0), default=0)
 
 
 def block_size(pattern: Pattern, n: int) -> int:
@@ -187,7 +155,7 @@ def _tiles(pattern: Pattern, n: int, head: int, layer: int):
     blocks = pattern.blocks(n, size, head=head, layer=layer)
     degrees = (blocks.index >= 0).sum(1)
     relative = torch.where(blocks.index >= 0, blocks.index - torch.arange(len(blocks.index))[:, None], n)
-    moves = period(pattern)
+    moves = pattern.period
     shared = moves is not None and size % moves == 0
     cut = n // size if n % size else n  # the block that ends in padding, which no mask of a whole block hides
     for degree in degrees.unique().tolist():
@@ -238,7 +206,7 @@ def _run(rows: Tensor, keys: Tensor) -> tuple[int, int, int]:
 def _classes(pattern: Pattern, step: int, n: int, head: int, layer: int) -> Classes:
     count = _up(n, step) // step
     # Where the pattern depends on the distance alone, one class stands for all but the pad at the end.
-    alike = period(pattern) == 1 and n % step == 0
+    alike = pattern.period == 1 and n % step == 0
     start = torch.arange(1 if alike else step)[:, None]
     at = start + step * torch.arange(count)
     i, j = at[:, :, None], at[:, None, :]
