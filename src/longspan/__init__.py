@@ -12,12 +12,14 @@ from .ops import backend
 from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
 from .ops.sparse import sparse_attention
+from .sets import ISAB, MAB, PMA, SAB
 from .version import VERSION
 
 __version__ = VERSION
 
 __all__ = [
-    "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention", "Stack", "StackConfig",
+    "ISAB", "MAB", "PMA", "SAB", "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention",
+    "Stack", "StackConfig",
     "backend", "build", "check_attention", "clone", "decay_attention", "delta_rule", "detach", "examples", "generate",
     "linear_attention", "load", "load_state", "names", "nbytes", "save", "save_state", "score", "select",
     "sparse_attention",

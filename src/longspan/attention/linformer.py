@@ -1,6 +1,6 @@
 """Softmax attention to a fixed number of slots, each a learned weighted sum of the keys and values."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,9 @@ class Context(NamedTuple):
 class Linformer(Attention):
     r"""Softmax over slots instead of tokens: matrices over the length shorten keys and values to a fixed number.
 
-    ``length``: L, most tokens of a sequence, a size of the weights E and F. ``slots``: S, rows of these. ``share``: none,
-    each head has its own; headwise, one pair for all heads; key-value, E = F for all heads. (One matrix for all layers,
-    the paper's layerwise sharing, is left out: a layer owns its weights.)
+    ``length``: L, most tokens of a sequence, a size of the weights E and F. ``slots``: S, rows of these. ``share``:
+    none, each head has its own; headwise, one pair for all heads; key-value, E = F for all heads. (One matrix for all
+    layers, the paper's layerwise sharing, is left out, since here a layer owns its weights.)
 
     Columns belong to positions, which count real tokens, so a shorter sequence uses the first columns and a masked
     token is no term of any sum. Each slot mixes all tokens: there is no causal form, and weights need not sum to one.
@@ -58,7 +58,7 @@ class Linformer(Attention):
         "linformer(length=307, slots=3, share='key-value')",
     )
     directions, contexts = ("bidirectional",), (Context,)
-    exempt = {"cross": "the columns of E and F are positions, so the order of a context matters"}
+    exempt: ClassVar = {"cross": "the columns of E and F are positions, so the order of a context matters"}
 
     def __init__(
         self,

@@ -25,7 +25,9 @@ class Nystrom(Attention):
 
     Landmarks are means over real tokens, and neighbours of the convolution are real tokens. With as many landmarks as
     tokens it is softmax attention, once the steps have converged: six, the paper's number, leave an error that is
-    visible (3e-2 at 128 tokens), twenty leave none. There is no causal form, since landmarks are means over everything.
+    visible (3e-2 at 128 tokens), twenty leave none. Where landmarks resemble each other, A is nearly singular, and the
+    exact pseudo-inverse magnifies roundings, which a few steps do much less. There is no causal form, since landmarks
+    are means over everything.
 
     Source: Xiong et al. 2021, eqs 8, 11 and 13. Raises ValueError for landmarks < 1, iterations < 0, and a convolution
     of even width.
@@ -46,7 +48,7 @@ class Nystrom(Attention):
         "Nyströmformer: A Nyström-Based Algorithm for Approximating Self-Attention",
         2021,
     )
-    examples = ("nystrom(landmarks=5)", "nystrom(landmarks=3, iterations=0, convolution=5)")
+    examples = ("nystrom(landmarks=5)", "nystrom(landmarks=3, iterations=2, convolution=5)")
     directions = ("bidirectional",)
 
     def __init__(
@@ -88,7 +90,8 @@ class Nystrom(Attention):
     def _read(self, q, k, v, mask, segments):
         if segments is not None:
             return ragged(q, k, v, self._whole, mask, segments, exact=True)
-        return self._whole(*hidden(mask, q, k, v), mask)
+        q, k, v = hidden(mask, q, k, v)
+        return self._whole(q, k, v, mask)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q, k (B,H,N,D), v (B,H,N,E), zeros where mask (B,N) has none -> (B,H,N,E)."""
@@ -109,7 +112,7 @@ class Nystrom(Attention):
 
 
 def convolve(v: Tensor, filters: Tensor, mask: Tensor | None) -> Tensor:
-    """The sum over its real neighbours at distances -w ... w of each token: v (B,H,N,E), filters (H,2w+1) -> (B,H,N,E)."""
+    """Of each token the sum over its neighbours, all of them real: v (B,H,N,E), filters (H,width) -> (B,H,N,E)."""
     heads, _, channels = v.shape[1:]
     tokens = merge(v if mask is None else together(v, mask)).mT  # (B,H*E,N)
     weight = filters.to(v.dtype).repeat_interleave(channels, 0)[:, None]

@@ -7,9 +7,9 @@ from ..tensors import widen
 
 
 def inverse(a: Tensor, iterations: int) -> Tensor:
-    """The Moore-Penrose inverse of a (...,m,m), each matrix by itself: by ``newton_schulz``, or exactly for 0 iterations.
+    """The Moore-Penrose inverse of each matrix: by ``newton_schulz``, or exactly where ``iterations`` is 0.
 
-    -> (...,m,m), in float32 or float64. Rows and columns of zeros stay zeros.
+    a (...,m,m) -> (...,m,m), in float32 or float64. Rows and columns of zeros stay zeros.
     """
     a = widen(a)
     with torch.autocast(a.device.type, enabled=False):

@@ -9,12 +9,12 @@ from torch import Tensor
 def by_pieces(
     x: Tensor, run: Callable[[Tensor, Tensor], Tensor], mask: Tensor | None, segments: Tensor
 ) -> tuple[Tensor, int]:
-    """``run`` on each packed sequence's real tokens alone: -> its outputs in their places, and how many pieces there are.
+    """``run`` on each packed sequence's real tokens alone, and how many such pieces there are.
 
     x (B,N,dim), mask (B,N) bool, segments (B,N) int64 -> (B,N,dim), zeros at masked tokens. Pieces are numbered row by
     row; ``run`` gets several of one length, tokens (S,L,dim) and the pieces' numbers (S,) int64 -> (S,L,dim).
     """
-    batch, n, dim = x.shape
+    batch, n = x.shape[:2]
     real = torch.ones(batch, n, dtype=torch.bool, device=x.device) if mask is None else mask
     token = real.flatten().nonzero()[:, 0]  # (T,) real tokens, row by row
     flat, ids = x.flatten(0, 1), segments.flatten()[token]
