@@ -32,7 +32,7 @@ def same(found, expected, tolerance=1e-10):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def causal_definition(module, x, p=None):
+def causal_definition(module, x, p=None) -> tuple[Any, Any]:
     """Rows without padding, pair by pair of tokens: -> y (B,N,dim), the effective matrix (B,H,N,N)."""
     q, k, c = (split(part(x), 2) for part in (module.query, module.value, module.pack))
     slots = split(module.pack_query(module.memory[None] if p is None else p), 2)
@@ -40,8 +40,8 @@ def causal_definition(module, x, p=None):
     a = torch.log1p(torch.exp2(b)) / math.log(2) if module.activation == "softplus" else F.elu(b) + 1
     rows, outputs = [], []
     for t in range(x.shape[1]):
-        scores = sum((q[:, :, t] * k[:, :, j]).sum(-1, keepdim=True) * 3**-0.5 * a[:, :, j] for j in range(t + 1))
-        u = (scores / (t + 1)).softmax(-1)  # (B,H,l)
+        products = (q[:, :, t, None] * k[:, :, : t + 1]).sum(-1, keepdim=True) * 3**-0.5
+        u = ((products * a[:, :, : t + 1]).sum(2) / (t + 1)).softmax(-1)  # (B,H,l)
         weights = [(u * a[:, :, j]).sum(-1) / (t + 1) for j in range(t + 1)]
         outputs.append(sum(w[..., None] * k[:, :, j] for j, w in enumerate(weights)))
         rows.append(F.pad(torch.stack(weights, -1), (0, x.shape[1] - t - 1)))

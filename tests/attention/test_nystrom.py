@@ -80,6 +80,18 @@ def test_padding_and_packing_are_rows_of_their_own(options):
                 same(record["matrix"][row][:, own][..., own], alone["matrix"][0])
 
 
+@pytest.mark.parametrize("iterations", [0, 6])
+def test_landmarks_without_tokens_do_not_exist(iterations):
+    """Rows of 2 and 11 real tokens side by side, of which the first has 2 landmarks and the other one 5."""
+    module, x = build(f"landmarks=5, iterations={iterations}, convolution=3"), data(2, N, 6)
+    mask = torch.ones(2, N, dtype=torch.bool)
+    mask[0] = False
+    mask[0, [3, 8]] = True
+    y = module(x, mask=mask)[0]
+    same(y[0, mask[0]], module(x[:1, mask[0]])[0][0])
+    same(y[1:], module(x[1:])[0])
+
+
 class TestAllTokensAreLandmarks:
     """Softmax attention, by way of the pseudo-inverse: nothing goes around it."""
 

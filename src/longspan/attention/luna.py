@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import gated
 from ..ops.compress.pieces import by_pieces
-from ..ops.linear import recurrence
 from ..ops.linear.features import elu
-from ..ops.operands import hidden
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split, visible, widen
 from ..spec import known
@@ -75,6 +74,7 @@ class Luna(Attention):
         2021,
     )
     examples = ("luna(slots=5)", "luna(slots=3, activation='elu')")
+    native = "causal, in float32 or bfloat16"
     carries, states, contexts = True, (State,), (Context,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, slots: int = 16, activation: str = "softplus"):
@@ -159,11 +159,11 @@ class Luna(Attention):
         scale = q.shape[-1] ** -0.5
         slots = widen(split(self.pack_query(p.to(x.dtype)), self.heads))
         with torch.autocast(x.device.type, enabled=False):
-            # omega(0) is not 0, so padding is removed after it, not before.
-            a = hidden(mask, ACTIVATIONS[self.activation](c @ slots.mT * scale))[0]  # (B,H,N,l)
-            scores, keys = recurrence.scan(q * scale, k, a, before.keys, segments=segments, donate=donate)
+            a = ACTIVATIONS[self.activation](c @ slots.mT * scale)  # (B,H,N,l)
+            options = {"mask": mask, "segments": segments, "donate": donate}
+            scores, keys = gated.recur(q, k, a, scale=scale, state=before.keys, **options)
             u = (scores / t).softmax(-1)
-            o, values = recurrence.scan(u, a, k, before.values, segments=segments, donate=donate)
+            o, values = gated.recur(u, a, k, scale=1.0, state=before.values, **options)
             if record is not None:
                 allowed = visible(x, causal=True, mask=mask, segments=segments)
                 record.update(mask=allowed, matrix=u @ a.mT * allowed / t)
