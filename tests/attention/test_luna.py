@@ -206,6 +206,8 @@ def test_pieces_are_numbered_row_by_row():
     assert count == 4
     assert dict(seen) == {0: [0, 1, 2], 1: [5, 6, 7, 8], 2: [9, 10], 3: [float(i) for i in range(12, 22)]}
     assert y.equal(2 * x * MASK[..., None])
+    # The same id in two rows is two sequences.
+    assert by_pieces(x, run, None, torch.zeros_like(SEGMENTS))[1] == 2
 
 
 @pytest.mark.parametrize(
