@@ -14,14 +14,15 @@ from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
 from .ops.sparse import sparse_attention
 from .seq2seq import Seq2Seq
+from .sets import ISAB, MAB, PMA, SAB
 from .stacks import Stack
 from .version import VERSION
 
 __version__ = VERSION
 
 __all__ = [
-    "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention", "Seq2Seq", "Seq2SeqConfig",
-    "Stack", "StackConfig", "backend", "beam_search", "build", "check_attention", "clone", "decay_attention",
-    "delta_rule", "detach", "examples", "generate", "linear_attention", "load", "load_state", "names", "nbytes", "save",
-    "save_state", "score", "select", "sparse_attention",
+    "ISAB", "MAB", "PMA", "SAB", "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention",
+    "Seq2Seq", "Seq2SeqConfig", "Stack", "StackConfig", "backend", "beam_search", "build", "check_attention", "clone",
+    "decay_attention", "delta_rule", "detach", "examples", "generate", "linear_attention", "load", "load_state", "names",
+    "nbytes", "save", "save_state", "score", "select", "sparse_attention",
 ]  # fmt: skip

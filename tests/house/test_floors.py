@@ -20,6 +20,7 @@ FLOORS = (
     ("config", "patterns", "sealed"),
     ("ops", "likelihood"),
     ("layers", "states"),
+    ("sets",),
     ("attention",),
     ("stacks",),
     (

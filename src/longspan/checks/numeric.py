@@ -80,6 +80,8 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
         if subject.why_not((form,)) or (form == "prefix" and not subject.causal):
             continue
         module, x = subject.make(causal=form != "bidirectional"), subject.data()
+        if "record" not in module.takes:
+            continue
         mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
         mask[0, 20:], mask[1, 5:9] = False, False
         seen: dict[str, Tensor] = {}

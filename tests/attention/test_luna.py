@@ -1,0 +1,231 @@
+"""Packing and unpacking against dense attentions, and the causal form against its sums written out."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from longspan.attention.luna import softplus
+from longspan.config import StackConfig
+from longspan.ops.compress.pieces import by_pieces
+from longspan.ops.softmax import dense
+from longspan.ops.tensors import merge, split
+
+N = 11
+MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
+SEGMENTS = torch.tensor([[0] * 4 + [3] * 5 + [7] * 2, [1] * 11])
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(options="slots=4", causal=True) -> Any:
+    torch.manual_seed(0)
+    return longspan.build(f"luna({options})", 6, 2, causal=causal).double()
+
+
+def same(found, expected, tolerance=1e-10):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def causal_definition(module, x, p=None) -> tuple[Any, Any]:
+    """Rows without padding, pair by pair of tokens: -> y (B,N,dim), the effective matrix (B,H,N,N)."""
+    q, k, c = (split(part(x), 2) for part in (module.query, module.value, module.pack))
+    slots = split(module.pack_query(module.memory[None] if p is None else p), 2)
+    b = c @ slots.mT * 3**-0.5
+    a = torch.log1p(torch.exp2(b)) / math.log(2) if module.activation == "softplus" else F.elu(b) + 1
+    rows, outputs = [], []
+    for t in range(x.shape[1]):
+        products = (q[:, :, t, None] * k[:, :, : t + 1]).sum(-1, keepdim=True) * 3**-0.5
+        u = ((products * a[:, :, : t + 1]).sum(2) / (t + 1)).softmax(-1)  # (B,H,l)
+        weights = [(u * a[:, :, j]).sum(-1) / (t + 1) for j in range(t + 1)]
+        outputs.append(sum(w[..., None] * k[:, :, j] for j, w in enumerate(weights)))
+        rows.append(F.pad(torch.stack(weights, -1), (0, x.shape[1] - t - 1)))
+    return module.out(merge(torch.stack(outputs, 2))), torch.stack(rows, 2)
+
+
+def definition(module, x, p):
+    """Two dense attentions: x (B,N,dim), p (B,l,dim) -> y (B,N,dim), what is handed on (B,l,dim)."""
+    keys = split(module.pack(x), 2)
+    read = merge(dense.weights(split(module.pack_query(p), 2), keys)[0] @ keys)
+    slots = split(module.value(read), 2)
+    y = module.out(merge(dense.weights(split(module.query(x), 2), slots)[0] @ slots))
+    return y, F.layer_norm(p + read, (6,))
+
+
+class TestCausal:
+    @pytest.mark.parametrize("activation", ["softplus", "elu"])
+    def test_it_equals_the_sums_written_out(self, activation):
+        module, x = build(f"slots=4, activation={activation!r}"), data(2, N, 6).requires_grad_()
+        record = {}
+        found, (expected, matrix) = module(x, record=record)[0], causal_definition(module, x)
+        same(found, expected)
+        same(record["matrix"], matrix)
+        assert record["mask"].expand(2, 1, N, N).equal(torch.ones(2, 1, N, N, dtype=torch.bool).tril())
+        wanted, upstream = (x, *module.parameters()), data(2, N, 6, seed=1)
+        same(*(torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)), 1e-9)
+
+    def test_steps_are_the_whole(self):
+        module, x = build(), data(2, N, 6)
+        state, outputs = module.init_state(2), []
+        for token in x.split(1, 1):
+            y, state = module(token, state)
+            outputs.append(y)
+        same(torch.cat(outputs, 1), causal_definition(module, x)[0])
+        assert state.count.tolist() == [N, N]
+        assert [tuple(t.shape) for t in state] == [(2, 2, 3, 4), (2, 2, 4, 3), (2,)]
+
+    def test_the_divisor_counts_real_tokens_of_the_sequence(self):
+        module, x = build(), data(2, N, 6)
+        y = module(x, mask=MASK, segments=SEGMENTS)[0]
+        for row in range(2):
+            for number in set(SEGMENTS[row].tolist()):
+                own = (SEGMENTS[row] == number) & MASK[row]
+                same(y[row, own], causal_definition(module, x[row : row + 1, own])[0][0])
+
+    def test_the_first_token_by_hand(self):
+        """t = 1: u is the softmax of q.k a / sqrt D, and the output u.a times the value."""
+        module, x = build("slots=2"), data(1, 1, 6)
+        with torch.no_grad():
+            module.pack_query.weight.zero_()
+            module.pack_query.bias.zero_()
+        # Scores of 0 for all slots: omega(0) = 1 in each, u is 1/2 in each, and the token reads its own value.
+        same(module(x)[0], module.out(module.value(x)))
+
+    def test_weights_do_not_sum_to_one(self):
+        record = {}
+        build()(data(2, N, 6), record=record)
+        assert (record["matrix"].sum(-1) - 1).abs().max() > 1e-2
+
+    def test_it_hands_on_what_it_got(self):
+        module, x, carry = build(), data(2, N, 6), data(2, 4, 6, seed=1)
+        y, _, handed = module(x, carry=carry)
+        assert handed is carry
+        same(y, causal_definition(module, x, module.memory + carry)[0])
+        state, outputs = module.init_state(2), []
+        for token in x.split(1, 1):
+            y_t, state, _ = module(token, state, carry=carry)
+            outputs.append(y_t)
+        same(torch.cat(outputs, 1), y)
+
+
+class TestBidirectional:
+    def test_it_is_two_attentions(self):
+        module, x = build(causal=False), data(2, N, 6).requires_grad_()
+        found, expected = module(x)[0], definition(module, x, module.memory.expand(2, -1, -1))[0]
+        same(found, expected)
+        wanted, upstream = (x, *module.parameters()), data(2, N, 6, seed=1)
+        same(*(torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)), 1e-9)
+
+    @pytest.mark.parametrize("rows", [1, 2])
+    def test_the_carry_is_added_and_handed_on(self, rows):
+        module, x, carry = build(causal=False), data(2, N, 6), data(rows, 4, 6, seed=1)
+        y, _, handed = module(x, carry=carry)
+        same([y, handed], [*definition(module, x, (module.memory + carry).expand(2, -1, -1))])
+
+    def test_padding_and_packing_are_rows_of_their_own(self):
+        module, x = build(causal=False), data(2, N, 6)
+        y, _, handed = module(x, mask=MASK, carry=module.init_carry(x, MASK))
+        for row in range(2):
+            alone = definition(module, x[row : row + 1, MASK[row]], module.memory[None])
+            same([y[row, MASK[row]], handed[row]], [t[0] for t in alone])
+        # Four packed sequences, each with slots of its own, which the next layer gets in the same order.
+        carry = module.init_carry(x, None)
+        for _ in range(2):
+            y, _, handed = module(x, segments=SEGMENTS, carry=carry)
+            assert handed.shape == (4, 4, 6)
+            pieces = [(0, slice(0, 4)), (0, slice(4, 9)), (0, slice(9, 11)), (1, slice(0, 11))]
+            for number, (row, part) in enumerate(pieces):
+                p = (module.memory + (carry if len(carry) == 1 else carry[number]))[None].reshape(1, 4, 6)
+                alone = definition(module, x[row : row + 1, part], p)
+                same([y[row, part], handed[number]], [t[0] for t in alone])
+            carry = handed
+
+    def test_a_stack_hands_its_slots_on(self):
+        torch.manual_seed(0)
+        config = StackConfig(dim=6, depth=3, heads=2, feedforward=8, attention="luna(slots=4)")
+        stack, x = longspan.Stack(config, causal=False).double(), data(2, N, 6)
+        seen = []
+        for attention in stack.attentions():
+            attention.register_forward_hook(lambda _m, _i, out: seen.append(out[2]))
+        y = stack(x)[0]
+        assert [tuple(t.shape) for t in seen] == [(2, 4, 6)] * 3
+        assert (seen[0] - seen[1]).abs().max() > 1e-3
+        y.square().sum().backward()
+        assert all(p.grad is not None for p in stack.parameters())
+        # The slots of the first layer reach the output by way of the second one's packing, too.
+        packed = stack(x, segments=SEGMENTS)[0]
+        same(packed[:1, 4:9], stack(x[:1, 4:9])[0])
+
+    def test_there_is_no_record(self):
+        """Between both attentions W_k mixes heads, so no matrix per head and pair of tokens tells the output."""
+        with pytest.raises(ValueError, match="luna does not support record="):
+            build(causal=False)(data(1, 3, 6), record={})
+
+
+class TestContext:
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_it_is_packed_once_and_kept(self, causal):
+        module, x, context = build(causal=causal), data(2, N, 6), data(2, 7, 6, seed=1)
+        mask = torch.arange(7) < torch.tensor([[7], [5]])
+        y, state = module(x, context=context.masked_fill(~mask[..., None], torch.nan), context_mask=mask)
+        assert state.slots.shape == (2, 2, 4, 3)
+        for row, length in enumerate((7, 5)):
+            keys = split(module.pack(context[row : row + 1, :length]), 2)
+            read = merge(dense.attend(split(module.pack_query(module.memory[None]), 2), keys, keys))
+            slots = split(module.value(read), 2)
+            expected = module.out(merge(dense.attend(split(module.query(x[row : row + 1]), 2), slots, slots)))
+            same(y[row : row + 1], expected)
+        same(module(x[:, 3:], state)[0], y[:, 3:])
+
+    def test_it_carries_nothing(self):
+        module, x = build(causal=False), data(1, 3, 6)
+        with pytest.raises(ValueError, match="carry= is for layers that pack their own tokens"):
+            module(x, context=x, carry=module.init_carry(x, None))
+
+
+def test_softplus_is_exact():
+    x = torch.tensor([-2000.0, -3.0, 0.0, 1.0, 30.0, 50.0, 70.0, 2000.0], dtype=torch.float64)
+    expected = [0.0, math.log2(1.125), 1.0, math.log2(3), math.log2(1 + 2.0**30), 50.0 + 2.0**-50, 70.0, 2000.0]
+    assert softplus(x).tolist() == pytest.approx(expected, rel=1e-14)
+
+
+def test_pieces_are_numbered_row_by_row():
+    seen = []
+
+    def run(rows, number):
+        seen.extend(zip(number.tolist(), rows[..., 0].tolist(), strict=True))
+        return rows * 2
+
+    x = torch.arange(2.0 * N).view(2, N, 1)
+    y, count = by_pieces(x, run, MASK, SEGMENTS)
+    assert count == 4
+    assert dict(seen) == {0: [0, 1, 2], 1: [5, 6, 7, 8], 2: [9, 10], 3: [float(i) for i in range(12, 22)]}
+    assert y.equal(2 * x * MASK[..., None])
+    # The same id in two rows is two sequences.
+    assert by_pieces(x, run, None, torch.zeros_like(SEGMENTS))[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: build("slots=0"), "slots=0 must be at least 1"),
+        (lambda: build("activation='relu'"), "unknown activation 'relu' .*; known: elu, softplus"),
+        (
+            lambda: build("activation='elu'", causal=False),
+            "activation='elu' is one of the causal form; the other one has a softmax",
+        ),
+        (
+            lambda: build()(data(2, 3, 6), carry=data(2, 5, 6)),
+            r"carry must be the slots \(B, 4, 6\) of the layer below, not \(2, 5, 6\)",
+        ),
+        (lambda: build()(data(2, 3, 6), carry=1), r"carry must be the slots \(B, 4, 6\) of the layer below, not int"),
+    ],
+)
+def test_bad_arguments_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

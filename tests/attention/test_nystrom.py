@@ -1,0 +1,211 @@
+"""Landmarks over real tokens, the pseudo-inverse row by row, and softmax attention where they are all tokens."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan.ops.compress import inverse, landmarks
+from longspan.ops.tensors import merge, split
+
+MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
+N = 11
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(options="landmarks=3", dim=6) -> Any:
+    torch.manual_seed(0)
+    return longspan.build(f"nystrom({options})", dim, 2, causal=False).double()
+
+
+def same(found, expected, tolerance=1e-10):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def matrix(module, x, sizes):
+    """The definition for rows x (B,N,dim) without padding, whose segments have these sizes: (B,H,N,N)."""
+    q, k = split(module.query(x), 2), split(module.key(x), 2)
+    scale = q.shape[-1] ** -0.5
+    few_q, few_k = (torch.stack([part.mean(2) for part in t.split(sizes, 2)], 2) for t in (q, k))
+    a = (few_q @ few_k.mT * scale).softmax(-1)
+    if module.iterations:
+        z = a.mT / (a.sum(-2).amax(-1) * a.sum(-1).amax(-1))[..., None, None]
+        one = torch.eye(len(sizes), dtype=a.dtype)
+        for _ in range(module.iterations):
+            z = z @ (13 * one - a @ z @ (15 * one - a @ z @ (7 * one - a @ z))) / 4
+    else:
+        z = torch.linalg.pinv(a)
+    found = (q @ few_k.mT * scale).softmax(-1) @ z @ (few_q @ k.mT * scale).softmax(-1)
+    if module.convolution:
+        width = module.convolution // 2
+        for i in range(x.shape[1]):
+            for j in range(max(0, i - width), min(x.shape[1], i + width + 1)):
+                found[:, :, i, j] = found[:, :, i, j] + module.filters[:, j - i + width]
+    return found
+
+
+@pytest.mark.parametrize("options", ["landmarks=3", "landmarks=3, iterations=0", "landmarks=3, convolution=5"])
+def test_it_equals_the_definition(options):
+    module, x = build(options), data(2, N, 6).requires_grad_()
+    p = matrix(module, x, [4, 4, 3])
+    record = {}
+    found = module(x, record=record)[0]
+    expected = module.out(merge(p @ split(module.value(x), 2)))
+    same(record["matrix"], p)
+    assert record["mask"].all()
+    same(found, expected)
+    wanted, upstream = (x, *module.parameters()), data(2, N, 6, seed=1)
+    same(*(torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)), 1e-9)
+
+
+@pytest.mark.parametrize("options", ["landmarks=3", "landmarks=4, iterations=0", "landmarks=3, convolution=5"])
+def test_padding_and_packing_are_rows_of_their_own(options):
+    module, x = build(options), data(2, N, 6)
+    segments = torch.tensor([[0] * 4 + [2] * 7, [1] * 11])
+    for arguments in ({"mask": MASK}, {"segments": segments}, {"mask": MASK, "segments": segments}):
+        record, real = {}, arguments.get("mask", torch.ones_like(MASK))
+        ids = torch.where(real, arguments.get("segments", torch.zeros_like(segments)), -1)
+        y = module(x, record=record, **arguments)[0]
+        same(y[real], module.out(merge(record["matrix"] @ split(module.value(x), 2)))[real])
+        assert not record["matrix"].masked_select(~record["mask"]).any()
+        for row in range(2):
+            for number in set(ids[row].tolist()) - {-1}:
+                own = ids[row] == number
+                alone = {}
+                same(y[row, own], module(x[row : row + 1, own], record=alone)[0][0])
+                same(record["matrix"][row][:, own][..., own], alone["matrix"][0])
+
+
+@pytest.mark.parametrize("iterations", [0, 6])
+def test_landmarks_without_tokens_do_not_exist(iterations):
+    """Rows of 2 and 11 real tokens side by side, of which the first has 2 landmarks and the other one 5."""
+    module, x = build(f"landmarks=5, iterations={iterations}, convolution=3"), data(2, N, 6)
+    mask = torch.ones(2, N, dtype=torch.bool)
+    mask[0] = False
+    mask[0, [3, 8]] = True
+    y = module(x, mask=mask)[0]
+    same(y[0, mask[0]], module(x[:1, mask[0]])[0][0])
+    same(y[1:], module(x[1:])[0])
+
+
+class TestAllTokensAreLandmarks:
+    """Softmax attention, by way of the pseudo-inverse: nothing goes around it."""
+
+    @pytest.mark.parametrize("options", ["landmarks=64, iterations=0", "landmarks=64, iterations=30"])
+    def test_it_is_softmax(self, options):
+        module, x = build(options, dim=16), data(2, 37, 16)
+        softmax = longspan.build("softmax", 16, 2, causal=False).double()
+        softmax.load_state_dict(module.state_dict())
+        # Wide scores, or else the matrix is near one of equal rows, which no method inverts well.
+        with torch.no_grad():
+            for attention in (module, softmax):
+                attention.query.weight.mul_(4)
+                attention.key.weight.mul_(4)
+        same(module(x)[0], softmax(x)[0], 1e-7)
+        mask = torch.rand(2, 37, generator=torch.Generator().manual_seed(1)) < 0.6
+        same(module(x, mask=mask)[0], softmax(x, mask=mask)[0], 1e-7)
+
+    def test_few_steps_are_not(self):
+        module, x = build("landmarks=64", dim=16), data(2, 37, 16)
+        softmax = longspan.build("softmax", 16, 2, causal=False).double()
+        softmax.load_state_dict(module.state_dict())
+        assert (module(x)[0] - softmax(x)[0]).abs().max() > 1e-4
+
+
+def test_one_landmark_by_hand():
+    """Every softmax over one landmark is 1, so every token reads one average: the mean query's."""
+    module, x = build("landmarks=1"), data(2, N, 6)
+    q, k, v = (split(part(x), 2) for part in (module.query, module.key, module.value))
+    p = (q.mean(2, keepdim=True) @ k.mT * 3**-0.5).softmax(-1)
+    same(module(x)[0], module.out(merge((p @ v).expand(-1, -1, N, -1))))
+
+
+def test_values_of_one_give_one_once_it_has_converged():
+    x, record = data(2, N, 6), {}
+    build("landmarks=3, iterations=0")(x, record=record)
+    same(record["matrix"].sum(-1), torch.ones(2, 2, N, dtype=torch.float64), 1e-9)
+    build("landmarks=3, iterations=1")(x, record=record)
+    assert (record["matrix"].sum(-1) - 1).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("iterations", [0, 1, 6])
+def test_rows_do_not_depend_on_each_other(iterations):
+    """The published initialisation divides by norms that are the largest of the whole batch."""
+    module, x = build(f"landmarks=3, iterations={iterations}"), data(2, N, 6)
+    y = module(x)[0]
+    x[1] *= 30
+    same(module(x)[0][0], y[0], 1e-13)
+
+
+class TestLandmarks:
+    def test_segments_differ_by_one_token_at_most(self):
+        x = data(1, 1, N, 3)
+        for count in (1, 2, 3, 4, 10, 11):
+            members = landmarks.segments_of(x, count)
+            assert members.sum(-2).eq(1).all()
+            sizes = members.sum(-1)
+            assert sizes.max() - sizes.min() <= 1
+            # One after the other.
+            assert members.int().argmax(-2).diff().min() >= 0
+
+    def test_means_are_over_real_tokens(self):
+        x = data(2, 2, N, 3)
+        members = landmarks.segments_of(x, 3, MASK)
+        for row, sizes in enumerate(([3, 3, 3], [4, 3, 3])):
+            parts = x[row][:, MASK[row]].split(sizes, 1)
+            same(landmarks.means(x, members)[row], torch.stack([part.mean(1) for part in parts], 1))
+
+    def test_fewer_tokens_than_landmarks(self):
+        x, mask = data(1, 1, N, 3), torch.arange(N)[None] < 2
+        members = landmarks.segments_of(x, 5, mask)
+        assert sorted(members.sum(-1)[0].tolist()) == [0, 0, 0, 1, 1]
+        assert not landmarks.means(x, members)[~members.any(-1)[:, None]].any()
+
+
+class TestInverse:
+    def test_it_is_the_inverse(self):
+        a = (3 * data(2, 3, 5, 5)).softmax(-1)
+        one = torch.eye(5, dtype=torch.float64).expand(2, 3, 5, 5)
+        same(inverse.inverse(a, 0) @ a, one)
+        same(inverse.inverse(a, 40) @ a, one, 1e-7)
+
+    def test_zeros_around_a_matrix_stay(self):
+        a = (3 * data(4, 4)).softmax(-1)
+        wide = torch.nn.functional.pad(a, (0, 2, 0, 2))
+        for steps in (0, 6):
+            found = inverse.inverse(wide, steps)
+            same(found[:4, :4], inverse.inverse(a, steps))
+            assert found[4:].abs().max() + found[:, 4:].abs().max() < 1e-12
+        assert not inverse.inverse(torch.zeros(3, 3), 6).any()
+
+    def test_six_steps_leave_what_is_said(self):
+        """The docstring's 3e-2 at 128 tokens, for scores of standard deviation 1."""
+        a = (data(128, 64) @ data(128, 64, seed=1).mT / 8).softmax(-1)
+        errors = [((a @ inverse.inverse(a, steps) @ a) - a).abs().max().item() for steps in (6, 20)]
+        assert 3e-3 < errors[0] < 3e-1
+        assert errors[1] < 1e-3 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("landmarks=0", "landmarks=0 must be at least 1"),
+        ("iterations=-1", "iterations=-1 is a number of steps, or 0 for the exact pseudo-inverse"),
+        ("convolution=4", "convolution=4 must be odd, so that it has a middle, or 0 for none"),
+        ("convolution=-1", "convolution=-1 must be odd"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(options)
+
+
+def test_it_is_bidirectional_only():
+    with pytest.raises(ValueError, match="nystrom has no causal form; it has: bidirectional"):
+        longspan.build("nystrom", 6, 2)
+    with pytest.raises(ValueError, match="nystrom does not support context="):
+        build()(data(1, 3, 6), context=data(1, 3, 6))
