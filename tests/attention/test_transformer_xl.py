@@ -100,6 +100,20 @@ def test_the_bidirectional_form_tells_before_from_behind(memory):
     assert (module(x.flip(1))[0].flip(1) - y).abs().max() > 0.01
 
 
+def test_the_bidirectional_form_ends_with_its_real_tokens():
+    """Padding stands behind a row's real tokens for the mechanism, and a document behind another one."""
+    module, x = build("memory=4", causal=False), data(1, N, DIM)
+    mask = torch.ones(1, N, dtype=torch.bool)
+    mask[0, [2, 15, 16, 22]] = False
+    alone = module(x[:, mask[0]])[0]
+    torch.testing.assert_close(module(x, mask=mask)[0][:, mask[0]], alone, rtol=1e-11, atol=1e-11)
+    segments = torch.tensor([[0] * 9 + [1] * (N - 9)])
+    y = module(x, mask=mask, segments=segments)[0]
+    for part in (slice(0, 9), slice(9, N)):
+        kept = mask[0, part]
+        torch.testing.assert_close(y[:, part][:, kept], module(x[:, part][:, kept])[0], rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("split", range(1, N))
 def test_two_segments_with_a_memory_are_one_pass(split):
     module, x = build(f"memory={N}"), data(2, N, DIM)

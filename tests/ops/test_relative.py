@@ -105,3 +105,9 @@ def test_real_tokens_stand_together_and_go_back():
     kept = rows.ending(torch.cat([before, moved], 1), mask, 4)
     for row in range(3):
         torch.testing.assert_close(kept[row], torch.cat([before[row], x[row, mask[row]]])[-4:])
+
+
+def test_what_is_kept_shares_no_memory():
+    """A view would keep all tokens alive."""
+    tokens = data(2, 9, 3)
+    assert rows.ending(tokens, None, 4).data_ptr() not in range(tokens.data_ptr(), tokens.data_ptr() + tokens.nbytes)

@@ -105,7 +105,7 @@ class TransformerXL(Attention):
         few = state is not None and x.shape[1] * self.heads < self.dim
         parts = self.u, self.v, self.key, self.value, self.distance
         sight = memories.look(call, self.query(x), *parts, clamp=self.clamp, few=few)
-        k, v = sight.project(call.tokens)
+        k, v = (call.together(part, 2) for part in sight.project(call.tokens))
         operands, scale = (sight.content, sight.position, k, v, sight.table), (self.dim // self.heads) ** -0.5
         if record is not None:
             _, p, allowed = relative.dense(*operands, far, near, scale=scale)

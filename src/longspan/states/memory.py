@@ -29,11 +29,12 @@ class Call(NamedTuple):
     at: Tensor  # (B,N) int64, for real tokens together: how many there are before each in its own document
     segments: Tensor | None  # (B,N) int64, for real tokens together
 
-    def together(self, x: Tensor) -> Tensor:
-        """Any (B,N,...) or (B,S+N,...), one for each token, with real ones together; the memory stays in front."""
-        old = x.shape[1] - self.at.shape[1]
-        mask = self.mask if self.mask is None or not old else F.pad(self.mask, (old, 0), value=True)
-        return rows.together(mask, x)[0]
+    def together(self, x: Tensor, axis: int = 1) -> Tensor:
+        """N or S+N entries along the axis, one for each token, with real ones together; the memory stays in front."""
+        if self.mask is None:
+            return x
+        mask = F.pad(self.mask, (x.shape[axis] - self.mask.shape[1], 0), value=True)
+        return rows.together(mask, x.movedim(axis, 1))[0].movedim(1, axis)
 
 
 class Sight(NamedTuple):
@@ -41,7 +42,7 @@ class Sight(NamedTuple):
 
     content: Tensor
     position: Tensor
-    project: Callable[[Tensor], tuple[Tensor, Tensor]]  # tokens (B,M,dim) in the order of the call -> (B,G,M,.)
+    project: Callable[[Tensor], tuple[Tensor, Tensor]]  # (B,M,dim) -> keys and values (B,G,M,.)
     table: Table
     after: Callable[[Tensor], Tensor]  # what the heads read (B,H,N,D), of what ``relative.attend`` gives
 
@@ -102,12 +103,11 @@ def look(
         weight = value.weight
 
         def plain(x: Tensor) -> tuple[Tensor, Tensor]:
-            x = call.together(x)[:, None]
-            return x, x
+            return x[:, None], x[:, None]
 
         return Sight(content, position, plain, waves, lambda o: relative.release(o, weight))
 
     def project(x: Tensor) -> tuple[Tensor, Tensor]:
-        return split(call.together(key(x)), heads), split(call.together(value(x)), heads)
+        return split(key(x), heads), split(value(x), heads)
 
     return Sight(content, position, project, lambda *ends: split(distance(waves(*ends)), heads)[0], lambda o: o)
