@@ -127,7 +127,7 @@ class Infini(Attention):
         keys, values = (_at(t, _source(slots, phase, t.shape[2] - n, t.shape[2])) for t in (k_all, v_all))
         own = torch.cat([own, torch.zeros_like(own[:, :, :1])], 2)
         after = sums.transpose(1, 2)[row, done], own.transpose(1, 2)[row, done], keys, values, state.position + count
-        return _apart(mask, o), State(*(new.to(old.dtype) for new, old in zip(after, state, strict=True)))
+        return _apart(mask, o), State._make(new.to(old.dtype) for new, old in zip(after, state, strict=True))
 
     def _few(self, q, k, v, k_all, v_all, state, phase, count):
         """Fewer tokens than a segment has, so that one may end among them: each query meets what is there."""
@@ -135,9 +135,9 @@ class Infini(Attention):
         new = torch.arange(n, device=q.device)
         late = phase + new >= self.segment  # (B,N) in the second of two segments
         real = torch.stack([~late, late], 1) & (new < count)[:, None]
-        both = (t[:, :, None].expand(-1, -1, 2, -1, -1) for t in (k, v))
+        keys, values = (t[:, :, None].expand(-1, -1, 2, -1, -1) for t in (k, v))
         options = {"delta": self.delta, "eps": self.eps}
-        sums, own = segmented.memories(*both, real[:, None, ..., None], state.sums, state.recent, **options)
+        sums, own = segmented.memories(keys, values, real[:, None, ..., None], state.sums, state.recent, **options)
         first, second = segmented.read(q[:, :, None], sums[:, :, :2], self.eps).unbind(2)
         before = (torch.arange(old, device=q.device) < phase)[:, None] & ~late[:, :, None]
         beside = (late[:, :, None] == late[:, None]) & (new <= new[:, None])
@@ -168,8 +168,8 @@ class Infini(Attention):
         others = sparse.ragged(q, k, v, self._alone, real & ~first, segments, exact=False)
         _, anew = self._go_on(q, k, v, self.start(len(q), 0), real & last)
         whole = first[:, -1]
-        kept = (torch.where(whole.view(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in zip(on, anew, strict=True))
-        return torch.where(first[:, None, :, None], o, others), State(*kept)
+        kept = [torch.where(whole.view(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in zip(on, anew, strict=True)]
+        return torch.where(first[:, None, :, None], o, others), State._make(kept)
 
 
 def _within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
