@@ -83,7 +83,8 @@ def laws() -> tuple[str, ...]:
 def check(law: str, spec: str, *, seed: int = 0) -> Row:
     """Measure one law for one spec, or a stack of specs separated by ``;``.
 
-    An exemption on the class (``exempt = {law: reason}``) is strict: where the law holds after all, the check fails.
+    An exemption (``exempt = {law: reason}`` of a class, or of an instance whose options make it so) is strict: where
+    the law holds after all, the check fails.
     Raises ValueError for an unknown law, mechanism or option.
     """
     if law not in _LAWS:
@@ -92,7 +93,7 @@ def check(law: str, spec: str, *, seed: int = 0) -> Row:
     subject, gauge = Subject(spec, seed), Gauge()
     if missing := subject.why_not(needs):
         return Row(law, "does not apply", 0.0, 0.0, missing)
-    reasons = [cls.exempt[law] for cls in subject.classes if law in cls.exempt]
+    reasons = [part.exempt[law] for part in subject.parts if law in part.exempt]
     subject.make()  # what cannot even be built is the caller's error, not a broken law
     try:
         function(subject, gauge)

@@ -1,0 +1,269 @@
+"""The compressive memory: against loops over all tokens and entries, and what its reconstruction loss teaches."""
+
+import math
+
+import pytest
+import torch
+
+import longspan
+from longspan.attention.compressive import Compressive
+
+N, DIM, HEADS = 23, 8, 2
+CUTS = ([N], [1] * N, [5, 8, 10], [1, 21, 1], [20, 3])
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(options, dim=DIM, heads=HEADS):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = longspan.build(f"compressive({options})", dim, heads).double()
+        torch.nn.init.normal_(module.u)
+        torch.nn.init.normal_(module.v)
+        return module
+
+
+def run(module, x, cuts):
+    outs, state = [], module.init_state(len(x))
+    for part in x.split(cuts, 1):
+        y, state = module(part, state)
+        outs.append(y)
+    return torch.cat(outs, 1), state
+
+
+def wave(distance, dim):
+    angles = [distance / 10000 ** (2 * (c // 2) / dim) for c in range(dim)]
+    return torch.tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(angles)], dtype=torch.float64)
+
+
+def entry(module, x, r):
+    """The r-th run of x (N,dim) as one vector."""
+    run_ = x[r * module.rate : (r + 1) * module.rate]
+    match module.pool:
+        case "mean":
+            return run_.mean(0)
+        case "max":
+            return run_.max(0).values
+    kernel = module.compress.weight.unflatten(1, (module.rate, -1))
+    return sum(kernel[:, t] @ run_[t] for t in range(module.rate)) + module.compress.bias
+
+
+def oracle(module, x):
+    """Query by query: a list of what it sees, the nearest first, so that its index is its distance."""
+    n, size, out = len(x), module.dim // module.heads, []
+    for i in range(n):
+        made = max(0, (i - module.memory) // module.rate)
+        seen = [x[j] for j in range(i, made * module.rate - 1, -1)]
+        seen += [entry(module, x, r) for r in range(made - 1, max(0, made - module.compressed) - 1, -1)]
+        heads = []
+        for h in range(module.heads):
+            own = slice(h * size, (h + 1) * size)
+            q, scores = module.query.weight[own] @ x[i], []
+            for distance, token in enumerate(seen):
+                r = module.distance.weight[own] @ wave(distance, module.dim)
+                scores.append(
+                    ((q + module.u[h]) @ (module.key.weight[own] @ token) + (q + module.v[h]) @ r) / size**0.5
+                )
+            p = torch.stack(scores).softmax(0)
+            heads.append(sum(w * (module.value.weight[own] @ token) for w, token in zip(p, seen, strict=True)))
+        out.append(module.out.weight @ torch.cat(heads))
+    return torch.stack(out)
+
+
+FORMS = (
+    "memory=3, compressed=2, rate=4, pool='mean'",
+    "memory=5, compressed=3, rate=2, pool='max'",
+    "memory=4, compressed=20, rate=3, pool='convolution'",
+    "memory=1, compressed=1, rate=2, pool='convolution'",
+    "memory=30, compressed=1, rate=2, pool='mean'",
+)
+
+
+def test_by_hand():
+    """The third token sees itself and the mean of the first two, since both are more than m = 0 + 1 tokens back."""
+    module = build("memory=1, compressed=1, rate=2, pool='mean'", 1, 1)
+    with torch.no_grad():
+        for part in (module.query, module.key, module.value, module.out):
+            part.weight.fill_(1.0)
+        module.distance.weight.zero_()
+        module.u.zero_()
+    y = module(torch.tensor([[[1.0], [3.0], [2.0], [-1.0]]], dtype=torch.float64))[0].flatten()
+    # Token 3, whose run 0 is the first that lies more than one token back: scores -2 (run), -2 (token 2), 1 (itself).
+    assert y[3].item() == pytest.approx(
+        (2 * math.exp(-2) + 2 * math.exp(-2) - math.exp(1)) / (2 * math.exp(-2) + math.exp(1))
+    )
+    # Token 2 still sees all single: 2, 6, 4.
+    w = [math.exp(2), math.exp(6), math.exp(4)]
+    assert y[2].item() == pytest.approx((w[0] + 3 * w[1] + 2 * w[2]) / sum(w))
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_it_is_the_sum_over_tokens_and_entries_however_it_is_cut(options):
+    module, x = build(options), data(1, N, DIM)
+    y = oracle(module, x[0])
+    torch.testing.assert_close(module(x)[0][0], y, rtol=1e-10, atol=1e-10)
+    with longspan.backend("reference"):
+        torch.testing.assert_close(module(x)[0][0], y, rtol=1e-10, atol=1e-10)
+    for cuts in CUTS:
+        torch.testing.assert_close(run(module, x, cuts)[0][0], y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("memory", "compressed"), [(4, 3), (1, 5), (3, 40)])
+@pytest.mark.parametrize("pool", ["mean", "max"])
+def test_runs_of_one_token_are_a_longer_memory(memory, compressed, pool):
+    module = build(f"memory={memory}, compressed={compressed}, rate=1, pool='{pool}'")
+    longer = longspan.build(f"transformer_xl(memory={memory + compressed})", DIM, HEADS).double()
+    longer.load_state_dict(module.state_dict())
+    x, record = data(2, N, DIM), {"penalty": None}
+    for cuts in CUTS:
+        torch.testing.assert_close(run(module, x, cuts)[0], longer(x)[0], rtol=1e-11, atol=1e-11)
+    module(x, record=record)
+    assert record["penalty"] < 1e-25
+
+
+def test_blocks_of_a_long_sequence_are_one(monkeypatch):
+    """Each block of queries finds its own entries, with or without a state before it."""
+    from longspan.ops.softmax import relative
+
+    module, x = build(FORMS[0]), data(2, 150, DIM)
+    whole = module(x)[0]
+    monkeypatch.setattr(relative, "FEWEST", 7)
+    torch.testing.assert_close(module(x)[0], whole, rtol=1e-11, atol=1e-11)
+    for cut in (1, 2, 50, 51, 52, 53):
+        torch.testing.assert_close(run(module, x, [cut, 150 - cut])[0], whole, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_the_state_is_the_last_tokens_and_the_last_entries(cuts):
+    module, x = build("memory=5, compressed=3, rate=2, pool='mean'"), data(1, N, DIM)
+    _, state = run(module, x, cuts)
+    made = (N - 5) // 2
+    expected = torch.stack([entry(module, x[0], r) for r in range(made - 3, made)])
+    torch.testing.assert_close(state.entries[0], expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(state.memory.hidden[0], x[0, -6:], rtol=0, atol=0)
+
+
+def lost(module, x, start):
+    """The penalty of a call with tokens ``start`` to the last of x (N,dim), loop by loop."""
+    n, m, c, size, errors = len(x), module.memory, module.rate, module.dim // module.heads, []
+    for b in range(start, n, m):
+        e = min(b + m, n)
+        runs = range(max(0, (b - m) // c), max(0, (e - m) // c))
+        tokens = [x[j] for r in runs for j in range(r * c, (r + 1) * c)]
+        if not runs:
+            continue
+        entries = [entry(module, x, r) for r in runs]
+        for i in range(b, e):
+            for h in range(module.heads):
+                own = slice(h * size, (h + 1) * size)
+                reads = []
+                for seen in (tokens, entries):
+                    keys, values = (torch.stack(seen) @ part.weight[own].mT for part in (module.key, module.value))
+                    p = (keys @ (module.query.weight[own] @ x[i]) / size**0.5).softmax(0)
+                    reads.append(p @ values)
+                errors.append((reads[0] - reads[1]).square())
+    return torch.stack(errors).mean() if errors else torch.zeros(())
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_the_penalty_is_what_attention_loses(options):
+    module, x, record = build(options), data(1, N, DIM), {"penalty": None}
+    module(x, record=record)
+    torch.testing.assert_close(record["penalty"], lost(module, x[0], 0).to(torch.float64), rtol=1e-10, atol=1e-12)
+    for cut in (3, 8, 17):
+        _, state = module(x[:, :cut], module.init_state(1))
+        module(x[:, cut:], state, record=record)
+        torch.testing.assert_close(record["penalty"], lost(module, x[0], cut).to(torch.float64), rtol=1e-10, atol=1e-12)
+
+
+def test_the_penalty_of_rows_is_that_of_their_real_tokens():
+    """Padded, and packed: as many queries as separate calls have, whose mean it is."""
+    module, x = build("memory=4, compressed=3, rate=2, pool='convolution'"), data(2, N, DIM)
+    mask = torch.ones(2, N, dtype=torch.bool)
+    mask[0, [0, 5, 6, 22]] = False
+    record, parts = {"penalty": None}, []
+    module(x, mask=mask, record=record)
+
+    def weighted(rows):
+        total = count = 0
+        for row in rows:
+            record_ = {"penalty": None}
+            module(row[None], record=record_)
+            # Queries of the segments in which a run of two tokens leaves the memory: all from the second on.
+            queries = max(0, len(row) - 4)
+            if len(row) % 4 == 1:
+                queries -= 1  # the last token alone completes none
+            total, count = total + record_["penalty"] * queries, count + queries
+        return total / count
+
+    parts = [x[0, mask[0]], x[1]]
+    torch.testing.assert_close(record["penalty"], weighted(parts), rtol=1e-10, atol=1e-12)
+    segments = torch.tensor([[0] * 11 + [1] * 12, [0] * N])
+    module(x, segments=segments, record=record)
+    alone = []
+    for row in (x[0, :11], x[0, 11:], x[1]):
+        module(row[None], record=(one := {"penalty": None}))
+        alone.append(one["penalty"])
+    assert record["penalty"].isfinite()
+    assert min(alone) * 0.3 < record["penalty"] < max(alone) * 3
+
+
+def test_the_penalty_teaches_the_compression_alone():
+    module, x = build("memory=4, compressed=3, rate=2, pool='convolution'"), data(1, N, DIM).requires_grad_()
+    record = {"penalty": None}
+    y, _ = module(x, record=record)
+    named = dict(module.named_parameters())
+    found = torch.autograd.grad(record["penalty"], [x, *named.values()], allow_unused=True, retain_graph=True)
+    assert [name for name, g in zip(["x", *named], found, strict=True) if g is not None] == [
+        "compress.weight", "compress.bias",
+    ]  # fmt: skip
+    assert all(found[list(named).index(name) + 1].abs().max() > 1e-4 for name in ("compress.weight", "compress.bias"))
+    # And the task does not.
+    task = torch.autograd.grad(y.sum(), module.compress.weight, allow_unused=True)[0]
+    assert task is None
+    through = build("memory=4, compressed=3, rate=2, pool='convolution', stop_gradient=False")
+    assert torch.autograd.grad(through(x)[0].square().sum(), through.compress.weight)[0].abs().max() > 1e-4
+
+
+def test_a_penalty_falls_by_its_gradient():
+    module, x = build("memory=4, compressed=3, rate=2, pool='convolution'"), data(4, N, DIM)
+    optimizer, losses = torch.optim.SGD(module.compress.parameters(), lr=3.0), []
+    for _ in range(60):
+        record = {"penalty": None}
+        module(x, record=record)
+        losses.append(record["penalty"].item())
+        optimizer.zero_grad()
+        record["penalty"].backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_state_keeps_no_graph():
+    module, x = build("memory=4, compressed=3, rate=2, pool='convolution'"), data(1, N, DIM).requires_grad_()
+    _, state = module(x, module.init_state(1))
+    assert not state.memory.hidden.requires_grad
+    assert not state.entries.requires_grad
+    given = state._replace(entries=state.entries.clone().requires_grad_())
+    assert torch.autograd.grad(module(x, given)[0].sum(), given.entries, allow_unused=True)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("memory=0", "memory=0 is a number of tokens; it must be at least 1"),
+        ("compressed=0", "compressed=0 is a number of tokens; it must be at least 1"),
+        ("rate=0", "rate=0 is a number of tokens; it must be at least 1"),
+        ("pool='sum'", "unknown pool 'sum'; known: convolution, max, mean"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(f"compressive({options})", DIM, HEADS)
+
+
+def test_it_is_causal_only():
+    assert Compressive.directions == ("causal",)
+    with pytest.raises(ValueError, match="compressive has no bidirectional form"):
+        longspan.build("compressive", DIM, HEADS, causal=False)

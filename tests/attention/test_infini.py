@@ -1,0 +1,166 @@
+"""Infini-attention: against loops over segments, at both ends of its gate, and what its state holds."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+
+N, DIM, HEADS = 23, 8, 2
+CUTS = ([N], [1] * N, [5, 8, 10], [1, 21, 1], [20, 3], [4, 4, 4, 4, 7])
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(options, gates=(0.3, -0.7), dim=DIM, heads=HEADS):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = longspan.build(f"infini({options})", dim, heads).double()
+    with torch.no_grad():
+        module.gate.copy_(torch.tensor(gates[:heads]))
+    return module
+
+
+def run(module, x, cuts):
+    outs, state = [], module.init_state(len(x))
+    for part in x.split(cuts, 1):
+        y, state = module(part, state)
+        outs.append(y)
+    return torch.cat(outs, 1), state
+
+
+def heads_of(module, x):
+    return (
+        part(x).unflatten(-1, (module.heads, -1)).transpose(0, 1) for part in (module.query, module.key, module.value)
+    )
+
+
+def phi(x):
+    return F.elu(x) + 1
+
+
+def oracle(module, x):
+    """Segment by segment and head by head, x (N,dim) -> y (N,dim), and the memory (H,D,D), (H,D) at the end."""
+    n, size, out = len(x), module.dim // module.heads, torch.zeros_like(x)
+    memories = []
+    for h, (q, k, v) in enumerate(zip(*heads_of(module, x), strict=True)):
+        memory, z, g = x.new_zeros(size, size), x.new_zeros(size), module.gate[h].sigmoid()
+        for b in range(0, n, module.segment):
+            e = min(b + module.segment, n)
+            for i in range(b, e):
+                p = (k[b : i + 1] @ q[i] / size**0.5).softmax(0)
+                far = (phi(q[i]) @ memory) / (phi(q[i]) @ z + module.eps)
+                out[i, h * size : (h + 1) * size] = g * far + (1 - g) * (p @ v[b : i + 1])
+            if e - b < module.segment:
+                break
+            known = torch.stack([(phi(t) @ memory) / (phi(t) @ z + module.eps) for t in k[b:e]])
+            new = v[b:e] - known if module.delta else v[b:e]
+            memory = memory + sum(torch.outer(phi(a), c) for a, c in zip(k[b:e], new, strict=True))
+            z = z + phi(k[b:e]).sum(0)
+        memories.append((memory, z))
+    return module.out(out), torch.stack([m for m, _ in memories]), torch.stack([z for _, z in memories])
+
+
+def test_by_hand():
+    """Segments of one token, weights 1, a gate of 1/2: half of its own value, and half of the mean before it."""
+    module = build("segment=1, eps=1e-12", (0.0,), 1, 1)
+    with torch.no_grad():
+        for part in (module.query, module.key, module.value, module.out):
+            part.weight.fill_(1.0)
+            part.bias.zero_()
+    y = module(torch.tensor([[[1.0], [3.0], [0.0]]], dtype=torch.float64))[0].flatten()
+    # phi of the keys: 2, 4, 1. With one channel, the query's phi cancels.
+    assert y.tolist() == pytest.approx([0.5, (1 + 3) / 2, (2 * 1 + 4 * 3) / 6 / 2])
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("segment", [1, 4, 7, N, 40])
+def test_it_is_the_loop_over_segments_however_it_is_cut(segment, delta, backend):
+    module, x = build(f"segment={segment}, delta={delta}"), data(1, N, DIM)
+    expected, memory, z = oracle(module, x[0])
+    with longspan.backend(backend):
+        torch.testing.assert_close(module(x)[0][0], expected, rtol=1e-10, atol=1e-10)
+        for cuts in CUTS:
+            y, state = run(module, x, cuts)
+            torch.testing.assert_close(y[0], expected, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(state.sums[0, ..., :-1], memory, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(state.sums[0, ..., -1], z, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("segment", [4, 40])
+def test_a_gate_that_is_shut_is_softmax_within_segments(segment):
+    module, x = build(f"segment={segment}", (-math.inf, -math.inf)), data(2, N, DIM)
+    softmax = longspan.build("softmax", DIM, HEADS).double()
+    softmax.load_state_dict({name: t for name, t in module.state_dict().items() if name != "gate"})
+    ids = (torch.arange(N) // segment).expand(2, -1)
+    torch.testing.assert_close(module(x)[0], softmax(x, segments=ids)[0], rtol=1e-11, atol=1e-11)
+
+
+def test_a_gate_that_is_open_is_linear_attention_over_earlier_segments():
+    module, x = build("segment=4", (math.inf, math.inf)), data(1, N, DIM)
+    linear = longspan.build("linear", DIM, HEADS).double()
+    linear.load_state_dict({name: t for name, t in module.state_dict().items() if name != "gate"})
+    y = module(x)[0]
+    torch.testing.assert_close(y[:, :4], module.out(torch.zeros_like(x[:, :4])))  # nothing came before
+    for i in range(4, N):
+        _, state = linear(x[:, : i // 4 * 4], linear.init_state(1))
+        o = phi(linear.query(x[:, i]).unflatten(-1, (HEADS, 1, -1))) @ state.sums
+        o = (o[..., :-1] / (o[..., -1:] + linear.eps)).flatten(1)
+        torch.testing.assert_close(y[:, i], linear.out(o), rtol=1e-10, atol=1e-10)
+
+
+def test_what_is_known_already_is_not_added_again():
+    """A segment that comes a second time changes what the delta rule's memory reads less than the plain rule's."""
+    x = data(1, 4, DIM)
+    reads = {}
+    for delta in (True, False):
+        module = build(f"segment=4, delta={delta}")
+        _, state = module(x, module.init_state(1))
+        _, again = module(x, state)
+        added = again.sums - state.sums
+        reads[delta] = (added[..., :-1].norm() / state.sums[..., :-1].norm()).item()
+        torch.testing.assert_close(added[..., -1], state.sums[..., -1])
+    assert reads[False] == pytest.approx(1.0)
+    assert reads[True] < 0.8
+
+
+def test_a_state_is_as_large_after_any_number_of_tokens():
+    module = build("segment=6")
+    sizes = {longspan.nbytes(run(module, data(1, n, DIM), [n])[1]) for n in (1, 5, 6, 7, 90)}
+    assert sizes == {longspan.nbytes(module.init_state(1))}
+
+
+def test_the_recent_sums_are_those_of_the_segment_that_is_not_complete():
+    module, x = build("segment=6"), data(1, 21, DIM)
+    _, state = run(module, x, [4, 9, 8])
+    _, k, v = heads_of(module, x[0, 18:])
+    torch.testing.assert_close(state.recent[0, ..., :-1], phi(k).mT @ v, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(state.keys[0, :, :3], k, rtol=1e-12, atol=1e-12)
+
+
+def test_a_damaged_count_is_refused():
+    module = build("segment=6")
+    with pytest.raises(ValueError, match="is -3 where it counts tokens"):
+        module(data(1, 3, DIM), module.init_state(1)._replace(position=torch.tensor([-3])))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("segment=0", "segment=0 is a number of tokens; it must be at least 1"),
+        ("eps=0.0", "eps=0.0 is what an empty memory is divided by; it must be positive"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(f"infini({options})", DIM, HEADS)
+
+
+def test_it_is_causal_only():
+    with pytest.raises(ValueError, match="infini has no bidirectional form"):
+        longspan.build("infini", DIM, HEADS, causal=False)

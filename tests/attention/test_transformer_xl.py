@@ -1,0 +1,253 @@
+"""Transformer-XL: by hand, against loops over all pairs and against XLNet's attention, and what its memory promises."""
+
+import math
+import types
+
+import pytest
+import torch
+
+import longspan
+from longspan import checks
+
+N, DIM, HEADS = 23, 8, 2
+CUTS = ([N], [1] * N, [5, 8, 10], [1, 21, 1], [20, 3])
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(options="", dim=DIM, heads=HEADS, **place):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        module = longspan.build(f"transformer_xl({options})", dim, heads, **place).double()
+        torch.nn.init.normal_(module.u)
+        torch.nn.init.normal_(module.v)
+        return module
+
+
+def run(module, x, cuts, **arguments):
+    outs, state = [], module.init_state(len(x))
+    for part in x.split(cuts, 1):
+        y, state = module(part, state, **arguments)
+        outs.append(y)
+    return torch.cat(outs, 1), state
+
+
+def wave(distance, dim):
+    """Sine and cosine of a distance, channel by channel."""
+    angles = [distance / 10000 ** (2 * (c // 2) / dim) for c in range(dim)]
+    return torch.tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(angles)], dtype=torch.float64)
+
+
+def oracle(module, x, sees, clamp=10**9):
+    """Pair by pair: x (N,dim), sees(i) the keys of query i -> y (N,dim), weights (H,N,N)."""
+    n, size = len(x), module.dim // module.heads
+    q, k, v = (part.weight @ x[..., None] for part in (module.query, module.key, module.value))
+    o, p = x.new_zeros(n, module.dim), x.new_zeros(module.heads, n, n)
+    for h in range(module.heads):
+        own = slice(h * size, (h + 1) * size)
+        for i in range(n):
+            scores = []
+            for j in sees(i):
+                r = module.distance.weight[own] @ wave(max(-clamp, min(clamp, i - j)), module.dim)
+                content = (q[i, own, 0] + module.u[h]) @ k[j, own, 0]
+                scores.append((content + (q[i, own, 0] + module.v[h]) @ r) / size**0.5)
+            weights = torch.stack(scores).softmax(0)
+            p[h, i, sees(i)] = weights
+            o[i, own] = sum(w * v[j, own, 0] for w, j in zip(weights, sees(i), strict=True))
+    return o @ module.out.weight.mT, p
+
+
+FORMS = {
+    "memory=6": lambda i: list(range(max(0, i - 6), i + 1)),
+    "memory=6, clamp=2": lambda i: list(range(max(0, i - 6), i + 1)),
+    "memory=4, same_length=False, segment=5": lambda i: list(range(max(0, i // 5 * 5 - 4), i + 1)),
+    "memory=100": lambda i: list(range(i + 1)),
+}
+
+
+def test_by_hand():
+    """Two tokens, one channel, all weights 1, u = 2, v = 0: scores of token 1 are (3 + 2) 1 + 3 sin 1 and (3 + 2) 3."""
+    module = build("memory=1", 1, 1)
+    with torch.no_grad():
+        for part in (module.query, module.key, module.value, module.distance, module.out):
+            part.weight.fill_(1.0)
+        module.u.fill_(2.0)
+        module.v.zero_()
+    y = module(torch.tensor([[[1.0], [3.0]]], dtype=torch.float64))[0].flatten()
+    far, own = math.exp(5 + 3 * math.sin(1)), math.exp(15)
+    assert y.tolist() == pytest.approx([1.0, (far + 3 * own) / (far + own)], rel=1e-12)
+
+
+@pytest.mark.parametrize("options", FORMS)
+def test_it_is_the_sum_over_pairs_however_it_is_cut(options):
+    module, x, record = build(options), data(1, N, DIM), {}
+    y, p = oracle(module, x[0], FORMS[options], module.clamp or 10**9)
+    torch.testing.assert_close(module(x, record=record)[0][0], y, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(record["matrix"][0], p, rtol=1e-10, atol=1e-12)
+    assert torch.equal(record["mask"].expand(1, HEADS, N, N)[0], p > 0)
+    assert torch.equal(module.sees.dense(N)[0], p[0] > 0)
+    for cuts in CUTS:
+        torch.testing.assert_close(run(module, x, cuts)[0][0], y, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("memory", [3, 100])
+def test_the_bidirectional_form_tells_before_from_behind(memory):
+    module, x = build(f"memory={memory}", causal=False), data(1, N, DIM)
+    y, _ = oracle(module, x[0], lambda i: list(range(max(0, i - memory), min(N, i + memory + 1))))
+    torch.testing.assert_close(module(x)[0][0], y, rtol=1e-10, atol=1e-10)
+    assert (module(x.flip(1))[0].flip(1) - y).abs().max() > 0.01
+
+
+def test_the_bidirectional_form_ends_with_its_real_tokens():
+    """Padding stands behind a row's real tokens for the mechanism, and a document behind another one."""
+    module, x = build("memory=4", causal=False), data(1, N, DIM)
+    mask = torch.ones(1, N, dtype=torch.bool)
+    mask[0, [2, 15, 16, 22]] = False
+    alone = module(x[:, mask[0]])[0]
+    torch.testing.assert_close(module(x, mask=mask)[0][:, mask[0]], alone, rtol=1e-11, atol=1e-11)
+    segments = torch.tensor([[0] * 9 + [1] * (N - 9)])
+    y = module(x, mask=mask, segments=segments)[0]
+    for part in (slice(0, 9), slice(9, N)):
+        kept = mask[0, part]
+        torch.testing.assert_close(y[:, part][:, kept], module(x[:, part][:, kept])[0], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("split", range(1, N))
+def test_two_segments_with_a_memory_are_one_pass(split):
+    module, x = build(f"memory={N}"), data(2, N, DIM)
+    torch.testing.assert_close(run(module, x, [split, N - split])[0], module(x)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("split", [1, 9, 22])
+@pytest.mark.parametrize("options", ["memory=6", "memory=30", "memory=4, same_length=False, segment=5"])
+def test_gradients_are_those_of_one_pass_whose_first_segment_is_detached(options, split):
+    """As keys and values of later queries: their weights learn from the memory, what made the inputs does not."""
+    module, upstream = build(options), data(1, N, DIM, seed=2)
+    x = data(1, N, DIM).requires_grad_()
+    y, _ = run(module, x, [split, N - split])
+    found = torch.autograd.grad((y * upstream).sum(), [x, *module.parameters()])
+    first = module(x[:, :split])[0]
+    later = module(torch.cat([x[:, :split].detach(), x[:, split:]], 1))[0][:, split:]
+    expected = torch.autograd.grad((torch.cat([first, later], 1) * upstream).sum(), [x, *module.parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    whole = torch.autograd.grad((module(x)[0] * upstream).sum(), x)[0]
+    assert (whole - found[0])[:, :split].abs().max() > 1e-3
+
+
+def test_a_memory_has_no_gradient_and_no_graph():
+    module, x = build("memory=6"), data(1, N, DIM).requires_grad_()
+    _, state = module(x, module.init_state(1))
+    assert not state.hidden.requires_grad
+    given = state._replace(hidden=state.hidden.clone().requires_grad_())
+    y, after = module(x, given)
+    assert torch.autograd.grad(y.sum(), given.hidden, allow_unused=True)[0] is None
+    assert not after.hidden.requires_grad
+    through = build("memory=6, stop_gradient=False")
+    _, state = through(x, through.init_state(1))
+    assert state.hidden.requires_grad
+
+
+def test_an_exemption_is_that_of_the_option():
+    """Where gradients go through the state, the laws that the published form cannot keep hold."""
+    assert checks.check("gradients", "transformer_xl(memory=5)").status == "exempt"
+    assert checks.check("gradients", "transformer_xl(memory=5, stop_gradient=False)").status == "passed"
+
+
+def test_the_memory_is_the_inputs():
+    module, x = build("memory=6"), data(2, N, DIM)
+    mask = torch.ones(2, N, dtype=torch.bool)
+    mask[0, [3, 20, 22]] = False
+    _, state = module(x, module.init_state(2), mask=mask)
+    torch.testing.assert_close(state.hidden[0], x[0, mask[0]][-6:], rtol=0, atol=0)
+    torch.testing.assert_close(state.hidden[1], x[1, -6:], rtol=0, atol=0)
+    assert state.position.tolist() == [N - 3, N]
+
+
+def test_documents_reset_the_memory():
+    module, x = build("memory=100"), data(1, N, DIM)
+    segments = torch.tensor([[0] * 9 + [1] * (N - 9)])
+    _, state = module(data(1, 7, DIM, seed=3), module.init_state(1))
+    y, after = module(x, state, segments=segments)
+    torch.testing.assert_close(y[:, 9:], module(x[:, 9:])[0], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(y[:, :9], module(x[:, :9], state)[0], rtol=1e-11, atol=1e-11)
+    more = data(1, 4, DIM, seed=4)
+    alone = module(torch.cat([x[:, 9:], more], 1))[0][:, -4:]
+    torch.testing.assert_close(module(more, after)[0], alone, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", ["memory=6", "memory=4, same_length=False, segment=5", "memory=6, clamp=2"])
+def test_few_queries_that_go_to_the_inputs_read_the_same(options):
+    """A step takes its queries through the weights of the keys; a subclass of nn.Linear is not looked into."""
+    module, x = build(options), data(2, N, DIM)
+
+    class Other(torch.nn.Linear):
+        pass
+
+    _, state = module(x[:, :9], module.init_state(2))
+    step = module(x[:, 9:10], state)[0]
+    module.key.__class__ = Other
+    torch.testing.assert_close(module(x[:, 9:10], state)[0], step, rtol=1e-12, atol=1e-12)
+    called = []
+    module.key.register_forward_hook(lambda *_: called.append(1))
+    module(x[:, 9:10], state)
+    assert called
+
+
+@pytest.mark.parametrize(("bidirectional", "split"), [(True, 0), (False, 0), (False, 9)])
+def test_it_is_xlnets_attention(bidirectional, split):
+    """transformers' own, whose r has all sines first, and whose bidirectional form has distances of both signs."""
+    xlnet = pytest.importorskip("transformers.models.xlnet.modeling_xlnet")
+    config = types.SimpleNamespace(d_model=DIM, n_head=HEADS, d_head=DIM // HEADS, layer_norm_eps=0.0, dropout=0.0)
+    other, module = xlnet.XLNetRelativeAttention(config).double(), build(f"memory={N}", causal=not bidirectional)
+    x = data(1, N, DIM)
+    sines_first = torch.cat([torch.arange(0, DIM, 2), torch.arange(1, DIM, 2)])
+
+    def heads(weight):
+        return weight.mT.unflatten(-1, (HEADS, -1))
+
+    with torch.no_grad():
+        for name, weight in (("q", module.query), ("k", module.key), ("v", module.value)):
+            getattr(other, name).copy_(heads(weight.weight))
+        other.r.copy_(heads(module.distance.weight[:, sines_first]))
+        other.o.copy_(module.out.weight.unflatten(-1, (HEADS, -1)))
+        other.r_w_bias.copy_(module.u)
+        other.r_r_bias.copy_(module.v)
+        queries, keys = N - split, N
+        # Its distances begin at that of a key before the first, which its shift then drops.
+        first, last = keys, -queries if bidirectional else -1
+        rates = 10000 ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
+        angles = torch.arange(first, last, -1, dtype=torch.float64)[:, None] * rates
+        r = torch.cat([angles.sin(), angles.cos()], -1)[:, None]
+        hidden = torch.ones(queries, keys).triu(split + 1)[:, :, None, None].double()
+        h, tokens = x[0, split:, None], x[0, :, None]
+        k, v = (torch.einsum("ibh,hnd->ibnd", tokens, w) for w in (other.k, other.v))
+        q, far = (torch.einsum("ibh,hnd->ibnd", t, w) for t, w in ((h, other.q), (r, other.r)))
+        read = other.rel_attn_core(q, k, v, far, attn_mask=None if bidirectional else hidden)
+        expected = torch.einsum("ibnd,hnd->ibh", read, other.o)[:, 0]
+    y = module(x)[0] if not split else run(module, x, [split, N - split])[0]
+    torch.testing.assert_close(y[0, split:], expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_damaged_count_is_refused():
+    module = build("memory=6")
+    state = module.init_state(1)._replace(position=torch.tensor([-1]))
+    with pytest.raises(ValueError, match="is -1 where it counts tokens"):
+        module(data(1, 3, DIM), state)
+
+
+@pytest.mark.parametrize(
+    ("options", "causal", "message"),
+    [
+        ("memory=0", True, "memory=0 is a number of tokens; it must be at least 1"),
+        ("clamp=-1", True, "clamp=-1 is the largest distance told apart; it must be positive, or 0 for all"),
+        ("segment=3", True, "segment=3 belongs to same_length=False"),
+        ("same_length=False", True, "segment=0 is a number of tokens; same_length=False needs at least 1"),
+        ("same_length=False, segment=3", False, "which no bidirectional form has"),
+        ("stop_gradient=False", False, "which no bidirectional form has"),
+    ],
+)
+def test_bad_options_are_refused(options, causal, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(f"transformer_xl({options})", DIM, HEADS, causal=causal)
