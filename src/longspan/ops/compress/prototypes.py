@@ -131,7 +131,7 @@ def matrix(
     """The definition of ``attend``: the attention matrix (B,H,N,M), and which keys are weighed anew, bool. O(N M)."""
     member = F.one_hot(groups, clusters + 1)[..., :-1].to(q.dtype)  # (B,H,N,C)
     means = (member.mT @ q) / member.sum(2).clamp(min=1)[..., None]
-    shown = torch.ones_like(groups[:, :1, :1], dtype=torch.bool) if mask is None else mask[:, None, None, :]
+    shown = (k.new_ones(len(k), k.shape[2], dtype=torch.bool) if mask is None else mask)[:, None, None, :]
     p, _ = dense.weights(means, k, mask=shown)
     p, chosen_ = member @ p, torch.zeros_like(member @ p, dtype=torch.bool)
     if topk:
@@ -177,11 +177,12 @@ class Reader(NamedTuple):
         def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
             groups = pack.assign(q, self.planes, self.clusters, self.iterations, mask=mask)
             p, anew = matrix(q, k, groups, self.clusters, topk=self.topk, mask=seen)
-            return torch.cat([p @ v, anew.to(v.dtype) @ v, groups[..., None].to(v.dtype)], -1)
+            return torch.cat([p @ v[..., :m], anew.to(v.dtype) @ v[..., m:-1], groups[..., None].to(v.dtype)], -1)
 
         # Of values that are one for a single key each, the output is the matrix, by the row's own keys.
         q, k = widen(q), widen(k)
-        ones = torch.eye(m, dtype=q.dtype, device=q.device).expand(batch, heads, m, m)
+        eye = torch.eye(m, dtype=q.dtype, device=q.device)
+        ones = torch.cat([eye, eye, torch.zeros_like(eye[:, :1])], -1).expand(batch, heads, -1, -1)
         if segments is None:
             found = run(q, k, ones, mask, seen)
         else:
