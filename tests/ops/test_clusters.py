@@ -113,6 +113,10 @@ def test_a_cluster_without_members_stays_and_is_zero():
     assert x.grad.isfinite().all()
 
 
+def test_first_centroids_are_different_codes_however_often_one_comes():
+    assert clusters.kmeans(torch.tensor([[[0] * 10 + [7]]]), 2, 3, 3)[0].tolist() == [[[0] * 10 + [1]]]
+
+
 def test_more_clusters_than_codes():
     groups, centroids = clusters.kmeans(torch.tensor([[[4, 2, 4]]]), 5, 3, 3)
     assert groups.tolist() == [[[1, 0, 1]]]

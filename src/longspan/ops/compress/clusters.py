@@ -39,8 +39,9 @@ def hashes(x: Tensor, planes: Tensor) -> Tensor:
     Bit b is 1 where $x \\cdot a_b > c_b$; the last column of ``planes`` is c. float32 at least.
     """
     with torch.autocast(x.device.type, enabled=False):
-        planes = widen(planes)
-        beyond = widen(x) @ planes[:, :-1].mT > planes[:, -1]
+        x = widen(x)
+        planes = planes.to(x.dtype)
+        beyond = x @ planes[:, :-1].mT > planes[:, -1]
     return (beyond.long() << torch.arange(len(planes), device=x.device)).sum(-1)
 
 

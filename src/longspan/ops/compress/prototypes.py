@@ -49,14 +49,14 @@ def attend(
     if not topk:
         seen = None if mask is None else mask[:, None, None, :]
         return pack.spread(dense.attend(means, k, v, mask=seen, dropout=dropout), groups)
-    p, top = _weights(means, k, topk, mask)
+    p, top = weigh(means, k, topk, mask)
     mass = p.gather(-1, top).sum(-1, keepdim=True).to(v.dtype)  # (B,H,C,1)
     rest = F.dropout(p.scatter(-1, top, 0.0), dropout).to(v.dtype) @ v
     exact = among(q, k, v, groups, top, mask=mask, dropout=dropout)
     return pack.spread(mass, groups) * exact + pack.spread(rest, groups)
 
 
-def _weights(means: Tensor, k: Tensor, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def weigh(means: Tensor, k: Tensor, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """What the means weigh, (B,H,C,M) in float32 at least, and the keys that each weighs most, (B,H,C,topk)."""
     logits = widen(means @ k.mT) * k.shape[-1] ** -0.5
     if mask is not None:
@@ -84,28 +84,36 @@ def among(
     ``mask`` (B,M) bool: the keys that exist; ``causal``: key j <= query i. 0 where none are left and for a query
     without a cluster. The keys are gathered for each tile of queries of one cluster, not for each query.
     """
-    (batch, heads, n, size), clusters = q.shape, top.shape[2]
+    n, clusters = q.shape[2], top.shape[2]
     slot, owner = tiles(groups, clusters)
-    room = owner.shape[-1] * TILE
-    tiled = q.new_zeros(batch, heads, room, size).scatter(2, slot[..., None].expand_as(q), q)
     picked = top.gather(2, owner[..., None].expand(*owner.shape, top.shape[-1]))  # (B,H,tiles,T)
-
-    def of(x: Tensor) -> Tensor:
-        return x.gather(2, picked.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])).view(*picked.shape, -1)
-
     seen = None
     if mask is not None:
-        seen = mask[:, None].expand(-1, heads, -1).gather(2, picked.flatten(2)).view_as(picked)[..., None, :]
+        seen = gathered(mask[:, None, :, None].expand(-1, q.shape[1], -1, -1), picked).mT
     if causal:
-        numbers = torch.arange(n, device=q.device).expand_as(slot)
-        at = slot.new_zeros(batch, heads, room).scatter(2, slot, numbers).unflatten(2, (-1, TILE))
-        past = picked[..., None, :] <= at[..., None]  # (B,H,tiles,TILE,T)
+        numbers = torch.arange(n, device=q.device)[:, None].expand(*slot.shape, 1)
+        past = picked[..., None, :] <= into(numbers, slot, owner)  # (B,H,tiles,TILE,T)
         seen = past if seen is None else past & seen
-    rows = [x.flatten(1, 2) for x in (tiled.unflatten(2, (-1, TILE)), of(k), of(v))]
+    rows = [x.flatten(1, 2) for x in (into(q, slot, owner), gathered(k, picked), gathered(v, picked))]
     out = dense.attend(*rows, mask=None if seen is None else seen.flatten(1, 2), dropout=dropout)
-    out = out.unflatten(1, (heads, -1)).flatten(2, 3)
-    out = out.gather(2, slot[..., None].expand(*slot.shape, out.shape[-1]))
-    return out.masked_fill((groups == clusters)[..., None], 0.0)
+    return out_of(out.unflatten(1, (q.shape[1], -1)), slot).masked_fill((groups == clusters)[..., None], 0.0)
+
+
+def into(x: Tensor, slot: Tensor, owner: Tensor) -> Tensor:
+    """Members into tiles: x (B,H,N,D) -> (B,H,tiles,TILE,D), 0 where a tile has none."""
+    room = x.new_zeros(*x.shape[:2], owner.shape[-1] * TILE, x.shape[-1])
+    return room.scatter(2, slot[..., None].expand_as(x), x).unflatten(2, (-1, TILE))
+
+
+def out_of(y: Tensor, slot: Tensor) -> Tensor:
+    """And back: y (B,H,tiles,TILE,E) -> (B,H,N,E)."""
+    return y.flatten(2, 3).gather(2, slot[..., None].expand(*slot.shape, y.shape[-1]))
+
+
+def gathered(x: Tensor, picked: Tensor) -> Tensor:
+    """Keys or values by number: x (B,H,M,D), picked (B,H,tiles,T) -> (B,H,tiles,T,D)."""
+    at = picked.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
+    return x.gather(2, at).unflatten(2, picked.shape[2:])
 
 
 def tiles(groups: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
