@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import longspan
+from longspan.ops.compress import clusters, prototypes
 
 N, DIM, HEADS = 29, 12, 3
 MASK = torch.tensor([[True] * 29, [False] * 4 + [True] * 9 + [False] * 11 + [True] * 5])
@@ -41,10 +42,9 @@ def heads(module, part, x):
     return getattr(module, part)(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
 
 
-def dense(module, x, record, context=None):
+def dense(module, x, record):
     """Softmax attention of the clusters and keys that a call told, query by query, with gradients."""
-    source = x if context is None else context
-    q, k, v = heads(module, "query", x), heads(module, "key", source), heads(module, "value", source)
+    q, k, v = (heads(module, part, x) for part in ("query", "key", "value"))
     allowed = record["mask"].expand(len(x), HEADS, x.shape[1], k.shape[2])
     groups, chosen, rows = record["groups"], record.get("chosen"), []
     for b, h, i in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
@@ -53,7 +53,7 @@ def dense(module, x, record, context=None):
             rows.append(0 * v[b, h, 0])
             continue
         # A packed row's clusters have the same numbers in each sequence.
-        own = own if context is not None else own & seen
+        own = own & seen
         p = (k[b, h][seen] @ q[b, h][own].mean(0) / 2).softmax(0)
         if chosen is not None:
             picked = chosen[b, h, i][seen]
@@ -98,40 +98,15 @@ def test_it_equals_softmax_under_the_clusters_that_it_tells(spec, arguments):
 
 
 @BOTH
-def test_across_a_context_it_equals_softmax_under_the_clusters_that_it_tells(spec):
-    module, x, context = build(spec), data(2, N, DIM).requires_grad_(), data(2, 17, DIM, seed=1).requires_grad_()
-    seen = torch.arange(17) >= torch.tensor([[0], [9]])
-    for arguments in ({}, {"context_mask": seen}, {"context_mask": seen, "mask": MASK}):
-        record: dict = {}
-        found, state = module(x, context=context, record=record, **arguments)
-        real = arguments.get("mask", torch.ones_like(MASK))
-        expected = dense(module, x, record, context)
-        close(found[real], expected[real])
-        wanted, upstream = (x, context, *module.parameters()), data(*found[real].shape, seed=2)
-        grads = [torch.autograd.grad(y[real], wanted, upstream, retain_graph=True) for y in (found, expected)]
-        close(*grads, 1e-9)
-        # The same queries together, later.
-        close(module(x, state, **({"mask": MASK} if "mask" in arguments else {}))[0], found)
-
-
-@BOTH
-def test_neither_the_order_of_queries_nor_of_a_context_matters(spec):
-    module, x, context = build(spec), data(2, N, DIM), data(2, 17, DIM, seed=1)
-    y, order = module(x, context=context)[0], torch.randperm(17, generator=torch.Generator().manual_seed(0))
-    close(module(x.flip(1), context=context)[0].flip(1), y)
-    close(module(x, context=context[:, order])[0], y)
-    padded = torch.cat([context, data(2, 3, DIM, seed=2)], 1)
-    close(module(x, context=padded, context_mask=(torch.arange(20) < 17).expand(2, -1))[0], y)
-    blind = module(x, context=context, context_mask=torch.zeros(2, 17, dtype=torch.bool))[0]
-    close(blind, module.out.bias.expand_as(blind))
-
-
-@BOTH
-def test_a_later_call_with_some_of_the_queries_divides_otherwise(spec):
-    # The reason for the exemption from the law of cross attention.
-    module, x, context = build(spec), data(2, N, DIM), data(2, 17, DIM, seed=1)
-    y, state = module(x, context=context)
-    assert (module(x[:, 5:], state)[0] - y[:, 5:]).abs().max() > 1e-3
+def test_queries_alone_read_otherwise_so_there_is_no_cross_attention(spec):
+    module, x = build(spec), data(2, N, DIM)
+    q, k, v = (heads(module, part, x) for part in ("query", "key", "value"))
+    reader = prototypes.Reader(module.planes, 4, 5, getattr(module, "topk", 0))
+    together = reader(q, k, v, mask=None, segments=None)[:, :, 5:]
+    groups = clusters.assign(q[:, :, 5:], module.planes, 4, 5)
+    assert (prototypes.attend(q[:, :, 5:], k, v, groups, 4, topk=reader.topk) - together).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="clustered does not support context=; it supports: mask, record, segments"):
+        module(x, context=x)
 
 
 @BOTH

@@ -1,15 +1,11 @@
 """Softmax attention of a few clusters of queries instead of each query."""
 
-from typing import Any, ClassVar
-
 import torch
 from torch import nn
 
 from ..ops.compress import prototypes
 from ..ops.linear.random_features import projection
 from ..ops.tensors import merge, split
-from ..states import cache
-from ..states.cache import Context
 from .base import Attention
 
 
@@ -22,9 +18,9 @@ class Clustered(Attention):
     nothing is random. Where a sequence has no more than C tokens, each is a cluster of its own, and this is softmax
     attention.
 
-    The mean mixes queries of all positions, so there is no causal form, and a token's output depends on the others'
-    queries, in cross attention too: those of one call are divided together. ``context_dim``: width of the context of
-    cross attention (0: dim).
+    The mean mixes queries of all positions, so there is no causal form. A token's output depends on the others'
+    queries, not on their keys and values alone, so there is no cross attention either: queries that read a context in
+    several calls would read otherwise than in one.
 
     ``record`` also gets ``groups`` (B,H,N) int64, the clusters, C for a masked token.
 
@@ -47,11 +43,6 @@ class Clustered(Attention):
     )
     examples = ("clustered(clusters=3, bits=17, iterations=4)",)
     directions = ("bidirectional",)
-    contexts = (Context,)
-    exempt: ClassVar[dict[str, str]] = {
-        "cross": "the queries of a call are divided into clusters together, so a later call with some of them, which "
-        "the law asks for, divides otherwise"
-    }
     planes: torch.Tensor  # (bits,D+1)
 
     def __init__(
@@ -64,33 +55,17 @@ class Clustered(Attention):
         clusters: int = 100,
         bits: int = 63,
         iterations: int = 10,
-        context_dim: int = 0,
     ):
         super().__init__(dim, heads, causal=causal)
         prototypes.check(clusters, bits, iterations)
         self.layer, self.clusters, self.bits, self.iterations = layer, clusters, bits, iterations
-        self.context_dim = context_dim
-        self.query, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
+        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         planes = projection(bits, dim // heads + 1, rows="iid", layer=layer)
         self.register_buffer("planes", planes.to(self.out.weight))
 
-    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None):
+    def attend(self, x, state, *, mask=None, segments=None, record=None):
+        q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         reader = prototypes.Reader(self.planes, self.clusters, self.iterations)
-        return read(reader, self, x, state, context, context_mask, record, mask=mask, segments=segments)
-
-
-def read(reader: prototypes.Reader, module: Any, x, state, context, context_mask, record, *, mask, segments):
-    """``attend`` of an attention with query, key, value and out: what a reader of clusters reads, and the context."""
-    q = split(module.query(x), module.heads)
-    if context is not None:
-        k, v = (split(part(context), module.heads) for part in (module.key, module.value))
-        state = cache.of_context(k, v, context_mask)
-    if isinstance(state, Context):
-        k, v, seen = state
-    else:
-        k, v, seen = split(module.key(x), module.heads), split(module.value(x), module.heads), mask
-    q = q.to(k.dtype)
-    if record is not None:
-        record.update(reader.told(q, k, mask=mask, segments=segments, seen=seen))
-    return module.out(merge(reader(q, k, v, mask=mask, segments=segments, seen=seen))), state
+        if record is not None:
+            record.update(reader.told(q, k, mask=mask, segments=segments))
+        return self.out(merge(reader(q, k, v, mask=mask, segments=segments))), state

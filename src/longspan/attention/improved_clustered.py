@@ -1,15 +1,12 @@
 """Softmax attention of clusters of queries, exact on the few keys that a cluster weighs most."""
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
 from ..ops.compress import prototypes
 from ..ops.linear.random_features import projection
-from ..states.cache import Context
+from ..ops.tensors import merge, split
 from .base import Attention
-from .clustered import read
 
 
 class ImprovedClustered(Attention):
@@ -20,8 +17,8 @@ class ImprovedClustered(Attention):
     are farther from those of softmax attention, in the sum of absolute differences, than in ``clustered``; with
     ``topk`` of all keys they are the same, with ``topk=1`` those of ``clustered``.
 
-    ``clusters``: C. ``bits``, ``iterations``, ``context_dim`` and the clusters as in ``clustered``, where the limits
-    of ``record``, order and causality are told, too. ``record`` also gets ``groups`` (B,H,N) int64, the clusters, C for
+    ``clusters``: C. ``bits``, ``iterations`` and the clusters as in ``clustered``; nor is there a causal form or
+    cross attention here. ``record`` also gets ``groups`` (B,H,N) int64, the clusters, C for
     a masked token, and ``chosen``, bool (B,H,N,M), the keys in $T_c$.
 
     Source: Vyas et al. 2020, section 3.3; sizes as in the authors' code, in which $m_c$ passes no gradient on; here it
@@ -44,11 +41,6 @@ class ImprovedClustered(Attention):
     )
     examples = ("improved_clustered(clusters=3, bits=17, iterations=4, topk=5)",)
     directions = ("bidirectional",)
-    contexts = (Context,)
-    exempt: ClassVar[dict[str, str]] = {
-        "cross": "the queries of a call are divided into clusters together, so a later call with some of them, which "
-        "the law asks for, divides otherwise"
-    }
     planes: torch.Tensor  # (bits,D+1)
 
     def __init__(
@@ -62,19 +54,20 @@ class ImprovedClustered(Attention):
         bits: int = 63,
         iterations: int = 10,
         topk: int = 32,
-        context_dim: int = 0,
     ):
         super().__init__(dim, heads, causal=causal)
         prototypes.check(clusters, bits, iterations)
         if topk < 1:
             raise ValueError(f"topk={topk} keys are weighed anew; at least 1, or build clustered, which weighs none")
         self.layer, self.clusters, self.bits, self.iterations = layer, clusters, bits, iterations
-        self.topk, self.context_dim = topk, context_dim
-        self.query, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim)
-        self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
+        self.topk = topk
+        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         planes = projection(bits, dim // heads + 1, rows="iid", layer=layer)
         self.register_buffer("planes", planes.to(self.out.weight))
 
-    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None):
+    def attend(self, x, state, *, mask=None, segments=None, record=None):
+        q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         reader = prototypes.Reader(self.planes, self.clusters, self.iterations, self.topk)
-        return read(reader, self, x, state, context, context_mask, record, mask=mask, segments=segments)
+        if record is not None:
+            record.update(reader.told(q, k, mask=mask, segments=segments))
+        return self.out(merge(reader(q, k, v, mask=mask, segments=segments))), state

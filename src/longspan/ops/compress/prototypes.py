@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import chosen
 from ..softmax import dense
 from ..sparse import ragged
-from ..tensors import widen
+from ..tensors import visible, widen
 from . import clusters as pack
 
 TILE = 64  # queries of one cluster that meet its keys together
@@ -159,51 +159,40 @@ class Reader(NamedTuple):
     iterations: int
     topk: int = 0
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, segments: Tensor | None, seen: Tensor | None
-    ) -> Tensor:
-        """q (B,H,N,D), k (B,H,M,D), v (B,H,M,E) -> (B,H,N,E).
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> Tensor:
+        """q, k (B,H,N,D), v (B,H,N,E) -> (B,H,N,E).
 
-        ``mask`` (B,N) and ``seen`` (B,M) bool: the queries and keys that exist. ``segments`` (B,N) int64, where N = M:
-        packed sequences, whose tokens are divided and read on their own.
+        ``mask`` (B,N) bool: the tokens that exist. ``segments`` (B,N) int64: packed sequences, whose tokens are divided
+        and read on their own.
         """
 
-        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
             groups = pack.assign(q, self.planes, self.clusters, self.iterations, mask=mask)
-            return attend(q, k, v, groups, self.clusters, topk=self.topk, mask=seen)
+            return attend(q, k, v, groups, self.clusters, topk=self.topk, mask=mask)
 
         if segments is None:
-            return run(q, k, v, mask, seen)
+            return run(q, k, v, mask)
         return ragged(q, k, v, run, mask, segments, exact=True)
 
-    def told(
-        self, q: Tensor, k: Tensor, *, mask: Tensor | None, segments: Tensor | None, seen: Tensor | None
-    ) -> dict[str, Tensor]:
-        """``matrix`` (B,H,N,M) and ``mask``, ``groups`` (B,H,N), and ``chosen`` (B,H,N,M) with ``topk``. O(N M)."""
-        (batch, heads, n, _), m = q.shape, k.shape[2]
+    def told(self, q: Tensor, k: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> dict[str, Tensor]:
+        """``matrix`` (B,H,N,N) and ``mask``, ``groups`` (B,H,N), and ``chosen`` (B,H,N,N) with ``topk``. O(N^2)."""
+        batch, heads, n, _ = q.shape
 
-        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
             groups = pack.assign(q, self.planes, self.clusters, self.iterations, mask=mask)
-            p, anew = matrix(q, k, groups, self.clusters, topk=self.topk, mask=seen)
-            return torch.cat([p @ v[..., :m], anew.to(v.dtype) @ v[..., m:-1], groups[..., None].to(v.dtype)], -1)
+            p, anew = matrix(q, k, groups, self.clusters, topk=self.topk, mask=mask)
+            return torch.cat([p @ v[..., :n], anew.to(v.dtype) @ v[..., n:-1], groups[..., None].to(v.dtype)], -1)
 
         # Of values that are one for a single key each, the output is the matrix, by the row's own keys.
         q, k = widen(q), widen(k)
-        eye = torch.eye(m, dtype=q.dtype, device=q.device)
+        eye = torch.eye(n, dtype=q.dtype, device=q.device)
         ones = torch.cat([eye, eye, torch.zeros_like(eye[:, :1])], -1).expand(batch, heads, -1, -1)
-        if segments is None:
-            found = run(q, k, ones, mask, seen)
-        else:
-            found = ragged(q, k, ones, run, mask, segments, exact=True)
-        p, anew, groups = found.split([m, m, 1], -1)
+        found = run(q, k, ones, mask) if segments is None else ragged(q, k, ones, run, mask, segments, exact=True)
+        p, anew, groups = found.split([n, n, 1], -1)
         groups = groups[..., 0].long()
-        allowed = torch.ones(1, 1, n, m, dtype=torch.bool, device=q.device)
         if mask is not None:
             groups = groups.masked_fill(~mask[:, None], self.clusters)
-        if seen is not None:
-            allowed = allowed & seen[:, None, None, :]
-        if segments is not None:
-            allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+        allowed = visible(q.transpose(1, 2), causal=False, mask=mask, segments=segments)
         return {"matrix": p, "mask": allowed, "groups": groups} | ({"chosen": anew > 0} if self.topk else {})
 
 
