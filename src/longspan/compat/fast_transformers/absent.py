@@ -6,17 +6,7 @@ from typing import Any
 from torch import nn
 
 # Functions of the original's native extensions by module.
-FUNCTIONS = {
-    "aggregate": ("aggregate", "broadcast", "clustered_aggregate", "clustered_broadcast", "set_group"),
-    "clustering": (),
-    "clustering.hamming": ("cluster",),
-    "hashing": ("compute_hashes",),
-    "local_product": ("local_dot_product", "local_weighted_average"),
-    "sparse_product": (
-        "clustered_sparse_dot_product", "clustered_sparse_weighted_average", "sparse_dot_product",
-        "sparse_weighted_average",
-    ),
-}  # fmt: skip
+FUNCTIONS = {"local_product": ("local_dot_product", "local_weighted_average")}
 
 
 def refusal(what: str) -> NotImplementedError:

@@ -1,9 +1,10 @@
 """Attentions: a layer with projections and heads, and what can be inside."""
 
-from .absent import ClusteredAttention, ImprovedClusteredAttention, ImprovedClusteredCausalAttention, ReformerAttention
+from .absent import ReformerAttention
 from .aft_attention import AFTFullAttention, AFTSimpleAttention
 from .attention_layer import AttentionLayer
 from .causal_linear_attention import CausalLinearAttention
+from .clustered_attention import ClusteredAttention, ImprovedClusteredAttention, ImprovedClusteredCausalAttention
 from .conditional_full_attention import ConditionalFullAttention
 from .exact_topk_attention import ExactTopKAttention
 from .full_attention import FullAttention

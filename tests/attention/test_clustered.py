@@ -1,0 +1,242 @@
+"""Clustered attention, plain and improved: the exact identities, the mask that they hand back, and their limits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import longspan
+from longspan.ops.compress import clusters, prototypes
+
+N, DIM, HEADS = 29, 12, 3
+MASK = torch.tensor([[True] * 29, [False] * 4 + [True] * 9 + [False] * 11 + [True] * 5])
+SEGMENTS = torch.tensor([[0] * 13 + [1] * 16, [0] * 3 + [1] * 20 + [2] * 6])
+SPECS = (
+    "clustered(clusters=4, bits=19, iterations=5)",
+    "improved_clustered(clusters=4, bits=19, iterations=5, topk=6)",
+)
+BOTH = pytest.mark.parametrize("spec", SPECS)
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(spec) -> Any:
+    torch.manual_seed(0)
+    return longspan.build(spec, DIM, HEADS, causal=False).double()
+
+
+def close(found, expected, tolerance=1e-10):
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def softmax_of(module):
+    """Softmax attention with the weights of another."""
+    exact = build("softmax")
+    exact.load_state_dict({name: w for name, w in module.state_dict().items() if name != "planes"})
+    return exact
+
+
+def heads(module, part, x):
+    return getattr(module, part)(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def dense(module, x, record):
+    """Softmax attention of the clusters and keys that a call told, query by query, with gradients."""
+    q, k, v = (heads(module, part, x) for part in ("query", "key", "value"))
+    allowed = record["mask"].expand(len(x), HEADS, x.shape[1], k.shape[2])
+    groups, chosen, rows = record["groups"], record.get("chosen"), []
+    for b, h, i in torch.cartesian_prod(*(torch.arange(size) for size in q.shape[:3])).tolist():
+        seen, own = allowed[b, h, i], groups[b, h] == groups[b, h, i]
+        if groups[b, h, i] == module.clusters or not seen.any():
+            rows.append(0 * v[b, h, 0])
+            continue
+        # A packed row's clusters have the same numbers in each sequence.
+        own = own & seen
+        p = (k[b, h][seen] @ q[b, h][own].mean(0) / 2).softmax(0)
+        if chosen is not None:
+            picked = chosen[b, h, i][seen]
+            anew = (k[b, h][seen][picked] @ q[b, h, i] / 2).softmax(0)
+            p = p.masked_fill(picked, 0.0).index_put((picked.nonzero()[:, 0],), p[picked].sum() * anew)
+        rows.append(p @ v[b, h][seen])
+    o = torch.stack(rows).view(*q.shape[:3], -1)
+    return module.out(o.transpose(1, 2).flatten(-2))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "arguments", [{}, {"mask": MASK}, {"segments": SEGMENTS}, {"mask": MASK, "segments": SEGMENTS}]
+)
+def test_it_equals_softmax_under_the_clusters_that_it_tells(spec, arguments):
+    module, x, record = build(spec), data(2, N, DIM).requires_grad_(), {}
+    found = module(x, record=record, **arguments)[0]
+    real = arguments.get("mask", torch.ones_like(MASK))
+    expected = dense(module, x, record)
+    close(found[real], expected[real])
+    wanted, upstream = (x, *module.parameters()), data(*found[real].shape, seed=1)
+    grads = [torch.autograd.grad(y[real], wanted, upstream, retain_graph=True) for y in (found, expected)]
+    close(*grads, 1e-9)
+    o = (record["matrix"] @ heads(module, "value", x)).transpose(1, 2).flatten(-2)
+    close(module.out(o)[real], found[real])
+    close(record["matrix"].sum(-1).transpose(1, 2)[real], torch.ones(int(real.sum()), HEADS, dtype=torch.float64))
+    assert (record["groups"].transpose(1, 2)[~real] == 4).all()
+    assert record["groups"].transpose(1, 2)[real].unique().tolist() == [0, 1, 2, 3]
+    if "chosen" in record:
+        assert (record["chosen"].sum(-1).transpose(1, 2)[real] <= 6).all()
+        assert not (record["chosen"] & ~record["mask"]).any()
+        # The keys with the largest of the cluster's weights: what is left weighs less.
+        p, chosen = record["matrix"], record["chosen"]
+        plain = build(SPECS[0])
+        plain.load_state_dict(module.state_dict())
+        weighed: dict = {}
+        plain(x, record=weighed, **arguments)
+        assert torch.equal(weighed["groups"], record["groups"])
+        least = weighed["matrix"].masked_fill(~chosen, 2.0).amin(-1)
+        most = p.masked_fill(chosen, -1.0).amax(-1)
+        assert (least >= most).all()
+
+
+@BOTH
+def test_queries_alone_read_otherwise_so_there_is_no_cross_attention(spec):
+    module, x = build(spec), data(2, N, DIM)
+    q, k, v = (heads(module, part, x) for part in ("query", "key", "value"))
+    reader = prototypes.Reader(module.planes, 4, 5, getattr(module, "topk", 0))
+    together = reader(q, k, v, mask=None, segments=None)[:, :, 5:]
+    groups = clusters.assign(q[:, :, 5:], module.planes, 4, 5)
+    assert (prototypes.attend(q[:, :, 5:], k, v, groups, 4, topk=reader.topk) - together).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="clustered does not support context=; it supports: mask, record, segments"):
+        module(x, context=x)
+
+
+@BOTH
+@pytest.mark.parametrize("clusters", [29, 100])
+@pytest.mark.parametrize("arguments", [{}, {"mask": MASK}, {"segments": SEGMENTS}])
+def test_with_a_cluster_for_each_token_it_is_softmax(spec, clusters, arguments):
+    module = build(spec.replace("clusters=4", f"clusters={clusters}"))
+    x, exact = data(2, N, DIM).requires_grad_(), softmax_of(module)
+    found, expected = module(x, **arguments)[0], exact(x, **arguments)[0]
+    close(found, expected)
+    upstream = data(2, N, DIM, seed=1)
+    close(*(torch.autograd.grad(y, x, upstream) for y in (found, expected)))
+
+
+@pytest.mark.parametrize("clusters", [1, 2, 4, 11])
+@pytest.mark.parametrize("topk", [29, 64])
+@pytest.mark.parametrize("arguments", [{}, {"mask": MASK}, {"segments": SEGMENTS}])
+def test_with_all_keys_anew_it_is_softmax_for_any_clusters(clusters, topk, arguments):
+    module = build(f"improved_clustered(clusters={clusters}, topk={topk})")
+    x, exact = data(2, N, DIM).requires_grad_(), softmax_of(module)
+    found, expected = module(x, **arguments)[0], exact(x, **arguments)[0]
+    close(found, expected)
+    upstream = data(2, N, DIM, seed=1)
+    close(*(torch.autograd.grad(y, x, upstream) for y in (found, expected)))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"mask": MASK}, {"segments": SEGMENTS}])
+def test_with_one_key_anew_it_is_clustered(arguments):
+    # m_c is then the weight of that key, and a softmax of one logit is 1, whose gradient is 0.
+    one, plain = build("improved_clustered(clusters=4, topk=1)"), build("clustered(clusters=4)")
+    plain.load_state_dict(one.state_dict())
+    x, found = data(2, N, DIM).requires_grad_(), []
+    for module in (one, plain):
+        y = module(x, **arguments)[0]
+        found.append((y, *torch.autograd.grad(y, (x, *module.parameters()), data(2, N, DIM, seed=1))))
+    close(*found)
+
+
+@BOTH
+def test_equal_tokens_read_what_softmax_reads(spec):
+    module = build(spec)
+    # Far enough from zero that the planes part them.
+    x = 20 * data(1, 3, DIM)[:, torch.arange(N) % 3]
+    close(module(x)[0], softmax_of(module)(x)[0])
+
+
+@pytest.mark.parametrize("topk", [1, 3, 9, 20, 28, 29])
+@pytest.mark.parametrize("clusters", [1, 4, 9])
+def test_no_query_is_farther_from_softmax_than_its_cluster(clusters, topk):
+    module = build(f"improved_clustered(clusters={clusters}, topk={topk})")
+    plain, exact = build(f"clustered(clusters={clusters})"), softmax_of(module)
+    plain.load_state_dict(module.state_dict())
+    matrices = []
+    for one in (module, plain, exact):
+        record: dict = {}
+        one(3 * data(4, N, DIM), record=record)
+        matrices.append(record["matrix"])
+    improved, clustered, softmax = matrices
+    distances = [(p - softmax).abs().sum(-1) for p in (improved, clustered)]
+    assert (distances[0] <= distances[1] + 1e-12).all()
+    if topk > 1:
+        assert distances[0].sum() < 0.999 * distances[1].sum()
+
+
+@BOTH
+def test_one_row_and_head_has_nothing_to_do_with_another(spec):
+    module, x = build(spec), data(2, N, DIM)
+    record: dict = {}
+    y = module(x, record=record)[0]
+    other = torch.cat([x[:1], data(1, N, DIM, seed=1)])
+    close(module(other)[0][0], y[0], 0.0)
+    # Changing what one head asks changes the clusters of that head alone.
+    with torch.no_grad():
+        module.query.weight[:4] = data(4, DIM, seed=2)
+    again: dict = {}
+    module(x, record=again)
+    assert torch.equal(again["groups"][:, 1:], record["groups"][:, 1:])
+    assert not torch.equal(again["groups"][:, 0], record["groups"][:, 0])
+
+
+@BOTH
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_is_random(spec, training):
+    module, x = build(spec).train(training), data(2, N, DIM)
+    torch.manual_seed(1)
+    y = module(x)[0]
+    assert torch.equal(torch.rand(1), torch.manual_seed(1) and torch.rand(1))
+    assert torch.equal(module(x)[0], y)
+    again = torch.utils.checkpoint.checkpoint(lambda x: module(x)[0], x.requires_grad_(), use_reentrant=False)
+    close(again, y, 0.0)
+    torch.manual_seed(2)
+    assert torch.equal(longspan.build(spec, DIM, HEADS, causal=False).double().planes, module.planes)
+
+
+def test_layers_have_planes_of_their_own_and_checkpoints_keep_them():
+    one, two = (longspan.build(SPECS[0], DIM, HEADS, causal=False, layer=layer, depth=2) for layer in (0, 1))
+    assert not torch.equal(one.planes, two.planes)
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(one.planes, two.planes)
+    assert one.planes.shape == (19, DIM // HEADS + 1)
+
+
+@pytest.mark.parametrize("n", [139, 300])
+def test_clusters_of_several_tiles_are_the_definition(n):
+    module, x = build("improved_clustered(clusters=2, bits=7, iterations=3, topk=9)"), data(1, n, DIM).requires_grad_()
+    record: dict = {}
+    found, expected = module(x, record=record)[0], None
+    assert record["groups"].flatten(0, 1)[0].bincount().max() > 64
+    expected = dense(module, x, record)
+    close(found, expected)
+    upstream = data(1, n, DIM, seed=1)
+    close(*(torch.autograd.grad(y, x, upstream) for y in (found, expected)), 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("clustered(clusters=0)", "clusters=0 and iterations=10 are counts; both must be at least 1"),
+        ("improved_clustered(iterations=0)", "clusters=100 and iterations=0 are counts; both must be at least 1"),
+        ("clustered(bits=0)", "bits=0 of a hash must be from 1 to 63"),
+        ("improved_clustered(bits=64)", "bits=64 of a hash must be from 1 to 63"),
+        ("improved_clustered(topk=0)", "topk=0 keys are weighed anew; at least 1, or build clustered"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(spec, DIM, HEADS, causal=False)
+
+
+@BOTH
+def test_there_is_no_causal_form(spec):
+    with pytest.raises(ValueError, match="has no causal form; it has: bidirectional"):
+        longspan.build(spec, DIM, HEADS)
