@@ -15,8 +15,9 @@ from ..spec import known
 if TYPE_CHECKING:
     from .base import Attention
 
-# What a record can be asked for; all but the last cost O(N M).
-RECORDED = ("matrix", "mask", "lse", "carried", "penalty")
+# What a record can be asked for; all but those of OWN cost O(N M).
+RECORDED = ("matrix", "mask", "lse", "carried", "penalty", "statistics")
+OWN = ("penalty", "statistics")
 
 
 class Settled(NamedTuple):
@@ -99,10 +100,10 @@ def check_record(record: Any) -> None:
 
 
 def asked(attention: "Attention", record: dict) -> dict[str, Any]:
-    """The record that ``attend`` gets: with the key "matrix", "penalty" or both; empty where it has nothing to tell."""
+    """The record that ``attend`` gets, with those of the keys "matrix", "penalty", "statistics" that it can fill in."""
     names = record or RECORDED
-    whole = {"matrix": None} if any(name != "penalty" for name in names) else {}
-    return whole | ({"penalty": None} if attention.penalty and "penalty" in names else {})
+    whole = {"matrix": None} if any(name not in OWN for name in names) else {}
+    return whole | {name: None for name in OWN if getattr(attention, name) and name in names}
 
 
 def answer(record: dict, told: dict) -> None:

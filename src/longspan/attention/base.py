@@ -62,8 +62,8 @@ class Attention(nn.Module):
     donate`` that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with
     arguments that have been checked, and a call with an argument that it does not name has been refused. ``prefix``
     reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``. ``record`` reaches it only
-    where there is something to tell, as a dict that has the keys ``"matrix"`` and ``"penalty"`` where they are wanted;
-    a mechanism without ``penalty`` fills in ``matrix`` and ``mask`` whenever it comes.
+    where there is something to tell, as a dict that has the keys ``"matrix"``, ``"penalty"`` and ``"statistics"`` where
+    they are wanted; a mechanism without the last two fills in ``matrix`` and ``mask`` whenever it comes.
     """
 
     name: ClassVar[str]
@@ -88,6 +88,8 @@ class Attention(nn.Module):
     """takes and returns ``carry``, something handed from layer to layer"""
     penalty: ClassVar[str] = ""
     """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
+    statistics: ClassVar[str] = ""
+    """what ``record["statistics"]``, by which ``update`` moves buffers, counts, in words; "" where there is none"""
     native: ClassVar[str] = ""
     """what the native CPU kernels serve, in words; "" for nothing"""
     states: ClassVar[tuple[type, ...]] = ()
@@ -238,6 +240,13 @@ class Attention(nn.Module):
         if record is not None:
             arguments.answer(record, told)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
+
+    def update(self, record: dict) -> None:
+        """Move the buffers that no gradient moves by ``record["statistics"]``; training does so after each step.
+
+        Statistics are tensors, those of several calls added up. Raises ValueError for a mechanism without them.
+        """
+        raise ValueError(f"{self.name} has no statistics: gradients alone move what it learns")
 
     @property
     def positional(self) -> bool:

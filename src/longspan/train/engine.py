@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .. import checkpoint as checkpoints
 from .. import signals
@@ -59,6 +60,9 @@ class Task(LightningModule):
         self.losses: list[Tensor] = []
         self.penalties: list[Tensor] = []
         self.norm = math.nan
+        # The layers whose buffers their own statistics move, and these since the last step.
+        self.counted = [i for i, attention in enumerate(model.stack.attentions()) if attention.statistics]
+        self.statistics: dict[int, Any] = {}
 
     def train_dataloader(self) -> Batches:
         return Batches(self.dataset, self.run, self.micro, self.global_rank, self.trainer.world_size)
@@ -68,14 +72,25 @@ class Task(LightningModule):
 
     def training_step(self, batch: tuple[int, Tensor], batch_idx: int) -> Tensor:
         index, tokens = batch
-        record: dict[str, Any] | None = {"penalty": None} if self.run.penalty else None
+        wanted = {"penalty": self.run.penalty, "statistics": self.counted}
+        record: dict[str, Any] | None = {name: None for name, asked in wanted.items() if asked} or None
         outputs, _ = self.model(self.model.shift(tokens), record=record)
         loss = -self.model.likelihood.log_prob(outputs, tokens).mean()
-        penalty = record["penalty"] if record else torch.zeros_like(loss)
+        penalty = record["penalty"] if record and self.run.penalty else torch.zeros_like(loss)
+        for layer in self.counted:
+            assert record is not None
+            new, sums = record["layers"][layer]["statistics"], self.statistics.get(layer)
+            self.statistics[layer] = new if sums is None else pytree.tree_map(torch.add, sums, new)
         self.losses.append(loss.detach())
         self.penalties.append(penalty.detach())
         self.micro = index + 1
-        return loss + self.run.penalty * penalty if record else loss
+        return loss + self.run.penalty * penalty if self.run.penalty else loss
+
+    def update(self) -> None:
+        """Move what no gradient moves, after an optimizer's step: by what all of its micro-batches have counted."""
+        for layer, statistics in self.statistics.items():
+            self.model.stack.attentions()[layer].update({"statistics": statistics})
+        self.statistics.clear()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -169,6 +184,7 @@ class Keeper(Callback):
         # An infinite loss can have a finite gradient: that of a term that does not depend on the weights.
         if not math.isfinite(loss):
             raise ValueError(task.broken(f"the loss became {loss}"))
+        task.update()
         self.window.append((loss, penalty))
         last = step >= run.steps
         if self.bar:
