@@ -42,7 +42,7 @@ class Reformer(Attention):
     equations = (
         r"o_i = \sum_{j \in S_i} p_{ij} v_j, \quad "
         r"p_{ij} = \mathrm{softmax}_{j \in S_i} q_i \cdot \hat q_j, \quad \hat q_j = \frac{q_j}{\lVert q_j \rVert}",
-        r"S_i = \bigcup_{r \le R} \lbrace j < i : h_r(q_j) = h_r(q_i), \; c_r(j) \ge c_r(i) - 1 \rbrace, \quad "
+        r"S_i = \lbrace j < i : h_r(q_j) = h_r(q_i), \; c_r(j) \ge c_r(i) - 1 \text{ for some } r \le R \rbrace, \quad "
         r"S_i = \lbrace i \rbrace \text{ where that is empty}",
         r"h_r(x) = \mathrm{argmax}_b [x R_r; -x R_r]_b, \quad "
         r"c_r(i) = \lfloor \frac{1}{m} \sum_{j < i} [h_r(q_j) = h_r(q_i)] \rfloor",
@@ -66,8 +66,8 @@ class Reformer(Attention):
         *,
         causal: bool = True,
         layer: int = 0,
-        chunk: int = 64,
-        buckets: int = 64,
+        chunk: int = 32,
+        buckets: int = 32,
         rounds: int = 4,
         factor: int = 1,
         scale: float = 1.0,
@@ -90,6 +90,8 @@ class Reformer(Attention):
         self.layer, self.chunk, self.buckets, self.rounds, self.factor = layer, chunk, buckets, rounds, factor
         self.scale, self.published, self.cross, self.seed = scale, published, cross, seed
         self.query, self.value, self.out = (nn.Linear(dim, dim) for _ in range(3))
+        if published:
+            self.states = ()  # type: ignore[misc]
         parts = (buckets,) if factor == 1 else (factor, buckets // factor)
         self.parts = parts
         generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)

@@ -33,7 +33,7 @@ class Routing(Attention):
     ``published=True``: as in the paper, each centre takes the w tokens nearest to it, whatever is still to come, and a
     token reads the mean over the lists that it is in, or 0 if it is in none. In a causal model that leaks: with
     clusters=8, window=8 and 64 tokens of which the later ones change, 38 % of the outputs before these move. There is
-    no state, as no step can know the lists. A bidirectional model, whose keys have a projection of their own, always does so.
+    no state, as no step can know the lists. A bidirectional model always does so, with a projection for its keys.
 
     Centres move by ``update(record)`` alone, which training calls after each step with what the step's calls have
     counted in ``record["statistics"]``: $\mu_c$ is a mean over past members, in which a step's weigh $1 - \lambda$
@@ -93,6 +93,8 @@ class Routing(Attention):
             raise ValueError("published=True is for causal=True; a bidirectional routing has the published lists")
         self.layer, self.clusters, self.window, self.published = layer, clusters, window, published
         self.decay, self.seed = decay, seed
+        if published:
+            self.states = ()  # type: ignore[misc]
         self.query, self.value, self.out = (nn.Linear(dim, dim) for _ in range(3))
         if not causal:
             self.key = nn.Linear(dim, dim)

@@ -1,7 +1,7 @@
 """Softmax over sorted places: each tile of queries meets a window of keys around it, round by round."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -244,6 +244,12 @@ def backward(
             _unwrap(part, rules, layout, m)
             total[:, source] += unsort(part, begin + place)
     return dq.view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
+
+
+def flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], order: Sequence[int], *rest: Any, **_: object) -> int:
+    """FLOPs of the products of ``longspan::buckets_forward``, by the shapes of its operands: of whole tiles."""
+    layout = laid_out(_rule(rest[2]), order[3])
+    return 2 * (q[3] + v[4]) * order[0] * order[1] * order[2] * layout.tiles * layout.size * layout.wide
 
 
 def _rule(numbers: Sequence[int]) -> Rule:
