@@ -16,6 +16,7 @@ from . import dispatch, notation, patterns, spec
 from .attention import REGISTRY, Attention, build, names, nbytes
 from .attention.base import mechanism, own_options
 from .layers import FeedForward
+from .ops.buckets import tiles
 from .ops.sparse import blockwise
 from .patterns import Pattern
 
@@ -132,7 +133,7 @@ class Count:
     feedforward: int
     """FLOPs of the feed-forward network"""
     state: int | None
-    """bytes of the recurrent state after so many tokens; None where there is none (bidirectional)"""
+    """bytes of the recurrent state after so many tokens; None where there is none"""
     measured: bool
     """counted at this length; otherwise extrapolated from shorter ones"""
 
@@ -155,7 +156,7 @@ def counts(attention: Attention, *, inner: int = 0, tokens: Sequence[int] = TOKE
         else:
             known = [(m, measure(m)) for m in (longest // 4, longest // 2, longest)]
             projections, mixing = (_continue([(m, found[i]) for m, found in known], n) for i in (0, 1))
-        state = _state_bytes(attention, n) if attention.causal else None
+        state = _state_bytes(attention, n) if attention.causal and attention.states else None
         rows.append(Count(n, projections, mixing, sum(_flops(network, 1)) * n, state, n <= longest))
     return rows
 
@@ -206,7 +207,7 @@ def _flops(module: nn.Module, n: int, *, fake: bool = True) -> tuple[int, int]:
             with unset_fake_temporarily():
                 return blockwise.flops(*shapes, **output)
 
-        formulas = {torch.ops.longspan.pattern_forward: sparse}
+        formulas = {torch.ops.longspan.pattern_forward: sparse, torch.ops.longspan.buckets_forward: tiles.flops}
         counter = stack.enter_context(FlopCounterMode(display=False, custom_mapping=formulas))
         module(x)
         by_name = counter.get_flop_counts()

@@ -15,8 +15,9 @@ from ..spec import known
 if TYPE_CHECKING:
     from .base import Attention
 
-# What a record can be asked for; all but the last two cost O(N M).
-RECORDED = ("matrix", "mask", "lse", "carried", "penalty", "log_prob")
+# What a record can be asked for; all but those of OWN cost O(N M). Each of OWN is there where the class says so.
+RECORDED = ("matrix", "mask", "lse", "carried", "penalty", "statistics", "log_prob")
+OWN = {"penalty": "penalty", "statistics": "statistics", "log_prob": "samples"}
 
 
 class Settled(NamedTuple):
@@ -99,11 +100,10 @@ def check_record(record: Any) -> None:
 
 
 def asked(attention: "Attention", record: dict) -> dict[str, Any]:
-    """The record that ``attend`` gets, of the keys "matrix", "penalty", "log_prob"; empty where it can tell nothing."""
+    """The record that ``attend`` gets, with those of the keys "matrix" and of OWN that it can fill in."""
     names = record or RECORDED
-    own = {"penalty": bool(attention.penalty), "log_prob": attention.samples}
-    whole = {"matrix": None} if any(name not in own for name in names) else {}
-    return whole | {name: None for name, there in own.items() if there and name in names}
+    whole = {"matrix": None} if any(name not in OWN for name in names) else {}
+    return whole | {name: None for name, fact in OWN.items() if getattr(attention, fact) and name in names}
 
 
 def answer(record: dict, told: dict) -> None:

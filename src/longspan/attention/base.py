@@ -62,9 +62,9 @@ class Attention(nn.Module):
     donate`` that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with
     arguments that have been checked, and a call with an argument that it does not name has been refused. ``prefix``
     reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``. ``record`` reaches it only
-    where there is something to tell, as a dict that has the keys ``"matrix"``, ``"penalty"`` and ``"log_prob"`` where
-    they are wanted; a mechanism with neither ``penalty`` nor ``samples`` fills in ``matrix`` and ``mask`` whenever it
-    comes.
+    where there is something to tell, as a dict that has the keys ``"matrix"``, ``"penalty"``, ``"statistics"`` and
+    ``"log_prob"`` where they are wanted; a mechanism that has none of the last three fills in ``matrix`` and ``mask``
+    whenever it comes.
     """
 
     name: ClassVar[str]
@@ -91,6 +91,8 @@ class Attention(nn.Module):
     """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
     samples: ClassVar[bool] = False
     """draws in training what it reads, and tells ``record["log_prob"]`` (B,), the log of the draws' probability"""
+    statistics: ClassVar[str] = ""
+    """what ``record["statistics"]``, by which ``update`` moves buffers, counts, in words; "" where there is none"""
     states: ClassVar[tuple[type, ...]] = ()
     """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
     contexts: ClassVar[tuple[type, ...]] = ()
@@ -239,6 +241,13 @@ class Attention(nn.Module):
         if record is not None:
             arguments.answer(record, told)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
+
+    def update(self, record: dict) -> None:
+        """Move the buffers that no gradient moves by ``record["statistics"]``; training does so after each step.
+
+        Statistics are tensors, those of several calls added up. Raises ValueError for a mechanism without them.
+        """
+        raise ValueError(f"{self.name} has no statistics: gradients alone move what it learns")
 
     @property
     def positional(self) -> bool:

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .. import checkpoint as checkpoints
 from .. import signals
@@ -60,6 +61,9 @@ class Task(LightningModule):
         self.losses: list[Tensor] = []
         self.penalties: list[Tensor] = []
         self.norm = math.nan
+        # The layers whose buffers their own statistics move, and these since the last step.
+        self.counted = [i for i, attention in enumerate(model.stack.attentions()) if attention.statistics]
+        self.statistics: dict[int, Any] = {}
 
     def train_dataloader(self) -> Batches:
         return Batches(self.dataset, self.run, self.micro, self.global_rank, self.trainer.world_size)
@@ -69,18 +73,38 @@ class Task(LightningModule):
 
     def training_step(self, batch: tuple[int, Tensor], batch_idx: int) -> Tensor:
         index, tokens = batch
-        record: dict[str, Any] | None = {"penalty": None, "log_prob": None} if self.run.penalty else None
+        weighted = bool(self.run.penalty)
+        wanted = {"penalty": weighted, "log_prob": weighted, "statistics": self.counted}
+        record: dict[str, Any] | None = {name: None for name, asked in wanted.items() if asked} or None
         outputs, _ = self.model(self.model.shift(tokens), record=record)
         likelihood = self.model.likelihood.log_prob(outputs, tokens)  # (B,N)
         loss = -likelihood.mean()
-        penalty = record.get("penalty", torch.zeros_like(loss)) if record else torch.zeros_like(loss)
-        if record and "log_prob" in record:
-            # Of weight 1, its gradient is that of the expected loss.
-            penalty = penalty + reinforce(record["log_prob"], likelihood.flatten(1).mean(1))
+        penalty = torch.zeros_like(loss)
+        if record and weighted:
+            penalty = record.get("penalty", penalty)
+            if "log_prob" in record:
+                # Of weight 1, its gradient is that of the expected loss.
+                penalty = penalty + reinforce(record["log_prob"], likelihood.flatten(1).mean(1))
+        self._count(record)
         self.losses.append(loss.detach())
         self.penalties.append(penalty.detach())
         self.micro = index + 1
-        return loss + self.run.penalty * penalty if record else loss
+        return loss + self.run.penalty * penalty if self.run.penalty else loss
+
+    def _count(self, record: dict[str, Any] | None) -> None:
+        """Add what the layers have counted in one micro-batch, in each step of a stack that repeats them."""
+        count = len(self.model.stack.attentions())
+        for layer in self.counted:
+            assert record is not None
+            for told in record["layers"][layer::count]:
+                new, sums = told["statistics"], self.statistics.get(layer)
+                self.statistics[layer] = new if sums is None else pytree.tree_map(torch.add, sums, new)
+
+    def update(self) -> None:
+        """Move what no gradient moves, after an optimizer's step: by what all of its micro-batches have counted."""
+        for layer, statistics in self.statistics.items():
+            self.model.stack.attentions()[layer].update({"statistics": statistics})
+        self.statistics.clear()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -174,6 +198,7 @@ class Keeper(Callback):
         # An infinite loss can have a finite gradient: that of a term that does not depend on the weights.
         if not math.isfinite(loss):
             raise ValueError(task.broken(f"the loss became {loss}"))
+        task.update()
         self.window.append((loss, penalty))
         last = step >= run.steps
         if self.bar:

@@ -1,0 +1,217 @@
+"""Reformer against the definition: hashes, rounds, chunks, one's own key, and what its published chunks leak."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import longspan
+from longspan.ops import buckets as op
+from longspan.ops.tensors import merge, split
+
+N = 37
+MASK = torch.tensor([[True] * 5 + [False] * 3 + [True] * 29, [False] * 2 + [True] * 35])
+SPEC = "reformer(chunk=3, buckets=4, rounds=3)"
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def build(spec=SPEC, dim=6, heads=2, **place):
+    torch.manual_seed(0)
+    return longspan.build(spec, dim, heads, **place).double()
+
+
+def definition(module, x, allowed):
+    """softmax of q . k / |k| over the allowed pairs (B,H,N,N), and its matrix."""
+    q, v = (split(part(x), module.heads) for part in (module.query, module.value))
+    k = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    p = (module.scale * q @ k.mT).masked_fill(~allowed, -torch.inf)
+    p = p.masked_fill(~allowed.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~allowed, 0.0)
+    return module.out(merge(p @ v)), p
+
+
+def leak(module, rows=8, n=64, width=32):
+    """The share of outputs before t that move when what comes from t on is drawn anew, over all t."""
+    x, other = data(2, rows, n, width)
+    y, moved, total = module(x)[0], 0, 0
+    for t in range(1, n, 3):
+        changed = (module(torch.cat([x[:, :t], other[:, t:]], 1))[0] - y)[:, :t].abs().amax(-1) > 1e-9
+        moved, total = moved + int(changed.sum()), total + changed.numel()
+    return moved / total
+
+
+def test_by_hand():
+    """Two buckets, right and left, and chunks of one token: each reads the one before it in its bucket."""
+    module = build("reformer(chunk=1, buckets=2, rounds=1)", 2, 1)
+    with torch.no_grad():
+        for part in (module.query, module.value, module.out):
+            part.weight.copy_(torch.eye(2))
+            part.bias.zero_()
+        module.rotations.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
+    x = torch.tensor([[[1.0, 5.0], [-1.0, 6.0], [2.0, 7.0], [3.0, 8.0], [-4.0, 9.0]]], dtype=torch.float64)
+    read = [0, 1, 0, 2, 1]
+    assert module.hash(split(x, 1)).tolist() == [[[[0, 1, 0, 0, 1]]]]
+    assert torch.equal(module(x)[0], x[:, read])
+
+
+@pytest.mark.parametrize(
+    ("spec", "causal"),
+    [
+        (SPEC, True), ("reformer(chunk=2, buckets=8, rounds=2, factor=2, scale=0.5)", True),
+        ("reformer(chunk=4, buckets=4, rounds=3, published=True)", True),
+        ("reformer(chunk=4, buckets=4, rounds=2, published=True, cross=True)", True), (SPEC, False),
+        ("reformer(chunk=4, buckets=4, rounds=2, cross=True)", False),
+    ],
+)  # fmt: skip
+def test_it_is_softmax_under_the_mask_that_it_tells(spec, causal):
+    """Outputs and gradients; the mask is that of the hash, of rounds put together."""
+    module, x = build(spec, causal=causal), data(2, N, 6).requires_grad_()
+    wanted, upstream = [x, *module.parameters()], data(2, N, 6, seed=1)
+    for given in ({}, {"mask": MASK}):
+        record, real = {}, given.get("mask", torch.ones_like(MASK))
+        y = module(x, record=record, **given)[0]
+        expected, matrix = definition(module, x, record["mask"])
+        torch.testing.assert_close(y[real], expected[real], rtol=1e-10, atol=1e-10)
+        pairs = real[:, None, :, None]
+        torch.testing.assert_close(record["matrix"] * pairs, matrix * pairs, rtol=1e-10, atol=1e-10)
+        grads = [torch.autograd.grad((o * upstream)[real].sum(), wanted, retain_graph=True) for o in (y, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+    record, reader = {}, module.reader()
+    module(x, record=record)
+    groups = module.hash(split(module.query(x), 2))
+    seen, shown = op.multiplicity(groups, reader.buckets, reader.rule)
+    assert torch.equal(record["mask"], seen)
+    assert shown.max() == reader.rounds
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_one_bucket_and_one_chunk_is_attention_of_shared_queries_and_keys(rounds, monkeypatch):
+    """However many identical rounds there are: every pair counts once."""
+    module, x = build(f"reformer(chunk={N}, buckets=2, rounds={rounds})"), data(2, N, 6)
+    monkeypatch.setattr(module, "hash", lambda q: torch.zeros(*q.shape[:2], rounds, q.shape[2], dtype=torch.long))
+    allowed = torch.ones(N, N, dtype=torch.bool).tril(-1)
+    allowed[0, 0] = True
+    torch.testing.assert_close(module(x)[0], definition(module, x, allowed)[0], rtol=1e-10, atol=1e-10)
+
+
+def test_the_first_token_reads_itself_alone():
+    module, x = build(), data(2, N, 6)
+    torch.testing.assert_close(module(x)[0][:, 0], module.out(module.value(x[:, 0])), rtol=1e-12, atol=1e-12)
+
+
+class TestHash:
+    def test_length_plays_no_part_and_direction_does(self):
+        module, q = build("reformer(buckets=8)", 32, 2), data(2, 2, 50, 16)
+        for length in (0.01, 3.0, 1e4):
+            assert torch.equal(module.hash(length * q), module.hash(q))
+        assert not torch.equal(module.hash(-q), module.hash(q))
+        assert torch.equal((module.hash(-q) - module.hash(q)).abs(), torch.full_like(module.hash(q), 4))
+
+    def test_two_small_hashes_make_a_large_one(self):
+        module, q = build("reformer(buckets=24, factor=4, rounds=2)", 32, 2), data(2, 2, 500, 16)
+        found = module.hash(q)
+        y = torch.einsum("bhnd,hdrf->bhrnf", q, module.rotations)
+        small, large = (torch.cat([t, -t], -1).argmax(-1) for t in y.split([2, 3], -1))
+        assert torch.equal(found, small + 4 * large)
+        assert set(found.flatten().tolist()) == set(range(24))
+        assert build("reformer(buckets=24)", 32, 2).rotations.shape[-1] == 12 > y.shape[-1] == 5
+
+    def test_rotations_are_of_the_seed_and_the_layer_and_are_kept(self):
+        one, again, layer, seed = (
+            build(spec, 32, 2, layer=layer)
+            for spec, layer in (("reformer", 1), ("reformer", 1), ("reformer", 2), ("reformer(seed=1)", 1))
+        )
+        assert torch.equal(one.rotations, again.rotations)
+        assert not torch.equal(one.rotations, layer.rotations)
+        assert not torch.equal(one.rotations, seed.rotations)
+        layer.load_state_dict(one.state_dict())
+        assert torch.equal(one.rotations, layer.rotations)
+        assert abs(float(one.rotations.std()) - 1) < 0.05
+
+    def test_a_forward_moves_nothing(self):
+        module, x = build().train(), data(2, N, 6)
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        torch.manual_seed(1)
+        first = module(x)[0]
+        torch.manual_seed(2)
+        assert torch.equal(module(x)[0], first)
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_what_is_computed_again_is_the_same():
+    module, outcomes = build(), []
+    for run in (module, lambda x: checkpoint(module, x, use_reentrant=False)):
+        x = data(2, N, 6).requires_grad_()
+        y = run(x)[0]
+        outcomes.append((y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])))
+    assert all(map(torch.equal, *outcomes))
+
+
+class TestLeaks:
+    def test_chunks_inside_buckets_leak_nothing(self):
+        assert leak(build("reformer(chunk=8, buckets=4, rounds=1)", 32, 1)) == 0
+
+    @pytest.mark.parametrize(
+        ("options", "low", "high"),
+        [("buckets=16", 1e-5, 0.01), ("buckets=4", 0.05, 0.25), ("buckets=16, cross=True", 0.4, 0.7)],
+    )
+    def test_the_published_chunks_leak_as_much_as_the_page_says(self, options, low, high):
+        """What moves is which keys are seen, so that no gradient shows it."""
+        module = build(f"reformer(chunk=8, rounds=1, published=True, {options})", 32, 1)
+        assert low < leak(module, 24) < high
+        x = data(1, 64, 32).requires_grad_()
+        (grad,) = torch.autograd.grad(module(x)[0][:, :20].sum(), x)
+        assert not grad[:, 20:].any()
+
+
+class TestState:
+    def test_it_does_not_grow(self):
+        module = build()
+        state = module.init_state(2)
+        assert state.keys.shape == (2, 2, 3, 4, 6, 3)
+        _, after = module(data(2, 300, 6), state)
+        assert longspan.attention.nbytes(after) == longspan.attention.nbytes(state)
+        assert after.counts.sum(-1).unique().tolist() == [300]
+
+    def test_a_step_tells_what_it_reads(self):
+        """With a state the record has its slots first; weights of the step are those of the whole sequence."""
+        module, x = build(), data(2, N, 6)
+        whole, record = {}, {}
+        module(x, record=whole)
+        with torch.no_grad():
+            _, state = module(x[:, :-1], module.init_state(2))
+            y, _ = module(x[:, -1:], state, record=record)
+        assert record["matrix"].shape == (2, 2, 1, 3 * 4 * 6 + 1)
+        torch.testing.assert_close(y, module(x)[0][:, -1:], rtol=1e-10, atol=1e-10)
+        of_step, of_whole = (r["matrix"][:, :, -1].sort(-1, descending=True).values for r in (record, whole))
+        torch.testing.assert_close(of_step[..., :20], of_whole[..., :20], rtol=1e-10, atol=1e-10)
+
+    def test_the_published_chunks_have_none(self):
+        module = build("reformer(published=True)")
+        with pytest.raises(ValueError, match="which no step can know: there is no state"):
+            module.init_state(2)
+        with pytest.raises(ValueError, match="reformer cannot continue"):
+            module(data(2, 3, 6), build("reformer").init_state(2))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("chunk=0", "chunk=0 must be at least 1"),
+        ("rounds=0", "rounds=0 must be at least 1"),
+        ("buckets=7", "buckets=7 are directions and their opposites, so an even number"),
+        ("buckets=0", "buckets=0 are directions"),
+        ("factor=3, buckets=12", "factor=3 must be even"),
+        ("factor=4, buckets=12", "factor=4 must be even, and buckets=12 an even number of times as many"),
+        ("cross=True", "as only published=True does here"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        build(f"reformer({options})")
+
+
+def test_published_is_for_causal_models():
+    with pytest.raises(ValueError, match="a bidirectional reformer has the published chunks"):
+        build("reformer(published=True)", causal=False)

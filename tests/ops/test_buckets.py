@@ -1,0 +1,224 @@
+"""Attention inside buckets against loops: who sees whom, how rounds are merged, what rules are refused."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from torch.func import jvp
+
+from longspan import backend
+from longspan.ops import buckets
+from longspan.ops.buckets import Rule, lists, places, tiles
+
+BUCKETS, SCALE = 4, 0.7
+ALIGNED = [
+    Rule(chunk=5), Rule(chunk=3, lookback=2, alone=True), Rule(chunk=1, alone=True), Rule(alone=True),
+    Rule(causal=False, chunk=5, alone=True), Rule(causal=False, chunk=3, lookback=0), Rule(causal=False),
+]  # fmt: skip
+WHOLE = [
+    Rule(bool(causal), 4, lookback, 0, True, bool(cross), bool(wrap), bool(alone))
+    for causal, lookback, cross, wrap, alone in itertools.product((0, 1), (0, 1, 2), (0, 1), (0, 1), (0, 1))
+]
+ALONE = [Rule(window=4), Rule(window=6, alone=True), Rule(window=1, alone=True)]
+
+
+def data(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(rounds, n, seed=0):
+    return torch.randint(0, BUCKETS, (2, 2, rounds, n), generator=torch.Generator().manual_seed(seed))
+
+
+def by_loops(groups, rule, real):
+    """How many rounds show j to i: groups (R,N) and which tokens exist (N,), of one head, -> (N,N)."""
+    rounds, n = groups.shape
+    shown = torch.zeros(n, n, dtype=torch.long)
+    for r in range(rounds):
+        g = groups[r].tolist()
+        order = sorted((t for t in range(n) if real[t]), key=lambda t, g=g: (g[t], t))
+        count = -(-len(order) // rule.chunk) if rule.chunk else 1
+        for i, j in itertools.product(order, order):
+            if rule.whole:
+                ci, cj = order.index(i) // rule.chunk, order.index(j) // rule.chunk
+                back = [(ci - s) % count if rule.wrap else ci - s for s in range(rule.lookback + 1)]
+                seen = cj in back and (rule.cross or g[i] == g[j])
+            else:
+                own = [t for t in order if g[t] == g[i]]
+                if g[i] != g[j]:
+                    continue
+                ri, rj = own.index(i), own.index(j)
+                seen = 0 <= ri // rule.chunk - rj // rule.chunk <= rule.lookback if rule.chunk else True
+                seen = seen and not (rule.window and ri - rj >= rule.window)
+            seen = seen and (j <= i or not rule.causal) and (i != j or not rule.alone)
+            shown[i, j] += seen
+    for i in range(n):
+        if rule.alone and real[i] and not shown[i].any():
+            shown[i, i] = 1
+    return shown
+
+
+def dense(q, k, v, mask):
+    logits = (q @ k.mT * SCALE).masked_fill(~mask, -torch.inf)
+    blind = ~mask.any(-1, keepdim=True)
+    p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(~mask, 0.0)
+    return p @ v, logits.logsumexp(-1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 19])
+@pytest.mark.parametrize("rule", [*ALIGNED, *WHOLE, *ALONE], ids=repr)
+def test_the_mask_is_that_of_loops(rule, n):
+    groups = drawn(1 if rule.window else 3, n)
+    mask = None if rule.wrap else torch.rand(2, n, generator=torch.Generator().manual_seed(n)) < 0.8
+    seen, shown = buckets.multiplicity(groups, BUCKETS, rule, mask)
+    real = torch.ones(2, n, dtype=torch.bool) if mask is None else mask
+    for b, h in itertools.product(range(2), range(2)):
+        expected = by_loops(groups[b, h], rule, real[b])
+        assert torch.equal(shown[b, h][real[b]], expected[real[b]])
+        assert torch.equal(seen, shown > 0)
+
+
+@pytest.mark.parametrize(("tile", "held"), [(3, 500), (64, 2**19)])
+@pytest.mark.parametrize(
+    ("rule", "masked"),
+    [*((rule, False) for rule in (*ALIGNED, *WHOLE, *ALONE)), *((rule, True) for rule in (*ALIGNED, *ALONE))],
+    ids=repr,
+)
+def test_it_is_softmax_under_the_mask(rule, masked, tile, held, monkeypatch):
+    """Outputs, log-sums and gradients, whatever the tiles and how many are worked off at once."""
+    monkeypatch.setattr(tiles, "TILE", tile)
+    monkeypatch.setitem(tiles.LOGITS, "cpu", held)
+    n = 41
+    groups = drawn(1 if rule.window else 3, n, 1)
+    mask = torch.rand(2, n, generator=torch.Generator().manual_seed(2)) < 0.8 if masked else None
+    real = torch.ones(2, n, dtype=torch.bool) if mask is None else mask
+    q, k, v = (data(2, 2, n, width, seed=width + i).requires_grad_() for i, width in enumerate((4, 4, 3)))
+    upstream = data(2, 2, n, 3, seed=9) * real[:, None, :, None]
+    seen, _ = buckets.multiplicity(groups, BUCKETS, rule, mask)
+    o, lse = dense(q, k, v, seen)
+    expected = torch.autograd.grad(o, (q, k, v), upstream)
+    for way in ("reference", "torch"):
+        with backend(way):
+            found, sums = buckets.attend(q, k, v, groups, BUCKETS, rule, mask=mask, scale=SCALE)
+            grads = torch.autograd.grad(found, (q, k, v), upstream)
+        keep = real[:, None].expand(-1, 2, -1)
+        torch.testing.assert_close(found[keep], o[keep], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(sums[keep], lse[keep].detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_rounds_are_merged_as_in_the_paper():
+    """sum_r e^(z_r - z) o_r with logits less log N_ij is softmax over the union; without log N_ij it is not."""
+    n, rule, rounds = 61, Rule(chunk=6, alone=True), 4
+    q, k, v = (data(2, 2, n, 5, seed=i) for i in range(3))
+    groups = drawn(rounds, n, 3)
+    shown = torch.stack([buckets.multiplicity(groups[:, :, r : r + 1], BUCKETS, rule)[0] for r in range(rounds)], 2)
+    # A key of one's own stands for a round without keys only where no round has any.
+    others = (shown & ~torch.eye(n, dtype=torch.bool)).any(2).any(-1)
+    shown = shown & ~(torch.eye(n, dtype=torch.bool) & others[:, :, None, :, None])
+
+    def merged(weight):
+        logits = (q @ k.mT * SCALE - weight)[:, :, None].masked_fill(~shown, -torch.inf)
+        z = logits.logsumexp(-1)  # (B,H,R,N)
+        o = logits.softmax(-1).nan_to_num(0.0) @ v[:, :, None]
+        return ((z - z.logsumexp(2, keepdim=True)).exp()[..., None] * o).sum(2)
+
+    found, _ = buckets.attend(q, k, v, groups, BUCKETS, rule, scale=SCALE)
+    several = shown.sum(2)
+    assert (several > 1).any()
+    torch.testing.assert_close(found, merged(several.clamp(min=1).double().log()), rtol=1e-10, atol=1e-10)
+    assert (found - merged(torch.zeros(()))).abs().max() > 0.1
+
+
+def test_sorting_and_back_is_the_identity():
+    order, rank = places.ranked(drawn(3, 50))
+    back = places.inverse(order)
+    assert torch.equal(order.gather(-1, back), torch.arange(50).expand_as(order))
+    assert rank.min() == 0
+    assert torch.equal(order.gather(-1, back), back.gather(-1, order))
+
+
+def test_a_query_beside_nobody_is_its_own_value():
+    q, k, v = (data(1, 1, 4, 3, seed=i).requires_grad_() for i in range(3))
+    o, lse = buckets.attend(q, k, v, torch.arange(4)[None, None, None], BUCKETS, Rule(chunk=2, alone=True), scale=SCALE)
+    assert torch.equal(o, v)
+    torch.testing.assert_close(lse, (q * k).sum(-1).detach() * SCALE)
+    grads = torch.autograd.grad(o.sum(), (q, k, v))
+    assert not grads[0].any()
+    assert not grads[1].any()
+    assert torch.equal(grads[2], torch.ones_like(v))
+
+
+def test_a_transform_takes_the_plain_form():
+    q, k, v = (data(1, 1, 9, 3, seed=i) for i in range(3))
+    groups = drawn(2, 9)[:1, :1]
+
+    def call(q, k, v):
+        return buckets.attend(q, k, v, groups, BUCKETS, Rule(chunk=3, alone=True))[0]
+
+    with warnings.catch_warnings():
+        # torch compiles some rules on first use, by what it calls deprecated itself.
+        warnings.simplefilter("ignore")
+        o, tangent = jvp(call, (q, k, v), (k, v, q))
+    torch.testing.assert_close(o, call(q, k, v))
+    ahead, behind = (call(q + s * k, k + s * v, v + s * q) for s in (1e-6, -1e-6))
+    torch.testing.assert_close(tangent, (ahead - behind) / 2e-6, rtol=1e-5, atol=1e-7)
+    with backend("torch"), pytest.raises(ValueError, match="cannot serve this call of attention inside buckets"):
+        jvp(call, (q, k, v), (k, v, q))
+
+
+@pytest.mark.parametrize("n", [0, 1])
+def test_hardly_any_tokens(n):
+    q = data(2, 2, n, 3)
+    o, lse = buckets.attend(q, q, q, drawn(2, n), BUCKETS, Rule(chunk=3))
+    assert o.shape == (2, 2, n, 3)
+    assert lse.shape == (2, 2, n)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rounds", "text"),
+    [
+        (Rule(chunk=-1), 1, "chunk=-1, window=0 and lookback=1 must not be negative"),
+        (Rule(chunk=3, window=2), 1, "window= counts back in the one round"),
+        (Rule(window=2), 2, "window= counts back in the one round"),
+        (Rule(causal=False, window=2), 1, "window= counts back in the one round"),
+        (Rule(whole=True), 1, "so chunk= must be at least 1"),
+        (Rule(chunk=3, cross=True), 1, "cross=True and wrap=True belong to whole=True"),
+        (Rule(chunk=3, whole=True, wrap=True), 1, "so mask= must be None"),
+    ],
+)
+def test_a_rule_that_contradicts_itself_is_refused(rule, rounds, text):
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    with pytest.raises(ValueError, match=text):
+        buckets.attend(*[data(2, 2, 5, 3)] * 3, drawn(rounds, 5), BUCKETS, rule, mask=mask)
+
+
+def test_more_buckets_than_can_be_told_apart_are_refused():
+    with pytest.raises(ValueError, match="1000000000 buckets of up to 8 chunks are too many"):
+        buckets.attend(*[data(2, 2, 5, 3)] * 3, drawn(1, 5), 10**9, Rule(chunk=2))
+
+
+class TestLists:
+    def test_members_are_the_best_by_position(self):
+        scores = torch.tensor([[[[0.1, 3.0, 2.0, 5.0], [4.0, 1.0, 2.0, 3.0]]]])
+        assert lists.members(scores, 2).tolist() == [[[[1, 3], [0, 3]]]]
+        assert lists.members(scores, 9).tolist() == [[[[0, 1, 2, 3]] * 2]]
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_it_is_the_mean_of_dense_lists(self, causal):
+        q, k, v = (data(2, 2, 17, width, seed=width + i).requires_grad_() for i, width in enumerate((4, 4, 3)))
+        asks, keys = (lists.members(data(2, 2, 3, 17, seed=seed), 6) for seed in (5, 6))
+        keys = asks if causal else keys
+        o = lists.attend(q, k, v, asks, keys, causal=causal)
+        p, seen = lists.matrix(q, k, asks, keys, causal=causal)
+        upstream = data(*o.shape, seed=8)
+        torch.testing.assert_close(o, p @ v, rtol=1e-10, atol=1e-10)
+        found, expected = (torch.autograd.grad(y, (q, k, v), upstream, retain_graph=True) for y in (o, p @ v))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert torch.equal(p > 0, seen)
+        # Three lists of six: some tokens are in none, some in several.
+        listed = torch.zeros(2, 2, 17).scatter_add(2, asks.flatten(2), torch.ones(2, 2, 18))
+        assert {0.0, 1.0, 2.0} <= set(listed.flatten().tolist())
+        assert not o[listed == 0].any()
+        torch.testing.assert_close(p.sum(-1), (listed > 0).double())

@@ -1,0 +1,49 @@
+"""Buffers that mechanisms' own statistics move: after each step of a training, by all of its micro-batches."""
+
+import pytest
+import torch
+from test_resume import press_at
+
+import longspan
+from longspan.config import Config
+from longspan.train import fit
+from training_process import tiny, weights
+
+SPEC = "routing(clusters=3, window=5); softmax"
+LEARNING = Config(dim=8, heads=2, feedforward=12, depth=2, attention=SPEC, vocab=17, length=64)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def counts(folder):
+    return longspan.load(folder / "run").stack.attentions()[0].counts
+
+
+def test_they_move_with_and_without_a_penalty(tmp_path):
+    """Of 11 steps of 5 examples of 64 digits; a step's counts join with weight 1/1000."""
+    for penalty in (0.0, 0.01):
+        folder = tmp_path / str(penalty)
+        fit(LEARNING, tiny(folder, penalty=penalty), progress=False)
+        total, seen = 3 * 0.999**11, 5 * 64 * (1 - 0.999**11)
+        assert counts(folder).sum(-1).tolist() == pytest.approx([total + seen] * 2, rel=0.05)
+
+
+def test_micro_batches_are_added_up(tmp_path):
+    fit(LEARNING, tiny(tmp_path, steps=1, accumulate=3), progress=False)
+    assert counts(tmp_path).sum(-1).tolist() == pytest.approx([3 * 0.999 + 3 * 5 * 64 / 1000] * 2, rel=1e-5)
+
+
+def test_interrupted_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
+    fit(LEARNING, tiny(tmp_path / "whole", accumulate=2), progress=False)
+    with monkeypatch.context() as patch:
+        press_at(patch, 9)
+        with pytest.raises(KeyboardInterrupt):
+            fit(LEARNING, tiny(tmp_path / "cut", accumulate=2), progress=False)
+    fit(LEARNING, tiny(tmp_path / "cut", accumulate=2), resume=True, progress=False)
+    assert weights(tmp_path / "cut") == weights(tmp_path / "whole")
