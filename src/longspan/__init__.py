@@ -23,6 +23,6 @@ __version__ = VERSION
 __all__ = [
     "ISAB", "MAB", "PMA", "SAB", "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention",
     "Seq2Seq", "Seq2SeqConfig", "Stack", "StackConfig", "backend", "beam_search", "build", "check_attention", "clone",
-    "decay_attention", "delta_rule", "detach", "examples", "generate", "linear_attention", "load", "load_state", "names",
-    "nbytes", "save", "save_state", "score", "select", "sparse_attention",
+    "decay_attention", "delta_rule", "detach", "examples", "generate", "linear_attention", "load", "load_state",
+    "names", "nbytes", "save", "save_state", "score", "select", "sparse_attention",
 ]  # fmt: skip

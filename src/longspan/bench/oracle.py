@@ -102,8 +102,8 @@ def check_module(candidate: Candidate, make: Callable[[Task], Any], task: Task) 
     """
     asked = task | {"length": min(PREFIX, task["length"])}
     given = _random(asked, asked["length"])
-    errors = _errors(candidate.answer(asked, given), _differentiated(asked, given, _reference(lambda: make(asked))))
-    _judge(errors, task["dtype"], _shape(asked))
+    errors = relative(candidate.answer(asked, given), _differentiated(asked, given, _reference(lambda: make(asked))))
+    judge(errors, ALLOWED[task["dtype"]], _shape(asked))
     return errors
 
 
