@@ -12,9 +12,9 @@ from .rows import Run, apart, in_front
 
 
 def each(
-    run: Run, x: Tensor, state: Any, mask: Tensor | None, segments: Tensor | None, *, causal: bool
+    run: Run, x: Tensor, state: Any, mask: Tensor | None, segments: Tensor | None, *, causal: bool, width: int
 ) -> tuple[Tensor, Any]:
-    """``run(x, state, real)`` for every sequence: x (B,N,.), mask, segments (B,N) -> outputs (B,N,.), the state.
+    """``run(x, state, real)`` for every sequence: x (B,N,.), mask, segments (B,N) -> outputs (B,N,width), the state.
 
     Without a state, sequences of the same length (``causal``: of about the same) share a call with ``real`` None, so
     that memory is that of their tokens. With one, and where a graph is traced, rows begin with their real tokens, which
@@ -25,10 +25,10 @@ def each(
     if state is not None or torch.compiler.is_compiling() or transformed():
         return apart(partial(in_front, run), x, state, mask, segments)
 
-    def clean(_: Tensor, __: Tensor, x: Tensor) -> Tensor:
+    def clean(x: Tensor, _: Tensor, __: Tensor) -> Tensor:
         return run(x[:, 0], None, None)[0][:, None]
 
-    wide = x[:, None]
-    y = sparse.ragged(wide[..., :0], wide[..., :0], wide, clean, mask, segments, exact=not causal)[:, 0]
+    one = x[:, None]
+    y = sparse.ragged(one, one[..., :0], one[..., :width], clean, mask, segments, exact=not causal)[:, 0]
     # A batch of padding alone has a gradient too, of zeros.
-    return y.to(x.dtype) + 0 * x, None
+    return y + 0 * x[..., :width], None
