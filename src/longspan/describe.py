@@ -24,7 +24,10 @@ from .patterns import Pattern
 TOKENS = (256, 1024, 4096, 16384, 65536)
 LOOKED_AT = 4096  # tokens up to which all pairs are written out
 # What one part of an attention sees is not what it sees.
-PARTLY = {"lowrank_band": "its window is that of one of two softmaxes, and the other sees all"}
+PARTLY = {
+    "lowrank_band": "its window is that of one of two softmaxes, and the other sees all",
+    "poolingformer": "its window is that of the first of two softmaxes, and the other sees pooled keys",
+}
 
 
 def mechanisms() -> list[dict[str, Any]]:
