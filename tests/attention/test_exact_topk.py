@@ -21,6 +21,21 @@ def chosen(module, x, allowed, keys):
     return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, True) & allowed
 
 
+def by_hand(spec, x, **parts):
+    """Outputs for one channel of one head, whose maps are x -> weight x + bias."""
+    module = build(spec, heads=1, dim=1)
+    for part, (weight, bias) in parts.items():
+        torch.nn.init.constant_(getattr(module, part).weight, weight)
+        torch.nn.init.constant_(getattr(module, part).bias, bias)
+    return module(torch.tensor(x, dtype=torch.float64)[None, :, None])[0].flatten().tolist()
+
+
+def test_by_hand():
+    """Scores are the tokens themselves, so that one key is the largest so far."""
+    parts = {"query": (0, 1), "key": (1, 0), "value": (1, 0), "out": (1, 0)}
+    assert by_hand("exact_topk(keys=1)", [3.0, 1.0, 5.0, 2.0], **parts) == [3.0, 3.0, 5.0, 5.0]
+
+
 @BOTH
 @pytest.mark.parametrize("keys", [1, 2, 5, N - 1])
 @pytest.mark.parametrize("given", ["nothing", "mask", "segments"])

@@ -56,6 +56,21 @@ def chosen(module, scores):
     return active
 
 
+def by_hand(spec, x, **parts):
+    """Outputs for one channel of one head, whose maps are x -> weight x + bias."""
+    module = build(spec, heads=1, dim=1)
+    for part, (weight, bias) in parts.items():
+        torch.nn.init.constant_(getattr(module, part).weight, weight)
+        torch.nn.init.constant_(getattr(module, part).bias, bias)
+    return module(torch.tensor(x, dtype=torch.float64)[None, :, None])[0].flatten().tolist()
+
+
+def test_by_hand():
+    """Of two tokens one key is drawn and one query active, the first: the second reads the mean, not its softmax."""
+    parts = {"query": (0, 1), "key": (1, 0), "value": (1, 0), "out": (1, 0)}
+    assert by_hand("informer(factor=1)", [2.0, 4.0], **parts) == [2.0, 3.0]
+
+
 FORMS = pytest.mark.parametrize(
     ("options", "causal"),
     [("", True), ("", False), (", published=True", True)],

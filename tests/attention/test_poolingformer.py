@@ -60,6 +60,23 @@ def definition(module, x):
     return module.out((y + softmax(torch.tensor(seen), q, k, v)).transpose(1, 2).flatten(-2))
 
 
+def by_hand(spec, x, **parts):
+    """Outputs for one channel of one head, whose maps are x -> weight x + bias."""
+    module = build(spec, heads=1, dim=1)
+    for part, (weight, bias) in parts.items():
+        torch.nn.init.constant_(getattr(module, part).weight, weight)
+        torch.nn.init.constant_(getattr(module, part).bias, bias)
+    return module(torch.tensor(x, dtype=torch.float64)[None, :, None])[0].flatten().tolist()
+
+
+def test_by_hand():
+    """y = 1, 2, 5.5, 10 are means of neighbours; the slots hold 1.5 and 7.75, and the last token is too far from one."""
+    even, same = ("query", "key", "far_query", "far_key"), ("value", "far_value", "out")
+    parts = dict.fromkeys(even, (0, 0)) | dict.fromkeys(same, (1, 0))
+    spec = "poolingformer(window=1, far_window=2, kernel=2, stride=2)"
+    assert by_hand(spec, [1.0, 3.0, 8.0, 12.0], **parts) == [1.0, 3.5, 7.0, 17.75]
+
+
 @BOTH
 @pytest.mark.parametrize("kind", ["mean", "max", "dynamic"])
 @pytest.mark.parametrize("form", FORMS)

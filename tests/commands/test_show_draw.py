@@ -109,9 +109,7 @@ def test_what_is_not_drawn_sees_more_than_its_pattern(name):
     spec = REGISTRY[name].examples[0]
     pattern = vars(longspan.build(spec, 12, 2))["sees"]
     assert not torch.equal(pattern.dense(24)[0], seen_by(spec, True, 24))
-    with pytest.raises(
-        ValueError, match=f"{name}.* has no pattern to be drawn: .*sees all; those that have one: axial"
-    ):
+    with pytest.raises(ValueError, match=f"{name}.* has no pattern to be drawn: .*sees .*; those that have one: axial"):
         describe.picture(spec, 12, 2)
 
 

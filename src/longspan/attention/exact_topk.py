@@ -17,7 +17,8 @@ class ExactTopK(Attention):
     are no more. What is chosen has no gradient, the weights of the chosen have.
 
     ``keys``: k. Scores are made block by block of queries, and again in the backward, so that memory does not grow with
-    the pairs, though time does. ``record`` gets the mask that was used, one for each head.
+    the pairs. Time does, and is more than that of softmax: all pairs are scored there too, and none has to be chosen.
+    ``record`` gets the mask that was used, one for each head.
 
     The state is all keys and values.
 

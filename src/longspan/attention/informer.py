@@ -25,13 +25,13 @@ class State(NamedTuple):
 class Informer(Attention):
     r"""Softmax for the queries whose scores are the least even, as a few sampled keys tell; others read a mean.
 
-    The measure $M_i$ of a query is the largest of its scores less their mean, over $c \lceil \ln L \rceil$ sampled keys
-    of L, at least one. Active queries attend to all keys that they may see, the others read the mean of these values.
+    The measure $M_i$ of a query is the largest of its scores less their mean, over $c \lceil \log L \rceil$ sampled
+    keys of L (a natural logarithm), at least one. Active queries attend to all keys that they may see, the others read the mean of these values.
     Which keys are sampled depends on the layer and the positions alone, the same in training and evaluation.
 
-    Bidirectional: the $c \lceil \ln N \rceil$ queries of a head with the largest measures are active, and L = N.
+    Bidirectional: the $c \lceil \log N \rceil$ queries of a head with the largest measures are active, and L = N.
     Causal: the keys are the L = i + 1 up to the query's own, and it is active if its measure is among the
-    $c \lceil \ln L \rceil$ largest up to its own; of N queries that differ by chance about $c (\ln N)^2 / 2$ are.
+    $c \lceil \log L \rceil$ largest up to its own; of N queries that differ by chance about $c (\log N)^2 / 2$ are.
 
     ``factor``: c. ``published``: the causal form of the paper, where keys are sampled and queries chosen from the whole
     sequence, and the others read the sum of the values up to their own. It LEAKS the future: in random sequences of 64
