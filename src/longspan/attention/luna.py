@@ -74,7 +74,6 @@ class Luna(Attention):
         2021,
     )
     examples = ("luna(slots=5)", "luna(slots=3, activation='elu')")
-    native = "causal, in float32 or bfloat16"
     carries, states, contexts = True, (State,), (Context,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, slots: int = 16, activation: str = "softplus"):

@@ -1,0 +1,284 @@
+"""Informer's attention against its definition, the leak of the published form, and that the default has none."""
+
+import math
+
+import pytest
+import torch
+from test_sparse_mechanisms import build, data, heads_of, past, softmax
+
+import longspan
+from longspan.ops.compress import probsparse
+
+N = 29
+BOTH = pytest.mark.parametrize("causal", [True, False])
+MASK = torch.rand(2, N, generator=torch.Generator().manual_seed(3)) < 0.7
+
+
+def definition(module, x, active):
+    """Softmax rows where queries are active, and a mean elsewhere, or in the published form a sum."""
+    n, (q, k, v) = x.shape[1], heads_of(module, x, "query", "key", "value")
+    allowed = past(n) if module.causal else torch.ones(n, n, dtype=torch.bool)
+    even = allowed.double() / (1 if module.published else allowed.sum(-1, keepdim=True))
+    o = torch.where(active[..., None], softmax(allowed, q, k, v), even @ v)
+    return module.out(o.transpose(1, 2).flatten(-2))
+
+
+def measured(module, x):
+    """Query by query, over the keys that it draws."""
+    q, k = heads_of(module, x, "query", "key")
+    n, scores = x.shape[1], q @ k.mT * q.shape[-1] ** -0.5
+    found = torch.zeros(scores.shape[:3], dtype=torch.float64)
+    for i in range(n):
+        tokens = i + 1 if module.causal and not module.published else n
+        drawn = []
+        for draw in range(probsparse.most(tokens, module.factor)):
+            place = torch.tensor([[i]]), torch.tensor([[tokens]])
+            key, there = probsparse.sample(draw, *place, module.factor, module.layer)
+            assert bool(there)
+            drawn.append(int(key))
+        assert len(set(drawn)) == len(drawn)
+        assert 0 <= min(drawn)
+        assert max(drawn) < tokens
+        found[..., i] = scores[:, :, i, drawn].amax(-1) - scores[:, :, i, drawn].mean(-1)
+    return found
+
+
+def chosen(module, scores):
+    """One query after the other."""
+    n, active = scores.shape[-1], torch.zeros(scores.shape, dtype=torch.bool)
+    for i in range(n):
+        if module.causal and not module.published:
+            larger = (scores[..., :i] >= scores[..., i : i + 1]).sum(-1)
+            active[..., i] = larger < probsparse.most(i + 1, module.factor)
+        else:
+            larger = (scores > scores[..., i : i + 1]).sum(-1) + (scores[..., :i] == scores[..., i : i + 1]).sum(-1)
+            active[..., i] = larger < probsparse.most(n, module.factor)
+    return active
+
+
+def by_hand(spec, x, **parts):
+    """Outputs for one channel of one head, whose maps are x -> weight x + bias."""
+    module = build(spec, heads=1, dim=1)
+    for part, (weight, bias) in parts.items():
+        torch.nn.init.constant_(getattr(module, part).weight, weight)
+        torch.nn.init.constant_(getattr(module, part).bias, bias)
+    return module(torch.tensor(x, dtype=torch.float64)[None, :, None])[0].flatten().tolist()
+
+
+def test_by_hand():
+    """Of two tokens one key is drawn and one query active, the first: the second reads the mean, not its softmax."""
+    parts = {"query": (0, 1), "key": (1, 0), "value": (1, 0), "out": (1, 0)}
+    assert by_hand("informer(factor=1)", [2.0, 4.0], **parts) == [2.0, 3.0]
+
+
+FORMS = pytest.mark.parametrize(
+    ("options", "causal"),
+    [("", True), ("", False), (", published=True", True)],
+    ids=["causal", "bidirectional", "leaky"],
+)
+
+
+@FORMS
+@pytest.mark.parametrize("factor", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 2, 7, N, 70])
+def test_it_equals_the_definition(options, causal, factor, n):
+    module, x = build(f"informer(factor={factor}{options})", causal=causal), data(n).requires_grad_()
+    active = chosen(module, measured(module, x))
+    assert torch.equal(module.active(x), active)
+    found, expected = module(x)[0], definition(module, x, active)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    wanted, upstream = (x, *module.parameters()), data(n, seed=9)
+    grads = (
+        torch.autograd.grad(y, wanted, upstream, allow_unused=True, materialize_grads=True) for y in (found, expected)
+    )
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+    with longspan.backend("reference"):
+        torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=1e-10)
+
+
+@BOTH
+def test_some_queries_are_active_and_some_are_not(causal):
+    module, x = build("informer(factor=1)", causal=causal), data(70)
+    active = module.active(x).sum(-1)
+    if causal:
+        assert (active > 5).all()
+        assert (active < 35).all()
+    else:
+        assert (active == 5).all()  # ceil(ln 70)
+
+
+@BOTH
+@pytest.mark.parametrize("given", ["nothing", "mask", "segments"])
+def test_the_recorded_matrix_is_what_it_used(given, causal):
+    module, x = build("informer(factor=1)", causal=causal), data(N)
+    arguments, real = {}, torch.ones(2, N, dtype=torch.bool)
+    if given == "mask":
+        arguments, real = {"mask": MASK}, MASK
+    if given == "segments":
+        arguments = {"segments": torch.tensor([[0] * 7 + [1] * 22, [4] * N])}
+    record: dict = {}
+    y = module(x, record=record, **arguments)[0]
+    (v,) = heads_of(module, x, "value")
+    o = record["matrix"] @ v
+    torch.testing.assert_close(y[real], module.out(o.transpose(1, 2).flatten(-2))[real], rtol=0, atol=1e-10)
+    rows = record["matrix"].transpose(1, 2)[real]
+    torch.testing.assert_close(rows.sum(-1), torch.ones_like(rows[..., 0]), rtol=0, atol=1e-10)
+    assert not record["matrix"].masked_select(~record["mask"] & real[:, None, :, None]).any()
+
+
+def test_the_matrix_of_a_later_call_begins_with_the_slots():
+    module, x, record = build("informer(factor=1)"), data(N), {}
+    whole: dict = {}
+    module(x, record=whole)
+    _, state = module(x[:, :11], module.init_state(2))
+    module(x[:, 11:], state, record=record)
+    torch.testing.assert_close(record["matrix"], whole["matrix"][:, :, 11:], rtol=0, atol=1e-10)
+    assert torch.equal(record["mask"].expand(2, 1, -1, -1), whole["mask"][:, :, 11:].expand(2, 1, -1, -1))
+
+
+@BOTH
+def test_with_all_queries_active_it_is_softmax(causal):
+    module, other, x = build(f"informer(factor={N})", causal=causal), build("softmax", causal=causal), data(N)
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module(x)[0], other(x)[0], rtol=0, atol=1e-10)
+    found, expected = (m(x, mask=MASK)[0] for m in (module, other))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_published_with_all_queries_active_is_softmax():
+    module, other, x = build(f"informer(factor={N}, published=True)"), build("softmax"), data(N)
+    other.load_state_dict(module.state_dict())
+    torch.testing.assert_close(module(x)[0], other(x)[0], rtol=0, atol=1e-10)
+
+
+@BOTH
+def test_if_all_keys_are_drawn_the_layer_does_not_matter(causal):
+    """The layer seeds the sampling. Draws are as many as keys up to 4 tokens, and for larger factors."""
+    x = data(N)
+    for factor, same in ((1, False), (N, True)):
+        q, k = heads_of(build("informer", causal=causal), x, "query", "key")
+        at = torch.arange(N)[None]
+        tokens = at + 1 if causal else torch.full_like(at, N)
+        scores = [probsparse.measure(q, k, at, tokens, factor=factor, layer=layer) for layer in (0, 1)]
+        assert torch.allclose(*scores, rtol=0, atol=1e-12) is same
+
+
+@BOTH
+def test_values_of_one_give_one(causal):
+    """Weights sum to 1, in the published form they do not."""
+    for options in ("", ", published=True")[: 1 + causal]:
+        module, x = build(f"informer(factor=1{options})", causal=causal), data(N)
+        torch.nn.init.zeros_(module.value.weight)
+        torch.nn.init.ones_(module.value.bias)
+        expected = module.out(torch.ones(6, dtype=torch.float64))
+        even = torch.isclose(module(x)[0], expected, rtol=0, atol=1e-10).all(-1)
+        assert bool(even.all()) is not options.startswith(",")
+
+
+@BOTH
+def test_padding_is_no_query_and_no_key(causal):
+    module, x = build("informer(factor=1)", causal=causal), data(N)
+    alone = module(x)[0]
+    torch.testing.assert_close(module(x, mask=torch.ones(2, N, dtype=torch.bool))[0], alone, rtol=0, atol=1e-12)
+    for left, right in ((1, 0), (2, 5), (0, 3)):
+        padded = torch.nn.functional.pad(x, (0, 0, left, right), value=7.0)
+        mask = torch.zeros(2, left + N + right, dtype=torch.bool)
+        mask[:, left : left + N] = True
+        y = module(padded, mask=mask)[0][:, left : left + N]
+        torch.testing.assert_close(y, alone, rtol=0, atol=1e-10)
+
+
+@FORMS
+def test_padding_where_a_compiler_traces(options, causal, monkeypatch):
+    monkeypatch.setattr("longspan.states.clean.transformed", lambda: True)
+    module, x = build(f"informer(factor=1{options})", causal=causal), data(N)
+    y = module(x, mask=MASK)[0]
+    for row in range(2):
+        alone = module(x[row : row + 1, MASK[row]])[0]
+        torch.testing.assert_close(y[row : row + 1, MASK[row]], alone, rtol=0, atol=1e-10)
+
+
+def leak(spec, n=64, trials=20):
+    """The share of outputs in the first half that new tokens in the second one move, of random sequences."""
+    module, moved = build(spec), 0.0
+    for seed in range(trials):
+        x = data(n, seed=seed)
+        other = torch.cat([x[:, : n // 2], data(n // 2, seed=1000 + seed)], 1)
+        with torch.no_grad():
+            change = (module(x)[0] - module(other)[0])[:, : n // 2].abs().amax(-1)
+        moved += float((change > 1e-9).double().mean()) / trials
+    return moved
+
+
+def test_the_published_form_leaks_and_the_default_does_not():
+    assert leak("informer") == 0.0
+    assert leak("informer(factor=1)") == 0.0
+    rate = leak("informer(published=True)")
+    assert f"{rate:.0%}".replace("%", " %") in str(longspan.attention.REGISTRY["informer"].__doc__)
+
+
+def test_the_default_does_not_look_at_later_measures():
+    """Every query's measure beaten by a later one, at every cut."""
+    module, x = build("informer(factor=1)"), data(N)
+    y = module(x)[0]
+    for t in range(1, N):
+        other = torch.cat([x[:, :t], 100 * data(N - t, seed=5)], 1)
+        torch.testing.assert_close(module(other)[0][:, :t], y[:, :t], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 3, 17, 64, 100])
+def test_earlier_ones_are_counted(n):
+    x = torch.randint(9, (2, 3, n), generator=torch.Generator().manual_seed(1)).double()  # many are equal
+    expected = torch.tensor(
+        [[[sum(row[j] >= row[i] for j in range(i)) for i in range(n)] for row in rows] for rows in x.tolist()]
+    ).view(2, 3, n)
+    assert torch.equal(probsparse.earlier(x), expected.long())
+
+
+def test_earlier_calls_count_by_sorting_and_without(monkeypatch):
+    x = torch.randint(9, (2, 3, 40), generator=torch.Generator().manual_seed(1)).double()
+    whole = probsparse.among_earlier(x, torch.arange(40)[None], None, None, 1)
+    for at_most in (0, 64):
+        monkeypatch.setattr(probsparse, "EARLIEST", at_most)
+        place = torch.arange(25, 40)[None]
+        # Slots beyond those in use hold anything.
+        held = torch.cat([x[..., :25], torch.full((2, 3, 5), 99.0, dtype=torch.float64)], -1)
+        found = probsparse.among_earlier(x[..., 25:], place, held, torch.tensor([25, 25]), 1)
+        assert torch.equal(found, whole[..., 25:])
+
+
+def test_counts_are_those_of_the_paper():
+    assert [probsparse.most(n, 5) for n in (0, 1, 2, 5, 20, 21, 96, 10_000)] == [0, 1, 2, 5, 15, 20, 25, 50]
+    numbers = torch.arange(3000)
+    assert probsparse.counts(numbers, 3).tolist() == [probsparse.most(n, 3) for n in range(3000)]
+    assert math.ceil(math.log(96)) == 5
+
+
+@pytest.mark.parametrize("cuts", [[1] * N, [2, 3, 24], [28, 1]])
+def test_steps_choose_among_all_so_far(cuts):
+    module, x = build("informer(factor=1)"), data(N)
+    state, outs = module.init_state(2), []
+    for part in x.split(cuts, 1):
+        y, state = module(part, state)
+        outs.append(y)
+    torch.testing.assert_close(torch.cat(outs, 1), module(x)[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "causal", "message"),
+    [
+        ("factor=0", True, "factor=0 times the logarithm of the length is sampled, so factor >= 1"),
+        ("published=True", False, "published=True is a form of causal=True"),
+    ],
+)
+def test_bad_options_are_refused(options, causal, message):
+    with pytest.raises(ValueError, match=message):
+        build(f"informer({options})", causal=causal)
+
+
+def test_the_published_form_has_no_state_and_no_matrix():
+    module, x = build("informer(published=True)"), data(N)
+    with pytest.raises(ValueError, match="published=True chooses from whole sequences, so it has no state"):
+        module.init_state(2)
+    with pytest.raises(ValueError, match="so record= has no matrix"):
+        module(x, record={})

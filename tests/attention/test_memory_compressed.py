@@ -1,0 +1,175 @@
+"""Memory-compressed attention against its definition, slot by slot, and what it is for special kernels."""
+
+import pytest
+import torch
+from test_sparse_mechanisms import build, data, heads_of, softmax
+
+import longspan
+
+N = 23
+BOTH = pytest.mark.parametrize("causal", [True, False])
+CONV, MEAN = "memory_compressed(stride={})", "memory_compressed(stride={}, pool='mean')"
+
+
+def slots_of(module, tokens, taps, whole):
+    """(B,N,dim) -> (B,H,S,D), one slot after the other."""
+    r, n = module.stride, tokens.shape[1]
+    found = []
+    for start in range(0, n, r):
+        part = tokens[:, start : start + r]
+        if part.shape[1] < r and whole:
+            break
+        if module.pool == "mean":
+            found.append(part.mean(1))
+        else:
+            weight = taps.weight.unflatten(1, (r, -1))  # (dim,R,dim)
+            found.append(sum(part[:, i] @ weight[:, i].mT for i in range(part.shape[1])))
+    slots = torch.stack(found, 1) if found else tokens[:, :0]
+    return slots.unflatten(-1, (module.heads, -1)).transpose(1, 2)
+
+
+def definition(module, x):
+    taps = (getattr(module, name, None) for name in ("compress_key", "compress_value"))
+    k, v = (
+        slots_of(module, part(x), tap, module.causal)
+        for part, tap in zip((module.key, module.value), taps, strict=True)
+    )
+    n, s, r = x.shape[1], k.shape[2], module.stride
+    allowed = torch.tensor([[not module.causal or j * r + r - 1 <= i for j in range(s)] for i in range(n)]).view(n, s)
+    if module.null:
+        null = (p[:, None].expand(len(x), -1, 1, -1) for p in (module.null_key, module.null_value))
+        k, v = (torch.cat([first, rest], 2) for first, rest in zip(null, (k, v), strict=True))
+        allowed = torch.cat([torch.ones(n, 1, dtype=torch.bool), allowed], 1)
+    (q,) = heads_of(module, x, "query")
+    return module.out(softmax(allowed, q, k, v).transpose(1, 2).flatten(-2))
+
+
+def agree(found, expected, wanted):
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    upstream = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    grads = (torch.autograd.grad(y, wanted, upstream, allow_unused=True, materialize_grads=True)
+             for y in (found, expected))  # fmt: skip
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@BOTH
+@pytest.mark.parametrize("null", [False, True])
+@pytest.mark.parametrize("form", [CONV, MEAN])
+@pytest.mark.parametrize(("stride", "n"), [(1, 5), (2, 9), (3, 2), (3, 3), (3, N), (4, N), (5, N + 1), (7, 1)])
+def test_it_equals_the_definition(form, stride, n, null, causal):
+    module, x = build(form.format(stride)[:-1] + f", null={null})", causal=causal), data(n).requires_grad_()
+    agree(module(x)[0], definition(module, x), (x, *module.parameters()))
+
+
+def test_by_hand():
+    """Means of two tokens: the fourth of five sees the slots (0, 1) and (2, 3), the second and third only the first."""
+    module = build("memory_compressed(stride=2, pool='mean')", heads=1, dim=1)
+    for part, (weight, bias) in {"query": (0, 0), "key": (1, 0), "value": (1, 0), "out": (1, 0)}.items():
+        torch.nn.init.constant_(getattr(module, part).weight, weight)
+        torch.nn.init.constant_(getattr(module, part).bias, bias)
+    x = torch.tensor([1.0, 3.0, 8.0, 12.0, 100.0], dtype=torch.float64)[None, :, None]
+    torch.testing.assert_close(module(x)[0].flatten(), torch.tensor([0.0, 2, 2, 6, 6], dtype=torch.float64))
+
+
+@BOTH
+@pytest.mark.parametrize("form", [CONV, MEAN])
+def test_one_token_to_a_slot_is_softmax(form, causal):
+    module, other, x = build(form.format(1), causal=causal), build("softmax", causal=causal), data()
+    for taps in ("compress_key", "compress_value"):
+        if hasattr(module, taps):
+            torch.nn.init.eye_(getattr(module, taps).weight)
+    other.load_state_dict({name: p for name, p in module.state_dict().items() if "compress" not in name})
+    torch.testing.assert_close(module(x)[0], other(x)[0], rtol=0, atol=1e-10)
+
+
+def test_a_kernel_of_means_is_attention_to_means():
+    for causal in (True, False):
+        # 24 tokens: cut off, a convolution counts what is missing as zeros and a mean does not count it.
+        module, other, x = build(CONV.format(3), causal=causal), build(MEAN.format(3), causal=causal), data(24)
+        for taps in (module.compress_key, module.compress_value):
+            taps.weight.data = torch.eye(6, dtype=torch.float64).repeat(1, 3) / 3
+        other.load_state_dict({name: p for name, p in module.state_dict().items() if "compress" not in name})
+        torch.testing.assert_close(module(x)[0], other(x)[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("n", [N, N + 1, N + 2, N + 3])
+def test_a_token_moves_those_that_see_its_whole_slot(n):
+    """By finite perturbation at each remainder of the length and of the token."""
+    module, x = build(MEAN.format(4)), data(n)
+    y = module(x)[0]
+    for t in range(n):
+        other = x.clone()
+        other[:, t] = 3 * data(1, seed=5)[:, 0]
+        moved = ((module(other)[0] - y).abs() > 1e-12).any(-1).any(0)
+        first = t // 4 * 4 + 3  # the last token of its slot
+        # Its own query moves what it reads, once it sees a slot and another.
+        expected = torch.tensor([i >= first or (i == t and i >= 7) for i in range(n)])
+        assert torch.equal(moved, expected)
+
+
+@pytest.mark.parametrize("spec", [CONV.format(3), "memory_compressed(stride=4, pool='mean', null=True)"])
+@BOTH
+def test_padding_does_not_shift_the_slots(spec, causal):
+    module, x = build(spec, causal=causal), data(N)
+    alone = module(x)[0]
+    torch.testing.assert_close(module(x, mask=torch.ones(2, N, dtype=torch.bool))[0], alone, rtol=0, atol=1e-12)
+    for left, right in ((1, 0), (2, 5), (0, 3), (3, 1)):
+        padded = torch.nn.functional.pad(x, (0, 0, left, right), value=7.0)
+        mask = torch.zeros(2, left + N + right, dtype=torch.bool)
+        mask[:, left : left + N] = True
+        y = module(padded, mask=mask)[0][:, left : left + N]
+        torch.testing.assert_close(y, alone, rtol=0, atol=1e-10)
+
+
+def test_the_first_tokens_read_nothing_or_the_null_slot():
+    for null in (False, True):
+        module, x = build(f"memory_compressed(stride=3, null={null})"), data()
+        value = module.null_value.flatten() if null else torch.zeros(6, dtype=torch.float64)
+        torch.testing.assert_close(module(x)[0][:, :2], module.out(value).expand(2, 2, -1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cuts", [[1] * N, [2, 3, 18], [1, 22], [19, 4]])
+def test_the_state_is_the_slots_and_what_is_left_over(cuts):
+    module, x = build(CONV.format(3)), data(N)
+    state, outs = module.init_state(2), []
+    for part in x.split(cuts, 1):
+        y, state = module(part, state)
+        outs.append(y)
+    torch.testing.assert_close(torch.cat(outs, 1), definition(module, x), rtol=0, atol=1e-10)
+    assert state.slots.length.tolist() == [N // 3] * 2
+    assert state.keys.shape == (2, 2, 2, 3)
+    assert state.position.tolist() == [N] * 2
+
+
+def test_a_convolution_mixes_the_heads():
+    """The plain reading of the paper: a kernel over all channels."""
+    module, x = build(CONV.format(3)), data(N)
+    moved = build(CONV.format(3))
+    moved.key.weight.data[3:] = 0.0  # the second head's keys
+    one, other = (definition_of_keys(m, x)[:, 0] for m in (module, moved))
+    assert (one - other).abs().max() > 1e-3
+
+
+def definition_of_keys(module, x):
+    return slots_of(module, module.key(x), module.compress_key, True)
+
+
+def test_the_reference_is_the_same():
+    for spec in (CONV.format(3), "memory_compressed(stride=4, null=True)"):
+        module, x = build(spec), data()
+        with longspan.backend("reference"):
+            y = module(x)[0]
+        torch.testing.assert_close(module(x)[0], y, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("stride=0", "stride=0 tokens make a slot; it must be at least 1"),
+        ("pool='maximum'", "unknown pool 'maximum'; known: conv, mean"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        build(f"memory_compressed({options})")
