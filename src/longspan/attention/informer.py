@@ -26,8 +26,9 @@ class Informer(Attention):
     r"""Softmax for the queries whose scores are the least even, as a few sampled keys tell; others read a mean.
 
     The measure $M_i$ of a query is the largest of its scores less their mean, over $c \lceil \log L \rceil$ sampled
-    keys of L (a natural logarithm), at least one. Active queries attend to all keys that they may see, the others read the mean of these values.
-    Which keys are sampled depends on the layer and the positions alone, the same in training and evaluation.
+    keys of L (a natural logarithm), at least one. Active queries attend to all keys that they may see, the others read
+    the mean of these values. Which keys are sampled depends on the layer and the positions alone, the same in training
+    and evaluation.
 
     Bidirectional: the $c \lceil \log N \rceil$ queries of a head with the largest measures are active, and L = N.
     Causal: the keys are the L = i + 1 up to the query's own, and it is active if its measure is among the
