@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from test_sparse_mechanisms import build, data, heads_of, softmax
 
 import longspan
 from longspan.ops.compress import blocks, select
 from longspan.ops.softmax import dense
+from sparse_cases import build, data, heads_of, softmax
 
 N = 29
 BOTH = pytest.mark.parametrize("causal", [True, False])

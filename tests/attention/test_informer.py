@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from test_sparse_mechanisms import build, data, heads_of, past, softmax
 
 import longspan
 from longspan.ops.compress import probsparse
+from sparse_cases import build, data, heads_of, past, softmax
 
 N = 29
 BOTH = pytest.mark.parametrize("causal", [True, False])

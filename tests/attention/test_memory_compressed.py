@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from test_sparse_mechanisms import build, data, heads_of, softmax
 
 import longspan
+from sparse_cases import build, data, heads_of, softmax
 
 N = 23
 BOTH = pytest.mark.parametrize("causal", [True, False])

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_sparse_mechanisms import build, data, heads_of, pairs, past, softmax
 
 import longspan
 from longspan.ops.compress import pool
+from sparse_cases import build, data, heads_of, pairs, past, softmax
 
 N = 23
 BOTH = pytest.mark.parametrize("causal", [True, False])
