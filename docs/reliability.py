@@ -16,32 +16,39 @@ PAGE = Path(__file__).resolve().parent / "reliability.md"
 BEGIN, END = "<!-- attacks:begin -->", "<!-- attacks:end -->"
 
 
-def table(found: dict[str, Any]) -> str:
+def table(several: list[dict[str, Any]]) -> str:
     """What was found as Markdown: a row for each attack, and where the figures come from."""
+    found = sorted(((row, one["commit"][:7] or "unknown") for one in several for row in one["attacks"]), key=_named)
     rows = [
-        f"| `{row['attack']}` | {row['cases']:,} | {row['failures']} | {row['seconds']} |" for row in found["attacks"]
+        f"| `{row['attack']}` | {row['cases']:,} | {row['failures']} | {row['seconds']} | {commit} |"
+        for row, commit in found
     ]
-    cases, failures, seconds = (sum(row[key] for row in found["attacks"]) for key in ("cases", "failures", "seconds"))
+    cases, failures, seconds = (sum(row[key] for row, _ in found) for key in ("cases", "failures", "seconds"))
+    places = dict.fromkeys(
+        f"{one['processor']}, {one['cores']} cores, {one['system']}, torch {one['torch']}" for one in several
+    )
+    seeds = ", ".join(dict.fromkeys(str(one["seed"]) for one in several))
     return "\n".join(
         (
-            "| attack | cases | failures | seconds |",
-            "|---|---|---|---|",
+            "| attack | cases | failures | seconds | at commit |",
+            "|---|---|---|---|---|",
             *rows,
-            f"| all | {cases:,} | {failures} | {seconds} |",
+            f"| all | {cases:,} | {failures} | {seconds} | |",
             "",
-            f"By `python -m attacks` in `tests` (seed {found['seed']}) at commit {found['commit'][:7] or 'unknown'} on "
-            f"{found['processor']}, "
-            f"{found['cores']} cores, {found['system']}, torch {found['torch']}.",
+            f"By `python -m attacks` in `tests` (seed {seeds}) on {'; '.join(places)}.",
         )
     )
 
 
-def written(text: str, found: dict[str, Any]) -> str:
+def _named(pair: tuple[dict[str, Any], str]) -> str:
+    return pair[0]["attack"]
+
+
+def written(text: str, several: list[dict[str, Any]]) -> str:
     """The page with its table written anew."""
-    return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table(found)}\n{END}", text, flags=re.DOTALL)
+    return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table(several)}\n{END}", text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
     several = [json.loads(Path(file).read_text(encoding="utf-8")) for file in sys.argv[1:]]
-    counts = several[0] | {"attacks": sorted((r for one in several for r in one["attacks"]), key=lambda r: r["attack"])}
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), counts), encoding="utf-8")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), several), encoding="utf-8")

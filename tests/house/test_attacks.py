@@ -31,7 +31,7 @@ def test_counts_go_into_the_page():
             assert attacks.__main__.main() == 0
         found = json.loads(path.read_text(encoding="utf-8"))
     namespace = runpy.run_path(str(DOCS / "reliability.py"))
-    page = namespace["written"]((DOCS / "reliability.md").read_text(encoding="utf-8"), found)
+    page = namespace["written"]((DOCS / "reliability.md").read_text(encoding="utf-8"), [found])
     assert "| `specs` | 2 | 0 | " in page
     assert "| all | 2 | 0 | " in page
-    assert namespace["written"](page, found) == page
+    assert namespace["written"](page, [found]) == page
