@@ -185,7 +185,7 @@ def test_native_functions_without_users_say_that_they_are_absent(installed, name
     assert absent.__name__ == function
 
 
-@pytest.mark.parametrize("name", ["clustered", "improved-clustered", "causal-improved-clustered", "reformer"])
+@pytest.mark.parametrize("name", ["clustered", "improved-clustered", "causal-improved-clustered"])
 def test_attentions_without_users_say_so_when_built(name):
     builder = TransformerEncoderBuilder.from_kwargs(**small(attention_type=name, bits=16))
     with pytest.raises(NotImplementedError, match=f"Attention of fast-transformers is not carried over.*{PAGE}"):

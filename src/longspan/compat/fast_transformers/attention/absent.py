@@ -1,4 +1,4 @@
-"""Clustered and hashed attentions, which are not carried over; builders know their names in order to say so."""
+"""Clustered attentions, which are not carried over; builders know their names in order to say so."""
 
 from ..absent import Absent
 from ..attention_registry import AttentionRegistry, Bool, EventDispatcherInstance, Float, Int, Optional
@@ -16,10 +16,6 @@ class ImprovedClusteredCausalAttention(Absent):
     """Not carried over: raises NotImplementedError."""
 
 
-class ReformerAttention(Absent):
-    """Not carried over: raises NotImplementedError."""
-
-
 _ALL = [
     ("softmax_temp", Optional(Float)),
     ("attention_dropout", Optional(Float, 0.1)),
@@ -32,8 +28,3 @@ _IMPROVED = [*_CLUSTERED, ("topk", Optional(Int, 32))]
 AttentionRegistry.register("clustered", ClusteredAttention, _CLUSTERED)
 AttentionRegistry.register("improved-clustered", ImprovedClusteredAttention, _IMPROVED)
 AttentionRegistry.register("causal-improved-clustered", ImprovedClusteredCausalAttention, _IMPROVED)
-AttentionRegistry.register(
-    "reformer",
-    ReformerAttention,
-    [*_ALL, ("chunk_size", Optional(Int, 32)), ("rounds", Optional(Int, 4)), ("masked", Optional(Bool, False))],
-)
