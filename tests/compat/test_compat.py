@@ -191,13 +191,6 @@ def test_native_functions_without_users_say_that_they_are_absent(installed, name
     assert absent.__name__ == function
 
 
-@pytest.mark.parametrize("name", ["reformer"])
-def test_attentions_without_users_say_so_when_built(name):
-    builder = TransformerEncoderBuilder.from_kwargs(**small(attention_type=name, bits=16))
-    with pytest.raises(NotImplementedError, match=f"Attention of fast-transformers is not carried over.*{PAGE}"):
-        builder.get()
-
-
 def test_the_page_has_the_section_that_the_error_names():
     assert "\n## What is not carried over\n" in (ROOT / PAGE).read_text(encoding="utf-8")
 

@@ -12,10 +12,10 @@ _MODULES = (
     "aggregate", "attention", "attention.aft_attention", "attention.attention_layer",
     "attention.causal_linear_attention", "attention.clustered_attention", "attention.conditional_full_attention",
     "attention.exact_topk_attention", "attention.full_attention", "attention.linear_attention",
-    "attention.local_attention", "attention_registry", "builders", "builders.attention_builders", "builders.base",
-    "builders.transformer_builders", "causal_product", "clustering", "clustering.hamming", "events", "events.event",
-    "events.event_dispatcher", "events.filters", "feature_maps", "feature_maps.base",
-    "feature_maps.fourier_features", "hashing", "masking", "recurrent", "recurrent.attention",
+    "attention.local_attention", "attention.reformer_attention", "attention_registry", "builders",
+    "builders.attention_builders", "builders.base", "builders.transformer_builders", "causal_product", "clustering",
+    "clustering.hamming", "events", "events.event", "events.event_dispatcher", "events.filters", "feature_maps",
+    "feature_maps.base", "feature_maps.fourier_features", "hashing", "masking", "recurrent", "recurrent.attention",
     "recurrent.transformers", "sparse_product", "transformers", "utils", "weight_mapper",
 )  # fmt: skip
 
@@ -23,7 +23,6 @@ _MODULES = (
 _MERGED = {
     "attention.improved_clustered_attention": "attention.clustered_attention",
     "attention.improved_clustered_causal_attention": "attention.clustered_attention",
-    "attention.reformer_attention": "attention.absent",
     "attention_registry.registry": "attention_registry",
     "attention_registry.spec": "attention_registry",
     # Imported by other packages only to see whether there are kernels.

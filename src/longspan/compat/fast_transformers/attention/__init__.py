@@ -1,6 +1,5 @@
 """Attentions: a layer with projections and heads, and what can be inside."""
 
-from .absent import ReformerAttention
 from .aft_attention import AFTFullAttention, AFTSimpleAttention
 from .attention_layer import AttentionLayer
 from .causal_linear_attention import CausalLinearAttention
@@ -10,6 +9,7 @@ from .exact_topk_attention import ExactTopKAttention
 from .full_attention import FullAttention
 from .linear_attention import LinearAttention
 from .local_attention import LocalAttention
+from .reformer_attention import ReformerAttention
 
 __all__ = [
     "AFTFullAttention", "AFTSimpleAttention", "AttentionLayer", "CausalLinearAttention", "ClusteredAttention",
