@@ -9,13 +9,12 @@ from longspan.attention import Attention
 from longspan.attention.linear import Linear
 from longspan.attention.softmax import Softmax
 from longspan.checks import Broken, Gauge
-from longspan.ops import sparse
-from longspan.ops.linear import recurrence
+from longspan.ops import gated, sparse
 from longspan.states import lookback
 
 
-def step_in_place(q, k, v, state, *, donate=False, original=recurrence.step):
-    return original(q, k, v, state, donate=True)
+def step_in_place(q, k, v, *, donate, original=gated.step, **options):
+    return original(q, k, v, donate=True, **options)
 
 
 def masked_as_the_first_row(self, x, state, *, mask=None, original=Linear.attend, **arguments):
@@ -79,7 +78,7 @@ def wrong_from_nothing(q, k, v, pattern, *, original=sparse.blockwise.attend, **
 ROTARY = "linear(rotary=100.0)"
 LOCAL = "local(window=5)"
 MISTAKES = {
-    "the state after two steps that continued it": ("state", ROTARY, recurrence, "step", step_in_place),
+    "the state after two steps that continued it": ("state", ROTARY, gated, "step", step_in_place),
     "padding on the left: the other row": ("padding", "linear", Linear, "attend", masked_as_the_first_row),
     "a packed segment with padding": ("packed", "linear", Linear, "attend", packed_without_padding),
     "a packed segment: differ": ("packed", "linear", Linear, "attend", wrong_where_nothing_is_recorded),

@@ -6,7 +6,8 @@ import torch
 from longspan import checks
 from longspan.attention import arguments
 from longspan.attention import linear as linear_module
-from longspan.ops import linear, prefix
+from longspan.ops import gated, linear, prefix
+from longspan.ops.gated import chunks
 from longspan.ops.linear import causal as spans
 from longspan.ops.linear import composed, recurrence, workspace
 from longspan.ops.linear import native as sequence
@@ -17,8 +18,8 @@ from longspan.states import cache
 from longspan.states.cache import Sight
 
 
-def leaky_scan(products, borders):
-    return products.tril_(1) if borders is None else products.tril_(1).mul_(borders.same)
+def leaky_products(span, a, b):
+    return (a @ b.mT).tril(1) if span.weight is None else (a @ b.mT) * span.weight
 
 
 def leaky_triangle(products, diagonal=0, original=torch.Tensor.tril):
@@ -99,8 +100,8 @@ def prefix_blind_to_the_past(cache_, k, v, *, prefix=None, original=cache.extend
     return sight._replace(mask=sight.mask & (torch.arange(sight.keys.shape[2]) > 0)), added
 
 
-def step_in_place(q, k, v, state, *, donate=False, original=recurrence.step):
-    return original(q, k, v, state.detach(), donate=True)
+def step_in_place(q, k, v, *, state, donate, original=gated.step, **options):
+    return original(q, k, v, state=state.detach(), donate=True, **options)
 
 
 def cache_in_place(cache_, k, v, used, donate, original=cache._extend_even):
@@ -116,16 +117,16 @@ def forgotten_past(q, k, allowed, *, eps, state=None, numerator=None, original=l
     return original(q, k, allowed, eps=0.1, state=state, numerator=numerator)
 
 
-def last_token_unwritten(q, k, v, state=None, *, segments=None, chunk=64, donate=False, original=recurrence.scan):
-    out, after = original(q, k, v, state, segments=segments, chunk=chunk)
+def last_token_unwritten(q, k, v, state=None, *, segments=None, donate=False, original=recurrence.scan):
+    out, after = original(q, k, v, state, segments=segments)
     if q.shape[2] > 1:
-        after = original(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], state, chunk=chunk)[1]
+        after = original(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], state)[1]
     return out, after
 
 
-def sums_in_half_precision(parts, start, whole, reverse=False, original=recurrence._prefix):
+def sums_in_half_precision(parts, whole, state, original=chunks._sums):
     parts = parts.bfloat16().float() if parts.dtype is torch.float32 else parts
-    return original(parts, start, whole, reverse)
+    return original(parts, whole, state)
 
 
 def positions_from_one(x, start=None, *, mask=None, segments=None, original=positions):
@@ -148,7 +149,7 @@ def blind_to_itself(cache_, k, v, used, donate, original=cache._extend_even):
 CUT = "parallel_is_recurrent"
 ROTARY = "linear(rotary=100.0)"  # goes by the scan; others have forms of their own
 MUTANTS = {
-    "a leaky mask in the scan": (recurrence, "_masked", leaky_scan, ROTARY, "causal"),
+    "a leaky mask in the scan": (chunks.Span, "products", leaky_products, ROTARY, "causal"),
     "a leaky mask in the quadratic form": (torch.Tensor, "tril", leaky_triangle, "linear", "causal"),
     "a leaky mask in a span": (workspace.Rows, "causal", leaky_span, "linear", "oracle"),
     "a leaky mask in softmax": (dense, "attend", leaky_softmax, "softmax", "causal"),
@@ -162,16 +163,16 @@ MUTANTS = {
     "a span that forgets gradients from later ones": (
         workspace.Rows, "running", state_of_the_span_unread, "linear", "oracle",
     ),
-    "a state changed in place by a step": (recurrence, "step", step_in_place, "linear", "state"),
+    "a state changed in place by a step": (gated, "step", step_in_place, "linear", "state"),
     "a cache changed in place": (cache, "_extend_even", cache_in_place, "softmax", "state"),
     "a wrong normaliser": (linear, "normalise", mean_instead_of_normaliser, ROTARY, "attention_matrix"),
     "a wrong eps in the quadratic form": (
         spans, "quadratic", wrong_eps_in_the_quadratic_form, "linear", "attention_matrix",
     ),
     "a wrong eps in the matrix": (linear, "matrix", forgotten_past, "linear", "attention_matrix"),
-    "sums in half precision": (recurrence, "_prefix", sums_in_half_precision, ROTARY, "oracle"),
+    "sums in half precision": (chunks, "_sums", sums_in_half_precision, ROTARY, "oracle"),
     # With so few features that roundings are magnified.
-    "sums in half precision, in a denominator": (recurrence, "_prefix", sums_in_half_precision, "rfa", "oracle"),
+    "sums in half precision, in a denominator": (chunks, "_sums", sums_in_half_precision, "rfa", "oracle"),
     "a prefill that forgets its last token": (recurrence, "scan", last_token_unwritten, ROTARY, CUT),
     "a prefill of spans that forgets its last token": (spans, "attend", last_token_unwritten_by_spans, "linear", CUT),
     "a prefill one position off": (linear_module, "positions", positions_from_one, ROTARY, CUT),

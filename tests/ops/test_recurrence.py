@@ -5,6 +5,7 @@ import torch
 
 from longspan import backend, linear_attention
 from longspan.ops.linear import recurrence
+from longspan.ops.native.call import available
 from longspan.ops.segments import cut
 
 
@@ -21,16 +22,47 @@ def loss(out):
 SEGMENTS = torch.tensor([[0] * 7 + [2] * 11 + [5] * 11, [1] * 29])
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 64])
+def loop(q, k, v, state, segments=None):
+    """The definition, token by token."""
+    out = []
+    for t in range(q.shape[2]):
+        if segments is not None and t > 0:
+            state = state * (segments[:, t] == segments[:, t - 1]).to(state)[:, None, None, None]
+        state = state + k[:, :, t, :, None] * v[:, :, t, None, :]
+        out.append(torch.einsum("bhd,bhde->bhe", q[:, :, t], state))
+    return torch.stack(out, 2), state
+
+
+def alike(inputs, found, exact, expected, near):
+    """Outputs, states and gradients, relative in the Euclidean norm."""
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in expected]
+    found = *found, *torch.autograd.grad(found, inputs, [g.to(t) for g, t in zip(upstream, found, strict=True)])
+    expected = *expected, *torch.autograd.grad(expected, exact, upstream)
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= near * other.norm()
+
+
+@pytest.mark.parametrize("way", ["reference", "torch", "native"])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one sequence", "packed"])
-def test_any_chunk_equals_the_loop(chunk, segments, monkeypatch):
-    monkeypatch.setattr(recurrence, "SPAN", 8)  # several spans in 29 tokens
-    inputs = numbers(29)
-    out = recurrence.scan(*inputs, segments=segments, chunk=chunk)
-    expected = recurrence.reference(*inputs, segments)
-    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-12)
-    found, wanted = (torch.autograd.grad(loss(o), inputs) for o in (out, expected))
-    torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-11)
+def test_every_backend_equals_the_loop(way, segments):
+    if way == "native" and not available():
+        pytest.skip("there are no native kernels here")
+    exact = numbers(29)
+    inputs = [t.detach().to(torch.float32 if way == "native" else t.dtype).requires_grad_() for t in exact]
+    with backend(way):
+        found = recurrence.scan(*inputs, segments=segments)
+    alike(inputs, found, exact, loop(*exact, segments), 1e-6 if way == "native" else 1e-14)
+
+
+@pytest.mark.skipif(not available(), reason="there are no native kernels here")
+@pytest.mark.parametrize(("d", "e"), [(1, 1500), (1100, 65), (2, 2)])
+def test_the_kernels_take_any_number_of_features(d, e):
+    exact = numbers(70, b=1, h=1, d=d, e=e)
+    inputs = [t.detach().float().requires_grad_() for t in exact]
+    with backend("native"):
+        found = recurrence.scan(*inputs)
+    alike(inputs, found, exact, loop(*exact), 1e-6)
 
 
 @pytest.mark.parametrize("segments", [None, torch.tensor([[0, 0, 1, 1, 1]])], ids=["one sequence", "packed"])
@@ -38,18 +70,17 @@ def test_first_and_second_derivatives(segments):
     inputs = numbers(5, b=1, h=1, d=2, e=2)
 
     def scan(*inputs):
-        return recurrence.scan(*inputs, segments=segments, chunk=2)
+        return recurrence.scan(*inputs, segments=segments)
 
     assert torch.autograd.gradcheck(scan, inputs)
     assert torch.autograd.gradgradcheck(scan, inputs)
 
 
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one sequence", "packed"])
-def test_gradients_that_can_be_differentiated_are_the_gradients(segments, monkeypatch):
+def test_gradients_that_can_be_differentiated_are_the_gradients(segments):
     """They come from other code, with which second derivatives would agree even if it were wrong."""
-    monkeypatch.setattr(recurrence, "SPAN", 8)
     inputs = numbers(29)
-    found = loss(recurrence.scan(*inputs, segments=segments, chunk=4))
+    found = loss(recurrence.scan(*inputs, segments=segments))
     plain = torch.autograd.grad(found, inputs, retain_graph=True)
     again = torch.autograd.grad(found, inputs, create_graph=True)
     torch.testing.assert_close(again, plain, atol=1e-11, rtol=1e-11)
@@ -57,25 +88,27 @@ def test_gradients_that_can_be_differentiated_are_the_gradients(segments, monkey
 
 def test_several_true_spans():
     inputs = numbers(2053)
-    torch.testing.assert_close(recurrence.scan(*inputs), recurrence.reference(*inputs), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(recurrence.scan(*inputs), loop(*inputs), atol=1e-10, rtol=1e-10)
 
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1023, 1024, 1025, 1100, 4097])
 def test_spans_cover_every_token_once(n):
-    spans = cut(n, recurrence.CHUNK, recurrence.SPAN)
+    spans = cut(n, 64, 1024)
     covered = [t for start, groups, chunk in spans for t in range(start, start + groups * chunk)]
     assert covered == list(range(n))
-    assert max(groups * chunk for _, groups, chunk in spans) <= recurrence.SPAN
+    assert max(groups * chunk for _, groups, chunk in spans) <= 1024
 
 
-def test_backward_keeps_no_states_per_token():
+@pytest.mark.parametrize("way", ["torch", "native"])
+def test_backward_keeps_no_states_per_token(way):
     """What forward saves grows with N (D + E), not with N D E: inputs, and one state per span."""
-    n, d, e = 3 * recurrence.SPAN, 16, 16
-    saved = []
+    if way == "native" and not available():
+        pytest.skip("there are no native kernels here")
+    n, d, e, saved = 3072, 16, 16, []
     inputs = numbers(n, b=1, h=1, d=d, e=e, dtype=torch.float32)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t), backend(way):
         recurrence.scan(*inputs)
-    assert sum(saved) <= n * (2 * d + e) + 3 * d * e
+    assert sum(saved) <= n * (2 * d + e) + 7 * d * e
 
 
 def test_total_is_the_sum_over_all_keys():
@@ -91,17 +124,19 @@ def test_total_is_the_sum_over_all_keys():
 def test_a_step_writes_its_state_only_when_it_was_given():
     q, k, v, s = (t.detach() for t in numbers(1))
     before = s.clone()
-    _, after = recurrence.step(q, k, v, s)
+    _, after = recurrence.scan(q, k, v, s)
     assert torch.equal(s, before)
-    _, given = recurrence.step(q, k, v, s, donate=True)
+    with torch.no_grad():
+        _, given = recurrence.scan(q, k, v, s, donate=True)
     assert given.data_ptr() == s.data_ptr()
     torch.testing.assert_close(given, after)
 
 
-@pytest.mark.parametrize("name", ["native", "flex"])
-def test_a_forced_backend_that_cannot_serve_says_so(name):
+def test_a_forced_backend_that_cannot_serve_says_so():
     q, k, v, _ = numbers(5)
-    with backend(name), pytest.raises(ValueError, match=f"backend '{name}' .* does not serve scan"):
+    with backend("flex"), pytest.raises(ValueError, match="backend 'flex' .* does not serve a running sum of outer"):
+        linear_attention(q, k, v, feature_map=torch.exp)
+    with backend("native"), pytest.raises(ValueError, match="a running sum of outer products: they take float32"):
         linear_attention(q, k, v, feature_map=torch.exp)
 
 

@@ -11,7 +11,7 @@ from . import chunks
 from . import native as kernels
 from .decays import LOWEST
 
-DECAY, DELTA = "decay attention", "the delta rule"
+SUM, DECAY, DELTA = "a running sum of outer products", "decay attention", "the delta rule"
 SERVED = ("reference", "torch", "native")
 
 
@@ -145,7 +145,7 @@ def recur(
             return found
     q, k, v, state, log_decay, beta = resolved(q, k, v, state, log_decay, beta)
     assert state is not None
-    op, factor = _op(beta), q.shape[-1] ** -0.5 if scale is None else scale
+    op, factor = _op(log_decay, beta), q.shape[-1] ** -0.5 if scale is None else scale
     options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
     why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments)
     match chosen(op, SERVED, "torch" if why_not or q.shape[2] == 1 else "native", why_not):
@@ -168,16 +168,17 @@ def recur(
 
 def _token(q, k, v, log_decay, beta, scale, state, donate):
     """``kernels.step``, where the backend is to be native; else None."""
-    if wanted(_op(beta), SERVED, "native") != "native":
+    op = _op(log_decay, beta)
+    if wanted(op, SERVED, "native") != "native":
         return None
     found = kernels.step(q, k, v, log_decay=log_decay, beta=beta, scale=scale, state=state, donate=donate)
     if found is not None:
-        tell(_op(beta), "native")
+        tell(op, "native")
     return found
 
 
-def _op(beta) -> str:
-    return DECAY if beta is None else DELTA
+def _op(log_decay, beta) -> str:
+    return DELTA if beta is not None else SUM if log_decay is None else DECAY
 
 
 def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tuple[Tensor, Tensor]:

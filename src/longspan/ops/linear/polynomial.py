@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .. import chosen
+from .. import chosen, gated
 from ..operands import hidden, resolved, transformed
 from ..segments import borders_of
 from ..tensors import widen, with_ones
-from . import normalise, recurrence
+from . import normalise
 
 OP = "polynomial attention"
 SHORTEST, LONGEST = 64, 512  # tokens of a span
@@ -124,7 +124,8 @@ def _reference(q, k, values, mask, segments, state, donate, constant, taylor):
     """All features at once, token by token."""
     keys = _masked(features(k, constant, taylor), mask)
     state = _empty(q, values) if state is None else state
-    return recurrence.reference(features(q, constant, taylor), keys, values, state, segments)
+    options = {"log_decay": None, "beta": None, "scale": 1.0, "mask": None, "segments": segments, "state": state}
+    return gated.reference(features(q, constant, taylor), keys, values, **options)
 
 
 def _scan(q, k, values, mask, segments, state, donate, constant, taylor):
