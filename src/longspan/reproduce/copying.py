@@ -191,7 +191,7 @@ EXPERIMENT = Experiment(
         "a training, the models are 128 wide with feed-forward networks of 256, an update has 16 sequences instead "
         "of 64, and the learning rate falls after 1500 updates instead of 3000. Weights begin as PyTorch makes "
         "them, not with the deviation of 0.02 of our decoders, which is made for wider models. `--scale paper` "
-        "takes the published batch and rates, and the width of the publication's images. Reformer is not measured: "
-        "it is not in this package yet."
+        "takes the published batch and rates, and the width of the publication's images. Reformer is not "
+        "in these figures; `--specs` takes it."
     ),
 )

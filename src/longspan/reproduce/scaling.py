@@ -253,6 +253,6 @@ EXPERIMENT = Experiment(
         "above. `softmax` is torch's fused kernel of today, which computes as many products but holds no matrix of "
         "N x N, so its memory grows with N alone; `softmax@reference` writes the matrix out, as programs of that "
         "time did, and shows the published growth of memory. The layer is the attention with its projections, "
-        "without a feed-forward network. Reformer is not measured: it is not in this package yet."
+        "without a feed-forward network. Reformer is not in these figures; `--specs` takes it."
     ),
 )
