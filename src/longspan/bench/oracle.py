@@ -13,7 +13,7 @@ from .candidates import Candidate, Refused
 from .worker import Task
 
 ALLOWED = {"float32": 1e-4, "bfloat16": 3e-2}  # relative, in the Euclidean norm
-PREFIX = 67  # tokens of the real length that are compared
+COMPARED = 67  # tokens of the real length that are compared
 SMALL = {"batch": 2, "length": 37, "heads": 3, "size": 5}
 MAPS = {
     "elu": lambda x: torch.where(x > 0, x + 1, x.exp()),
@@ -82,8 +82,8 @@ def check_attention(candidate: Candidate, name: local.Name, task: Task) -> dict[
     errors: dict[str, float] = {}
     for sizes in (_small(name, task), {}):
         asked = task | sizes
-        prefix = min(PREFIX, asked["length"])
-        given = _random(asked, prefix)
+        tokens = min(COMPARED, asked["length"])
+        given = _random(asked, tokens)
         expected = _attention(name, asked, given)
         found = candidate.answer(asked, given)
         here = relative(found, expected)
