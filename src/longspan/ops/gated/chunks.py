@@ -194,19 +194,20 @@ def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Ten
 
 
 def _sums(parts: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """S_l = whole_l S_(l-1) + part_l as products: parts (B,G,R,L,D,E), whole (...,L,1,1), state (B,G,R,D,E).
+    """S_l = whole_l S_(l-1) + part_l: parts (B,G,R,L,D,E), whole (...,L,1,1) or None for 1, state (B,G,R,D,E).
 
     -> the states before the chunks (B,G,R,L,D,E), the last one.
     """
+    if whole is None:
+        running = torch.cat([state[:, :, :, None], parts], 3).cumsum(3)
+        return running[:, :, :, :-1], running[:, :, :, -1]
     found = []
     for group in parts.split(GROUP, 3):
         count, at = group.shape[3], sum(before.shape[3] for before in found)
         # What is left after chunk i of the state after chunk j: the product of all that lies between.
-        left = parts.new_ones(count + 1, count + 1).tril()
-        if whole is not None:
-            kept = F.pad(whole[:, :, :, at : at + count, 0], (0, 0, 1, 0), value=1.0)
-            between = kept.expand(*kept.shape[:-1], count + 1)
-            left = torch.where(left.tril(-1) > 0, between, 1.0).cumprod(-2).tril()
+        below = parts.new_ones(count + 1, count + 1).tril(-1) > 0
+        kept = F.pad(whole[:, :, :, at : at + count, 0], (0, 0, 1, 0), value=1.0)
+        left = torch.where(below, kept.expand(*kept.shape[:-1], count + 1), 1.0).cumprod(-2).tril()
         all_parts = torch.cat([state[:, :, :, None], group], 3).flatten(4)
         found.append((left[..., :-1, :] @ all_parts).unflatten(-1, state.shape[3:]))
         state = (left[..., -1:, :] @ all_parts).view(state.shape)
