@@ -161,7 +161,7 @@ class ShortConvolution(nn.Module):
         real token to the next: a token sees its own only, the given state belongs to the first, the returned one to
         the last.
         """
-        n, reach, dtype = x.shape[1], self.width - 1, x.dtype
+        n, earlier, dtype = x.shape[1], self.width - 1, x.dtype
         if n == 0:
             mask = segments = None
         if mask is not None:
@@ -169,29 +169,29 @@ class ShortConvolution(nn.Module):
             order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             x, segments = _pick(x, order), None if segments is None else segments.gather(1, order)
         past = self.start(len(x)) if state is None else state
-        tokens = torch.cat([past, x.to(past.dtype)], 1)  # (B,reach+N,channels)
-        ids = None if segments is None else torch.cat([segments[:, :1].expand(-1, reach), segments], 1)
+        tokens = torch.cat([past, x.to(past.dtype)], 1)  # (B,earlier+N,channels)
+        ids = None if segments is None else torch.cat([segments[:, :1].expand(-1, earlier), segments], 1)
         y = self._mix(tokens, ids)
         if mask is None:
             # A copy, since a view would keep all tokens alive.
             last, ids = tokens[:, n:].clone(), None if ids is None else ids[:, n:]
         else:
-            end = mask.sum(1, keepdim=True) + torch.arange(reach, device=x.device)
+            end = mask.sum(1, keepdim=True) + torch.arange(earlier, device=x.device)
             last, ids = _pick(tokens, end), None if ids is None else ids.gather(1, end)
             y = _pick(y, (mask.cumsum(1) - 1).clamp(min=0))
         return y.to(dtype), last if ids is None else last * (ids == ids[:, -1:])[..., None]
 
     def _mix(self, tokens: Tensor, ids: Tensor | None) -> Tensor:
-        """tokens (B,reach+N,channels), their segments (B,reach+N) -> (B,N,channels)."""
-        weight, reach = widen(self.weight), self.width - 1
-        n = tokens.shape[1] - reach
+        """tokens (B,earlier+N,channels), their segments (B,earlier+N) -> (B,N,channels)."""
+        weight, earlier = widen(self.weight), self.width - 1
+        n = tokens.shape[1] - earlier
         if n == 1 and ids is None:
             return (tokens * weight.mT).sum(1, keepdim=True)
-        y = tokens[:, reach:] * weight[:, reach]
-        for j in range(reach):
+        y = tokens[:, earlier:] * weight[:, earlier]
+        for j in range(earlier):
             tap = tokens[:, j : j + n]
             if ids is not None:
-                tap = tap * (ids[:, j : j + n] == ids[:, reach:])[..., None]
+                tap = tap * (ids[:, j : j + n] == ids[:, earlier:])[..., None]
             y = torch.addcmul(y, tap, weight[:, j])
         return y
 

@@ -30,7 +30,7 @@ RULES = {
 MODES = ("forward", "forward+backward", "step")
 WAYS = ("native", "torch", "loop", "transformers")
 BOUND = "state in place"
-ALLOWED, COMPARED = oracle.ALLOWED["float32"], oracle.PREFIX  # tokens compared with the definition
+ALLOWED, COMPARED = oracle.ALLOWED["float32"], oracle.COMPARED  # tokens compared with the definition
 
 
 @dataclass(frozen=True)

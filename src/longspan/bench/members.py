@@ -238,7 +238,7 @@ def _how(options: Options) -> list[str]:
         "one",
         "state: its bytes after N tokens; step: one token more, on a state that it may overwrite",
         "exponents are fitted to all lengths measured",
-        f"each first agreed with its own reference in float64 on {min(oracle.PREFIX, *options.lengths)} tokens",
+        f"each first agreed with its own reference in float64 on {min(oracle.COMPARED, *options.lengths)} tokens",
     ]
 
 

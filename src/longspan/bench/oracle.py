@@ -14,7 +14,7 @@ from .candidates import Candidate, Refused
 from .worker import Task
 
 ALLOWED = {"float32": 1e-4, "bfloat16": 3e-2}  # relative, in the Euclidean norm
-PREFIX = 67  # tokens of the real length that are compared
+COMPARED = 67  # tokens of the real length that are compared
 SMALL = {"batch": 2, "length": 37, "heads": 3, "size": 5}
 MAPS = {
     "elu": lambda x: torch.where(x > 0, x + 1, x.exp()),
@@ -83,8 +83,8 @@ def check_attention(candidate: Candidate, name: local.Name, task: Task) -> dict[
     errors: dict[str, float] = {}
     for sizes in (_small(name, task), {}):
         asked = task | sizes
-        prefix = min(PREFIX, asked["length"])
-        given = _random(asked, prefix)
+        tokens = min(COMPARED, asked["length"])
+        given = _random(asked, tokens)
         expected = _attention(name, asked, given)
         found = candidate.answer(asked, given)
         here = relative(found, expected)
@@ -100,7 +100,7 @@ def check_module(candidate: Candidate, make: Callable[[Task], Any], task: Task) 
 
     ``make``: task -> the attention. Raises Refused.
     """
-    asked = task | {"length": min(PREFIX, task["length"])}
+    asked = task | {"length": min(COMPARED, task["length"])}
     given = _random(asked, asked["length"])
     errors = relative(candidate.answer(asked, given), _differentiated(asked, given, _reference(lambda: make(asked))))
     judge(errors, ALLOWED[task["dtype"]], _shape(asked))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import blocks as tiling
-from .blocks import Blocks, Grid, Tiles
+from .blocks import Blocks, Certain, Grid
 from .numbers import farthest, last, multiple, smallest, whole
 
 
@@ -129,7 +129,7 @@ class Pattern:
         """Key blocks (nb, s) among which are all that each query block needs, in any order; None for all."""
         return tiling.near(self, grid)
 
-    def tiles(self, grid: Grid, blocks: Tensor) -> Tiles:
+    def tiles(self, grid: Grid, blocks: Tensor) -> Certain:
         """What is certain of the tiles with these key blocks, (nb|1, s)."""
         return tiling.tiles(self, grid, blocks)
 
@@ -225,10 +225,10 @@ class Either(Pattern):
         tables = [table for part in self._groups() if (table := part.near(grid)) is not None]
         return torch.cat(tables, 1) if len(tables) == len(self._groups()) else None
 
-    def tiles(self, grid: Grid, blocks: Tensor) -> Tiles:
+    def tiles(self, grid: Grid, blocks: Tensor) -> Certain:
         if self.kind:
             return super().tiles(grid, blocks)
-        return tiling.fold([part.tiles(grid, blocks) for part in self._groups()], Tiles.either)
+        return tiling.fold([part.tiles(grid, blocks) for part in self._groups()], Certain.either)
 
     def at(self, head: int, layer: int) -> Pattern:
         return either(part.at(head, layer) for part in self.parts)
@@ -304,12 +304,12 @@ class Both(Pattern):
         tables = [part.near(grid) for part in self._groups()[0]]
         return min((t for t in tables if t is not None), key=lambda t: t.shape[1], default=None)
 
-    def tiles(self, grid: Grid, blocks: Tensor) -> Tiles:
+    def tiles(self, grid: Grid, blocks: Tensor) -> Certain:
         if self.kind:
             return super().tiles(grid, blocks)
         wanted, unwanted = self._groups()
         known = [part.tiles(grid, blocks) for part in wanted] + [~part.tiles(grid, blocks) for part in unwanted]
-        return tiling.fold(known, Tiles.both)
+        return tiling.fold(known, Certain.both)
 
     def at(self, head: int, layer: int) -> Pattern:
         return both((p.at(head, layer) for p in self.parts), (p.at(head, layer) for p in self.removed))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Pattern
-from .blocks import Grid, Tiles
+from .blocks import Certain, Grid
 from .numbers import whole
 
 
@@ -209,10 +209,10 @@ class globals(Pattern):
         across = grid.low + torch.arange(int((grid.high - grid.low)[rows].max()) + 1)
         return torch.cat([columns, torch.where(rows & (across <= grid.high), across, -1)], 1)
 
-    def tiles(self, grid: Grid, blocks: Tensor) -> Tiles:
+    def tiles(self, grid: Grid, blocks: Tensor) -> Certain:
         begin, end = grid.keys(blocks)
         rows, columns = self._count(grid.first, grid.last), self._count(begin, end)
-        return Tiles.counted(rows, grid.last - grid.first + 1).either(Tiles.counted(columns, end - begin + 1))
+        return Certain.counted(rows, grid.last - grid.first + 1).either(Certain.counted(columns, end - begin + 1))
 
 
 @dataclass(frozen=True)

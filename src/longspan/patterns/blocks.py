@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
     full: Tensor
 
 
-class Tiles(NamedTuple):
+class Certain(NamedTuple):
     """What is certain of each tile: some pair is allowed, some is not (a hole), none is, all are. Booleans."""
 
     some: Tensor
@@ -47,19 +47,19 @@ class Tiles(NamedTuple):
     full: Tensor
 
     @staticmethod
-    def counted(count: Tensor, pairs: Tensor) -> Tiles:
+    def counted(count: Tensor, pairs: Tensor) -> Certain:
         """From the number of allowed pairs, or of anything that is 0 for none and ``pairs`` for all."""
         some, full = count > 0, count == pairs
-        return Tiles(some, ~full, ~some, full)
+        return Certain(some, ~full, ~some, full)
 
-    def __invert__(self) -> Tiles:
-        return Tiles(self.hole, self.some, self.full, self.none)
+    def __invert__(self) -> Certain:
+        return Certain(self.hole, self.some, self.full, self.none)
 
-    def either(self, other: Tiles) -> Tiles:
+    def either(self, other: Certain) -> Certain:
         hole = (self.hole & other.none) | (self.none & other.hole)
-        return Tiles(self.some | other.some, hole, self.none & other.none, self.full | other.full)
+        return Certain(self.some | other.some, hole, self.none & other.none, self.full | other.full)
 
-    def both(self, other: Tiles) -> Tiles:
+    def both(self, other: Certain) -> Certain:
         return ~(~self).either(~other)
 
 
@@ -157,7 +157,7 @@ def _tidy(grid: Grid, table: Tensor | None) -> tuple[Tensor, Tensor]:
     return blocks.clamp(max=grid.count - 1), valid
 
 
-def _settle(pattern, grid: Grid, blocks: Tensor, valid: Tensor, tiles: Tiles) -> Tiles:
+def _settle(pattern, grid: Grid, blocks: Tensor, valid: Tensor, tiles: Certain) -> Certain:
     """Look at the pairs of tiles that combination left open, nine of each first, as far as the budget allows."""
     for side in (3, grid.size):
         row, column = (valid & ~(tiles.none | tiles.full | (tiles.some & tiles.hole))).nonzero(as_tuple=True)
@@ -168,7 +168,7 @@ def _settle(pattern, grid: Grid, blocks: Tensor, valid: Tensor, tiles: Tiles) ->
         keys = _raster(*(end[:, None] for end in grid.keys(block)), side)
         allowed = pattern.allow(queries[:, :, None], keys[:, None], head=grid.head, layer=grid.layer)
         some, hole = allowed.flatten(1).any(1), ~allowed.flatten(1).all(1)
-        tiles = Tiles(*(known.expand_as(valid).clone() for known in tiles))
+        tiles = Certain(*(known.expand_as(valid).clone() for known in tiles))
         tiles.some[row, column] |= some
         tiles.hole[row, column] |= hole
         if side >= grid.size:
@@ -207,7 +207,7 @@ def near(pattern, grid: Grid) -> Tensor | None:
     return near_spans(pattern, grid)
 
 
-def tiles(pattern, grid: Grid, blocks: Tensor) -> Tiles:
+def tiles(pattern, grid: Grid, blocks: Tensor) -> Certain:
     """``Pattern.tiles`` by the pattern's kind."""
     match pattern.kind:
         case "diagonal":
@@ -226,12 +226,12 @@ def near_diagonals(pattern, grid: Grid) -> Tensor | None:
     return None if len(apart) * DENSE >= grid.count else grid.rows - apart.flip(0)
 
 
-def tiles_diagonal(pattern, grid: Grid, blocks: Tensor) -> Tiles:
+def tiles_diagonal(pattern, grid: Grid, blocks: Tensor) -> Certain:
     sums, least = grid.once(pattern, _differences)
 
-    def known(first: Tensor, last: Tensor, begin: Tensor, end: Tensor) -> Tiles:
+    def known(first: Tensor, last: Tensor, begin: Tensor, end: Tensor) -> Certain:
         low, high = first - end - least, last - begin - least + 1
-        return Tiles.counted(sums[high] - sums[low], high - low)
+        return Certain.counted(sums[high] - sums[low], high - low)
 
     begin, end = grid.keys(blocks)
     if len(blocks) == len(grid.rows):
@@ -242,14 +242,14 @@ def tiles_diagonal(pattern, grid: Grid, blocks: Tensor) -> Tiles:
     apart = (int(grid.rows[-1] - blocks[0, 0]) - torch.arange(rows + columns - 1)) * grid.size
     low = (apart - grid.size + 1).clamp(min=least) - least
     high = (apart + grid.size).clamp(max=grid.total) - least
-    line = Tiles.counted(sums[high] - sums[low], high - low)
+    line = Certain.counted(sums[high] - sums[low], high - low)
     some, full = (side.unfold(0, columns, 1).flip(0) for side in (line.some, line.full))
     for rim in (0, -1):
         exact = known(grid.first[rim], grid.last[rim], begin, end)
         some[rim], full[rim] = exact.some, exact.full
     exact = known(grid.first, grid.last, begin[:, -1:], end[:, -1:])
     some[:, -1:], full[:, -1:] = exact.some, exact.full
-    return Tiles(some, ~full, ~some, full)
+    return Certain(some, ~full, ~some, full)
 
 
 def _columns(pattern, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -265,9 +265,9 @@ def near_columns(pattern, grid: Grid) -> Tensor:
     return count.nonzero().mT.expand(len(grid.rows), -1)
 
 
-def tiles_columns(pattern, grid: Grid, blocks: Tensor) -> Tiles:
+def tiles_columns(pattern, grid: Grid, blocks: Tensor) -> Certain:
     count, pairs = grid.once(pattern, _columns)
-    return Tiles.counted(count[blocks], pairs[blocks])
+    return Certain.counted(count[blocks], pairs[blocks])
 
 
 def _spans(pattern, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,7 +297,7 @@ def near_spans(pattern, grid: Grid) -> Tensor | None:
     return (head[..., None] + torch.arange(most)).flatten(1)
 
 
-def tiles_spans(pattern, grid: Grid, blocks: Tensor) -> Tiles:
+def tiles_spans(pattern, grid: Grid, blocks: Tensor) -> Certain:
     begin, end, units = grid.once(pattern, _spans)
     head, most = grid.once(pattern, _pieces)
     first, last = grid.keys(blocks)
@@ -307,7 +307,7 @@ def tiles_spans(pattern, grid: Grid, blocks: Tensor) -> Tiles:
         for block in (head + step for step in range(most)):
             low, high = block * grid.size, (block + 1) * grid.size
             count.scatter_add_(1, block, (end.minimum(high) - begin.maximum(low)).clamp(min=0))
-        return Tiles.counted(count[:, blocks[0]], units * (last + 1 - first))
+        return Certain.counted(count[:, blocks[0]], units * (last + 1 - first))
     ends = [(x := side.sort(1).values, torch.nn.functional.pad(x.cumsum(1), (1, 0))) for side in (begin, end)]
 
     def below(limit: Tensor) -> Tensor:
@@ -319,10 +319,10 @@ def tiles_spans(pattern, grid: Grid, blocks: Tensor) -> Tiles:
         return before[0] - before[1]
 
     first, last = (x.expand(len(begin), -1).contiguous() for x in (first, last))
-    return Tiles.counted(below(last + 1) - below(first), units * (last + 1 - first))
+    return Certain.counted(below(last + 1) - below(first), units * (last + 1 - first))
 
 
-def fold(parts: list[Tiles], join: Callable[[Tiles, Tiles], Tiles]) -> Tiles:
+def fold(parts: list[Certain], join: Callable[[Certain, Certain], Certain]) -> Certain:
     result = parts[0]
     for part in parts[1:]:
         result = join(result, part)

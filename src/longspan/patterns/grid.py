@@ -109,9 +109,9 @@ class local2d(Pattern):
         (h, w), (up, side) = self.block, self.memory
         top, left = self._pixels(units * self.unit)
         # No more rows and columns than there are, whatever the memory says.
-        up, reach = min(up, int(top.max())), min(-(-side // w), self.width // w)
+        up, across = min(up, int(top.max())), min(-(-side // w), self.width // w)
         y = top[:, None, None] + torch.arange(-up, h)[:, None]  # (U, rows, 1)
-        column = left[:, None, None] // w + torch.arange(-reach, reach + 1)  # (U, 1, block columns)
+        column = left[:, None, None] // w + torch.arange(-across, across + 1)  # (U, 1, block columns)
         left, top = left[:, None, None], top[:, None, None]
         right = left + w + torch.where(y < top, side, 0)
         begin, end = (column * w).maximum(left - side), (column * w + w).minimum(right)

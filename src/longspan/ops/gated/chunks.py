@@ -83,7 +83,7 @@ class Span:
     k: Tensor
     v: Tensor
     beta: Tensor | None  # (B,G,R,L,C,1)
-    steps: Tensor | None  # log decays by channel; else None
+    log_decays: Tensor | None  # log decays by channel; else None
     same: Tensor | None  # (B,1,1,L,C,C) query and key lie in one segment
     weight: Tensor | None  # (...,C,C) e^(G_i - G_j) for j <= i, else 0; None for 1, or per channel
     entering: Tensor | None  # (...,C,1|D) what is left of the state before the chunk; None for all
@@ -92,16 +92,16 @@ class Span:
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
         """sum_d a_id b_jd e^(G_id - G_jd) for j <= i, else 0: (...,C,D) twice -> (...,C,C)."""
-        if self.steps is not None:
-            out = halved(a, b, self.steps)
+        if self.log_decays is not None:
+            out = halved(a, b, self.log_decays)
             return out if self.same is None else out * self.same
         out = a @ b.mT
         return out.tril() if self.weight is None else out * self.weight
 
     def products_backward(self, grad: Tensor, a: Tensor, b: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From that of ``products`` the gradients of a, b and the log decays (...,C,1|D), for each value head."""
-        if self.steps is not None:
-            return halved_backward(grad if self.same is None else grad * self.same, a, b, self.steps)
+        if self.log_decays is not None:
+            return halved_backward(grad if self.same is None else grad * self.same, a, b, self.log_decays)
         # The decay of token t lies between the pairs j < t <= i; a sum over these alone is no difference of large ones.
         decay = before_here((grad * products).tril(-1).mT).mT.tril().sum(-2)[..., None]
         grad = grad.tril() if self.weight is None else grad * self.weight
@@ -140,17 +140,17 @@ def _span(place, inputs, mask, segments, wide) -> Span:
         span.same, span.entering, span.leaving, span.whole = borders
     if log_decay is not None:
         per_token = log_decay[..., None] if log_decay.dim() == 3 else log_decay
-        steps = chunks(per_token).clamp(min=LOWEST)
+        log_decays = chunks(per_token).clamp(min=LOWEST)
         if log_decay.dim() == 4:
-            span.steps = steps
-            entering, leaving = map(faded, running(steps))
+            span.log_decays = log_decays
+            entering, leaving = map(faded, running(log_decays))
         else:
-            total = steps.double().cumsum(-2)
+            total = log_decays.double().cumsum(-2)
             span.weight = _fading(total, wide)
             entering, leaving = faded(total, wide).to(wide), span.weight[..., -1, :, None]
         span.entering, span.leaving = times(entering, span.entering), times(leaving, span.leaving)
         span.whole = times(entering[..., -1:, :].mT, span.whole)
-    if borders is not None and span.steps is None:
+    if borders is not None and span.log_decays is None:
         span.weight = times(borders[0].tril(), span.weight)
     return span
 
@@ -177,7 +177,7 @@ def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
 def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The states before the chunks (B,G,R,L,D,E), the state after the last chunk, V' (B,G,R,L,C,E)."""
     keys = times(span.k, span.leaving).mT
-    if w is None and span.steps is None:
+    if w is None and span.log_decays is None:
         return *_sums(keys @ u, span.whole, state), u
     parts = keys @ u if w is None else None
     states, values = [], []
@@ -194,19 +194,20 @@ def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Ten
 
 
 def _sums(parts: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """S_l = whole_l S_(l-1) + part_l as products: parts (B,G,R,L,D,E), whole (...,L,1,1), state (B,G,R,D,E).
+    """S_l = whole_l S_(l-1) + part_l: parts (B,G,R,L,D,E), whole (...,L,1,1) or None for 1, state (B,G,R,D,E).
 
     -> the states before the chunks (B,G,R,L,D,E), the last one.
     """
+    if whole is None:
+        running = torch.cat([state[:, :, :, None], parts], 3).cumsum(3)
+        return running[:, :, :, :-1], running[:, :, :, -1]
     found = []
     for group in parts.split(GROUP, 3):
         count, at = group.shape[3], sum(before.shape[3] for before in found)
         # What is left after chunk i of the state after chunk j: the product of all that lies between.
-        left = parts.new_ones(count + 1, count + 1).tril()
-        if whole is not None:
-            steps = F.pad(whole[:, :, :, at : at + count, 0], (0, 0, 1, 0), value=1.0)
-            between = steps.expand(*steps.shape[:-1], count + 1)
-            left = torch.where(left.tril(-1) > 0, between, 1.0).cumprod(-2).tril()
+        below = parts.new_ones(count + 1, count + 1).tril(-1) > 0
+        kept = F.pad(whole[:, :, :, at : at + count, 0], (0, 0, 1, 0), value=1.0)
+        left = torch.where(below, kept.expand(*kept.shape[:-1], count + 1), 1.0).cumprod(-2).tril()
         all_parts = torch.cat([state[:, :, :, None], group], 3).flatten(4)
         found.append((left[..., :-1, :] @ all_parts).unflatten(-1, state.shape[3:]))
         state = (left[..., -1:, :] @ all_parts).view(state.shape)
@@ -270,7 +271,7 @@ def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: 
     # Through the decay of token t goes what later tokens, and it, read of the state before the chunk, what earlier ones
     # leave to the state after it, and that state's share of the first.
     writes, kept = k * out, (states * ahead).mul(span.whole).sum(-1, keepdim=True).mT
-    if span.steps is None:
+    if span.log_decays is None:
         reads, writes, kept = (t.sum(-1, keepdim=True) for t in (reads, writes, kept))
     return dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta, after
 
@@ -346,14 +347,14 @@ def _backward(
             span = _span(place, (q, k, v, log_decay, beta), mask, segments, wide)
             upstream = _span(place, (q, k, grad, None, None), mask, None, wide).v * scale
             start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
-            *parts, decay, step, after = _retreat(span, start, upstream, after, decays=log_decay is not None)
+            *parts, decay, rate, after = _retreat(span, start, upstream, after, decays=log_decay is not None)
             for into, part in zip((dq, dk), parts, strict=False):
                 _store(into, part.sum(2, keepdim=True), place)
             _store(dv, parts[2], place)
             if ddecay is not None and decay is not None:
                 _store(ddecay if ddecay.dim() == 4 else ddecay[..., None], decay, place)
-            if dbeta is not None and step is not None:
-                _store(dbeta[..., None], step[..., None], place)
+            if dbeta is not None and rate is not None:
+                _store(dbeta[..., None], rate[..., None], place)
     found = [t for t in (dq, dk, dv, ddecay, dbeta) if t is not None]
     if hidden is not None:
         for t in found:

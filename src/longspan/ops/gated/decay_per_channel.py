@@ -18,29 +18,29 @@ from ..operands import records
 from .decays import faded
 
 
-def halved(a: Tensor, b: Tensor, steps: Tensor) -> Tensor:
+def halved(a: Tensor, b: Tensor, log_decays: Tensor) -> Tensor:
     """a, b and the log decays (...,C,D) of the tokens, C a power of two -> (...,C,C), 0 above the diagonal."""
-    diagonal = (a * b).sum(-1).expand(steps.shape[:-1])
-    if records(a, b, steps):
-        return _joined_blocks(diagonal, a, b, steps)
+    diagonal = (a * b).sum(-1).expand(log_decays.shape[:-1])
+    if records(a, b, log_decays):
+        return _joined_blocks(diagonal, a, b, log_decays)
     out = torch.diag_embed(diagonal)
-    for size, risen, fallen in _fades(steps):
+    for size, risen, fallen in _fades(log_decays):
         rows, columns = _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen
         _blocks(out, size).copy_(rows @ columns.mT)
     return out
 
 
-def _joined_blocks(diagonal: Tensor, a: Tensor, b: Tensor, steps: Tensor) -> Tensor:
+def _joined_blocks(diagonal: Tensor, a: Tensor, b: Tensor, log_decays: Tensor) -> Tensor:
     """The same, with nothing written in place: two blocks (...,s,s) side by side become one of twice their size."""
     blocks = diagonal[..., None, None]  # (...,C,1,1)
-    for size, risen, fallen in _fades(steps):
+    for size, risen, fallen in _fades(log_decays):
         rows, columns = _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen
         first, second = F.pad(blocks[..., ::2, :, :], (0, size)), blocks[..., 1::2, :, :]
         blocks = torch.cat([first, torch.cat([rows @ columns.mT, second], -1)], -2)
     return blocks[..., 0, :, :]
 
 
-def halved_backward(grad: Tensor, a: Tensor, b: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def halved_backward(grad: Tensor, a: Tensor, b: Tensor, log_decays: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients (...,C,D) of a, b and the log decays from that of ``halved``; not read above the diagonal.
 
     The decay of token t lies between the pairs j < t <= i. Where the halves of a block meet, these are its rows from t
@@ -49,7 +49,7 @@ def halved_backward(grad: Tensor, a: Tensor, b: Tensor, steps: Tensor) -> tuple[
     diagonal = grad.diagonal(dim1=-2, dim2=-1)[..., None]
     da, db = diagonal * b, diagonal * a
     decay = torch.zeros_like(da)
-    for size, risen, fallen in _fades(steps):
+    for size, risen, fallen in _fades(log_decays):
         rows, columns = _halves(a, size)[..., 1, :, :], _halves(b, size)[..., 0, :, :]
         block = _blocks(grad, size)
         later, earlier = risen * (block @ (columns * fallen)), fallen * (block.mT @ (rows * risen))
@@ -60,25 +60,25 @@ def halved_backward(grad: Tensor, a: Tensor, b: Tensor, steps: Tensor) -> tuple[
     return da, db, decay
 
 
-def running(steps: Tensor) -> tuple[Tensor, Tensor]:
+def running(log_decays: Tensor) -> tuple[Tensor, Tensor]:
     """Log decays (...,C,D) -> their sums up to each token, and those after it."""
-    until, after = steps.clone(), torch.zeros_like(steps)
-    for size in _sizes(steps):
+    until, after = log_decays.clone(), torch.zeros_like(log_decays)
+    for size in _sizes(log_decays):
         until, after = _joined(until, after, size)
     return until, after
 
 
-def _fades(steps: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _fades(log_decays: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """For blocks of two halves of s = 1, 2, 4 ... tokens: s, e^(G_i - G_m) and e^(G_m - G_j), (...,C/2s,s,D)."""
-    until, after = steps.clone(), torch.zeros_like(steps)
-    for size in _sizes(steps):
+    until, after = log_decays.clone(), torch.zeros_like(log_decays)
+    for size in _sizes(log_decays):
         risen, fallen = _halves(until, size)[..., 1, :, :], _halves(after, size)[..., 0, :, :]
         yield size, faded(risen.clone()), faded(fallen.clone())
         until, after = _joined(until, after, size)
 
 
-def _sizes(steps: Tensor) -> list[int]:
-    return [1 << i for i in range((steps.shape[-2] - 1).bit_length())]
+def _sizes(log_decays: Tensor) -> list[int]:
+    return [1 << i for i in range((log_decays.shape[-2] - 1).bit_length())]
 
 
 def _joined(until: Tensor, after: Tensor, size: int) -> tuple[Tensor, Tensor]:

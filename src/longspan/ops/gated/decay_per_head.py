@@ -88,8 +88,8 @@ class Part:
 
         q, k, v, log_decay, o = (cut(t, groups) for t in tensors)
         hidden = None if mask is None else cut(~mask[:, None, :, None], 1)
-        steps = log_decay.to(wide).clamp(min=LOWEST)
-        total = (steps if hidden is None else steps.masked_fill(hidden, 0.0)).cumsum(-2, dtype=torch.float64)
+        log_decays = log_decay.to(wide).clamp(min=LOWEST)
+        total = (log_decays if hidden is None else log_decays.masked_fill(hidden, 0.0)).cumsum(-2, dtype=torch.float64)
         self.strong = bool(total.min() < FAINT[wide])
         leaving = faded((total[..., -1:, :] - total).to(wide))
         entering, same = faded(total.clone(), wide).to(wide), None

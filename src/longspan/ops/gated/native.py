@@ -12,7 +12,7 @@ from ..native.call import LARGEST, TYPES, kernels, pointers, readable, strides
 from ..operands import gradients_again
 from .chunks import CHUNK, composed
 
-GATES = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, by head, by channel, as in gated/chunk.h
+DECAYS = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, by head, by channel, as in gated/chunk.h
 
 
 def attend(
@@ -197,7 +197,7 @@ def _starts(state: Tensor, q: Tensor, keeps: bool) -> Tensor:
 
 
 def _kind(log_decay: Tensor | None) -> int:
-    return GATES[None if log_decay is None else log_decay.dim()]
+    return DECAYS[None if log_decay is None else log_decay.dim()]
 
 
 def _gates(log_decay: Tensor | None, beta: Tensor | None) -> list[Tensor]:

@@ -149,14 +149,14 @@ def shifts(
 
 
 def _running(own: Tensor, segments: Tensor | None) -> Tensor:
-    """The running maximum over the last axis (B,H,N), anew in each segment: log2(N) steps of doubled reach."""
+    """The running maximum over the last axis (B,H,N), anew in each segment: log2(N) passes of doubled width."""
     if segments is None:
         return own.cummax(-1).values
-    reach, n = 1, own.shape[-1]
-    while reach < n:
-        apart = (segments[:, reach:] != segments[:, :-reach])[:, None]
-        further = torch.maximum(own[..., reach:], own[..., :-reach].masked_fill(apart, -torch.inf))
-        own, reach = torch.cat([own[..., :reach], further], -1), 2 * reach
+    width, n = 1, own.shape[-1]
+    while width < n:
+        apart = (segments[:, width:] != segments[:, :-width])[:, None]
+        further = torch.maximum(own[..., width:], own[..., :-width].masked_fill(apart, -torch.inf))
+        own, width = torch.cat([own[..., :width], further], -1), 2 * width
     return own
 
 

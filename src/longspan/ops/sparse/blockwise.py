@@ -62,7 +62,7 @@ def flops(q: torch.Size, k: torch.Size, v: torch.Size, pattern: str, layer: int,
     for head in [0] if alike else range(heads):
         for part in plan(pattern, n, head, layer, True)[1]:
             assert isinstance(part, Classes)
-            pairs += part.step * part.count**2
+            pairs += part.apart * part.count**2
         blocks = listed(pattern, n, head, layer)
         pairs += 0 if blocks is None else len(blocks.keys) * blocks.size**2
     return 2 * (q[3] + v[3]) * q[0] * pairs * (heads if alike else 1)

@@ -31,12 +31,12 @@ class Tiles(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """Tokens ``step`` apart form classes; each class attends within itself."""
+    """Tokens so many ``apart`` form classes; each class attends within itself."""
 
-    step: int
+    apart: int
     count: int  # tokens of a class
-    mask: Tensor | None  # (step|1, count, count) float32
-    blind: Tensor | None  # (step|1, count) bool
+    mask: Tensor | None  # (apart|1, count, count) float32
+    blind: Tensor | None  # (apart|1, count) bool
 
 
 Part = Tiles | Classes
@@ -54,23 +54,23 @@ class Listed(NamedTuple):
 
 @lru_cache(maxsize=64)
 def plan(
-    text: str, n: int, head: int, layer: int, steps_alone: bool = False, classes: bool = True
+    text: str, n: int, head: int, layer: int, classes_alone: bool = False, classes: bool = True
 ) -> tuple[int, tuple[Part, ...]]:
     """How queries and keys at positions 0 ... n-1 meet: the length to pad to, and parts whose pairs are disjoint.
 
     Together the parts hold every pair that the pattern allows, and each pair once. ``strided`` and ``dilated`` members
     of a union become classes of tokens (unless ``classes`` is off); all else becomes tiles, from ``Pattern.blocks``
-    (unless ``steps_alone``, where ``listed`` has them).
+    (unless ``classes_alone``, where ``listed`` has them).
     """
     pattern = patterns.parse(text).at(head, layer)
-    near, steps = _split(pattern, n) if classes else (pattern, [])
-    parts: list[Part] = [] if near is None or steps_alone else list(_tiles(near, n, head, layer))
+    near, far = _split(pattern, n) if classes else (pattern, [])
+    parts: list[Part] = [] if near is None or classes_alone else list(_tiles(near, n, head, layer))
     done = near
-    for step, member in steps:
+    for apart, member in far:
         rest = member if done is None else member - done
-        parts.append(_classes(rest, step, n, head, layer))
+        parts.append(_classes(rest, apart, n, head, layer))
         done = member if done is None else done | member
-    length = max([_up(n, p.size if isinstance(p, Tiles) else p.step) for p in parts], default=n)
+    length = max([_up(n, p.size if isinstance(p, Tiles) else p.apart) for p in parts], default=n)
     return length, tuple(parts)
 
 
@@ -105,18 +105,18 @@ def tabled(pattern: Pattern, n: int, size: int, head: int, layer: int) -> Listed
 
 
 def _split(pattern: Pattern, n: int) -> tuple[Pattern | None, list[tuple[int, Pattern]]]:
-    """A union into what is near, and members whose pairs lie whole steps apart, with that step."""
+    """A union into what is near, and members whose pairs lie multiples of a number apart, with it."""
     near: list[Pattern] = []
-    steps: list[tuple[int, Pattern]] = []
+    far: list[tuple[int, Pattern]] = []
     for member in members(pattern):
         # Further apart than all tokens is only the token itself.
         apart = min(member.apart, n)
         # Classes pay where tiles would have few pairs each, and where writing a class's pattern out is cheap.
         if apart >= APART and _up(n, apart) // apart <= DENSE:
-            steps.append((apart, member))
+            far.append((apart, member))
         else:
             near.append(member)
-    return either(near) if near else None, steps
+    return either(near) if near else None, far
 
 
 def members(pattern: Pattern) -> list[Pattern]:
@@ -141,11 +141,11 @@ def grain(pattern: Pattern) -> int:
 
 
 def block_size(pattern: Pattern, n: int) -> int:
-    """Tokens of a block: about half the reach of a short pattern, else the largest."""
+    """Tokens of a block: about half the spread of a short pattern, else the largest."""
     back, ahead = pattern.lookback, pattern.lookahead
-    reach = n if back is None or ahead is None else back + ahead
+    spread = n if back is None or ahead is None else back + ahead
     size = LARGEST
-    while size > SMALLEST and (size > reach or size >= 2 * n):
+    while size > SMALLEST and (size > spread or size >= 2 * n):
         size //= 2
     return size
 
@@ -203,16 +203,16 @@ def _run(rows: Tensor, keys: Tensor) -> tuple[int, int, int]:
     return (first, int(starts[0]), stride) if even else (first, -1, 0)
 
 
-def _classes(pattern: Pattern, step: int, n: int, head: int, layer: int) -> Classes:
-    count = _up(n, step) // step
+def _classes(pattern: Pattern, apart: int, n: int, head: int, layer: int) -> Classes:
+    count = _up(n, apart) // apart
     # Where the pattern depends on the distance alone, one class stands for all but the pad at the end.
-    alike = pattern.period == 1 and n % step == 0
-    start = torch.arange(1 if alike else step)[:, None]
-    at = start + step * torch.arange(count)
+    alike = pattern.period == 1 and n % apart == 0
+    start = torch.arange(1 if alike else apart)[:, None]
+    at = start + apart * torch.arange(count)
     i, j = at[:, :, None], at[:, None, :]
     allowed = pattern.allow(i, j, head=head, layer=layer) & (j < n)
     mask = torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)
-    return Classes(step, count, mask, _blind(mask))
+    return Classes(apart, count, mask, _blind(mask))
 
 
 def _blind(mask: Tensor | None) -> Tensor | None:

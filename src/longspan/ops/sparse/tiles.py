@@ -48,7 +48,7 @@ def _pieces(part: Part, x: Tensor, *, backward: bool) -> list[slice]:
 
 
 def _rows(part: Part) -> int:
-    return part.step if isinstance(part, Classes) else len(part.rows)
+    return part.apart if isinstance(part, Classes) else len(part.rows)
 
 
 def _blocks(part: Tiles, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def _blocks(part: Tiles, x: Tensor) -> Tensor:
 def _queries(part: Part, piece: slice, x: Tensor) -> Tensor:
     """What each dense product reads of the queries' side: x (B',L,...) -> (B',g,b,...), a view where possible."""
     if isinstance(part, Classes):
-        classes = x[:, : part.step * part.count].unflatten(1, (part.count, part.step)).transpose(1, 2)
+        classes = x[:, : part.apart * part.count].unflatten(1, (part.count, part.apart)).transpose(1, 2)
         return classes[:, piece]
     blocks = _blocks(part, x)
     if part.first >= 0:
