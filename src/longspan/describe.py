@@ -148,9 +148,11 @@ def counts(attention: Attention, *, inner: int = 0, tokens: Sequence[int] = TOKE
     the products of the blocks that it works off.
     """
     network = _feedforward(attention.dim, inner or 4 * attention.dim)
-    measure, longest = _measure(attention)
+    # The most tokens of a sequence, where that is a size of the weights.
+    most = getattr(attention, "length", max(tokens))
+    measure, longest = _measure(attention, min(256, most))
     rows = []
-    for n in tokens:
+    for n in sorted({min(n, most) for n in tokens}):
         if n <= longest:
             projections, mixing = measure(n)
         else:
@@ -167,11 +169,11 @@ def _feedforward(dim: int, inner: int) -> FeedForward:
         return FeedForward(dim, inner, "gelu")
 
 
-def _measure(attention: Attention) -> tuple[Callable[[int], tuple[int, int]], int]:
+def _measure(attention: Attention, few: int) -> tuple[Callable[[int], tuple[int, int]], int]:
     """-> a function that counts (projections, mixing) for a number of tokens, and the largest number that it is for."""
     found: dict[int, tuple[int, int]] = {}
     try:
-        found[256] = _flops(attention, 256)
+        found[few] = _flops(attention, few)
         fake, longest = True, 4096
     except RuntimeError:
         fake, longest = False, 1024

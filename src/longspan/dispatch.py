@@ -38,10 +38,11 @@ def served(text: str, dim: int, heads: int, *, causal: bool, device: str = "cpu"
         warnings.simplefilter("ignore", RuntimeWarning)
         torch.manual_seed(0)
         attention = build(text, dim, heads, causal=causal).to(device).eval()
-        x = torch.randn(1, TOKENS + 1, dim).to(device)
+        # Of a mechanism whose weights have the length of a sequence, no longer one.
+        x = torch.randn(1, min(TOKENS + 1, getattr(attention, "length", TOKENS + 1)), dim).to(device)
         calls = {"whole sequences": _ops(attention, x)}
-        if causal:
-            _, state = attention(x[:, :-1], attention.init_state(1, TOKENS + 1))
+        if causal and attention.states:
+            _, state = attention(x[:, :-1], attention.init_state(1, x.shape[1]))
             calls["steps"] = _ops(attention, x[:, -1:], state)
             if kind == "cpu" and _by_engine(text, heads):
                 calls["a decoder's steps"] = [{"op": "the decode engine", "backend": "native", "why_not": ""}]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import longspan
-from longspan import data, describe, pictures
+from longspan import data, describe, dispatch, pictures
 from longspan.attention import REGISTRY, Attention
 from longspan.commands import trained
 
@@ -262,3 +262,17 @@ def test_shapes_are_those_of_the_data(name):
         pytest.skip(f"no {name} files beside the repository")
     found = data.load(name if name == "digits" else f"{name}:{folder}")
     assert trained.SHAPES[name] == (found.grid, found.vocab)
+
+
+@pytest.mark.parametrize(
+    ("spec", "calls", "tokens"),
+    [
+        ("synthesizer(kind='random', length=64)", {"whole sequences", "steps"}, [64]),
+        ("reformer(chunk=4, buckets=4, rounds=1, published=True)", {"whole sequences"}, [300]),
+        ("informer(published=True)", {"whole sequences"}, [300]),
+    ],
+)
+def test_what_has_a_longest_sequence_or_no_state_is_described_too(spec, calls, tokens):
+    attention = longspan.build(spec, 8, 2)
+    assert [row.tokens for row in describe.counts(attention, tokens=(300,))] == tokens
+    assert set(dispatch.served(spec, 8, 2, causal=True)["calls"]) == calls

@@ -75,6 +75,8 @@ class Informer(Attention):
                 "published=True is a form of causal=True; the bidirectional one is the paper's in any case"
             )
         self.layer, self.factor, self.published = layer, factor, published
+        if published:
+            self.states = ()  # type: ignore[misc]
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     @property
