@@ -51,7 +51,7 @@ def served(text: str, dim: int, heads: int, *, causal: bool, device: str = "cpu"
 
 def _ops(attention: Attention, x: Tensor, state: Any = None) -> list[dict[str, str]]:
     with ops.watch() as seen:
-        attention(x, state, donate=state is not None)
+        attention(x, state, **({"donate": True} if state is not None and "donate" in attention.takes else {}))
     return [one._asdict() for one in seen] or [{"op": "operations of its own", "backend": "torch", "why_not": ""}]
 
 

@@ -1,5 +1,7 @@
 """Parts that several mechanisms and models share: positions, short convolutions, norms, the feed-forward network."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,6 +65,14 @@ def sinusoid(at: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     rates = 10000.0 ** (torch.arange(pairs, device=at.device, dtype=wide) * (-2 / dim))
     angles = at[..., None].to(wide) * rates
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :dim].to(dtype)
+
+
+def linear_numbers(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear map, also of one that torch has quantised, which gives them when called."""
+    if isinstance(layer.weight, Tensor):
+        return layer.weight, layer.bias
+    weight = layer.weight()
+    return (weight.dequantize() if weight.is_quantized else weight), layer.bias()
 
 
 def norm(kind: str, dim: int) -> nn.Module:

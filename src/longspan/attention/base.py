@@ -99,6 +99,8 @@ class Attention(nn.Module):
 
     sees: Pattern | None = None
     """which keys each query may see, where that is a pattern; an instance has its own"""
+    ahead: int | None = None
+    """how far ahead a bidirectional query surely reads, where that is bounded and ``sees`` is None"""
     added: int = 0
     """how many tokens, of a layer's own, ``sees`` counts before those of the input"""
 

@@ -17,11 +17,11 @@ from .base import Attention
 class Nystrom(Attention):
     r"""Softmax approximated through landmarks, the means of segments of queries and keys (Nyström's method).
 
-    ``landmarks``: m, segments of a sequence; their sizes differ by one at most, and a sequence of fewer tokens has as
-    many landmarks as tokens. ``iterations``: steps towards the pseudo-inverse $A^+$ from $A^\top / (|A|_1 |A|_\infty)$,
-    whose norms are those of each row's and head's matrix; 0: the exact one, by a singular value decomposition.
-    ``convolution``: width of a convolution of the values along the tokens, one learned filter c per head, that is added
-    (0: none).
+    ``landmarks``: m, segments of a sequence; their sizes differ by one at most, and a sequence of fewer tokens has
+    as many landmarks as tokens. ``iterations``: steps towards the pseudo-inverse $A^+$ from $A^\top / (\lVert A
+    \rVert_1 \lVert A \rVert_\infty)$, whose norms are those of each row's and head's matrix; 0: the exact one, by a
+    singular value decomposition. ``convolution``: width of a convolution of the values along the tokens, one
+    learned filter c per head, that is added (0: none).
 
     Landmarks are means over real tokens, and neighbours of the convolution are real tokens. With as many landmarks as
     tokens it is softmax attention, once the steps have converged: six, the paper's number, leave an error that is

@@ -93,6 +93,7 @@ class Poolingformer(Attention):
         self.window, self.far_window, self.kernel, self.stride = window, far_window, kernel, stride
         self.pool = known(pool, POOLS, "pool")
         self.near: Pattern = band(window, right=0 if causal else window)
+        self.ahead = window
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.far_query, self.far_key, self.far_value = (nn.Linear(dim, dim) for _ in range(3))
         if pool == "dynamic":

@@ -1,12 +1,13 @@
 """Softmax attention over a few edges, which a recurrent network picks and learns to pick by trial and reward."""
 
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers import linear_numbers
 from ..ops import edges as op
 from ..ops import lstm
 from ..ops.softmax import dense
@@ -191,9 +192,9 @@ class SparseAdaptive(Attention):
 
     def _linear(self, name, x):
         """A layer of the predictor, in float32 at least."""
-        layer: Any = self.predictor[name]
-        return F.linear(x, widen(layer.weight), None if layer.bias is None else widen(layer.bias))
+        weight, bias = linear_numbers(self.predictor[name])
+        return F.linear(x, widen(weight), None if bias is None else widen(bias))
 
     @property
     def _recur(self) -> Tensor:
-        return widen(self.predictor["recur"].weight)  # type: ignore[arg-type]
+        return widen(linear_numbers(self.predictor["recur"])[0])

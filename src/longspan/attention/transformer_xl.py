@@ -63,7 +63,7 @@ class TransformerXL(Attention):
         heads: int,
         *,
         causal: bool = True,
-        memory: int = 512,
+        memory: int = 256,
         same_length: bool = True,
         segment: int = 0,
         clamp: int = 0,

@@ -106,7 +106,8 @@ def bidirectional(subject: Subject, gauge: Gauge) -> None:
     y = module(x)[0]
     gauge.raises(lambda: module.init_state(BATCH), "init_state of a bidirectional attention")
     parts = [part for part in module.modules() if isinstance(part, Attention) and part.sees is not None]
-    last = min([TOKENS - 1, *(_last_seen(part) for part in parts)])
+    bounds = [part.ahead for part in module.modules() if isinstance(part, Attention) and part.ahead is not None]
+    last = min([TOKENS - 1, *bounds, *(_last_seen(part) for part in parts)])
     moved = module(x.index_copy(1, torch.tensor([last]), subject.data(2, 1)))[0]
     gauge.require((moved[:, 0] - y[:, 0]).abs().max() > 1e-6, f"the first output does not see token {last}")
     if not any(getattr(part, "positional", False) for part in module.modules()):
