@@ -99,12 +99,14 @@ class Pattern:
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
         """``allow`` without its checks; the result need only broadcast to the joint shape."""
-        raise NotImplementedError
+        # Abstract: every atom defines it.
+        raise NotImplementedError(f"{type(self).__name__} defines no see")
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
         """(lookback, lookahead)."""
-        raise NotImplementedError
+        # Abstract: every atom defines it.
+        raise NotImplementedError(f"{type(self).__name__} defines no reach")
 
     @property
     def kind(self) -> str:

@@ -31,7 +31,9 @@ class _Choice(Pattern):
         return farthest(pattern.reach for pattern in self.patterns)
 
     def choose(self, head: int, layer: int) -> Pattern:
-        raise NotImplementedError
+        """The pattern of a head of a layer."""
+        # Abstract: a choice is by head or by layer, and each defines its own.
+        raise NotImplementedError(f"{type(self).__name__} defines no choose")
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
         return self.choose(head, layer).see(i, j, head, layer)

@@ -12,7 +12,7 @@ from ..ops.operands import transformed
 from ..ops.tensors import widen
 from .block import Block
 from .gates import Add
-from .plain import Call
+from .plain import Call, Plain
 
 
 class Reversible(nn.Module):
@@ -33,9 +33,7 @@ class Reversible(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
 
-    def start(self, blocks: nn.ModuleList, batch: int, capacity: int | None) -> tuple:
-        """The states before the first token, one for each block."""
-        return tuple(block.attention.init_state(batch, capacity) for block in blocks)  # type: ignore[union-attr]
+    start = Plain.start
 
     def forward(self, blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: Call) -> tuple[Tensor, tuple | None]:
         """x (B,N,dim), the state -> both after all blocks."""
