@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops import rows
 from ..ops.compress import pool
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern, band
 from ..spec import known
-from ..states import clean, lookback, window
+from ..states import lookback, window
 from ..states.window import Window
 from .base import Attention
 
@@ -114,7 +115,7 @@ class Poolingformer(Attention):
         return State(near, far, pending, pending.clone(), near.position.clone())
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
-        return clean.each(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
+        return rows.each(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
 
     def _run(self, x, state, real):
         """Rows that begin with their real tokens, (B,N,dim)."""

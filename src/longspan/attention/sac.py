@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ..layers import linear_numbers
 from ..ops import edges as op
-from ..ops import lstm
+from ..ops import lstm, rows
 from ..ops.softmax import dense
 from ..ops.tensors import merge, split, widen
-from ..states import cache, rows
+from ..states import cache
 from ..states.cache import KeyValues
 from .base import Attention
 
@@ -107,7 +107,7 @@ class SparseAdaptive(Attention):
                 state = state._replace(past=state.past._replace(values=values))
         run = partial(self._run, learn=learn, tell=tell, donate=donate and segments is None and not tell)
         both = torch.cat([x, merge(v).to(x.dtype)], -1)
-        found, state = rows.apart(partial(rows.in_front, run), both, state, mask, segments)
+        found, state = rows.apart(run, both, state, mask, segments)
         o, logs, seen = found.tensor_split([v.shape[1] * v.shape[-1], v.shape[1] * v.shape[-1] + 1], -1)
         o = split(o, self.heads)
         if tell:
