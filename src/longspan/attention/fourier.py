@@ -112,7 +112,7 @@ class Fourier(Attention):
         donate=False,
     ):  # fmt: skip
         form = sums.stable(lambda found: State(found.sums), self.eps)
-        o, state = sums.see(
+        o, state = sums.attend(
             form, self._parts(self.query(x)), self._project, x, state, causal=self.causal, mask=mask, segments=segments,
             prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
         )  # fmt: skip

@@ -117,7 +117,7 @@ class MemoryCompressed(Attention):
         places = torch.arange(slots.keys.shape[2], device=x.device)[None]
 
         def allowed(start, stop):
-            seen = pool.seen(at[:, start:stop], places, self.stride, self.stride, causal=True)[:, None]
+            seen = pool.visible(at[:, start:stop], places, self.stride, self.stride, causal=True)[:, None]
             return nn.functional.pad(seen, (int(self.null), 0), value=True)
 
         return self.out(merge(blocks.each(_masked, q.to(keys.dtype), keys, values, allowed))), after

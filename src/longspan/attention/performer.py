@@ -145,7 +145,7 @@ class Performer(Attention):
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
         donate=False,
     ):  # fmt: skip
-        o, state = sums.see(
+        o, state = sums.attend(
             sums.stable(_state, self.eps), self._parts(self.query(x)), self._project, x, state, causal=self.causal,
             mask=mask, segments=segments, prefix=prefix, context=context, context_mask=context_mask, record=record,
             donate=donate,

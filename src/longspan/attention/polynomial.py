@@ -98,7 +98,7 @@ class Polynomial(Attention):
             return op.matrix(q, k, allowed, state=before and before.sums, segments=segments, **kernel)
 
         form = sums.Form(attend, matrix, lambda q, found: op.read(q, found, **kernel))
-        o, state = sums.see(
+        o, state = sums.attend(
             form, q, self._project, x, state, causal=self.causal, mask=mask, segments=segments,
             prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
         )  # fmt: skip

@@ -155,7 +155,7 @@ class Poolingformer(Attention):
         at, slots = (torch.arange(size, device=q.device)[None] for size in (q.shape[2], k.shape[2]))
         # As many slots as a row of this length has alone.
         ready = (slots == 0) | ((slots - 1) * self.stride + self.kernel < lengths[:, None])
-        seen = pool.seen(at, slots, **place, causal=False, window=self.far_window) & ready[:, None]
+        seen = pool.visible(at, slots, **place, causal=False, window=self.far_window) & ready[:, None]
         return dense.attend(q, k, v, mask=seen[:, None])
 
     def _go_on(self, q, k, v, state, lengths, *, read):
@@ -168,7 +168,7 @@ class Poolingformer(Attention):
         z = q
         if read:
             at, _ = positions(q.transpose(1, 2), state.position)
-            seen = pool.seen(at, view.slots, **place, causal=True, window=self.far_window) & view.seen[:, :1]
+            seen = pool.visible(at, view.slots, **place, causal=True, window=self.far_window) & view.visible[:, :1]
             z = dense.attend(q.to(view.keys.dtype), view.keys, view.values, mask=seen[:, None])
         return z, State(state.near, far, keys, values, state.position + lengths)
 

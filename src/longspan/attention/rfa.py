@@ -138,7 +138,7 @@ class RFA(Attention):
             o, state = self._gated(self.forget(x), q, k, v, state, mask, segments, record, donate)
             return self.out(merge(o)), state
         form = sums.stable(lambda found: State(found.sums), self.eps)
-        o, state = sums.see(
+        o, state = sums.attend(
             form, q, self._project, x, state, causal=self.causal, mask=mask, segments=segments,
             prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
         )  # fmt: skip

@@ -139,9 +139,9 @@ class SparseAdaptive(Attention):
             memory = (x.new_zeros(x.shape[0], self.dim),) * 2 if state is None else (state.hidden, state.cell)
             hidden, memory = lstm.run(self._linear("read", x), self._recur, memory, real)
         if state is not None:
-            sight, past = cache.extend(state.past, k, v, mask=real, donate=donate)
+            view, past = cache.extend(state.past, k, v, mask=real, donate=donate)
             found, kept = cache.extend(state.nodes, nodes[:, None], nodes[:, None, :, :0], mask=real, donate=donate)
-            k, v, nodes = sight.keys, sight.values, found.keys[:, 0]
+            k, v, nodes = view.keys, view.values, found.keys[:, 0]
             state = State(past, kept, *memory)
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)
         distance = at[:, :, None] - torch.arange(k.shape[2], device=x.device)  # (B,N,M)

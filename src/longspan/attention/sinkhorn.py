@@ -149,8 +149,8 @@ class Sinkhorn(Attention):
             before = self.start(len(x), 0)
         else:
             start = state.past.length
-            sight, past = cache.extend(state.past, k, v, mask=real, donate=donate)
-            k, v = sight.keys, sight.values
+            view, past = cache.extend(state.past, k, v, mask=real, donate=donate)
+            k, v = view.keys, view.values
         call = sorted_blocks.touch(before, x, block, op.spanned(x.shape[1], block, anywhere=state is not None))
         blocks = op.spanned(k.shape[2], block, anywhere=False)
         offers = sorted_blocks.offers_of(before, call, self._part(self.offer, call.sums / block), blocks)

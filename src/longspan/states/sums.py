@@ -45,7 +45,7 @@ def stable(state: Callable[[stabilised.Sums], Any], eps: float) -> Form:
     return Form(attend, matrix, lambda q, found: stabilised.read(q, found, eps=eps))
 
 
-def see(
+def attend(
     form: Form,
     q: Any,
     project: Callable[[Tensor], tuple[Any, Tensor]],
