@@ -52,18 +52,18 @@ class Alibi(Attention):
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept, arguments = state is not None, {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            sight = cache.look(k, v, causal=self.causal, **arguments)
+            view = cache.within(k, v, causal=self.causal, **arguments)
         else:
-            sight, state = cache.extend(state, k, v, **arguments, donate=donate)
-        allowed, products = sight.allowed(q.shape[2]), scores.products(q, sight.keys)
-        places = scores.key_positions(at, sight.keys.shape[2], kept=kept, packed=segments is not None)
+            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+        allowed, products = view.allowed(q.shape[2]), scores.products(q, view.keys)
+        places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         distance = (at[:, :, None] - places[:, None, :]).abs().to(products.dtype)  # (B,N,M)
         # Computed here and not kept: a buffer would be rounded where the weights are half precision.
         m = torch.tensor(slopes(self.heads), dtype=products.dtype, device=x.device)
         p = scores.weights(products - m[:, None, None] * distance[:, None], allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)
-        return self.out(merge(similarity.attend(p, sight.values))), state
+        return self.out(merge(similarity.attend(p, view.values))), state
 
 
 def slopes(heads: int) -> list[float]:

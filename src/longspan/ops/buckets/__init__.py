@@ -62,7 +62,7 @@ def check(rule: Rule, groups: Tensor, mask: Tensor | None = None) -> None:
     if rule.whole and not rule.chunk:
         raise ValueError("whole=True cuts the sorted tokens into chunks, so chunk= must be at least 1")
     if rule.wrap and mask is not None:
-        raise ValueError("wrap=True looks back at a row's last tokens, so mask= must be None; see ops.sparse.ragged")
+        raise ValueError("wrap=True looks back at a row's last tokens, so mask= must be None; see ops.rows.ragged")
     if (rule.cross or rule.wrap) and not rule.whole:
         raise ValueError("cross=True and wrap=True belong to whole=True, where chunks hold tokens of several buckets")
 

@@ -134,7 +134,7 @@ class Ask:
         asks = tiled(x[:, self.query], self.layout, piece)[..., None]
         return asks, windows(x, self.layout, piece)[:, :, None]
 
-    def seen(self, piece: slice) -> Tensor:
+    def visible(self, piece: slice) -> Tensor:
         """Whether it is so, bool (G,t,size,wide)."""
         found, rule = self.found, self.rule
         cj = windows(found.codes[-1], self.layout, piece)[:, :, None]
@@ -193,7 +193,7 @@ def forward(
         for piece in pieces(layout, each, q.device.type):
             asks, keys, values = tiled(qs, layout, piece), windows(ks, layout, piece), windows(vs, layout, piece)
             # Sums are several times as fast here as what fills by a mask.
-            bias = ask.seen(piece).to(wide).sub_(1).mul_(-NEVER)
+            bias = ask.visible(piece).to(wide).sub_(1).mul_(-NEVER)
             read, lsum = _attend(asks, keys, values, bias, scale)
             tiled(reads, layout, piece).copy_(read[..., :width])
             tiled(sums, layout, piece).copy_(lsum)
@@ -232,7 +232,7 @@ def backward(
             keys, values = (windows(x, layout, piece).contiguous() for x in (ks, vs))
             p = (asks @ keys.mT).to(wide).mul_(scale).sub_(sums[..., None])
             # Where a pair is seen, p <= 1; numbers whose exponentials are not normal cost a hundred times as much.
-            p = p.clamp_(-80, 0).exp_().mul_(ask.seen(piece))
+            p = p.clamp_(-80, 0).exp_().mul_(ask.visible(piece))
             _overlap(fv, p.to(q.dtype).mT @ ups, layout, piece)
             dl = (ups @ values.mT).to(wide).sub_(delta_[..., None]).mul_(p).mul_(scale).to(q.dtype)
             tiled(fq, layout, piece).copy_(dl @ keys)
