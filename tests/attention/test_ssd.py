@@ -12,7 +12,7 @@ from gated_cases import DIM, HEADS, N, fill, seeded, tokens
 
 def test_by_hand():
     module = longspan.build("ssd(channels=1, expand_v=1.0, convolution=0)", 1, 1).double()
-    for part in ("query", "key", "value", "out", "gate"):
+    for part in ("query", "key", "value", "out", "out_gate"):
         fill(module, **{f"{part}__weight": 1.0})
     # dt = softplus(log(e - 1)) = 1 and e^(dt A) = e^-2 for every token; D = 3.
     fill(module, step__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
