@@ -15,7 +15,7 @@ def test_by_hand():
     for part in ("query", "key", "value", "out", "out_gate"):
         fill(module, **{f"{part}__weight": 1.0})
     # dt = softplus(log(e - 1)) = 1 and e^(dt A) = e^-2 for every token; D = 3.
-    fill(module, step__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
+    fill(module, dt__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
     x = tokens((1,), (2,))
     s, t = (float(F.silu(torch.tensor(n, dtype=torch.float64))) for n in (1.0, 2.0))
     o = [s**3 + 3 * s, (math.exp(-2) * s**2 + t**2) * t + 3 * t]
