@@ -103,11 +103,13 @@ class Settings:
 
 QUICK = Settings(
     data="digits", attentions="linear; softmax", dim=8, depth=1, heads=2, likelihood="logistics(mixtures=2)",
-    steps=4, batch=3, warmup=1, evaluate_every=2, evaluate_examples=2, tests=3, samples=4, batches=(1, 2), lengths=(7, 70), rounds=1,
+    steps=4, batch=3, warmup=1, evaluate_every=2, evaluate_examples=2, tests=3, samples=4, batches=(1, 2),
+    lengths=(7, 70), rounds=1,
 )  # fmt: skip
 GPU = Settings(
     attentions=f"linear; softmax; {paper.LSH_IMAGES}", dim=256, depth=8, heads=8,
-    likelihood="logistics(mixtures=10)", steps=50_000, batch=40, learning_rate=1e-3, warmup=500, precision="bf16", evaluate_every=1000, evaluate_examples=1000, tests=0,
+    likelihood="logistics(mixtures=10)", steps=50_000, batch=40, learning_rate=1e-3, warmup=500,
+    precision="bf16", evaluate_every=1000, evaluate_examples=1000, tests=0,
 )  # fmt: skip
 # Katharopoulos et al. 2020, section 4.2.1: 250 epochs of 55,000 images, the last 5000 of 60,000 being for validation.
 PAPER = replace(
@@ -226,7 +228,7 @@ EXPERIMENT = Experiment(
     "images per second are those of a GPU. Softmax with a state keeps keys and values and steps in our decode engine. "
     "Beyond the length of an image the learned positions repeat, which changes no time. Reformer (lsh-1, "
     "lsh-4) was published with chunks that are cut from all pixels sorted by bucket, which no state can go on with; "
-    "ours are counted inside a bucket, so that nothing leaks and pixels are drawn from a state of fixed size. Buckets and "
-    "chunks are 32 and 32, at larger scales the published 64 and 29.",
+    "ours are counted inside a bucket, so that nothing leaks and pixels are drawn from a state of fixed size. Buckets "
+    "and chunks are 32 and 32, at larger scales the published 64 and 29.",
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data).checksum},
 )
