@@ -1,5 +1,6 @@
 """The softmax over sorted tiles by the C++ kernels for patterns: one mask for each tile and each block of keys."""
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -7,8 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..native import call
+from ..native.build.openmp import threads
 from ..sparse import native as kernels
 from ..sparse.schedule import Listed
+from .places import reached
 from .windows import Ask, Layout, Sorted, pieces
 
 VECTOR = 16  # floats of the longest vector, of which the kernels take whole ones
@@ -30,8 +33,11 @@ def read(rows: Sequence[Tensor], found: Sorted, ask: Ask, layout: Layout, scale:
     each, size = len(found.tokens), layout.size
     blocks, width = layout.slots // size, layout.wide // size
     masks = torch.empty(each, layout.tiles, width, size, size, dtype=torch.uint8)
-    for piece in pieces(layout, each, "cpu"):
-        masks[:, piece] = ask.seen(piece)
+    if ask.rule.causal and not ask.rule.whole:
+        _see(masks, found, ask, layout)
+    else:
+        for piece in pieces(layout, each, "cpu"):
+            masks[:, piece] = ask.seen(piece)
     counts = torch.zeros(each, blocks, dtype=torch.int64)
     counts[:, layout.back : layout.back + layout.tiles] = width
     offsets = F.pad(counts.flatten().cumsum(0), (1, 0))
@@ -44,3 +50,12 @@ def read(rows: Sequence[Tensor], found: Sorted, ask: Ask, layout: Layout, scale:
     out, lse = torch.empty_like(v), torch.empty(v.shape[:3], dtype=torch.float32)
     kernels.forward(q, k, v, out, lse, listed, scale)
     return out.view(each, layout.slots, -1), lse.view(each, layout.slots)
+
+
+def _see(masks: Tensor, found: Sorted, ask: Ask, layout: Layout) -> None:
+    """``ask.seen`` of all tiles, for causal rules whose chunks are counted inside buckets, in one pass."""
+    codes, asks, band = found.codes.contiguous(), found.asks.contiguous(), ask.band.view(torch.uint8)
+    sizes = (*codes.shape, layout.tiles, layout.size, layout.wide // layout.size, layout.back)
+    call.kernels().longspan_buckets_seen(
+        *call.pointers(codes, asks, band, masks), (ctypes.c_long * 8)(*sizes, reached(ask.rule, ask.chunks)), threads()
+    )
