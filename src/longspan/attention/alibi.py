@@ -17,6 +17,8 @@ class Alibi(Attention):
     number of heads takes those of the next lower power of two, and then every second one of the next higher. It stands
     in for positions added to the tokens, also on sequences longer than those of training. The bias is float32 at least.
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Press et al. 2021, section 3; the slopes of other numbers of heads are those of its authors' code. The paper
     has the causal form only; |i - j| is its continuation to both sides.
     """

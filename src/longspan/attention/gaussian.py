@@ -24,6 +24,8 @@ class Gaussian(Attention):
     the bidirectional form, as published, and i + 1 in the causal one, where the length would tell of the future.
     $2 s_i$ is 1e-6 tokens at least. The bias is float32 at least.
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Yang et al. 2018, section 3, with windows for each query; fixed: Guo et al. 2019, "Gaussian Transformer: A
     Lightweight Approach for Natural Language Inference" (AAAI), with one pair of numbers per layer. Raises ValueError
     for an unknown kind.

@@ -18,6 +18,8 @@ class Kernel(Attention):
     ``dropout``: probability of dropping a weight in training. ``context_dim``: width of the context of cross attention
     (0: dim).
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Katharopoulos et al. 2020, eq. 3; the view of attention as a kernel smoother is Tsai et al. 2019.
     """
 

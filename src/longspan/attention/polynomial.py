@@ -20,8 +20,9 @@ class State(NamedTuple):
 class Polynomial(Attention):
     r"""Exact attention with $(q \cdot k / \sqrt D + c)^2$, or with $e^x$ to second order, by products of two channels.
 
-    It equals ``kernel(similarity='polynomial', constant=c)`` in linear time, which pays from about $N = D^2$ on. The
-    features $\phi$ are all products of two channels.
+    It equals ``kernel(similarity='polynomial', constant=c)`` in linear time. The features $\phi$ are all products of
+    two channels, $D^2 / 2$ of them, so that by its operations it pays from about $N = D^2$ on. It has no kernel of its
+    own: with heads of 64 channels it is no faster than fused softmax at 16384 tokens.
 
     ``constant``: $c \ge 0$; with 0, a query at right angles to all keys sees nothing. ``taylor``: the exponential's
     series instead, never below 1/2. ``channels``: of each head's queries and keys (0: as many as of values),

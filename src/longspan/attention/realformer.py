@@ -21,6 +21,8 @@ class RealFormer(Attention):
 
     ``context_dim``: width of the context of cross attention (0: dim).
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: He et al. 2020, section 3. Raises ValueError for a carry that is not of this call's tokens and keys.
     """
 

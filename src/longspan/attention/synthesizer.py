@@ -44,6 +44,8 @@ class Synthesizer(Attention):
     Only the rows and columns that a sequence reaches are used, and the softmax is over them, so a shorter sequence is
     the beginning of a longer one. The state is the values so far, and the keys where there is dot.
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Tay et al. 2020, section 3, which wants the alpha to be learned and to sum to one. Raises ValueError for a
     sequence of more than ``length`` tokens, for dot alone and for a kind that comes twice.
     """

@@ -19,6 +19,8 @@ class TalkingHeads(Attention):
 
     ``context_dim``: width of the context of cross attention (0: dim).
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Shazeer et al. 2020, section 4, with as many heads of keys, of softmax and of values.
     """
 
