@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from longspan import signals
+from longspan import checkpoint, signals
 from longspan.config import Config
 from longspan.train import Run, engine, fit, objective
 
@@ -72,7 +72,7 @@ def main() -> None:
 
     engine.step_seed, objective.batch_indices, engine.train = slow, recorded, kept
     try:
-        fit(Config(**job["model"]), Run(**job["run"]), resume=job["resume"])
+        fit(checkpoint.config_of(job["model"]), Run(**job["run"]), resume=job["resume"])
     except KeyboardInterrupt as interruption:
         print(interruption, file=sys.stderr)
         sys.exit(128 + signals.number(interruption))

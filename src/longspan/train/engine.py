@@ -231,7 +231,8 @@ class Keeper(Callback):
         if self.bar and evaluated is not None:
             star = "  (best so far)" if improved else ""
             train = f"training {bits:.3f}, validation {evaluated['bits']:.3f} bits/{task.objective.dataset.unit}"
-            own = f", penalty {parts['penalty']:.4g}" if "penalty" in parts else ""
+            own = f", exact {evaluated['exact']:.1%}" if "exact" in evaluated else ""
+            own += f", penalty {parts['penalty']:.4g}" if "penalty" in parts else ""
             self.bar.line(f"step {step}: {train}{own}{star}")
 
     def _save(self, trainer: Trainer, step: int, improved: bool) -> None:

@@ -16,9 +16,11 @@ from torch.utils import _pytree as pytree
 from ..attention import Attention
 from ..data import Dataset
 from ..data.order import batch_indices
+from ..data.pairs import Batch
 from ..model import Decoder
 from ..ops.edges import reinforce
-from .evaluate import roomy, total
+from ..seq2seq import Seq2Seq
+from .evaluate import roomy, total, transduced
 from .run import Run
 
 
@@ -37,7 +39,7 @@ class Objective(nn.Module, ABC):
     never of the model's weights. Buffers are those of one process, so what carries them refuses ``devices`` > 1.
     """
 
-    def __init__(self, run: Run, dataset: Dataset):
+    def __init__(self, run: Run, dataset: Any):
         super().__init__()
         self.run, self.dataset = run, dataset
         # What the layers with statistics have counted since the last step.
@@ -80,10 +82,13 @@ class Objective(nn.Module, ABC):
         }
         return {name: None for name, wants in wanted.items() if wants} or None
 
-    def count(self, attentions: list[Attention], layers: list[dict[str, Any]]) -> None:
-        """Add what the layers have told in one micro-batch, in each step of a stack that repeats them."""
-        for layer, attention in enumerate(attentions):
-            for told in layers[layer :: len(attentions)] if attention.statistics else ():
+    def count(self, attentions: list[Attention], layers: list[dict[str, Any]], first: int = 0) -> None:
+        """Add what a stack's layers have told in one micro-batch, in each step of a stack that repeats them.
+
+        ``first`` is the place of its first layer among all ``attentions``.
+        """
+        for layer, attention in enumerate(attentions, first):
+            for told in layers[layer - first :: len(attentions)] if attention.statistics else ():
                 new, sums = told["statistics"], self.statistics.get(layer)
                 self.statistics[layer] = new if sums is None else pytree.tree_map(torch.add, sums, new)
 
@@ -93,9 +98,24 @@ class Objective(nn.Module, ABC):
             self.attentions(model)[layer].update({"statistics": statistics})
         self.statistics.clear()
 
+    def weighed(self, loss: Tensor, nats: Tensor, told: list[dict[str, Any]], rewards: Tensor) -> Loss:
+        """The loss and the weighted penalties that records have told; ``nats`` () is reported, ``rewards`` (B,) earned.
+
+        Picks that were drawn, such as those of sac, learn from each row's reward, its mean log-likelihood.
+        """
+        if not self.run.penalty:
+            return Loss(loss, {"loss": nats.detach()})
+        penalty = torch.zeros_like(nats)
+        for record in told:
+            penalty = penalty + record.get("penalty", 0.0)
+            if "log_prob" in record:
+                # Of weight 1, its gradient is that of the expected loss.
+                penalty = penalty + reinforce(record["log_prob"], rewards)
+        return Loss(loss + self.run.penalty * penalty, {"loss": nats.detach(), "penalty": penalty.detach()})
+
     @abstractmethod
     def attentions(self, model: Any) -> list[Attention]:
-        """The layers whose statistics are counted, as ``count`` is given them."""
+        """All layers whose statistics are counted, those of one stack after those of another."""
 
 
 class NextToken(Objective):
@@ -111,15 +131,7 @@ class NextToken(Objective):
         loss = -likelihood.mean()
         if record:
             self.count(self.attentions(model), record["layers"])
-        if not self.run.penalty:
-            return Loss(loss, {"loss": loss.detach()})
-        penalty = torch.zeros_like(loss)
-        if record:
-            penalty = record.get("penalty", penalty)
-            if "log_prob" in record:
-                # Of weight 1, its gradient is that of the expected loss.
-                penalty = penalty + reinforce(record["log_prob"], likelihood.flatten(1).mean(1))
-        return Loss(loss + self.run.penalty * penalty, {"loss": loss.detach(), "penalty": penalty.detach()})
+        return self.weighed(loss, loss, [record or {}], likelihood.flatten(1).mean(1))
 
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
@@ -130,7 +142,44 @@ class NextToken(Objective):
         return {"bits": nats / tokens / math.log(2)}
 
 
-OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken}
+class Target(Objective):
+    """An encoder-decoder writes the target of a source: mean nats per real token, smoothed, and the weighted penalty.
+
+    Reported is the loss without smoothing, so that its bits are those of an evaluation.
+    """
+
+    @property
+    def tokens(self) -> float:
+        return self.dataset.mean("train")
+
+    def attentions(self, model: Seq2Seq) -> list[Attention]:
+        return [*model.encoder.attentions(), *model.stack.attentions()]
+
+    def loss(self, model: Seq2Seq, batch: Batch) -> Loss:
+        record = self.asked(self.attentions(model))
+        outputs = model(
+            batch.source, model.shift(batch.target), source_mask=batch.source_mask, mask=batch.mask, record=record
+        )
+        likelihood = model.likelihood.log_prob(outputs, batch.target).masked_fill(~batch.mask, 0.0)  # (B,N)
+        nats = -likelihood.sum() / batch.mask.sum()
+        loss = model.loss(outputs, batch.target, mask=batch.mask) if model.config.smoothing else nats
+        told = [record[name] for name in ("encoder", "decoder")] if record else []
+        first = 0
+        for stack, one in zip((model.encoder, model.stack), told, strict=False):
+            self.count(stack.attentions(), one["layers"], first)
+            first += len(stack.attentions())
+        return self.weighed(loss, nats, told, likelihood.sum(1) / batch.mask.sum(1))
+
+    def sums(self, model: Seq2Seq, split: str, rank: int = 0, world: int = 1) -> Tensor:
+        data = self.dataset
+        return transduced(model, data, split, roomy(data.length), self.run.evaluate_examples, rank, world)
+
+    def figures(self, sums: Tensor) -> dict[str, float]:
+        nats, tokens, exact, pairs = sums.tolist()
+        return {"bits": nats / tokens / math.log(2), "exact": exact / pairs}
+
+
+OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Target}
 
 
 def build(model: nn.Module, run: Run, dataset: Dataset) -> Objective:
