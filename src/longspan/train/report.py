@@ -119,7 +119,7 @@ class Bar:
 class Clock:
     """Seconds spent on steps and nothing else, and tokens per second, both smoothed over some twenty steps."""
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: float):
         """``tokens``: how many one step takes in, on all devices together."""
         self.tokens, self.begin, self.mark, self.step = tokens, time.monotonic(), time.monotonic(), 0.0
 
