@@ -1,4 +1,4 @@
-"""``longspan eval``: bits per dimension or byte of a trained model."""
+"""``longspan eval``: bits per dimension, byte or token of a trained model, and how many targets it writes exactly."""
 
 import json
 import math
@@ -11,10 +11,12 @@ from .parser import Parser, make, positive
 def parser() -> Parser:
     parser = make(
         "eval",
-        "Bits per dimension (images) or per byte (text) of a trained model on a held-out split.",
+        "Bits per dimension (images), byte (text) or token (pairs) of a trained model on a held-out split; of a model "
+        "of pairs also the part of the targets that it writes exactly.",
         "longspan eval runs/digits",
         "longspan eval mnist --data mnist:FOLDER --stepwise",
         "longspan eval runs/digits --split validation --stepwise 20 --json",
+        "longspan eval runs/dates --beams 4",
     )
     parser.add_argument("folder", type=str, help=HELP)
     parser.add_argument(
@@ -28,6 +30,12 @@ def parser() -> Parser:
         "--stepwise", nargs="?", type=int, const=100, default=0, metavar="N",
         help="also score N examples (100 without a number) token by token, as an RNN, and print the largest difference",
     )  # fmt: skip
+    parser.add_argument(
+        "--beams", type=int, default=0, help="pairs: count the targets that a search with so many beams writes, too"
+    )
+    parser.add_argument(
+        "--length_penalty", type=float, default=0.0, help="of that search: larger ones favour longer targets"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     return parser
 
@@ -35,15 +43,23 @@ def parser() -> Parser:
 def run(args) -> int:
     from ..ops.memory import reuse_pages
     from ..train.evaluate import roomy
-    from . import trained
+    from . import targets, trained
 
     if args.batch is not None:
         positive(args, "batch")
     if args.stepwise < 0:
         raise ValueError(f"--stepwise={args.stepwise} must not be negative")
-    model, name, length = trained.decoder(args.folder, args.data)
+    targets.check_search(args)
+    model, name, length = trained.model(args.folder, args.data)
+    if trained.kind(name) == trained.PAIRS:
+        targets.refuse(args, {"stepwise": 0}, "is for a decoder; models of pairs write token by token anyway")
+    else:
+        targets.refuse(args, {"beams": 0}, f"is for pairs; {name} has no targets to be written")
     data = trained.dataset(model, name, length)
     reuse_pages()
+    if trained.kind(name) == trained.PAIRS:
+        targets.measure(model, data, args)
+        return 0
     result = _bits(model, data, args.split, args.batch or roomy(data.length))
     if args.stepwise:
         result["stepwise"] = _stepwise(model, data, args.split, args.stepwise)

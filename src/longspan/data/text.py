@@ -69,14 +69,14 @@ def _read(path: Path) -> bytes:
     if not path.exists():
         raise ValueError(f"no text at {path.absolute()}: there is no such file or folder")
     if not path.is_dir():
-        return _unpacked(path)
+        return unpacked(path)
     files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.name.endswith(_SUFFIXES))
     if not files:
         raise ValueError(f"no text in the folder {path}: looked for {', '.join('*' + s for s in _SUFFIXES)}")
-    return b"".join(_unpacked(path / name) for name in files)
+    return b"".join(unpacked(path / name) for name in files)
 
 
-def _unpacked(path: Path) -> bytes:
+def unpacked(path: Path) -> bytes:
     """The bytes of one file, those inside it where its name ends in .gz or .xz; packed ones raise ValueError."""
     data = read(path)
     kind = next((kind for begin, kind in _PACKED.items() if data.startswith(begin)), "")

@@ -17,9 +17,10 @@ class Run:
     """A training run. Together with a model's config it determines every bit of the result on one machine."""
 
     data: str = "digits"
-    """digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER; paths are kept absolute"""
+    """digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER | pairs:dates | pairs:reverse |
+    pairs:FILE; paths are kept absolute"""
     length: int = 0
-    """tokens per example of a text; 0: 256"""
+    """tokens per example of a text, or the most that a source or a target of pairs may have; 0: 256"""
     steps: int = 1000
     """optimiser steps"""
     batch: int = 32
