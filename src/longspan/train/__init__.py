@@ -29,7 +29,8 @@ from ..model import Decoder
 from ..ops.memory import reuse_pages
 from ..stacks import kind_of
 from . import folder as runs
-from .evaluate import bits, roomy
+from . import objective as objectives
+from .evaluate import bits
 from .run import Run, rate
 
 begun = runs.begun
@@ -100,7 +101,7 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
             if signals.first_rank():
                 recipe = {"model": asdict(config), "run": asdict(run)}
                 checkpoint.write_text(folder / runs.CONFIG, yaml.safe_dump(recipe, sort_keys=False))
-            end = engine.train(model, run, dataset, {"run": asdict(run)}, start, bar)
+            end = engine.train(model, run, objectives.build(model, run, dataset), {"run": asdict(run)}, start, bar)
         except OSError as error:
             where = error.filename or folder
             raise ValueError(f"cannot write {where}: {error.strerror or error}; {runs.kept(folder)}") from error
@@ -112,7 +113,8 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
         where = f"{runs.pointer(last)} is saved" if last.exists() else "nothing was saved"
         raise signals.Interrupted(f"{end.why} at step {end.steps}; {where} in {folder}; go on with resume", end.signal)
     best = checkpoint.load(folder)
-    scores = {s: bits(best, dataset, s, roomy(dataset.length), examples=run.evaluate_examples) for s in SPLITS}
+    objective = objectives.build(best, run, dataset)
+    scores = {split: objective.score(best, split)["bits"] for split in SPLITS}
     examples = {s: min(run.evaluate_examples or dataset.count(s), dataset.count(s)) for s in SPLITS}
     if bar:
         shown = ", ".join(f"{split} {value:.3f} ({examples[split]:,} examples)" for split, value in scores.items())
