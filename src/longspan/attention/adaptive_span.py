@@ -108,7 +108,7 @@ class AdaptiveSpan(Attention):
     def lasting(self, batch):
         return self._ring(batch, self.span + self.ramp)
 
-    def sizes(self):
+    def state_sizes(self):
         return self._ring(1, 0)
 
     def _ring(self, batch, slots):

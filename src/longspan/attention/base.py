@@ -188,7 +188,7 @@ class Attention(nn.Module):
         """``init_state`` for calls between which training moves the weights: it serves whatever they become."""
         return self.init_state(batch)
 
-    def sizes(self) -> Any:
+    def state_sizes(self) -> Any:
         """A state of one row, with which those of a call are compared; what has no entries may have any number."""
         return self.start(1, 0)
 
