@@ -41,15 +41,15 @@ def load(source: str, length: int) -> Dataset:
             "held-out part (5 %) has one; choose a smaller length"
         )
     content = np.frombuffer(bytearray(data), np.uint8)
-    sizes = [len(data) - 2 * held, held, held]
-    splits = dict(zip(("train", "validation", "test"), torch.from_numpy(content).split(sizes), strict=True))
+    train, validation, test = torch.from_numpy(content).split([len(data) - 2 * held, held, held])
+    splits = {"train": train, "validation": validation, "test": test}
     documents, begin = {}, 0
     ends = torch.tensor([len(file) for file in files]).cumsum(0)
-    for split, size in zip(splits, sizes, strict=True):
+    for split, part in splits.items():
         # What a split cuts begins anew in it.
-        inside = ends[(begin < ends) & (ends < begin + size)] - begin
+        inside = ends[(begin < ends) & (ends < begin + len(part))] - begin
         documents[split] = torch.cat([inside.new_zeros(1), inside.unique()])
-        begin += size
+        begin += len(part)
     return Dataset(f"text:{source}", 256, length, (), "byte", sha256([content]), splits, {}, documents)
 
 
