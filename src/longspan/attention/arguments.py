@@ -220,7 +220,7 @@ def _shapes(attention: "Attention") -> list[tuple[tuple[int, ...], torch.dtype]]
     """Shape and type of each part of a new state."""
     found = attention.__dict__.get("_state_shapes")
     if found is None:
-        found = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(attention.start(1, 0))]
+        found = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(attention.state_sizes())]
         attention.__dict__["_state_shapes"] = found
     return found
 

@@ -184,6 +184,14 @@ class Attention(nn.Module):
             raise ValueError(f"batch={batch} and capacity={capacity} must not be negative")
         return self.start(batch, capacity or 0)
 
+    def lasting(self, batch: int) -> Any:
+        """``init_state`` for calls between which training moves the weights: it serves whatever they become."""
+        return self.init_state(batch)
+
+    def state_sizes(self) -> Any:
+        """A state of one row, with which those of a call are compared; what has no entries may have any number."""
+        return self.start(1, 0)
+
     def forward(
         self,
         x: Tensor,

@@ -123,7 +123,7 @@ def measure(model: Any, data: Any, args: Any) -> None:
     """``eval``: bits per token, and how many targets are written exactly, greedily and with --beams by these too."""
     from ..train.evaluate import roomy
 
-    count = data.count(args.split)
+    count = min(args.examples or data.count(args.split), data.count(args.split))
     batch = args.batch or roomy(data.length)
     nats, tokens, exact, _ = _sums(model, data, args, batch, 0)
     result = {
@@ -155,16 +155,17 @@ def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[floa
     from ..progress import track
     from ..train.evaluate import transduced
 
-    parts, sums = -(-data.count(args.split) // batch), []
+    count = min(args.examples or data.count(args.split), data.count(args.split))
+    parts, sums = -(-count // batch), []
     options = {"beams": beams, "length_penalty": args.length_penalty}
     try:
         # Every parts-th pair from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
         for i in track(range(parts), parts, f"{beams} beams" if beams else "batches"):
-            sums.append(transduced(model, data, args.split, batch, 0, i, parts, **options).tolist())
+            sums.append(transduced(model, data, args.split, batch, args.examples, i, parts, **options).tolist())
     except KeyboardInterrupt as error:
         if not sums:
             raise
         _, _, exact, seen = map(math.fsum, zip(*sums, strict=True))
-        said = f"interrupted: {exact / seen:.2%} exact on {int(seen)} of {data.count(args.split)} examples"
+        said = f"interrupted: {exact / seen:.2%} exact on {int(seen)} of {count} examples"
         raise signals.told(error, f"{said}, evenly spaced") from error
     return [math.fsum(column) for column in zip(*sums, strict=True)]

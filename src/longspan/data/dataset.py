@@ -35,6 +35,8 @@ class Dataset:
     """per split: images (count, length) uint8, text (bytes,) uint8"""
     labels: Mapping[str, Tensor] = field(repr=False)
     """per split: classes (count,) int64 for images; empty for text"""
+    documents: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """per split of a text: where its documents begin, (count,) int64 from 0 on; empty for images"""
 
     def count(self, split: str) -> int:
         """Examples in ``split``. Text: every window of ``length`` bytes in train, only disjoint ones elsewhere.

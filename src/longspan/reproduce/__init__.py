@@ -1,6 +1,6 @@
 """Published results, had again at the scale of a laptop: one module, one experiment."""
 
-from . import approximation, capacity, copying, images, mqar, pattern, scaling, spans, transfer
+from . import approximation, capacity, copying, images, mqar, pattern, scaling, segments, spans, transfer
 from .experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -11,6 +11,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "mqar": mqar.EXPERIMENT,
     "pattern": pattern.EXPERIMENT,
     "scaling": scaling.EXPERIMENT,
+    "segments": segments.EXPERIMENT,
     "spans": spans.EXPERIMENT,
     "transfer": transfer.EXPERIMENT,
 }

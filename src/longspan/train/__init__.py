@@ -4,6 +4,7 @@
 |---|---|
 | ``config.yaml`` | the config and the run, as a recipe: usable with ``--config`` |
 | ``metrics.csv`` | one row every 10 steps and at each evaluation |
+| ``learned.jsonl`` | what a model chooses for itself, spans and ponder times, a line for each evaluation |
 | ``tensorboard/`` | the same for TensorBoard |
 | ``checkpoints/step-00000100/`` | a checkpoint |
 | ``checkpoints/last``, ``checkpoints/best`` | the name of the last one and of the one with the fewest validation bits |
@@ -27,6 +28,7 @@ from ..data import Dataset, Pairs
 from ..describe import parts
 from ..ops.memory import reuse_pages
 from ..stacks import kind_of
+from . import carry
 from . import folder as runs
 from . import objective as objectives
 from .evaluate import bits
@@ -99,10 +101,11 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
             bar.line(_opening(model, run, dataset))
         if bar and remark:
             bar.line(remark)
+        objective = objectives.build(model, run, dataset)
         try:
             if signals.first_rank():
                 checkpoint.write_text(folder / runs.CONFIG, yaml.safe_dump(recipe(config, run), sort_keys=False))
-            end = engine.train(model, run, objectives.build(model, run, dataset), {"run": asdict(run)}, start, bar)
+            end = engine.train(model, run, objective, {"run": asdict(run)}, start, bar)
         except OSError as error:
             where = error.filename or folder
             raise ValueError(f"cannot write {where}: {error.strerror or error}; {runs.kept(folder)}") from error
@@ -189,5 +192,11 @@ def _check(config: Config, run: Run, dataset: Dataset | Pairs) -> None:
             f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "
             f"leave it at 0"
         )
+    if run.stream:
+        carry.check(config)
+        if config.checkpointing:
+            raise ValueError(
+                "checkpointing=True has no effect where a state is carried, as stream=True does; leave it off"
+            )
     if not dataset.count("train"):
         raise ValueError(f"{run.data} has no training example")

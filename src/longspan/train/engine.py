@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .. import checkpoint as checkpoints
 from .. import signals
 from . import folder as runs
+from .learned import Diary, scalars, summary
 from .objective import Objective
 from .report import EVERY, Bar, Clock, Events, Table
 from .run import Run, rate, step_seed
@@ -147,6 +148,7 @@ class Keeper(Callback):
         self.interrupt.take()
         if trainer.is_global_zero:
             self.table = Table(Path(run.out) / "metrics.csv", step)
+            self.diary = Diary(Path(run.out), step)
             self.events = self.opened.enter_context(contextlib.closing(Events(Path(run.out) / "tensorboard", step)))
             self._point(task.best_step, step)
         if self.bar:
@@ -226,8 +228,11 @@ class Keeper(Callback):
         row = {"loss": parts["loss"], "bits": bits, "learning_rate": rate(self.run, step - 1)}
         row |= {"gradient_norm": task.norm, "tokens_per_second": speed, "seconds": self.clock.seconds}
         row |= parts | {f"validation_{name}": value for name, value in (evaluated or {}).items()}
+        chosen = {} if evaluated is None else task.objective.learned(task.model)
+        row |= summary(chosen)
+        self.diary.write(step, chosen)
         self.table.write({"step": step, **row})
-        self.events.write(row, step)
+        self.events.write(row | scalars(chosen), step)
         if self.bar and evaluated is not None:
             star = "  (best so far)" if improved else ""
             train = f"training {bits:.3f}, validation {evaluated['bits']:.3f} bits/{task.objective.dataset.unit}"

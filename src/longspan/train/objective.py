@@ -20,7 +20,9 @@ from ..data.pairs import Batch
 from ..model import Decoder
 from ..ops.edges import reinforce
 from ..seq2seq import Seq2Seq
+from .auxiliary import Auxiliary
 from .evaluate import roomy, total, transduced
+from .learned import learned
 from .run import Run
 
 
@@ -44,6 +46,12 @@ class Objective(nn.Module, ABC):
         self.run, self.dataset = run, dataset
         # What the layers with statistics have counted since the last step.
         self.statistics: dict[int, Any] = {}
+
+    def prepare(self, model: Any) -> None:
+        """Add what this run trains beside the model. Raises ValueError for a field that this objective cannot serve."""
+        for name, usual in (("stream", False), ("intermediate", False), ("targets", 1)):
+            if getattr(self.run, name) != usual:
+                raise ValueError(f"{name}={getattr(self.run, name)} is for decoders, which predict the next token")
 
     @property
     def tokens(self) -> float:
@@ -113,6 +121,10 @@ class Objective(nn.Module, ABC):
                 penalty = penalty + reinforce(record["log_prob"], rewards)
         return Loss(loss + self.run.penalty * penalty, {"loss": nats.detach(), "penalty": penalty.detach()})
 
+    def learned(self, model: Any) -> dict[str, Any]:
+        """What the model has learned to choose for itself, as plain values; see ``learned.learned``."""
+        return {}
+
     @abstractmethod
     def attentions(self, model: Any) -> list[Attention]:
         """All layers whose statistics are counted, those of one stack after those of another."""
@@ -121,17 +133,46 @@ class Objective(nn.Module, ABC):
 class NextToken(Objective):
     """A decoder predicts each token from those before it: mean nats per token, and the weighted penalty."""
 
+    def __init__(self, run: Run, dataset: Dataset):
+        super().__init__(run, dataset)
+        self.auxiliary: Auxiliary | None = None
+
+    def prepare(self, model: Decoder) -> None:
+        run = self.run
+        if run.intermediate or run.targets > 1:
+            options: dict[str, Any] = {"intermediate": run.intermediate, "targets": run.targets}
+            self.auxiliary = Auxiliary(model, **options, steps=run.steps, seed=run.seed)
+
     def attentions(self, model: Decoder) -> list[Attention]:
         return model.stack.attentions()
 
     def loss(self, model: Decoder, batch: Tensor) -> Loss:
         record = self.asked(self.attentions(model))
-        outputs, _ = model(model.shift(batch), record=record)
-        likelihood = model.likelihood.log_prob(outputs, batch)  # (B,N)
+        if self.auxiliary:
+            self.auxiliary.listen()
+        outputs, targets, segments = self.read(model, batch, record)
+        likelihood = model.likelihood.log_prob(outputs, targets)  # (B,N)
         loss = -likelihood.mean()
         if record:
             self.count(self.attentions(model), record["layers"])
-        return self.weighed(loss, loss, [record or {}], likelihood.flatten(1).mean(1))
+        whole, more = loss, {}
+        if self.auxiliary:
+            found = self.auxiliary(model, targets, segments)
+            whole, more = whole + found, {"auxiliary": found.detach()}
+        weighed = self.weighed(whole, loss, [record or {}], likelihood.flatten(1).mean(1))
+        return Loss(weighed.total, weighed.parts | more)
+
+    def read(self, model: Decoder, batch: Any, record: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A batch -> the model's outputs (B,N,size), their targets (B,N), and the documents of these, None for one."""
+        return model(model.shift(batch), record=record)[0], batch, None
+
+    def update(self, model: Decoder) -> None:
+        super().update(model)
+        if self.auxiliary:
+            self.auxiliary.made += 1
+
+    def learned(self, model: Decoder) -> dict[str, Any]:
+        return learned(model, self.dataset)
 
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
@@ -183,5 +224,10 @@ OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Targe
 
 
 def build(model: nn.Module, run: Run, dataset: Dataset) -> Objective:
-    """The objective by which this kind of model is trained."""
-    return OBJECTIVES[type(model)](run, dataset)
+    """The objective by which this kind of model is trained. Raises ValueError for a run that it cannot serve."""
+    from .streams import Streams
+
+    kind = OBJECTIVES[type(model)]
+    objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)
+    objective.prepare(model)
+    return objective

@@ -18,8 +18,8 @@ from .. import progress
 from ..checkpoint import write_text
 
 COLUMNS: tuple[str, ...] = (
-    "step", "loss", "bits", "validation_bits", "validation_exact", "penalty", "learning_rate", "gradient_norm",
-    "tokens_per_second", "seconds",
+    "step", "loss", "bits", "validation_bits", "validation_exact", "penalty", "auxiliary", "span", "ponder",
+    "learning_rate", "gradient_norm", "tokens_per_second", "seconds",
 )  # fmt: skip
 EVERY = 10
 
