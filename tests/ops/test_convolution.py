@@ -326,6 +326,34 @@ def test_the_layer_takes_the_same_state_and_says_what_ran():
         torch.testing.assert_close(state[row][None], last)
 
 
+# torch compiles some rules on first use, by what it calls deprecated itself.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_transforms_take_plain_forms(tokens):
+    """Rows by vmap are rows of a batch, and forward mode agrees with backward mode."""
+    given = to(arguments(tokens, 5), torch.float32)
+
+    def call(x, state):
+        return causal_convolution(x, given["weight"], given["bias"], state, activation="silu")
+
+    inputs = given["x"], given["state"]
+    rows = torch.func.vmap(lambda x, state: [t[0] for t in call(x[None], state[None])])(*inputs)
+    assert_close(rows, call(*inputs), ROUNDED)
+    tangents = tuple(t.cos() for t in inputs)
+    (y, _), (slope, _) = torch.func.jvp(call, inputs, tangents)
+    grads = torch.func.grad(lambda *both: call(*both)[0].square().sum(), argnums=(0, 1))(*inputs)
+    assert_close([2 * (y * slope).sum()], [sum((g * t).sum() for g, t in zip(grads, tangents, strict=True))], ROUNDED)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_sign_that_is_still_to_be_changed(tokens):
+    given = to(arguments(tokens, 5), torch.float32)
+    expected = causal_convolution(**given)
+    for which in given:
+        found = causal_convolution(**given | {which: torch._neg_view(-given[which])})
+        assert_close(found, expected, ROUNDED)
+
+
 @needs_kernels
 def test_what_the_kernels_cannot_serve_is_refused():
     with backend("native"), pytest.raises(ValueError, match="cannot serve this call of the causal convolution: they"):
