@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-import longspan
 from longspan import backend, causal_convolution
-from longspan.ops import convolution
 from longspan.ops.convolution import native as kernels
 from longspan.ops.native.call import available
 
@@ -308,22 +306,6 @@ def test_compiled_in_one_graph():
         warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
         found = run(torch.compile(call, fullgraph=True, backend="aot_eager"))
     assert_close(found, run(call), ROUNDED)
-
-
-def test_the_layer_takes_the_same_state_and_says_what_ran():
-    layer = longspan.layers.ShortConvolution(6, 4)
-    x, mask = torch.randn(2, 9, 6), torch.rand(2, 9) > 0.3
-    with longspan.ops.watch() as seen:
-        y, state = layer(x, activation="silu")
-    assert [served.op for served in seen] == [convolution.OP]
-    expected, last = causal_convolution(x, layer.weight, activation="silu")
-    assert y.equal(expected)
-    assert state.equal(last)
-    for row in range(2):
-        y, state = layer(x, mask=mask)
-        alone, last = layer(x[row, mask[row]][None])
-        torch.testing.assert_close(y[row, mask[row]][None], alone)
-        torch.testing.assert_close(state[row][None], last)
 
 
 # torch compiles some rules on first use, by what it calls deprecated itself.
