@@ -179,6 +179,18 @@ class TestEvaluation:
             exact += best.tokens[0, 0, : best.lengths[0, 0]].tolist() == one.target[0].tolist()
         assert found[2] == exact
 
+    def test_exact_means_every_token_and_the_stop_token(self, dataset, monkeypatch):
+        """What is written where the padding is does not matter; one wrong token does, and so does a missing end."""
+
+        def written(model, pairs, stop, *_):
+            found = pairs.target.masked_fill(~pairs.mask, 97)
+            found[0, 0] += 1
+            found[1, pairs.target[1] == stop] = 97
+            return found
+
+        monkeypatch.setattr("longspan.train.evaluate._written", written)
+        assert transduced(build(), dataset, "test", 1000)[2] == dataset.count("test") - 2
+
     def test_the_ranks_shares_make_the_whole(self, dataset):
         model = build()
         parts = [transduced(model, dataset, "test", 5, 4, rank, 3) for rank in range(3)]
