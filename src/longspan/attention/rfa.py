@@ -100,7 +100,7 @@ class RFA(Attention):
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
         self.out = nn.Linear(dim, dim)
-        self.forget = nn.Linear(dim, heads) if gate else None
+        self.decay = nn.Linear(dim, heads) if gate else None
         self.sigma = nn.Parameter(torch.ones(heads, 1, dim // heads))
         self.register_buffer("projection", self._draw(0).to(self.out.weight))
 
@@ -133,9 +133,9 @@ class RFA(Attention):
         donate=False,
     ):  # fmt: skip
         q = self._parts(self.query(x))
-        if self.forget is not None and context is None and not isinstance(state, Context):
+        if self.decay is not None and context is None and not isinstance(state, Context):
             k, v = self._project(x)
-            o, state = self._gated(self.forget(x), q, k, v, state, mask, segments, record, donate)
+            o, state = self._gated(self.decay(x), q, k, v, state, mask, segments, record, donate)
             return self.out(merge(o)), state
         form = sums.stable(lambda found: State(found.sums), self.eps)
         o, state = sums.attend(
