@@ -178,6 +178,6 @@ def build(model: nn.Module, run: Run, dataset: Dataset) -> Objective:
     from .streams import Streams
 
     kind = OBJECTIVES[type(model)]
-    objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)
+    objective: Objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)
     objective.prepare(model)
     return objective
