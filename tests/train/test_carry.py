@@ -22,7 +22,7 @@ from longspan.data.streams import Stream
 from longspan.model import Decoder
 from longspan.train import Run, along, carry, fit
 from longspan.train.evaluate import total
-from longspan.train.streams import Streams
+from longspan.train.objective import Streams
 from training_process import weights
 
 SPECS = (

@@ -1,11 +1,12 @@
 """What a model has learned to choose for itself: the spans of its heads, and how long each token is pondered over."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention.adaptive_span import AdaptiveSpan
 from ..checkpoint import write_text
@@ -34,10 +35,7 @@ def learned(model: Decoder, dataset: Dataset) -> dict[str, Any]:
     chosen = min(LOOKED_AT, count)
     tokens = dataset.take("validation", torch.arange(chosen) * count // chosen).to(model.device)
     read: dict[int, list[Tensor]] = {i: [] for i in spanned}
-    hooks = [
-        attention.register_forward_pre_hook(lambda _, args, i=i: read[i].append(args[0]))
-        for i, attention in spanned.items()
-    ]
+    hooks = [a.register_forward_pre_hook(functools.partial(_read, read[i])) for i, a in spanned.items()]
     training, record = model.training, {"penalty": None}
     model.eval()
     try:
@@ -59,6 +57,10 @@ def learned(model: Decoder, dataset: Dataset) -> dict[str, Any]:
         found["example"] = tokens[0].tolist()
         found["example_ponder"] = [round(value, 4) for value in ponder[0].tolist()]
     return found
+
+
+def _read(inputs: list[Tensor], _: nn.Module, arguments: tuple) -> None:
+    inputs.append(arguments[0])
 
 
 def summary(found: dict[str, Any]) -> dict[str, float]:

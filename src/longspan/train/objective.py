@@ -11,16 +11,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
 from ..attention import Attention
 from ..data import Dataset
 from ..data.order import batch_indices
 from ..data.pairs import Batch
+from ..data.streams import Stream, Stretch, row_windows
 from ..model import Decoder
 from ..ops.edges import reinforce
 from ..seq2seq import Seq2Seq
+from . import along
 from .auxiliary import Auxiliary
+from .carry import Carry
 from .evaluate import roomy, total, transduced
 from .learned import learned
 from .run import Run
@@ -183,6 +187,53 @@ class NextToken(Objective):
         return {"bits": nats / tokens / math.log(2)}
 
 
+class Streams(NextToken):
+    """A decoder predicts each token of a text from those before it, also from those of earlier micro-batches.
+
+    The states of the rows are part of the checkpoint, those of all ranks in the order of one process with as many rows;
+    where the rows stand in the text follows from the number of the micro-batch. Evaluations carry states, too.
+
+    Raises ValueError for images, and for a text too short for a stretch a row.
+    """
+
+    def __init__(self, run: Run, dataset: Dataset):
+        super().__init__(run, dataset)
+        self.stream = Stream(dataset, "train")
+        row_windows(self.stream.count, 0, run.batch, 0, run.devices)
+        self.carry: Carry | None = None
+        self.saved: list[Tensor] = []
+
+    def batch(self, index: int, rank: int, world: int) -> Stretch:
+        windows = row_windows(self.stream.count, index, self.run.batch, rank, world)
+        return self.stream.take(windows, fresh=index == 0)
+
+    def read(self, model: Decoder, batch: Any, record: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        stretch = Stretch(*batch)
+        if self.carry is None:
+            self.carry = Carry(model, self.run.batch)
+            if self.saved:
+                self.carry.restore(self.saved, *_place())
+                self.saved = []
+        state = self.carry.begin(stretch.fresh)
+        outputs, state = model(stretch.inputs, state, segments=stretch.segments, record=record)
+        assert state is not None
+        self.carry.end(state)
+        return outputs, stretch.targets, stretch.segments
+
+    def get_extra_state(self) -> dict[str, list[Tensor]]:
+        """The rows' states, for the checkpoint; every rank must call."""
+        return {"leaves": self.saved if self.carry is None else self.carry.leaves(_place()[1])}
+
+    def set_extra_state(self, state: dict[str, list[Tensor]]) -> None:
+        """Take them from a checkpoint; the first micro-batch goes on with them."""
+        self.carry, self.saved = None, state["leaves"]
+
+    def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
+        examples = self.run.evaluate_examples
+        rows = along.rows(self.dataset, split, examples)
+        return along.carried(model, self.dataset, split, rows, examples, rank, world)
+
+
 class Target(Objective):
     """An encoder-decoder writes the target of a source: mean nats per real token, smoothed, and the weighted penalty.
 
@@ -220,14 +271,17 @@ class Target(Objective):
         return {"bits": nats / tokens / math.log(2), "exact": exact / pairs}
 
 
+def _place() -> tuple[int, int]:
+    """The rank of this process and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Target}
 
 
 def build(model: nn.Module, run: Run, dataset: Dataset) -> Objective:
     """The objective by which this kind of model is trained. Raises ValueError for a run that it cannot serve."""
-    from .streams import Streams
-
     kind = OBJECTIVES[type(model)]
-    objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)
+    objective: Objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)
     objective.prepare(model)
     return objective
