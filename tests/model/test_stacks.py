@@ -17,7 +17,14 @@ from longspan.stacks.universal import Act, UniversalState
 from stack_cases import SMALL, data, grads, same, stack
 
 KINDS = ("plain", "universal(steps=3)", "universal(steps=2, coordinates='step')", "act(steps=4)", "reversible")
-ATTENTIONS = ("softmax", "linear", "gated_deltanet", "local(window=5)", "linear; softmax")
+ATTENTIONS = (
+    "softmax",
+    "linear",
+    "gated_deltanet",
+    "local(window=5)",
+    "reformer(chunk=3, buckets=4, rounds=3)",
+    "linear; softmax",
+)
 
 
 def test_every_kind_is_tried():

@@ -37,19 +37,19 @@ class Stack(nn.Module):
     ``y, state = stack(x, state, mask=, segments=, prefix=, record=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state
     is the tuple of the layers' states. ``record`` asks every layer that takes one: it gets ``layers``, a dict for each
     layer, empty where that can tell nothing, and the sums of theirs: ``penalty``, where a mechanism has a loss of its
-    own, and ``log_prob`` (B,), where one draws what it reads. ``rotary`` is the base of rotary positions for attentions
-    whose spec gives none; ``cross`` the specs of attentions to a context.
+    own, and ``log_prob`` (B,), where one draws what it reads. ``positions`` are those of its attentions, as in
+    ``longspan.build``; ``cross`` the specs of attentions to a context.
 
     Raises ValueError for a spec that cannot be built, for weights that would take more memory than this machine has,
     and for arguments that one of the attentions does not support.
     """
 
-    def __init__(self, config: StackConfig, *, causal: bool = True, rotary: float = 0.0, cross: str = ""):
+    def __init__(self, config: StackConfig, *, causal: bool = True, positions: str = "none", cross: str = ""):
         super().__init__()
-        afford(config, lambda few: Stack(few, causal=causal, rotary=rotary, cross=cross))
+        afford(config, lambda few: Stack(few, causal=causal, positions=positions, cross=cross))
         specs = spec.split(config.attention)
         self.dim, self.causal, self.checkpointing, self.crosses = config.dim, causal, config.checkpointing, bool(cross)
-        place = {"causal": causal, "depth": config.depth, "rotary": rotary}
+        place = {"causal": causal, "depth": config.depth, "positions": positions}
         own = (
             make(specs[i % len(specs)], config.dim, config.heads, layer=i, **place)  # type: ignore[arg-type]
             for i in range(config.depth)
@@ -140,8 +140,8 @@ class Stack(nn.Module):
 
 
 def kind_of(text: str) -> type:
-    """The class that runs the blocks, from its spec, which has been read before."""
-    return STACKS[text.partition("(")[0].strip()]
+    """The class that runs the blocks, from its spec. Raises ValueError for an unknown one."""
+    return STACKS[spec.known(text.partition("(")[0].strip(), STACKS, "stack")]
 
 
 def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
@@ -149,7 +149,8 @@ def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
     if not text:
         return None
     specs = spec.split(text)
-    made = make(specs[i % len(specs)], config.dim, config.heads, causal=False, layer=i, depth=config.depth, rotary=0.0)
+    place = {"causal": False, "layer": i, "depth": config.depth, "positions": "none"}
+    made = make(specs[i % len(specs)], config.dim, config.heads, **place)
     if "context" not in made.takes:
         raise ValueError(f"{made.name} reads no context, so it cannot be a cross attention")
     return made
