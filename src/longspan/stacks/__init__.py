@@ -107,7 +107,9 @@ class Stack(nn.Module):
         if mask is not None:
             check_mask("mask", mask, tuple(x.shape[:2]))
         if state is not None:
-            self._check_state(state)
+            self._check_state(state, len(x))
+        elif donate:
+            raise ValueError("donate=True gives a state away, but no state came")
         if record is not None:
             check_record(record)
         arguments = settle(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
@@ -128,7 +130,7 @@ class Stack(nn.Module):
             _answer(record, call)
         return x, state
 
-    def _check_state(self, state: Any) -> None:
+    def _check_state(self, state: Any, batch: int) -> None:
         # A state of steps has the layers' states beside a position.
         layers = state.layers if isinstance(state, UniversalState) else state
         count = len(self.blocks) * self.run.steps
@@ -137,6 +139,9 @@ class Stack(nn.Module):
             kind, named = "a UniversalState" if steps else "a tuple", isinstance(state, UniversalState)
             came = type(state).__name__ if named or not isinstance(state, tuple) else len(state)
             raise ValueError(f"the state of this stack is {kind} of {count} states, not {came}")
+        if steps and (state.position.dtype != torch.int64 or tuple(state.position.shape) != (batch,)):
+            came = f"{state.position.dtype} {tuple(state.position.shape)}"
+            raise ValueError(f"the position of this stack's state must be int64 {(batch,)}, not {came}")
 
 
 def kind_of(text: str) -> type:
