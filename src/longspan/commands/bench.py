@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jsonargparse
 
 from ..spec import known
+from .bench_depth import KIND as DEPTH
 from .parser import Parser, make, positive
 
 COMMON = (
@@ -389,6 +390,7 @@ KINDS = {
         _members_options,
         _members,
     ),
+    "depth": Kind(*DEPTH),
     "limits": Kind(
         "what this machine can do at most: matrix products, and moving bytes",
         ("longspan bench limits",),
