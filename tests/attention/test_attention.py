@@ -151,10 +151,10 @@ class TestBuild:
             longspan.build("linear(rotary=10.0)", 6, 2)
 
     def test_the_stack_gives_rotary_where_the_spec_does_not(self):
-        assert longspan.build("linear", 8, 2, rotary=7.0).spec == "linear(rotary=7.0)"
-        assert longspan.build("linear(rotary=3.0)", 8, 2, rotary=7.0).spec == "linear(rotary=3.0)"
+        assert longspan.build("linear", 8, 2, positions="rotary(base=7.0)").spec == "linear(rotary=7.0)"
+        assert longspan.build("linear(rotary=3.0)", 8, 2, positions="rotary(base=7.0)").spec == "linear(rotary=3.0)"
         with pytest.raises(ValueError, match="kernel has no rotary positions"):
-            longspan.build("kernel", 8, 2, rotary=7.0)
+            longspan.build("kernel", 8, 2, positions="rotary(base=7.0)")
 
 
 class TestArguments:

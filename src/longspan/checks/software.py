@@ -25,7 +25,7 @@ def arguments(subject: Subject, gauge: Gauge) -> None:
     gauge.raises(lambda: module(x, segments=-torch.arange(TOKENS).expand(BATCH, -1)), "segments that decrease")
     gauge.raises(lambda: module(x, donate=True), "donate=True without a state")
     gauge.raises(lambda: module(x, (x,)), "the state of something else")
-    if len(subject.specs) == 1:
+    if subject.single:
         gauge.raises(lambda: build(subject.spec, DIM + 1, HEADS), "a width that heads do not divide")
         gauge.raises(lambda: module(x, context_mask=torch.ones(BATCH, 3, dtype=torch.bool)), "context_mask alone")
         gauge.raises(lambda: module(x, record=[]), "a record that is no dict")
@@ -39,11 +39,11 @@ def rebuilds(subject: Subject, gauge: Gauge) -> None:
     """Spec and weights give the same module again, whatever the global random generator has done since."""
     module, x = subject.make(), subject.data()
     y = module(x)[0]
-    if len(subject.specs) == 1:
+    if subject.single:
         again: nn.Module = build(module.spec, DIM, HEADS, causal=subject.causal).double().eval()  # type: ignore
         gauge.require(again.spec == module.spec, f"{module.spec!r} builds {again.spec!r}")
     else:
-        again = Subject(subject.spec, subject.seed + 1).make()
+        again = Subject(subject.spec, subject.seed + 1, subject.stack).make()
     again.load_state_dict(module.state_dict())
     gauge.close(again(x)[0], y, "rebuilt from spec and weights", 0.0)
     torch.rand(3)

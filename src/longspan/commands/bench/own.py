@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator
 
 from ...spec import split
 from ..parser import Parser, positive
+from .depth import KIND as DEPTH
 from .kind import Kind, numbers, seconds
 
 
@@ -151,6 +152,7 @@ KINDS = {
         _members_options,
         _members,
     ),
+    "depth": DEPTH,
     "limits": Kind(
         "what this machine can do at most: matrix products, and moving bytes",
         ("longspan bench limits",),
