@@ -1,6 +1,19 @@
 """Published results, had again at the scale of a laptop: one module, one experiment."""
 
-from . import approximation, capacity, copying, images, lengths, mqar, pattern, ponder, scaling, segments, spans, transfer
+from . import (
+    approximation,
+    capacity,
+    copying,
+    images,
+    lengths,
+    mqar,
+    pattern,
+    ponder,
+    scaling,
+    segments,
+    spans,
+    transfer,
+)
 from .experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
