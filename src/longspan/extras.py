@@ -10,6 +10,8 @@ EXTRAS = {
     "matplotlib": "plot",
     "PIL": "data",
     "pooch": "data",
+    "transformers": "transformers",
+    "peft": "lora",
 }
 
 
