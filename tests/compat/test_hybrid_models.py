@@ -7,7 +7,7 @@ from hybrids import KINDS, judge, model, tokens
 from longspan.compat import transformers as on_cpu
 from longspan.ops.gated import native
 
-STEPS = ("recurrent", "update", "Lightning")  # in the names of what runs token by token
+STEPS = ("recurrent", "selective_state_update", "Lightning")  # in the names of what runs token by token
 
 
 @pytest.fixture(autouse=True)
@@ -127,12 +127,15 @@ def test_gradients_are_as_near_to_float64_as_those_of_the_original_code(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bfloat16_is_as_near_to_float64_as_the_original_code(kind):
-    made, x = model(kind).bfloat16(), tokens(4, 139)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_near_to_float64_as_the_original_code(kind, dtype):
+    made, x = model(kind).to(dtype), tokens(4, 139)
     exact = judge(kind, made)
     with torch.no_grad():
         wanted = exact(x, use_cache=False).logits
         theirs = made(x, use_cache=False).logits
         on_cpu.accelerate(made)
         ours = made(x, use_cache=False).logits
-    assert off(ours, wanted) < 1.15 * off(theirs, wanted)
+    # The median over tokens: the few for which rounding chooses another expert are off by much, by either way.
+    errors = [float((found.double() - wanted).norm(dim=-1).median()) for found in (ours, theirs)]
+    assert errors[0] < 1.15 * errors[1]

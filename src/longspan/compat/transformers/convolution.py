@@ -1,10 +1,12 @@
-"""The causal depth-wise convolution before recurrent layers, for packed rows too."""
+"""The causal depth-wise convolution before recurrent layers, in the layout of transformers: channels first."""
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from ...ops.tensors import widen
+from ...ops.convolution import causal_convolution
 from .packing import borders
+
+OURS = {"silu": "silu", "swish": "silu"}
 
 
 def convolve(
@@ -20,22 +22,38 @@ def convolve(
 
     Source: transformers, ``causal_conv1d_fn``.
     """
+    batch, _, n = hidden_states.shape
+    act = OURS.get(activation or "")
+    segments = borders(kwargs, batch, n)
+    y, _ = causal_convolution(hidden_states.mT, weight, bias, activation=act, segments=segments)
+    return _activated(y.mT, activation)
+
+
+def update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """x (B,C,N), mostly one token, after the last R >= K - 1 in ``conv_state`` (B,C,R), which is moved on in place.
+
+    Source: transformers, ``causal_conv1d_update``.
+    """
+    donate, act = not torch.is_grad_enabled(), OURS.get(activation or "")
+    past = conv_state.mT
+    if past.dtype not in (hidden_states.dtype, torch.float32):
+        past = past.to(hidden_states.dtype)
+    y, state = causal_convolution(hidden_states.mT, weight, bias, past, activation=act, donate=donate)
+    if state.data_ptr() != conv_state.data_ptr():
+        conv_state.copy_(state.mT)
+    return _activated(y.mT, activation)
+
+
+def _activated(y: Tensor, activation: str | None) -> Tensor:
+    """With the activations that our function does not have."""
+    if activation is None or activation in OURS:
+        return y
     from transformers.activations import ACT2FN
 
-    batch, _, n = hidden_states.shape
-    x, w, reach = widen(hidden_states), widen(weight), weight.shape[-1] - 1
-    ids, y = borders(kwargs, batch, n), x * w[:, reach, None]
-    for back in range(1, min(reach, n - 1) + 1):
-        tap = x[..., :-back]
-        if ids is not None:
-            tap = tap * (ids[:, back:] == ids[:, :-back])[:, None]
-        y = y + F.pad(tap * w[:, reach - back, None], (back, 0))
-    if bias is not None:
-        y = y + widen(bias)[:, None]
-    return (y if activation is None else ACT2FN[activation](y)).to(hidden_states.dtype)
-
-
-def unpacked(hidden_states: Tensor, *args, **kwargs) -> str:
-    """Why a call is left to the original: its rows are not packed."""
-    del args
-    return "" if borders(kwargs, hidden_states.shape[0], hidden_states.shape[-1]) is not None else "rows are not packed"
+    return ACT2FN[activation](y)

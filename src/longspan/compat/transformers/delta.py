@@ -7,8 +7,6 @@ from ...ops.gated import delta_rule
 from ...ops.tensors import widen
 from .packing import borders
 
-EPS = 1e-6  # inside the root, as in flash-linear-attention
-
 
 def gated_delta_rule(
     query: Tensor,
@@ -33,20 +31,14 @@ def gated_delta_rule(
     batch, n = query.shape[:2]
     segments = borders(kwargs, batch, n)
     q, k, v, decay, rate = (t.transpose(1, 2) for t in (query, key, value, g, beta))
-    if use_qk_l2norm_in_kernel:
-        q, k = unit(q), unit(k)
-    # One type for all three: rounding unit vectors to half precision would lose what the original keeps.
-    q, k, v = (widen(t) for t in (q, k, v))
+    # Of float16 the kernels take single tokens alone.
+    if v.dtype == torch.float16 and n > 1:
+        q, k, v = (t.float() for t in (q, k, v))
     # A cache copies the new state over the old one, so that a step may do so at once.
     donate = n == 1 and initial_state is not None and output_final_state and not torch.is_grad_enabled()
     o, state = delta_rule(
         q, k, v, beta=widen(rate), log_decay=widen(decay), segments=segments, return_state=True, donate=donate,
-        state=None if initial_state is None else initial_state.to(v.dtype),
+        normalise="l2" if use_qk_l2norm_in_kernel else None,
+        state=None if initial_state is None else initial_state.to(widen(v[:0]).dtype),
     )  # fmt: skip
     return o.transpose(1, 2).to(query.dtype), state if output_final_state else None
-
-
-def unit(x: Tensor) -> Tensor:
-    """x (...,D) over its Euclidean norm, in float32 at least."""
-    x = widen(x)
-    return x * (x.square().sum(-1, keepdim=True) + EPS).rsqrt()

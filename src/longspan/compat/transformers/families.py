@@ -26,7 +26,8 @@ FUNCTIONS = {
     "mamba2_chunk_scan": Ours(mamba2.scan),
     "mamba2_selective_state_update": Ours(mamba2.step, mamba2.per_head),
     "mamba2_split_conv1d_scan_combined": Ours(mamba2.fused, counts=False),
-    "causal_conv1d_fn": Ours(convolution.convolve, convolution.unpacked, counts=False),
+    "causal_conv1d_fn": Ours(convolution.convolve),
+    "causal_conv1d_update": Ours(convolution.update),
 }
 # By the name that a layer has kept its function under, in transformers before 5.15.
 ATTRIBUTES = {"chunk_gated_delta_rule": DELTA, "recurrent_gated_delta_rule": DELTA}
