@@ -58,9 +58,12 @@ def page(text: str) -> str:
 def main(folders: list[str]) -> None:
     """Copy what is new, write the page."""
     (RESULTS / MACHINES[0]).mkdir(parents=True, exist_ok=True)
-    for path in (path for folder in folders for path in sorted(Path(folder).iterdir())):
-        if path.suffix in (".json", ".csv", ".png"):
-            shutil.copyfile(path, RESULTS / MACHINES[0] / path.name)
+    for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json"))):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        # Of other kinds, such as ``members``, other pages tell.
+        if found.get("benchmark") in KINDS and not found.get("partial"):
+            for ending in (".json", ".csv", ".png"):
+                shutil.copyfile(path.with_suffix(ending), RESULTS / MACHINES[0] / path.with_suffix(ending).name)
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

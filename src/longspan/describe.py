@@ -247,7 +247,7 @@ def is_pattern(text: str) -> bool:
     return first is not None and first[0] in patterns.NAMES
 
 
-def seen(text: str, dim: int, heads: int) -> Pattern:
+def pattern_of(text: str, dim: int, heads: int) -> Pattern:
     """The pattern of a spec, of a pattern or of an attention (causal where it can be, of a first layer).
 
     Raises ValueError for an attention without a pattern, and for a spec, dim or heads that are not possible.
@@ -279,19 +279,19 @@ def _pattern(attention: Attention) -> Pattern | None:
 
 
 def picture(text: str, dim: int, heads: int, tokens: int | None = None) -> Tensor:
-    """``patterns.picture`` of a spec: (heads|1, tokens, tokens) uint8. Arguments and errors as in ``sight``."""
-    pattern = seen(text, dim, heads)
+    """``patterns.picture`` of a spec: (heads|1, tokens, tokens) uint8. Arguments and errors as in ``view``."""
+    pattern = pattern_of(text, dim, heads)
     return patterns.picture(pattern, _looked_at(tokens, pattern, heads), heads=heads)
 
 
-def sight(text: str, dim: int, heads: int, tokens: int | None = None) -> dict[str, Any]:
+def view(text: str, dim: int, heads: int, tokens: int | None = None) -> dict[str, Any]:
     """Facts about the pattern of a spec: how far it sees, and how many keys a query sees at a number of tokens.
 
     ``tokens``: None takes as many as show what the pattern does, ``patterns.picture_size``.
 
-    Raises ValueError as ``seen`` does, and for tokens < 1 or above 4096.
+    Raises ValueError as ``pattern_of`` does, and for tokens < 1 or above 4096.
     """
-    pattern = seen(text, dim, heads)
+    pattern = pattern_of(text, dim, heads)
     tokens = _looked_at(tokens, pattern, heads)
     keys = pattern.dense(tokens, heads=heads).sum(-1)
     return {
@@ -321,7 +321,7 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int | No
     """All of the above for each distinct spec of a stack, as plain values; what ``longspan show`` prints.
 
     Attention of width ``dim`` with ``heads`` heads, causal where it has that form; feed-forward network of 4 dim units;
-    ``sight`` at so many tokens, or its own number, None where there is no pattern.
+    ``view`` at so many tokens, or its own number, None where there is no pattern.
 
     Raises ValueError for a spec, a size or a device that is not possible.
     """
@@ -347,7 +347,7 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int | No
                     "attention": parameters(attention),
                     "feedforward": parameters(_feedforward(dim, 4 * dim)),
                 },
-                "sight": None if _pattern(attention) is None else sight(part, dim, heads, tokens),
+                "view": None if _pattern(attention) is None else view(part, dim, heads, tokens),
                 "backend": dispatch.served(part, dim, heads, causal=attention.causal, device=device),
                 "counts": [vars(count) for count in counts(attention)],
             }

@@ -10,7 +10,7 @@ from .attention import Attention, build
 from .attention.arguments import check_x
 from .attention.softmax import Softmax
 from .ops.tensors import split
-from .states.cache import Sight
+from .states.cache import View
 
 PROJECTIONS = ("query", "key", "value", "out")
 
@@ -119,7 +119,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if key_padding_mask is not None:
             hidden = _hidden("key_padding_mask", key_padding_mask, ((batch, m) if batched else (m,),))
             real = ~hidden.view(batch, m)
-        causal, seen = self._sight(attn_mask, is_causal, batch, n, m)
+        causal, seen = self._visible(attn_mask, is_causal, batch, n, m)
         record: dict[str, Any] | None = {} if need_weights else None
         form = self._form(causal)
         if need_weights and "record" not in form.takes:
@@ -177,7 +177,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             raise ValueError(f"{self.attention.spec} has no {what} form; {hint}")
         return self._forms[causal]
 
-    def _sight(self, mask: Tensor | None, is_causal: bool, batch: int, n: int, m: int) -> tuple[bool, Tensor | None]:
+    def _visible(self, mask: Tensor | None, is_causal: bool, batch: int, n: int, m: int) -> tuple[bool, Tensor | None]:
         """Whether the call is causal, and who may see whom otherwise: bool (B|1,H|1,N,M), or None for all."""
         if mask is None:
             return is_causal, None
@@ -205,7 +205,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if real is not None:
             real = real[:, None, None, :]
             seen = real if seen is None else seen & real
-        return form.read(q, Sight(k, v, seen, causal), record)
+        return form.read(q, View(k, v, seen, causal), record)
 
     def _weights(self, record: dict[str, Any], form: Attention, average: bool) -> Tensor:
         if "matrix" not in record:

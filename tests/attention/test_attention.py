@@ -76,7 +76,7 @@ def test_check_attention_raises_with_its_report(monkeypatch):
 
 
 def test_unknown_laws_and_mechanisms_are_refused():
-    with pytest.raises(ValueError, match="unknown law 'causality'; known: causal, prefix"):
+    with pytest.raises(ValueError, match="unknown law 'causality'; known: causal, beginning"):
         checks.check("causality", "linear")
     with pytest.raises(
         ValueError, match=r"unknown attention 'linaer' \(did you mean 'linear'\?\); known: .*kernel, .*linear"

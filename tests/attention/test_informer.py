@@ -190,7 +190,7 @@ def test_padding_is_no_query_and_no_key(causal):
 
 @FORMS
 def test_padding_where_a_compiler_traces(options, causal, monkeypatch):
-    monkeypatch.setattr("longspan.states.clean.transformed", lambda: True)
+    monkeypatch.setattr("longspan.ops.rows.transformed", lambda: True)
     module, x = build(f"informer(factor=1{options})", causal=causal), data(N)
     y = module(x, mask=MASK)[0]
     for row in range(2):

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 import longspan
 from longspan.attention.luna import softplus
 from longspan.config import StackConfig
-from longspan.ops.compress.pieces import by_pieces
 from longspan.ops.softmax import dense
 from longspan.ops.tensors import merge, split
 
@@ -192,22 +191,6 @@ def test_softplus_is_exact():
     x = torch.tensor([-2000.0, -3.0, 0.0, 1.0, 30.0, 50.0, 70.0, 2000.0], dtype=torch.float64)
     expected = [0.0, math.log2(1.125), 1.0, math.log2(3), math.log2(1 + 2.0**30), 50.0 + 2.0**-50, 70.0, 2000.0]
     assert softplus(x).tolist() == pytest.approx(expected, rel=1e-14)
-
-
-def test_pieces_are_numbered_row_by_row():
-    seen = []
-
-    def run(rows, number):
-        seen.extend(zip(number.tolist(), rows[..., 0].tolist(), strict=True))
-        return rows * 2
-
-    x = torch.arange(2.0 * N).view(2, N, 1)
-    y, count = by_pieces(x, run, MASK, SEGMENTS)
-    assert count == 4
-    assert dict(seen) == {0: [0, 1, 2], 1: [5, 6, 7, 8], 2: [9, 10], 3: [float(i) for i in range(12, 22)]}
-    assert y.equal(2 * x * MASK[..., None])
-    # The same id in two rows is two sequences.
-    assert by_pieces(x, run, None, torch.zeros_like(SEGMENTS))[1] == 2
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,12 @@ class TestShift:
     # A bound that some denominators reach, so that the ratio depends on the shift.
     spec = "performer(eps=0.3, features=7)"
 
-    @pytest.mark.parametrize("law", ["causal", "prefix", "parallel_is_recurrent", "padding", "packed", "state"])
+    @pytest.mark.parametrize("law", ["causal", "beginning", "parallel_is_recurrent", "padding", "packed", "state"])
     def test_laws_hold_where_eps_shows_the_shift(self, law):
         row = checks.check(law, self.spec)
         assert row.status == "passed", row.note
 
-    @pytest.mark.parametrize("law", ["causal", "prefix", "parallel_is_recurrent"])
+    @pytest.mark.parametrize("law", ["causal", "beginning", "parallel_is_recurrent"])
     def test_a_maximum_over_later_keys_is_caught(self, law, monkeypatch):
         monkeypatch.setattr(stabilised, "_running", lambda own, segments: own.amax(-1, keepdim=True).expand_as(own))
         assert checks.check(law, self.spec).status == "failed"

@@ -145,7 +145,7 @@ def test_no_slot_is_seen_before_its_last_token_is_past(form, n):
 def test_padding_does_not_shift_the_slots(kind, causal, traced, monkeypatch):
     """``traced``: by the one dense mask that a compiler can follow."""
     if traced:
-        monkeypatch.setattr("longspan.states.clean.transformed", lambda: True)
+        monkeypatch.setattr("longspan.ops.rows.transformed", lambda: True)
     module, x = make(3, 9, 5, 2, kind, causal), data(N)
     alone = module(x)[0]
     torch.testing.assert_close(module(x, mask=torch.ones(2, N, dtype=torch.bool))[0], alone, rtol=0, atol=1e-12)

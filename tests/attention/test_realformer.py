@@ -98,7 +98,7 @@ def test_a_stack_hands_the_scores_on_past_another_mechanism():
 
 LAWS = (
     "causal",
-    "prefix",
+    "beginning",
     "parallel_is_recurrent",
     "state",
     "padding",

@@ -35,7 +35,7 @@ def test_is_the_matrix_of_all_pairs(rotary):
     scores = torch.einsum("bhnd,nmd,bhmd->bhnm", a, turned, b.conj()).real / math.sqrt(8)
     o = beside((scores * decay) @ v)
     o = F.group_norm(o.flatten(0, 1), HEADS).view_as(o)
-    torch.testing.assert_close(module(x)[0], module.out(F.silu(module.gate(x)) * o))
+    torch.testing.assert_close(module(x)[0], module.out(F.silu(module.out_gate(x)) * o))
 
 
 def test_is_scalar_decay_with_a_constant():

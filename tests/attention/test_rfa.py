@@ -20,8 +20,8 @@ def seeded(spec, dim=DIM, heads=HEADS, n=N, seed=0, **options):
 @torch.no_grad()
 def gate_of(module, logit, weight=0.0):
     """A gate of which the logit is ``logit`` plus ``weight`` times what it was."""
-    module.forget.weight.mul_(weight)
-    module.forget.bias.fill_(logit)
+    module.decay.weight.mul_(weight)
+    module.decay.bias.fill_(logit)
     return module
 
 
@@ -60,7 +60,7 @@ def test_by_hand():
 def test_with_a_gate_it_is_the_matrix_of_all_pairs(name):
     """W_ts = (1 - g_s) g_{s+1} ... g_t, as section 3.2 unrolls."""
     module, x = seeded(f"rfa(map='{name}', gate=True, features=31, eps=1e-13)")
-    g = module.forget(x).sigmoid().mT
+    g = module.decay(x).sigmoid().mT
     weights = kernel(module, x)
     for t in range(N):
         for s in range(N):
@@ -202,7 +202,7 @@ def test_the_mass_is_the_sum_of_the_weights():
     module, x = seeded("rfa(gate=True)")
     mask = torch.ones(B, N, dtype=torch.bool)
     mask[0, [0, 7]] = False
-    g = module.forget(x).sigmoid().masked_fill(~mask[..., None], 1.0)
+    g = module.decay(x).sigmoid().masked_fill(~mask[..., None], 1.0)
     _, state = module(x[:, :5], module.init_state(B), mask=mask[:, :5])
     _, state = module(x[:, 5:], state, mask=mask[:, 5:])
     torch.testing.assert_close(state.mass, 1 - g.prod(1))

@@ -12,10 +12,10 @@ from gated_cases import DIM, HEADS, N, fill, seeded, tokens
 
 def test_by_hand():
     module = longspan.build("ssd(channels=1, expand_v=1.0, convolution=0)", 1, 1).double()
-    for part in ("query", "key", "value", "out", "gate"):
+    for part in ("query", "key", "value", "out", "out_gate"):
         fill(module, **{f"{part}__weight": 1.0})
     # dt = softplus(log(e - 1)) = 1 and e^(dt A) = e^-2 for every token; D = 3.
-    fill(module, step__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
+    fill(module, dt__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
     x = tokens((1,), (2,))
     s, t = (float(F.silu(torch.tensor(n, dtype=torch.float64))) for n in (1.0, 2.0))
     o = [s**3 + 3 * s, (math.exp(-2) * s**2 + t**2) * t + 3 * t]
@@ -35,13 +35,13 @@ def test_is_the_semiseparable_matrix(key_heads, heads):
     x, b, c = F.silu(mixed).split([16, 5 * key_heads, 5 * key_heads], -1)
     x = x.unflatten(-1, (heads, -1))
     b, c = (t.unflatten(-1, (key_heads, -1)).repeat_interleave(heads // key_heads, 2) for t in (b, c))
-    dt = F.softplus(module.step(u) + module.dt_bias)
+    dt = F.softplus(module.dt(u) + module.dt_bias)
     y = torch.zeros_like(x)
     for i in range(N):
         for j in range(i + 1):
             decay = (-module.a_log.exp() * dt[:, j + 1 : i + 1].sum(1)).exp()
             y[:, i] += ((c[:, i] * b[:, j]).sum(-1) * decay * dt[:, j])[..., None] * x[:, j]
-    y = (y + module.skip[:, None] * x).flatten(-2) * F.silu(module.gate(u))
+    y = (y + module.skip[:, None] * x).flatten(-2) * F.silu(module.out_gate(u))
     y = F.rms_norm(y.unflatten(-1, (key_heads, -1)), (16 // key_heads,), None, 1e-5).flatten(-2)
     torch.testing.assert_close(module(u)[0], module.out(y * scale))
 

@@ -171,12 +171,20 @@ def test_every_sample_of_a_step_begins_after_so_many_tokens(spec, monkeypatch):
     monkeypatch.setattr(module, "forward", watched)
     monkeypatch.setattr(members, "CHUNK", 7)
     size, sample = members.stepping(module, 17)
-    assert [tokens for tokens, _ in asked] == [7, 7, 3]
+    assert [tokens for tokens, _ in asked] == [7, 7, 3, 1]
     assert size == nbytes(longspan.build(spec, 8, 2).init_state(1, 17))
     assert sample(3) > 0
     assert sample(2) > 0
-    assert asked[3:] == [(1, {"donate": True})] * 5
-    torch.testing.assert_close(begun[3], begun[6], rtol=0, atol=0, equal_nan=True)
+    # One to see that it can, three, two.
+    assert asked[3:] == [(1, {"donate": True})] * 6
+    for first in (4, 7):
+        torch.testing.assert_close(begun[3], begun[first], rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_has_no_token_more_after_so_many_is_left_out_of_the_steps(capsys, weightless):
+    out, result = ran(capsys, "synthesizer(length=9)", "--lengths", "9", "--no-backward")
+    assert ("synthesizer(length=9)", "step") not in {(row["candidate"], row["mode"]) for row in result["rows"]}
+    assert "synthesizer(length=9): step from N 9 on: ValueError: position 9 is beyond the 9" in out
 
 
 def test_what_there_is_is_kept_when_it_is_interrupted(capsys, monkeypatch, weightless):

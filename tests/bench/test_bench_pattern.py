@@ -291,6 +291,9 @@ def test_the_page_takes_the_figures_of_a_folder(capsys, weightless, monkeypatch,
     script.main([])
     assert "Not measured yet" in script.PAGE.read_text()
     ran(capsys, "--patterns", "band(5)", "--lengths", "17", "--no-backward")
+    # Of every mechanism another page tells, and what has no end is none.
+    Path("o/members.json").write_text('{"benchmark": "members"}')
+    Path("o/step.partial.json").write_text('{"benchmark": "step", "partial": true}')
     script.main(["o"])
     page = script.PAGE.read_text()
     assert "keys per query" in page

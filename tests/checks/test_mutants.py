@@ -15,7 +15,7 @@ from longspan.ops.native.call import available
 from longspan.ops.softmax import dense
 from longspan.ops.tensors import positions
 from longspan.states import cache
-from longspan.states.cache import Sight
+from longspan.states.cache import View
 
 
 def leaky_products(span, a, b):
@@ -77,7 +77,7 @@ def no_padding_in_sums(q, k, v, causal, real, segments, state, donate, original=
     return original(q, k, v, causal, None, segments, state, donate)
 
 
-def no_padding_in_sight(k, v, *, causal, mask=None, segments=None, prefix=None, original=cache.look):
+def no_padding_in_view(k, v, *, causal, mask=None, segments=None, prefix=None, original=cache.within):
     return original(k, v, causal=causal, segments=segments, prefix=prefix)
 
 
@@ -94,10 +94,10 @@ def causal_prefix(allowed, inside):
 
 
 def prefix_blind_to_the_past(cache_, k, v, *, prefix=None, original=cache.extend, **options):
-    sight, added = original(cache_, k, v, prefix=prefix, **options)
+    view, added = original(cache_, k, v, prefix=prefix, **options)
     if prefix is None or cache_.length.max() == 0:
-        return sight, added
-    return sight._replace(mask=sight.mask & (torch.arange(sight.keys.shape[2]) > 0)), added
+        return view, added
+    return view._replace(mask=view.mask & (torch.arange(view.keys.shape[2]) > 0)), added
 
 
 def step_in_place(q, k, v, *, state, donate, original=gated.step, **options):
@@ -135,14 +135,14 @@ def positions_from_one(x, start=None, *, mask=None, segments=None, original=posi
 
 
 def cache_one_short(cache_, k, v, used, donate, original=cache._extend_even):
-    sight, added = original(cache_, k, v, used, donate)
-    return sight, added._replace(length=added.length - (1 if k.shape[2] > 1 else 0))
+    view, added = original(cache_, k, v, used, donate)
+    return view, added._replace(length=added.length - (1 if k.shape[2] > 1 else 0))
 
 
 def blind_to_itself(cache_, k, v, used, donate, original=cache._extend_even):
-    sight, added = original(cache_, k, v, used, donate)
+    view, added = original(cache_, k, v, used, donate)
     return (
-        Sight(sight.keys[:, :, :-1], sight.values[:, :, :-1], None, False) if used and k.shape[2] == 1 else sight
+        View(view.keys[:, :, :-1], view.values[:, :, :-1], None, False) if used and k.shape[2] == 1 else view
     ), added
 
 
@@ -158,7 +158,7 @@ MUTANTS = {
         composed, "_mapped", no_padding_in_the_quadratic_form, "linear", "padding",
     ),
     "a dropped padding mask in a span": (workspace.Rows, "_hide", no_padding_in_spans, "linear", "oracle"),
-    "a dropped padding mask in softmax": (cache, "look", no_padding_in_sight, "softmax", "padding"),
+    "a dropped padding mask in softmax": (cache, "within", no_padding_in_view, "softmax", "padding"),
     "a span that keeps the keys of ended segments": (workspace.Rows, "written", segments_never_end, "linear", "oracle"),
     "a span that forgets gradients from later ones": (
         workspace.Rows, "running", state_of_the_span_unread, "linear", "oracle",

@@ -115,12 +115,12 @@ def test_facts_tell_of_patterns_where_there_are_some(capsys):
     one, two, three = json.loads(
         said(capsys, "local(window=5); linear; band(8, right=1)", "--dim=12", "--heads=2", "--tokens=7", "--json")
     )
-    assert one["sight"] == {
+    assert one["view"] == {
         "pattern": "band(left=4, right=0)", "lookback": 4, "lookahead": 0, "per_head": False, "tokens": 7,
         "keys": {"fewest": 1, "mean": pytest.approx(25 / 7), "most": 5},
     }  # fmt: skip
-    assert two["sight"] is None
-    assert three == {"spec": "band(8, right=1)", "sight": describe.sight("band(8, right=1)", 12, 2, 7)}
+    assert two["view"] is None
+    assert three == {"spec": "band(8, right=1)", "view": describe.view("band(8, right=1)", 12, 2, 7)}
 
 
 @pytest.mark.parametrize("spec", ["sparse(pattern='band(5)')", "longformer(window=4)"])
@@ -134,7 +134,7 @@ def test_a_state_as_large_as_a_look_back_is_measured(spec):
 def test_a_picture_has_a_size_at_which_there_is_something_to_see(name, capsys):
     """Neither all of the order is seen nor nothing but oneself; 64 tokens lie inside the window of many a mechanism."""
     out = said(capsys, name, "--draw", "p.png")
-    tokens = describe.sight(name, 256, 8)["tokens"]
+    tokens = describe.view(name, 256, 8)["tokens"]
     assert f"per query at {tokens} tokens" in out
 
     def telling(n):

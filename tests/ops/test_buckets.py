@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.func import jvp
 
-from longspan import backend
+from longspan import backend, ops
 from longspan.ops import buckets
-from longspan.ops.buckets import Rule, lists, places, tiles
+from longspan.ops.buckets import Rule, lists, places, windows
+from longspan.ops.native.call import available
 
 BUCKETS, SCALE = 4, 0.7
 ALIGNED = [
@@ -87,8 +88,8 @@ def test_the_mask_is_that_of_loops(rule, n):
 )
 def test_it_is_softmax_under_the_mask(rule, masked, tile, held, monkeypatch):
     """Outputs, log-sums and gradients, whatever the tiles and how many are worked off at once."""
-    monkeypatch.setattr(tiles, "TILE", tile)
-    monkeypatch.setitem(tiles.LOGITS, "cpu", held)
+    monkeypatch.setattr(windows, "TILE", tile)
+    monkeypatch.setitem(windows.LOGITS, "cpu", held)
     n = 41
     groups = drawn(1 if rule.window else 3, n, 1)
     mask = torch.rand(2, n, generator=torch.Generator().manual_seed(2)) < 0.8 if masked else None
@@ -106,6 +107,50 @@ def test_it_is_softmax_under_the_mask(rule, masked, tile, held, monkeypatch):
         torch.testing.assert_close(found[keep], o[keep], rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(sums[keep], lse[keep].detach(), rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(grads, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(not available(), reason="there are no native kernels")
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize(
+    ("rule", "masked"),
+    [*((rule, False) for rule in (*ALIGNED, *WHOLE, *ALONE)), *((rule, True) for rule in (*ALIGNED, *ALONE))],
+    ids=repr,
+)
+def test_the_kernels_are_the_definition(rule, masked, tile, monkeypatch):
+    """Of 139 tokens, with the gradients of what they found."""
+    monkeypatch.setattr(windows, "TILE", tile)
+    n = 139
+    groups = drawn(1 if rule.window else 3, n, 1)
+    mask = torch.rand(2, n, generator=torch.Generator().manual_seed(2)) < 0.8 if masked else None
+    keep = (torch.ones(2, n, dtype=torch.bool) if mask is None else mask)[:, None].expand(-1, 2, -1)
+    upstream = data(2, 2, n, 3, seed=9) * keep[..., None]
+    found = {}
+    for way, dtype in (("reference", torch.float64), ("native", torch.float32)):
+        q, k, v = (data(2, 2, n, w, seed=w + i).to(dtype).requires_grad_() for i, w in enumerate((4, 4, 3)))
+        with backend(way):
+            o, lse = buckets.attend(q, k, v, groups, BUCKETS, rule, mask=mask, scale=SCALE)
+            grads = torch.autograd.grad(o, (q, k, v), upstream.to(dtype))
+        found[way] = [o[keep], lse[keep], *grads]
+    for expected, one in zip(found["reference"], found["native"], strict=True):
+        # Single precision, and as many terms as a query has keys.
+        torch.testing.assert_close(one.double(), expected.double(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not available(), reason="there are no native kernels")
+def test_kernels_that_cannot_serve_say_why():
+    texts = {torch.float64: "they take float32 or bfloat16", torch.float32: "a tile of 41 tokens is no multiple of 16"}
+    for dtype, text in texts.items():
+        # Twice as many are a tile of 64.
+        n = 41 if dtype == torch.float32 else 82
+        x = data(1, 1, n, 3).to(dtype)
+        given = x, x, x, drawn(2, n)[:1, :1], BUCKETS, Rule(chunk=3)
+        with backend("native"), pytest.raises(ValueError, match=f"'native' cannot serve this call of .*: {text}"):
+            buckets.attend(*given)
+        with ops.watch() as seen:
+            buckets.attend(*given)
+        ((_, way, reason),) = seen
+        assert way == "torch"
+        assert text in reason
 
 
 def test_rounds_are_merged_as_in_the_paper():

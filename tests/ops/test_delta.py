@@ -66,7 +66,7 @@ class TestByHand:
         module = self.layer("gated_deltanet(convolution=0, expand_v=1.0)")
         assert not module(self.X)[0].any()
         with torch.no_grad():
-            module.open.weight[:, 0] = 2.0
+            module.out_gate.weight[:, 0] = 2.0
         expected = self.expected(1 / 8, 1 / 2, self.silu(2))
         assert module(self.X)[0][0, 1].tolist() == pytest.approx(expected, abs=2e-5)
 

@@ -158,8 +158,8 @@ class TestWholeLayers:
         ours = lively(longspan.build("gated_deltanet(key_heads=2, expand_k=2.0, expand_v=1.0)", 24, 4))
         theirs = module.Qwen3NextGatedDeltaNet(shape, 0)
         # Theirs has one matrix with the rows of each key head together.
-        rows = [w.weight.unflatten(0, (2, -1)) for w in (ours.query, ours.key, ours.value, ours.open)]
-        rates = [w.weight.unflatten(0, (2, -1)) for w in (ours.rate, ours.forget)]
+        rows = [w.weight.unflatten(0, (2, -1)) for w in (ours.query, ours.key, ours.value, ours.out_gate)]
+        rates = [w.weight.unflatten(0, (2, -1)) for w in (ours.rate, ours.decay)]
         weights = {
             "in_proj_qkvz.weight": torch.cat(rows, 1).flatten(0, 1),
             "in_proj_ba.weight": torch.cat(rates, 1).flatten(0, 1),
@@ -180,8 +180,8 @@ class TestWholeLayers:
         ours = lively(longspan.build("gated_deltanet(expand_k=0.5, negative=True)", 24, 4))
         theirs = module.OlmoHybridGatedDeltaNet(shape, 0)
         names = {
-            "q_proj": ours.query, "k_proj": ours.key, "v_proj": ours.value, "a_proj": ours.forget, "b_proj": ours.rate,
-            "g_proj": ours.open, "o_proj": ours.out, "o_norm": ours.norm,
+            "q_proj": ours.query, "k_proj": ours.key, "v_proj": ours.value, "a_proj": ours.decay, "b_proj": ours.rate,
+            "g_proj": ours.out_gate, "o_proj": ours.out, "o_norm": ours.norm,
         }  # fmt: skip
         weights = {f"{name}.weight": part.weight for name, part in names.items()}
         weights |= {"conv1d.weight": ours.mix.weight[:, None], "A_log": ours.a_log, "dt_bias": ours.dt_bias}
@@ -196,8 +196,8 @@ class TestWholeLayers:
         theirs = module.KimiLinearDeltaAttention(shape, 0)
         names = {
             "q_proj": ours.query, "k_proj": ours.key, "v_proj": ours.value, "b_proj": ours.rate, "o_proj": ours.out,
-            "o_norm": ours.norm, "forget_gate.f_a_proj": ours.forget[0], "forget_gate.f_b_proj": ours.forget[1],
-            "g_a_proj": ours.open[0], "g_b_proj": ours.open[1],
+            "o_norm": ours.norm, "forget_gate.f_a_proj": ours.decay[0], "forget_gate.f_b_proj": ours.decay[1],
+            "g_a_proj": ours.out_gate[0], "g_b_proj": ours.out_gate[1],
         }  # fmt: skip
         weights = {f"{name}.weight": part.weight for name, part in names.items()}
         weights |= {
@@ -215,7 +215,7 @@ class TestWholeLayers:
         )
         ours = lively(longspan.build("kda(lower_bound=-5.0)", 24, 4))
         theirs = module.Glm5NextTextForgetGate(shape)
-        weights = {"f_a_proj.weight": ours.forget[0].weight, "f_b_proj.weight": ours.forget[1].weight}
+        weights = {"f_a_proj.weight": ours.decay[0].weight, "f_b_proj.weight": ours.decay[1].weight}
         theirs.load_state_dict(weights | {"A_log": ours.a_log.flatten(), "dt_bias": ours.dt_bias.flatten()})
         assert_same([ours._decay(X)], [swap(theirs(X))])
 

@@ -20,7 +20,7 @@ EXPRESSIONS = (
     "band(70) | globals(2)",
     "causal & (band(20) | strided(17))",
     "strided(16)",
-    "causal & dilated(3, step=20)",
+    "causal & dilated(3, stride=20)",
     "causal - band(40)",
     "block(32) & causal",
     "local1d(32, memory=32) & causal",
@@ -33,7 +33,7 @@ EXPRESSIONS = (
 )
 ATOMS = (
     *("causal", "band(3)", "band(40, right=2)", "block(8)", "block(32)", "strided(5)", "strided(18)", "globals(3)"),
-    *("dilated(2, step=17)", "random(2, seed=3)", "fixed(8, summary=2)", "prefix(9)", "by_head(band(1), band(30))"),
+    *("dilated(2, stride=17)", "random(2, seed=3)", "fixed(8, summary=2)", "prefix(9)", "by_head(band(1), band(30))"),
 )
 
 

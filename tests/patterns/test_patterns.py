@@ -269,8 +269,8 @@ def test_bounds_of_differences_are_exact():
         (lambda: band(-1), "left=-1 must be a whole number of at least 0"),
         (lambda: band(1, 0.5), "right=0.5 must be a whole number of at least 0"),  # type: ignore[arg-type]
         (lambda: dilated(-1, 2), "window=-1 must be"),
-        (lambda: dilated(1, 0), "step=0 must be a whole number of at least 1"),
-        (lambda: strided(0), "step=0 must be"),
+        (lambda: dilated(1, 0), "stride=0 must be a whole number of at least 1"),
+        (lambda: strided(0), "stride=0 must be"),
         (lambda: block(0), "size=0 must be"),
         (lambda: block(True), "size=True must be"),
         (lambda: rows(0), "width=0 must be"),

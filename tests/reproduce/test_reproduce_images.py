@@ -16,7 +16,7 @@ pytest.importorskip("lightning", reason="the experiment trains: pip install long
 
 from PIL import Image
 
-from longspan import checkpoint, data
+from longspan import build, checkpoint, data
 from longspan.bench import case, throughput
 from longspan.cli import WRONG, main
 from longspan.config import Config
@@ -93,7 +93,13 @@ def test_scales_are_those_of_the_publication_where_they_say_so():
         size = sum(p.numel() for p in Decoder(laptop.config("linear")).parameters())
     assert 0.8e6 < size < 1.2e6
     kinds = [point["what"] for point in images.points(laptop)]
-    assert kinds == ["training"] * 2 + ["images"] * 2 + ["token"] * 12
+    assert kinds == ["training"] * 4 + ["images"] * 2 + ["token"] * 12
+    # The publication's four methods; at its own scale Reformer has 64 buckets, and 27 chunks of 29 for 783 pixels.
+    for scale in one.scales.values():
+        assert [paper.called(name) for name in scale.names()] == ["linear", "softmax", "lsh-1", "lsh-4"]
+    for name in published.names()[2:]:
+        reformer = build(name, 256, 8)
+        assert (reformer.buckets, reformer.chunk, -(-783 // reformer.chunk)) == (64, 29, 27)
 
 
 # Trainings
@@ -251,6 +257,16 @@ def test_states_too_large_for_the_memory_are_left_out(models, clock, monkeypatch
     assert found["left_out"]["softmax"].startswith("its states would need 0 MB of memory, and 0 are free")
 
 
+def test_what_the_publication_draws_without_a_state_is_recomputed_too(clock):
+    torch.manual_seed(0)
+    name = "reformer(chunk=4, buckets=4, rounds=1)"
+    models = {one: Decoder(SMALL.config(one, 17, 64)).eval() for one in ("linear", name)}
+    assert not images_speed.grows(models[name])
+    clock["seconds"] = lambda name: 1.0
+    found = images_speed.images(models, 64, 2, 1, unwatched)
+    assert list(found["seconds"]) == ["linear", name, f"{name}, prefix recomputed"]
+
+
 def test_only_states_that_grow_are_said_to():
     torch.manual_seed(0)
     specs = {"linear": False, "softmax": True, "linear; softmax": True, "gla": False}
@@ -326,6 +342,32 @@ def test_ours_stand_beside_what_was_published():
     assert len(alone) == 1
     assert together[0][0] == "one token, 8 at once, after"
     assert together[1:] == [["4", "1 ms", "4 ms", "4.00", "2.00"], ["10", "1 ms", "left out", "", "5.00"]]
+
+
+def test_a_reformer_of_x_rounds_is_the_publications_lsh_x():
+    names = {"reformer(rounds=1)": "lsh-1", "reformer": "lsh-4", "reformer(chunk=8, rounds=7)": "lsh-7", "gla": "gla"}
+    assert {name: paper.called(name) for name in names} == names
+    assert [paper.recomputed(name) for name in ("softmax", "reformer", "linear", "gla")] == [True, True, False, False]
+    row = {"curve": [[4, 2.0, 1.7]], "parameters": 12, "validation": 1.7, "test": 1.75}
+    one, again = "reformer(rounds=1)", "reformer(rounds=1), prefix recomputed"
+    result = {
+        "settings": {"data": "mnist", "attentions": f"linear; {one}", "batches": []},
+        "rows": [
+            {"what": "training", "attention": one, **row},
+            {"what": "images", "batch": 1, "seconds": {"linear": 2.0, one: 4.0, again: 8.0},
+             "images_per_second": {"linear": 0.5, one: 0.25, again: 0.125}},
+        ],
+    }  # fmt: skip
+    bits, speed, *_ = images_report.tables(result)
+    assert [line[0] for line in bits[1:]] == [f"lsh-1, {one}", "lsh-4"]
+    assert bits[1][1:] == ["12", "4", "2 s", "1.700", "1.700", "1.750", "0.745"]
+    # The published speed is that of reading the prefix again.
+    assert speed[1:] == [
+        ["linear", "0.5", "142.8", "0.182"],
+        [f"lsh-1, {one}", "0.25 (2x)"],
+        [f"lsh-1, {again}", "0.125 (4x)", "0.68", "0.0217"],
+        ["lsh-4", "not measured yet", "0.27", "0.00893"],
+    ]
 
 
 def test_nothing_published_is_shown_beside_other_data():

@@ -17,6 +17,8 @@ class Alibi(Attention):
     number of heads takes those of the next lower power of two, and then every second one of the next higher. It stands
     in for positions added to the tokens, also on sequences longer than those of training. The bias is float32 at least.
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Press et al. 2021, section 3; the slopes of other numbers of heads are those of its authors' code. The paper
     has the causal form only; |i - j| is its continuation to both sides.
     """
@@ -52,18 +54,18 @@ class Alibi(Attention):
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept, arguments = state is not None, {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            sight = cache.look(k, v, causal=self.causal, **arguments)
+            view = cache.within(k, v, causal=self.causal, **arguments)
         else:
-            sight, state = cache.extend(state, k, v, **arguments, donate=donate)
-        allowed, products = sight.allowed(q.shape[2]), scores.products(q, sight.keys)
-        places = scores.key_positions(at, sight.keys.shape[2], kept=kept, packed=segments is not None)
+            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+        allowed, products = view.allowed(q.shape[2]), scores.products(q, view.keys)
+        places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         distance = (at[:, :, None] - places[:, None, :]).abs().to(products.dtype)  # (B,N,M)
         # Computed here and not kept: a buffer would be rounded where the weights are half precision.
         m = torch.tensor(slopes(self.heads), dtype=products.dtype, device=x.device)
         p = scores.weights(products - m[:, None, None] * distance[:, None], allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)
-        return self.out(merge(similarity.attend(p, sight.values))), state
+        return self.out(merge(similarity.attend(p, view.values))), state
 
 
 def slopes(heads: int) -> list[float]:

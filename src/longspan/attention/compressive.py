@@ -107,8 +107,8 @@ class Compressive(Attention):
         call, query = memories.begin(x, memory, mask, segments, stop=stop), self.query(x)
         few = state is not None and x.shape[1] * self.heads < self.dim
         parts = self.u, self.v, self.key, self.value, self.distance
-        sight = memories.look(call, query, *parts, clamp=0, few=few)
-        k, v = (call.together(part, 2) for part in sight.project(call.tokens))
+        view = memories.view(call, query, *parts, clamp=0, few=few)
+        k, v = (call.together(part, 2) for part in view.project(call.tokens))
         tokens = call.together(call.tokens)
         start = tokens.new_zeros(len(x), dtype=torch.long) if memory is None else memory.position
         slots, old = (0, 0) if state is None else (self.slots, self.compressed)
@@ -123,9 +123,9 @@ class Compressive(Attention):
             earlier = state.entries.detach() if stop else state.entries
             entries = torch.cat([earlier.to(entries.dtype), entries], 1)
         far = call.at - gone(call.at, self.memory, self.rate) * self.rate
-        past, size = self._past(call, runs, *sight.project(entries)), self.dim // self.heads
+        past, size = self._past(call, runs, *view.project(entries)), self.dim // self.heads
         o = relative.attend(
-            sight.content, sight.position, k, v, sight.table, far, back=self.slots, scale=size**-0.5, older=past,
+            view.content, view.position, k, v, view.table, far, back=self.slots, scale=size**-0.5, older=past,
             farthest=self.slots + self.compressed,
         )  # fmt: skip
         if state is not None:
@@ -133,7 +133,7 @@ class Compressive(Attention):
             read = torch.full_like(start, x.shape[1]) if mask is None else mask.sum(1)
             kept = newest(entries, runs, start, memory.position, read, memory=self.memory)
             state = State(memory, kept.to(state.entries.dtype))
-        return self.out(rows.back(mask, merge(sight.after(o)))), state
+        return self.out(rows.back(mask, merge(view.after(o)))), state
 
     def _pooled(self, tokens, runs):
         """The new entries, (B,P,dim)."""

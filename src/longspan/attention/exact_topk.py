@@ -53,24 +53,24 @@ class ExactTopK(Attention):
     def attend(
         self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False
     ):  # fmt: skip
-        sight, state = cache.see(
+        view, state = cache.view(
             self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
             segments=segments, donate=donate,
         )  # fmt: skip
-        q = split(self.query(x), self.heads).to(sight.keys.dtype)
-        n, keys = q.shape[2], sight.keys.shape[2]
+        q = split(self.query(x), self.heads).to(view.keys.dtype)
+        n, keys = q.shape[2], view.keys.shape[2]
         everything = torch.ones(1, keys, dtype=torch.bool, device=x.device).expand(n, -1)
         if record is not None:
-            matrix, used, lse = select.weights(q, sight.keys, sight.allowed(n), self.keys)
+            matrix, used, lse = select.weights(q, view.keys, view.allowed(n), self.keys)
             record.update(mask=used, matrix=matrix, lse=lse)
 
         def allowed(start, stop):
-            if sight.mask is not None:
-                return sight.mask[:, :, start:stop]
+            if view.mask is not None:
+                return view.mask[:, :, start:stop]
             rows, columns = (torch.arange(size, device=x.device) for size in (n, keys))
-            return columns[:stop] <= rows[start:stop, None] if sight.causal else everything[start:stop]
+            return columns[:stop] <= rows[start:stop, None] if view.causal else everything[start:stop]
 
-        return self.out(merge(select.attend(q, sight.keys, sight.values, allowed, self.keys))), state
+        return self.out(merge(select.attend(q, view.keys, view.values, allowed, self.keys))), state
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)

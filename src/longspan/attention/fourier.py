@@ -5,9 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.linear import random_features, stabilised
-from ..ops.prefix import join
-from ..ops.tensors import merge, split, visible, widen
+from ..ops.linear import random_features
+from ..ops.tensors import merge, split, widen
+from ..states import sums
+from ..states.sums import Context
 from .base import Attention
 
 
@@ -15,12 +16,6 @@ class State(NamedTuple):
     """float32 at least. It belongs to the rows with which it was made: a redraw makes it meaningless."""
 
     sums: Tensor  # (B,H,2m,E+1) sum of phi(k) v^T; last column: sum of phi(k)
-
-
-class Context(NamedTuple):
-    """All that queries need of a context, whatever its length."""
-
-    sums: Tensor  # (B,H,2m,E+1)
 
 
 class Fourier(Attention):
@@ -116,26 +111,12 @@ class Fourier(Attention):
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
         donate=False,
     ):  # fmt: skip
-        q = self._parts(self.query(x))
-        if isinstance(state, Context):
-            o = stabilised.read(q, state.sums, eps=self.eps)
-            return self.out(merge(o.to(x.dtype))), state
-        if context is not None:
-            k, v = self._parts(self.key(context)), split(self.value(context), self.heads)
-            options = {"causal": False, "mask": context_mask}
-        else:
-            k, v = self._parts(self.key(x)), split(self.value(x), self.heads)
-            before = None if state is None else stabilised.Sums(state.sums, None)
-            options = {"causal": self.causal, "mask": mask, "segments": segments, "prefix": prefix, "state": before}
-        options["eps"] = self.eps
-        if record is not None:
-            if context is not None:
-                allowed = stabilised.across(x.shape[1], context.shape[1], context_mask, x)
-            else:
-                allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
-                allowed = allowed if prefix is None else join(allowed, prefix)
-            record.update(mask=allowed, matrix=stabilised.matrix(q, k, allowed, **options))
-        o, (sums, _) = stabilised.attend(q, k, v, donate=donate, **options)
-        if context is not None:
-            return self.out(merge(o)), Context(sums)
-        return self.out(merge(o)), None if state is None else State(sums)
+        form = sums.stable(lambda found: State(found.sums), self.eps)
+        o, state = sums.attend(
+            form, self._parts(self.query(x)), self._project, x, state, causal=self.causal, mask=mask, segments=segments,
+            prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
+        )  # fmt: skip
+        return self.out(merge(o)), state
+
+    def _project(self, x):
+        return self._parts(self.key(x)), split(self.value(x), self.heads)

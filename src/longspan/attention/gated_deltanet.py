@@ -79,12 +79,12 @@ class GatedDeltaNet(Attention):
         keys, values = self.groups * self.sizes[0], heads * self.sizes[1]
         self.widths = (keys, keys, values)
         self.query, self.key, self.value = (nn.Linear(dim, width, bias=False) for width in self.widths)
-        self.rate, self.forget = (nn.Linear(dim, heads, bias=False) for _ in range(2))
+        self.rate, self.decay = (nn.Linear(dim, heads, bias=False) for _ in range(2))
         # 1 - rand is never 0, whose logarithm weight decay would turn into NaN.
         self.a_log = nn.Parameter((16 * (1 - torch.rand(heads))).log())
         self.dt_bias = nn.Parameter(time_steps(heads))
         self.mix = ShortConvolution(sum(self.widths), convolution) if convolution else None
-        self.open = nn.Linear(dim, values, bias=False) if gate else None
+        self.out_gate = nn.Linear(dim, values, bias=False) if gate else None
         self.norm = HeadNorm(self.sizes[1], gate="silu" if gate else "none")
         self.out = nn.Linear(values, dim, bias=False)
 
@@ -105,10 +105,10 @@ class GatedDeltaNet(Attention):
         q, k, v = mixed.split(self.widths, -1)
         q, k = (split(t, self.groups) for t in (q, k))
         beta = widen(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
-        decay = -widen(self.a_log).exp() * F.softplus(widen(self.forget(x)) + self.dt_bias)
+        decay = -widen(self.a_log).exp() * F.softplus(widen(self.decay(x)) + self.dt_bias)
         o, sums = gated.recur(
             q, k, split(v, self.heads), log_decay=decay.mT, beta=beta, normalise="l2", mask=mask, segments=segments,
             state=sums, donate=donate,
         )  # fmt: skip
-        o = self.norm(o, split(self.open(x), self.heads) if self.open is not None else None)
+        o = self.norm(o, split(self.out_gate(x), self.heads) if self.out_gate is not None else None)
         return self.out(merge(o)), None if state is None else State(sums, recent)

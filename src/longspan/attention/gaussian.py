@@ -24,6 +24,8 @@ class Gaussian(Attention):
     the bidirectional form, as published, and i + 1 in the causal one, where the length would tell of the future.
     $2 s_i$ is 1e-6 tokens at least. The bias is float32 at least.
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Yang et al. 2018, section 3, with windows for each query; fixed: Guo et al. 2019, "Gaussian Transformer: A
     Lightweight Approach for Natural Language Inference" (AAAI), with one pair of numbers per layer. Raises ValueError
     for an unknown kind.
@@ -70,19 +72,19 @@ class Gaussian(Attention):
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept, arguments = state is not None, {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            sight = cache.look(k, v, causal=self.causal, **arguments)
+            view = cache.within(k, v, causal=self.causal, **arguments)
         else:
-            sight, state = cache.extend(state, k, v, **arguments, donate=donate)
-        allowed = sight.allowed(q.shape[2])
-        places = scores.key_positions(at, sight.keys.shape[2], kept=kept, packed=segments is not None)
+            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+        allowed = view.allowed(q.shape[2])
+        places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         if self.kind == "learned":
             bias = self._learned(query, places, allowed.sum(-1, keepdim=True))
         else:
             bias = self._fixed(at, places)
-        p = scores.weights(scores.products(q, sight.keys) + bias, allowed)
+        p = scores.weights(scores.products(q, view.keys) + bias, allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)
-        return self.out(merge(similarity.attend(p, sight.values))), state
+        return self.out(merge(similarity.attend(p, view.values))), state
 
     def _learned(self, query, places, seen):
         """query (B,N,dim), positions of keys (B,M), numbers of keys seen (B|1,1,N,1) -> (B,H,N,M)."""

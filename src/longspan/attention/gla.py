@@ -61,7 +61,7 @@ class GLA(Attention):
         self.sizes = expanded(dim // heads, expand_k, "expand_k"), expanded(dim // heads, expand_v, "expand_v")
         keys, values = (heads * size for size in self.sizes)
         self.query, self.key = (nn.Linear(dim, keys, bias=False) for _ in range(2))
-        self.value, self.gate = (nn.Linear(dim, values, bias=False) for _ in range(2))
+        self.value, self.out_gate = (nn.Linear(dim, values, bias=False) for _ in range(2))
         self.decay = nn.Sequential(nn.Linear(dim, rank, bias=False), nn.Linear(rank, keys))
         self.norm = HeadNorm(self.sizes[1], kind="rms", gate="silu")
         self.out = nn.Linear(values, dim, bias=False)
@@ -76,5 +76,5 @@ class GLA(Attention):
             q, k, v, log_decay=log_decay, mask=mask, segments=segments,
             state=None if state is None else state.sums, donate=donate,
         )  # fmt: skip
-        y = self.out(merge(self.norm(o, split(self.gate(x), self.heads))))
+        y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
         return y, None if state is None else State(sums)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers import check_counts
-from ..ops import rows, sparse
+from ..ops import rows
 from ..ops.linear import segmented
 from ..ops.softmax import dense
 from ..ops.tensors import merge, split, widen
@@ -95,7 +95,7 @@ class Infini(Attention):
         elif state is not None:
             o, state = self._go_on(q, k, v, state, mask)
         else:
-            o = _apart(mask, self._alone(*_together(mask, q, k, v)))
+            o = rows.back(mask, self._alone(*rows.together(mask, q, k, v, axis=2)), axis=2)
         return self.out(merge(o)), state
 
     def _mix(self, far, near):
@@ -115,7 +115,7 @@ class Infini(Attention):
     def _go_on(self, q, k, v, state, mask):
         """New tokens after those of a state: what the heads read (B,H,N,D), and the state with them."""
         (batch, _, n, _), size = q.shape, self.segment
-        q, k, v = _together(mask, q, k, v)
+        q, k, v = rows.together(mask, q, k, v, axis=2)
         count = torch.full_like(state.position, n) if mask is None else mask.sum(1)
         phase = (state.position % size)[:, None]
         k_all, v_all = (torch.cat([old.to(t.dtype), t], 2) for old, t in ((state.keys, k), (state.values, v)))
@@ -124,10 +124,10 @@ class Infini(Attention):
         done = (phase[:, 0] + count) // size
         row = torch.arange(batch, device=done.device)
         slots = done[:, None] * size + torch.arange(size - 1, device=done.device)
-        keys, values = (_at(t, _source(slots, phase, t.shape[2] - n, t.shape[2])) for t in (k_all, v_all))
+        keys, values = (rows.pick(t, _source(slots, phase, t.shape[2] - n, t.shape[2]), 2) for t in (k_all, v_all))
         own = torch.cat([own, torch.zeros_like(own[:, :, :1])], 2)
         after = sums.transpose(1, 2)[row, done], own.transpose(1, 2)[row, done], keys, values, state.position + count
-        return _apart(mask, o), State._make(new.to(old.dtype) for new, old in zip(after, state, strict=True))
+        return rows.back(mask, o, axis=2), State._make(new.to(old.dtype) for new, old in zip(after, state, strict=True))
 
     def _few(self, q, k, v, k_all, v_all, state, phase, count):
         """Fewer tokens than a segment has, so that one may end among them: each query meets what is there."""
@@ -149,23 +149,23 @@ class Infini(Attention):
         n, total = q.shape[2], k_all.shape[2]
         groups = -(-total // self.segment), self.segment
         slots = torch.arange(groups[0] * groups[1], device=q.device)[None]
-        k, v = (_at(t, _source(slots, phase, total - n, total)).unflatten(2, groups) for t in (k_all, v_all))
-        q = _at(q, (slots - phase).clamp(0, n - 1)).unflatten(2, groups)
+        k, v = (rows.pick(t, _source(slots, phase, total - n, total), 2).unflatten(2, groups) for t in (k_all, v_all))
+        q = rows.pick(q, (slots - phase).clamp(0, n - 1), 2).unflatten(2, groups)
         # Those of earlier calls have been added to what the state keeps.
         real = ((slots >= phase) & (slots < phase + count)).unflatten(1, groups)[:, None, ..., None]
         options = {"delta": self.delta, "eps": self.eps}
         sums, own = segmented.memories(k, v, real, state.sums, state.recent, **options)
         o = self._mix(segmented.read(q, sums[:, :, :-1], self.eps), _within(q, k, v)).flatten(2, 3)
-        return _at(o, phase + torch.arange(n, device=q.device)), sums, own
+        return rows.pick(o, phase + torch.arange(n, device=q.device), 2), sums, own
 
     def _packed(self, q, k, v, state, mask, segments):
         """The first sequence goes on with the state, others stand alone, the last one leaves the state."""
         if state is None:
-            return sparse.ragged(q, k, v, self._alone, mask, segments, exact=False), None
+            return rows.ragged(q, k, v, self._alone, mask, segments, exact=False), None
         real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
         first, last = segments == segments[:, :1], segments == segments[:, -1:]
         o, on = self._go_on(q, k, v, state, real & first)
-        others = sparse.ragged(q, k, v, self._alone, real & ~first, segments, exact=False)
+        others = rows.ragged(q, k, v, self._alone, real & ~first, segments, exact=False)
         _, anew = self._go_on(q, k, v, self.start(len(q), 0), real & last)
         whole = first[:, -1]
         kept = [torch.where(whole.view(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in zip(on, anew, strict=True)]
@@ -181,16 +181,3 @@ def _within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _source(slots: Tensor, phase: Tensor, old: int, total: int) -> Tensor:
     """Where the tokens of a segment and of the next ones stand, after ``old`` places of which ``phase`` are in use."""
     return torch.where(slots < phase, slots, old + slots - phase).clamp(max=total - 1)
-
-
-def _at(x: Tensor, tokens: Tensor) -> Tensor:
-    """x (B,H,N,D), tokens (B,M) -> (B,H,M,D)."""
-    return x.gather(2, tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
-
-
-def _together(mask: Tensor | None, *tensors: Tensor) -> list[Tensor]:
-    return [t.transpose(1, 2) for t in rows.together(mask, *(t.transpose(1, 2) for t in tensors))]
-
-
-def _apart(mask: Tensor | None, o: Tensor) -> Tensor:
-    return rows.back(mask, o.transpose(1, 2)).transpose(1, 2)

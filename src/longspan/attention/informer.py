@@ -1,15 +1,15 @@
 """Softmax attention for the few queries that need it; the others read the mean of all values."""
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import rows
 from ..ops.compress import probsparse
 from ..ops.tensors import merge, positions, split, visible, widen
-from ..states import cache, clean, rows
+from ..states import cache
 from ..states.cache import KeyValues
 from .base import Attention
 
@@ -95,7 +95,7 @@ class Informer(Attention):
             self._record(record, x, state, mask, segments)
         # In the published form, a pad at the end is not hidden by causality.
         hidden, wide = self.causal and not self.published, torch.cat([x, self.value(x)], -1)
-        o, after = clean.each(self._run, wide, state, mask, segments, causal=hidden, width=self.dim)
+        o, after = rows.each(self._run, wide, state, mask, segments, causal=hidden, width=self.dim)
         return self.out(o), after
 
     def _run(self, x, state, real):
@@ -177,5 +177,5 @@ class Informer(Attention):
             seen = torch.cat([(slots[:, None, :before] & first[..., None])[:, None], seen.expand(batch, 1, n, n)], -1)
 
         wide = torch.cat([x, each[before:].repeat(1, self.heads).expand(batch, -1, -1)], -1)
-        matrix, _ = rows.apart(partial(rows.in_front, self._run), wide, state, mask, segments)
+        matrix, _ = rows.apart(self._run, wide, state, mask, segments)
         record.update(matrix=split(matrix, self.heads), mask=seen)

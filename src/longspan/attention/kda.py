@@ -58,7 +58,7 @@ class KDA(Attention):
         size = dim // heads
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.rate = nn.Linear(dim, heads, bias=False)
-        self.forget, self.open = (
+        self.decay, self.out_gate = (
             nn.Sequential(nn.Linear(dim, size, bias=False), nn.Linear(size, dim, bias=False)) for _ in range(2)
         )
         self.a_log = nn.Parameter(torch.zeros(heads, 1) if lower_bound else (1 + 15 * torch.rand(heads, 1)).log())
@@ -87,12 +87,12 @@ class KDA(Attention):
             q, k, v, log_decay=self._decay(x), beta=beta, normalise="l2", mask=mask, segments=segments, state=sums,
             donate=donate,
         )  # fmt: skip
-        o = self.norm(o, split(self.open(x), self.heads))
+        o = self.norm(o, split(self.out_gate(x), self.heads))
         return self.out(merge(o)), None if state is None else State(sums, recent)
 
     def _decay(self, x):
         """Its logarithm (B,H,N,D), in float32 at least."""
-        speed, wish = widen(self.a_log).exp(), widen(self.forget(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias
+        speed, wish = widen(self.a_log).exp(), widen(self.decay(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias
         if self.lower_bound:
             return (self.lower_bound * (speed * wish).sigmoid()).transpose(1, 2)
         return (-speed * F.softplus(wish)).transpose(1, 2)

@@ -18,6 +18,8 @@ class Kernel(Attention):
     ``dropout``: probability of dropping a weight in training. ``context_dim``: width of the context of cross attention
     (0: dim).
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Katharopoulos et al. 2020, eq. 3; the view of attention as a kernel smoother is Tsai et al. 2019.
     """
 
@@ -80,15 +82,15 @@ class Kernel(Attention):
         donate=False,
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
-        sight, state = cache.see(
+        view, state = cache.view(
             self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
             segments=segments, prefix=prefix, donate=donate,
         )  # fmt: skip
-        allowed = sight.allowed(q.shape[2])
+        allowed = view.allowed(q.shape[2])
         p = op.weights(
-            q, sight.keys, allowed, similarity=self.similarity, degree=self.degree,
+            q, view.keys, allowed, similarity=self.similarity, degree=self.degree,
             constant=self.constant, bandwidth=self.bandwidth,
         )  # fmt: skip
         if record is not None:
             record.update(mask=allowed, matrix=p)
-        return self.out(merge(op.attend(p, sight.values, self.dropout if self.training else 0.0))), state
+        return self.out(merge(op.attend(p, view.values, self.dropout if self.training else 0.0))), state

@@ -12,6 +12,7 @@ from ..ops.linear.features import FeatureMap
 from ..ops.linear.features import feature_map as choose
 from ..ops.prefix import join
 from ..ops.tensors import merge, positions, split, visible, widen
+from ..states.sums import Context, across
 from .base import Attention
 
 
@@ -24,12 +25,6 @@ class State(NamedTuple):
 class RotaryState(NamedTuple):
     sums: Tensor  # (B,H,F,E+1) as above, but only the last column from unrotated keys
     position: Tensor  # (B,) int64, real tokens so far
-
-
-class Context(NamedTuple):
-    """All that queries need of a context, whatever its length."""
-
-    sums: Tensor  # (B,H,F,E+1)
 
 
 class Linear(Attention):
@@ -140,8 +135,7 @@ class Linear(Attention):
             raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
         k, v = split(self.key(context), self.heads), split(self.value(context), self.heads)
         if record is not None:
-            allowed = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            allowed = allowed if context_mask is None else allowed & context_mask[:, None, None, :]
+            allowed = across(q.transpose(1, 2), context, context_mask)
             fq, fk = (self.phi(widen(t)) for t in (q, k))
             record.update(mask=allowed, matrix=linear.matrix(fq, fk, allowed, eps=self.eps))
         o, sums = self._read(q, k, v, causal=False, mask=context_mask)

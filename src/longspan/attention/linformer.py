@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.compress.project import project
+from ..ops.rows import ragged
 from ..ops.softmax import dense
-from ..ops.sparse import ragged
 from ..ops.tensors import merge, split, visible
 from ..spec import known
 from .base import Attention

@@ -140,7 +140,8 @@ class Longformer(Attention):
         view, near = window.extend(state.window, k, v, mask=mask, segments=segments, donate=donate)
         # Those that are still in the ring are seen there.
         gone = old & ~(place[:, None] == view.slots[:, None, :slots]).any(-1)
-        o = _read(q, _beside(state, 0, view.keys, view.values), self.locally, view, _seen(gone, goes_on, view.seen))
+        seen = _columns(gone, goes_on, view.visible)
+        o = _read(q, _beside(state, 0, view.keys, view.values), self.locally, view, seen)
         # Past its global tokens, a decoder needs no projections of theirs; for gradients these must be there, if zero.
         free = segments is None and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if free and bool((before >= self.globals).all()):
@@ -148,7 +149,7 @@ class Longformer(Attention):
         query, key, value = self._global(x)
         at, _ = positions(x, before, mask=mask, segments=segments)
         mine = View(key, value, at, at, visible(x, causal=True, mask=mask, segments=segments)[:, 0])
-        seen = _seen(old, goes_on, mine.seen.expand(len(x), -1, -1))
+        seen = _columns(old, goes_on, mine.visible.expand(len(x), -1, -1))
         o = o + _read(query, _beside(state, self.heads, key, value), self.globally, mine, seen)
         # Slot j asks for the token at position j, of the segment that goes on.
         hit = at[:, None] == place[:, None]  # (B,G,N)
@@ -170,7 +171,7 @@ def _beside(state: State, head: int, keys: Tensor, values: Tensor) -> tuple[Tens
     return first, second
 
 
-def _seen(old: Tensor, goes_on: Tensor | None, new: Tensor) -> Tensor:
+def _columns(old: Tensor, goes_on: Tensor | None, new: Tensor) -> Tensor:
     """old (B,G), the tokens of their segment (B,N), new (B,N,M) -> bool (B,N,G+M)."""
     first = old[:, None].expand(-1, new.shape[1], -1)
     return torch.cat([first if goes_on is None else first & goes_on[..., None], new], 2)

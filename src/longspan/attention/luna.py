@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import gated
-from ..ops.compress.pieces import by_pieces
+from ..ops import gated, rows
 from ..ops.linear.features import elu
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split, visible, widen
@@ -131,13 +130,13 @@ class Luna(Attention):
             return self._unpacked(x, split(self.value(packed), self.heads)), handed
         found, numbers = [x.new_zeros(0, self.slots, self.dim)], [segments.new_zeros(0)]
 
-        def run(rows, number):
-            y, handed = self._both(rows, p if len(p) == 1 else p[number], None, None)
+        def run(number, tokens):
+            y, handed = self._both(tokens, p if len(p) == 1 else p[number], None, None)
             found.append(handed)
             numbers.append(number)
             return y
 
-        y, _ = by_pieces(x, run, mask, segments)
+        y = rows.cut(run, (x,), x, mask, segments, exact=True)
         return y, torch.cat(found)[torch.cat(numbers).argsort()]
 
     def _packed(self, x, p, mask):

@@ -5,11 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops import rows
 from ..ops.compress import blocks, pool
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
 from ..spec import known
-from ..states import cache, clean
+from ..states import cache
 from ..states.cache import KeyValues
 from .base import Attention
 
@@ -88,7 +89,7 @@ class MemoryCompressed(Attention):
         def run(x, state, real):
             return self._run(x, state, real, donate and segments is None)
 
-        return clean.each(run, x, state, mask, segments, causal=self.causal, width=self.dim)
+        return rows.each(run, x, state, mask, segments, causal=self.causal, width=self.dim)
 
     def _run(self, x, state, real, donate):
         """Rows that begin with their real tokens, (B,N,dim)."""
@@ -116,7 +117,7 @@ class MemoryCompressed(Attention):
         places = torch.arange(slots.keys.shape[2], device=x.device)[None]
 
         def allowed(start, stop):
-            seen = pool.seen(at[:, start:stop], places, self.stride, self.stride, causal=True)[:, None]
+            seen = pool.visible(at[:, start:stop], places, self.stride, self.stride, causal=True)[:, None]
             return nn.functional.pad(seen, (int(self.null), 0), value=True)
 
         return self.out(merge(blocks.each(_masked, q.to(keys.dtype), keys, values, allowed))), after

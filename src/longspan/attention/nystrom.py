@@ -4,12 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import rows
 from ..ops.compress.inverse import inverse
 from ..ops.compress.landmarks import means, segments_of
-from ..ops.compress.project import apart, together
 from ..ops.operands import hidden
 from ..ops.softmax import dense
-from ..ops.sparse import ragged
 from ..ops.tensors import merge, split, visible, widen
 from .base import Attention
 
@@ -89,7 +88,7 @@ class Nystrom(Attention):
 
     def _read(self, q, k, v, mask, segments):
         if segments is not None:
-            return ragged(q, k, v, self._whole, mask, segments, exact=True)
+            return rows.ragged(q, k, v, self._whole, mask, segments, exact=True)
         q, k, v = hidden(mask, q, k, v)
         return self._whole(q, k, v, mask)
 
@@ -114,8 +113,7 @@ class Nystrom(Attention):
 def convolve(v: Tensor, filters: Tensor, mask: Tensor | None) -> Tensor:
     """Of each token the sum over its neighbours, all of them real: v (B,H,N,E), filters (H,width) -> (B,H,N,E)."""
     heads, _, channels = v.shape[1:]
-    tokens = merge(v if mask is None else together(v, mask)).mT  # (B,H*E,N)
+    tokens = merge(rows.together(mask, *hidden(mask, v), axis=2)[0]).mT  # (B,H*E,N)
     weight = filters.to(v.dtype).repeat_interleave(channels, 0)[:, None]
     found = F.conv1d(tokens, weight, padding=filters.shape[1] // 2, groups=heads * channels).mT
-    found = split(found, heads)
-    return found if mask is None else apart(found, mask)
+    return rows.back(mask, split(found, heads), axis=2)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.linear import random_features, stabilised
-from ..ops.prefix import join
-from ..ops.tensors import merge, split, visible, widen
+from ..ops.tensors import merge, split, widen
 from ..spec import known
+from ..states import sums
+from ..states.sums import Context
 from .base import Attention
 
 MAPS = {
@@ -31,12 +32,6 @@ class PeakState(NamedTuple):
 
     sums: Tensor  # (B,H,F,E+1) as above, divided by e^peak
     peak: Tensor  # (B,H) the largest exponent of the keys so far, -inf before the first
-
-
-class Context(NamedTuple):
-    """All that queries need of a context, whatever its length."""
-
-    sums: Tensor  # (B,H,F,E+1)
 
 
 class Performer(Attention):
@@ -143,36 +138,23 @@ class Performer(Attention):
     def start(self, batch, capacity):
         size, count = self.dim // self.heads, self.projection.shape[1]
         features = 2 * count if self.map in ("hyperbolic", "trigonometric") else count
-        sums = widen(self.like.new_zeros(batch, self.heads, features, size + 1))
-        return State(sums) if self.map == "relu" else PeakState(sums, sums.new_full(sums.shape[:2], -torch.inf))
+        zeros = widen(self.like.new_zeros(batch, self.heads, features, size + 1))
+        return State(zeros) if self.map == "relu" else PeakState(zeros, zeros.new_full(zeros.shape[:2], -torch.inf))
 
     def attend(
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
         donate=False,
     ):  # fmt: skip
-        q = self._parts(self.query(x))
-        if isinstance(state, Context):
-            o = stabilised.read(q, state.sums, eps=self.eps)
-            return self.out(merge(o.to(x.dtype))), state
-        if context is not None:
-            k, v = self._parts(self.key(context)), split(self.value(context), self.heads)
-            options = {"causal": False, "mask": context_mask}
-        else:
-            k, v = self._parts(self.key(x)), split(self.value(x), self.heads)
-            before = None if state is None else stabilised.Sums(state.sums, getattr(state, "peak", None))
-            options = {"causal": self.causal, "mask": mask, "segments": segments, "prefix": prefix, "state": before}
-        options["eps"] = self.eps
-        if record is not None:
-            if context is not None:
-                allowed = stabilised.across(x.shape[1], context.shape[1], context_mask, x)
-            else:
-                allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
-                allowed = allowed if prefix is None else join(allowed, prefix)
-            record.update(mask=allowed, matrix=stabilised.matrix(q, k, allowed, **options))
-        o, (sums, peak) = stabilised.attend(q, k, v, donate=donate, **options)
-        y = self.out(merge(o))
-        if context is not None:
-            return y, Context(sums)
-        if state is None:
-            return y, None
-        return y, State(sums) if peak is None else PeakState(sums, peak)
+        o, state = sums.attend(
+            sums.stable(_state, self.eps), self._parts(self.query(x)), self._project, x, state, causal=self.causal,
+            mask=mask, segments=segments, prefix=prefix, context=context, context_mask=context_mask, record=record,
+            donate=donate,
+        )  # fmt: skip
+        return self.out(merge(o)), state
+
+    def _project(self, x):
+        return self._parts(self.key(x)), split(self.value(x), self.heads)
+
+
+def _state(found: stabilised.Sums) -> State | PeakState:
+    return State(found.sums) if found.peak is None else PeakState(found.sums, found.peak)

@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..ops import rows
 from ..ops.compress import pool
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern, band
 from ..spec import known
-from ..states import clean, lookback, window
+from ..states import lookback, window
 from ..states.window import Window
 from .base import Attention
 
@@ -114,7 +115,7 @@ class Poolingformer(Attention):
         return State(near, far, pending, pending.clone(), near.position.clone())
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
-        return clean.each(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
+        return rows.each(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
 
     def _run(self, x, state, real):
         """Rows that begin with their real tokens, (B,N,dim)."""
@@ -154,7 +155,7 @@ class Poolingformer(Attention):
         at, slots = (torch.arange(size, device=q.device)[None] for size in (q.shape[2], k.shape[2]))
         # As many slots as a row of this length has alone.
         ready = (slots == 0) | ((slots - 1) * self.stride + self.kernel < lengths[:, None])
-        seen = pool.seen(at, slots, **place, causal=False, window=self.far_window) & ready[:, None]
+        seen = pool.visible(at, slots, **place, causal=False, window=self.far_window) & ready[:, None]
         return dense.attend(q, k, v, mask=seen[:, None])
 
     def _go_on(self, q, k, v, state, lengths, *, read):
@@ -167,7 +168,7 @@ class Poolingformer(Attention):
         z = q
         if read:
             at, _ = positions(q.transpose(1, 2), state.position)
-            seen = pool.seen(at, view.slots, **place, causal=True, window=self.far_window) & view.seen[:, :1]
+            seen = pool.visible(at, view.slots, **place, causal=True, window=self.far_window) & view.visible[:, :1]
             z = dense.attend(q.to(view.keys.dtype), view.keys, view.values, mask=seen[:, None])
         return z, State(state.near, far, keys, values, state.position + lengths)
 

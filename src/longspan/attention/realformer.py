@@ -21,6 +21,8 @@ class RealFormer(Attention):
 
     ``context_dim``: width of the context of cross attention (0: dim).
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: He et al. 2020, section 3. Raises ValueError for a carry that is not of this call's tokens and keys.
     """
 
@@ -60,12 +62,12 @@ class RealFormer(Attention):
         record=None, donate=False,
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
-        sight, state = cache.see(
+        view, state = cache.view(
             self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
             segments=segments, prefix=prefix, donate=donate,
         )  # fmt: skip
-        allowed = sight.allowed(q.shape[2])
-        total = scores.products(q, sight.keys)
+        allowed = view.allowed(q.shape[2])
+        total = scores.products(q, view.keys)
         if carry is not None:
             check_carry(carry, total)
             total = total + carry
@@ -73,7 +75,7 @@ class RealFormer(Attention):
         p = scores.weights(total, allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)
-        y = self.out(merge(similarity.attend(p, sight.values)))
+        y = self.out(merge(similarity.attend(p, view.values)))
         return (y, state) if carry is None else (y, state, total)
 
 

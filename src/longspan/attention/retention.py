@@ -65,10 +65,10 @@ class Retention(Attention):
         self.rotary, self.expand_v = rotary, expand_v
         self.log_decay = [math.log1p(-(2.0 ** (-5 - head))) for head in range(heads)]
         self.query, self.key = (nn.Linear(dim, dim, bias=False) for _ in range(2))
-        self.value, self.gate = (nn.Linear(dim, width, bias=False) for _ in range(2))
+        self.value, self.out_gate = (nn.Linear(dim, width, bias=False) for _ in range(2))
         self.norm = HeadNorm(self.sizes[1], kind="group", gate="silu")
         self.out = nn.Linear(width, dim, bias=False)
-        for part in (self.query, self.key, self.value, self.gate):
+        for part in (self.query, self.key, self.value, self.out_gate):
             nn.init.xavier_uniform_(part.weight, gain=2**-2.5)
         nn.init.xavier_uniform_(self.out.weight)
 
@@ -91,5 +91,5 @@ class Retention(Attention):
             q, k, v, log_decay=log_decay[:, None].expand(v.shape[:3]), mask=mask, segments=segments,
             state=None if state is None else state.sums, donate=donate,
         )  # fmt: skip
-        y = self.out(merge(self.norm(o, split(self.gate(x), self.heads))))
+        y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
         return y, None if state is None else make(sums)

@@ -1,6 +1,6 @@
 """Random feature attention: softmax attention over unit vectors, estimated by random features, with a forget gate."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from ..ops import gated
 from ..ops.linear import random_features, stabilised
-from ..ops.prefix import join
 from ..ops.tensors import merge, split, unit, visible, widen, with_ones
 from ..spec import known
+from ..states import sums
+from ..states.sums import Context
 from .base import Attention
 
 MAPS = {"gaussian": random_features.fourier, "arccos": random_features.generalised}
@@ -27,12 +28,6 @@ class GatedState(NamedTuple):
 
     sums: Tensor  # (B,H,F,E+1) as above, each key with its weight
     mass: Tensor  # (B,H) sum of those weights
-
-
-class Context(NamedTuple):
-    """All that queries need of a context, whatever its length."""
-
-    sums: Tensor  # (B,H,F,E+1)
 
 
 class RFA(Attention):
@@ -104,7 +99,7 @@ class RFA(Attention):
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
         self.out = nn.Linear(dim, dim)
-        self.forget = nn.Linear(dim, heads) if gate else None
+        self.decay = nn.Linear(dim, heads) if gate else None
         self.sigma = nn.Parameter(torch.ones(heads, 1, dim // heads))
         self.register_buffer("projection", self._draw(0).to(self.out.weight))
 
@@ -129,43 +124,32 @@ class RFA(Attention):
 
     def start(self, batch, capacity):
         features = self.projection.shape[1] * (2 if self.map == "gaussian" else 1)
-        sums = widen(self.like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
-        return GatedState(sums, sums.new_zeros(sums.shape[:2])) if self.gate else State(sums)
+        zeros = widen(self.like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
+        return GatedState(zeros, zeros.new_zeros(zeros.shape[:2])) if self.gate else State(zeros)
 
     def attend(
         self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
         donate=False,
     ):  # fmt: skip
         q = self._parts(self.query(x))
-        options: dict[str, Any] = {"eps": self.eps}
-        if isinstance(state, Context):
-            o = stabilised.read(q, state.sums, **options)
-            return self.out(merge(o.to(x.dtype))), state
-        source = x if context is None else context
-        k, v = self._parts(self.key(source)), split(self.value(source), self.heads)
-        if context is None and self.forget is not None:
-            o, after = self._gated(self.forget(x), q, k, v, state, mask, segments, record, donate)
-            return self.out(merge(o)), after
-        if context is not None:
-            options |= {"causal": False, "mask": context_mask}
-        else:
-            before = None if state is None else stabilised.Sums(state.sums, None)
-            options |= {"causal": self.causal, "mask": mask, "segments": segments, "prefix": prefix, "state": before}
-        if record is not None:
-            if context is not None:
-                allowed = stabilised.across(x.shape[1], context.shape[1], context_mask, x)
-            else:
-                allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
-                allowed = allowed if prefix is None else join(allowed, prefix)
-            record.update(mask=allowed, matrix=stabilised.matrix(q, k, allowed, **options))
-        o, (sums, _) = stabilised.attend(q, k, v, donate=donate, **options)
-        after = State(sums) if context is None else Context(sums)
-        return self.out(merge(o)), after if context is not None or state is not None else None
+        if self.decay is not None and context is None and not isinstance(state, Context):
+            k, v = self._project(x)
+            o, state = self._gated(self.decay(x), q, k, v, state, mask, segments, record, donate)
+            return self.out(merge(o)), state
+        form = sums.stable(lambda found: State(found.sums), self.eps)
+        o, state = sums.attend(
+            form, q, self._project, x, state, causal=self.causal, mask=mask, segments=segments,
+            prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
+        )  # fmt: skip
+        return self.out(merge(o)), state
+
+    def _project(self, x):
+        return self._parts(self.key(x)), split(self.value(x), self.heads)
 
     def _gated(self, logit, q, k, v, state, mask, segments, record, donate):
         logit = widen(logit).clamp(max=MOST)  # (B,N,H)
         log_decay, write = F.logsigmoid(logit).mT, (-logit).sigmoid().mT[..., None]  # (B,H,N), (B,H,N,1)
-        sums, mass = (None, None) if state is None else (state.sums, state.mass[..., None, None])
+        past, mass = (None, None) if state is None else (state.sums, state.mass[..., None, None])
         options = {"log_decay": log_decay, "scale": 1.0, "mask": mask, "segments": segments}
         q, k = q.features(), k.features()
         with torch.autocast(v.device.type, enabled=False):
@@ -174,20 +158,20 @@ class RFA(Attention):
             total = total.masked_fill(total == 0, 1.0)  # before the first token
             if record is not None:
                 allowed = visible(logit, causal=True, mask=mask, segments=segments)
-                matrix = self._matrix(q, k, log_decay, write, total, allowed, mask, segments, sums)
+                matrix = self._matrix(q, k, log_decay, write, total, allowed, mask, segments, past)
                 record.update(mask=allowed, matrix=matrix)
             values = with_ones(widen(v)) * write
-            found, sums = gated.recur(q, k, values, state=sums, donate=donate, **options)
+            found, past = gated.recur(q, k, values, state=past, donate=donate, **options)
             o = stabilised.divide(found / total, self.eps).to(v.dtype)
-        return o, None if state is None else GatedState(sums, mass[..., 0, 0])
+        return o, None if state is None else GatedState(past, mass[..., 0, 0])
 
-    def _matrix(self, q, k, log_decay, write, total, allowed, mask, segments, sums):
+    def _matrix(self, q, k, log_decay, write, total, allowed, mask, segments, past):
         """The weights (B,H,N,N) that the gated form gives to the keys of this call."""
         lost = log_decay if mask is None else log_decay.masked_fill(~mask[:, None], 0.0)
         lost = lost.cumsum(-1)[..., None]
         weights = (q @ k.mT) * write.mT * (lost - lost.mT).masked_fill(~allowed, -torch.inf).exp()
         below = weights.sum(-1, keepdim=True)
-        if sums is not None:
+        if past is not None:
             first = 1.0 if segments is None else (segments == segments[:, :1])[:, None, :, None]
-            below = below + q @ sums[..., -1:] * lost.exp() * first
+            below = below + q @ past[..., -1:] * lost.exp() * first
         return stabilised.divide(torch.cat([weights, below], -1) / total, self.eps)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.buckets import Rule, lists
-from ..ops.sparse import ragged
+from ..ops.rows import ragged
 from ..ops.tensors import merge, split, widen
 from ..states import buckets as states
 from ..states.buckets import Reader, Rings

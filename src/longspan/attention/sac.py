@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ..layers import linear_numbers
 from ..ops import edges as op
-from ..ops import lstm
+from ..ops import lstm, rows
 from ..ops.softmax import dense
 from ..ops.tensors import merge, split, widen
-from ..states import cache, rows
+from ..states import cache
 from ..states.cache import KeyValues
 from .base import Attention
 
@@ -107,7 +107,7 @@ class SparseAdaptive(Attention):
                 state = state._replace(past=state.past._replace(values=values))
         run = partial(self._run, learn=learn, tell=tell, donate=donate and segments is None and not tell)
         both = torch.cat([x, merge(v).to(x.dtype)], -1)
-        found, state = rows.apart(partial(rows.in_front, run), both, state, mask, segments)
+        found, state = rows.apart(run, both, state, mask, segments)
         o, logs, seen = found.tensor_split([v.shape[1] * v.shape[-1], v.shape[1] * v.shape[-1] + 1], -1)
         o = split(o, self.heads)
         if tell:
@@ -139,9 +139,9 @@ class SparseAdaptive(Attention):
             memory = (x.new_zeros(x.shape[0], self.dim),) * 2 if state is None else (state.hidden, state.cell)
             hidden, memory = lstm.run(self._linear("read", x), self._recur, memory, real)
         if state is not None:
-            sight, past = cache.extend(state.past, k, v, mask=real, donate=donate)
+            view, past = cache.extend(state.past, k, v, mask=real, donate=donate)
             found, kept = cache.extend(state.nodes, nodes[:, None], nodes[:, None, :, :0], mask=real, donate=donate)
-            k, v, nodes = sight.keys, sight.values, found.keys[:, 0]
+            k, v, nodes = view.keys, view.values, found.keys[:, 0]
             state = State(past, kept, *memory)
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)
         distance = at[:, :, None] - torch.arange(k.shape[2], device=x.device)  # (B,N,M)

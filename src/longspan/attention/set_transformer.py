@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..ops.compress.pieces import by_pieces
+from ..ops import rows
 from ..sets import ISAB
 from .base import Attention
 
@@ -57,5 +57,5 @@ class SetTransformer(Attention):
         if state is not None:
             return self.block.unpack(x, state.points), state
         if segments is not None:
-            return by_pieces(x, lambda rows, _: self.block(rows), mask, segments)[0], None
+            return rows.cut(lambda _, tokens: self.block(tokens), (x,), x, mask, segments, exact=True), None
         return self.block(x, mask), None

@@ -1,13 +1,12 @@
 """Softmax attention to one's own block and to a block that a learned, soft sorting puts beside it."""
 
-from functools import partial
-
 import torch
 from torch import nn
 
+from ..ops import rows
 from ..ops.compress import sinkhorn as op
 from ..ops.tensors import merge, split, visible, widen
-from ..states import cache, rows, sorted_blocks
+from ..states import cache, sorted_blocks
 from ..states.sorted_blocks import State
 from .base import Attention
 
@@ -130,7 +129,7 @@ class Sinkhorn(Attention):
 
         if not x.numel():
             return widen(v), state
-        return rows.apart(partial(rows.in_front, run), torch.cat([x, v.to(x.dtype)], -1), state, mask, segments)
+        return rows.apart(run, torch.cat([x, v.to(x.dtype)], -1), state, mask, segments)
 
     def _whole(self, x, q, k, v, state, real, donate):
         """Both directions: x (B,N,dim), q, k (B,H,N,D), v (B,H,N,E), of which the ``real`` (B,N) ones come first."""
@@ -150,8 +149,8 @@ class Sinkhorn(Attention):
             before = self.start(len(x), 0)
         else:
             start = state.past.length
-            sight, past = cache.extend(state.past, k, v, mask=real, donate=donate)
-            k, v = sight.keys, sight.values
+            view, past = cache.extend(state.past, k, v, mask=real, donate=donate)
+            k, v = view.keys, view.values
         call = sorted_blocks.touch(before, x, block, op.spanned(x.shape[1], block, anywhere=state is not None))
         blocks = op.spanned(k.shape[2], block, anywhere=False)
         offers = sorted_blocks.offers_of(before, call, self._part(self.offer, call.sums / block), blocks)

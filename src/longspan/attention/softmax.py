@@ -73,28 +73,28 @@ class Softmax(Attention):
         if context is not None:
             state = self._project(context, context_mask)
         if isinstance(state, Context):
-            return self.read(q, state.sight(), record), state
+            return self.read(q, state.view(), record), state
         k, v = split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:
             at, _ = positions(x, state and state.length, mask=mask, segments=segments)
             q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
         if state is None:
-            sight = cache.look(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
+            view = cache.within(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
         else:
-            sight, state = cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
-        return self.read(q, sight, record), state
+            view, state = cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
+        return self.read(q, view, record), state
 
     def _project(self, context, mask):
         if self.rotary:
             raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
         return cache.of_context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
 
-    def read(self, q, sight, record):
+    def read(self, q, view, record):
         """q (B,H,N,D), what it may see, a dict or None -> y (B,N,dim)."""
-        q = q.to(sight.keys.dtype)
+        q = q.to(view.keys.dtype)
         if record is not None:
-            matrix, lse = dense.weights(q, sight.keys, mask=sight.mask, causal=sight.causal)
-            record.update(mask=sight.allowed(q.shape[2]), matrix=matrix, lse=lse)
+            matrix, lse = dense.weights(q, view.keys, mask=view.mask, causal=view.causal)
+            record.update(mask=view.allowed(q.shape[2]), matrix=matrix, lse=lse)
         dropout = self.dropout if self.training else 0.0
-        o = dense.attend(q, sight.keys, sight.values, mask=sight.mask, causal=sight.causal, dropout=dropout)
+        o = dense.attend(q, view.keys, view.values, mask=view.mask, causal=view.causal, dropout=dropout)
         return self.out(merge(o))

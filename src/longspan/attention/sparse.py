@@ -38,7 +38,7 @@ class Sparse(Attention):
     examples = (
         "sparse(pattern='band(5)')",
         "sparse(pattern='band(2, right=3) | globals(2)', kv_heads=1)",
-        "sparse(pattern='by_head(dilated(2, step=3), strided(7))', rotary=100.0)",
+        "sparse(pattern='by_head(dilated(2, stride=3), strided(7))', rotary=100.0)",
         "sparse(pattern='band(2) | random(1, block=16)')",
     )
     states = lookback.STATES

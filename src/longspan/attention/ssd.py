@@ -69,7 +69,7 @@ class SSD(Attention):
         width, keys = heads * self.size, key_heads * channels
         self.widths = (width, keys, keys)
         self.value, self.key, self.query = (nn.Linear(dim, width, bias=False) for width in self.widths)
-        self.gate, self.step = nn.Linear(dim, width, bias=False), nn.Linear(dim, heads, bias=False)
+        self.out_gate, self.dt = nn.Linear(dim, width, bias=False), nn.Linear(dim, heads, bias=False)
         self.mix = ShortConvolution(sum(self.widths), convolution) if convolution else None
         bound = convolution and convolution**-0.5
         self.shift = nn.Parameter(torch.empty(sum(self.widths)).uniform_(-bound, bound))
@@ -95,14 +95,14 @@ class SSD(Attention):
         v, k, q = (widen(part) for part in mixed.split(self.widths, -1))
         k, q = split(k, self.key_heads), split(q, self.key_heads)
         # In float32: bfloat16 would round a bias of -7, and with it a step size, to one part in 60.
-        dt = F.softplus(widen(self.step(x)) + widen(self.dt_bias))  # (B,N,H)
+        dt = F.softplus(widen(self.dt(x)) + widen(self.dt_bias))  # (B,N,H)
         v = v.unflatten(-1, (self.heads, -1))  # (B,N,H,E)
         o, sums = gated.recur(
             q, k, (v * dt[..., None]).transpose(1, 2), log_decay=(-widen(self.a_log).exp() * dt).mT, scale=1.0,
             mask=mask, segments=segments, state=sums, donate=donate,
         )  # fmt: skip
         o = merge(o) + (widen(self.skip)[:, None] * v).flatten(-2)
-        o = o * F.silu(widen(self.gate(x)))
+        o = o * F.silu(widen(self.out_gate(x)))
         o = o.unflatten(-1, (self.key_heads, -1))
         o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         y = self.out((o.flatten(-2) * widen(self.scale)).to(x.dtype))

@@ -44,6 +44,8 @@ class Synthesizer(Attention):
     Only the rows and columns that a sequence reaches are used, and the softmax is over them, so a shorter sequence is
     the beginning of a longer one. The state is the values so far, and the keys where there is dot.
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Tay et al. 2020, section 3, which wants the alpha to be learned and to sum to one. Raises ValueError for a
     sequence of more than ``length`` tokens, for dot alone and for a kind that comes twice.
     """
@@ -122,21 +124,21 @@ class Synthesizer(Attention):
         k = split(self.key(x), self.heads) if "dot" in self.kinds else v[..., :0]
         arguments = {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            sight = cache.look(k, v, causal=self.causal, **arguments)
+            view = cache.within(k, v, causal=self.causal, **arguments)
         else:
             if isinstance(state, State):
                 state = KeyValues(state.values[..., :0], state.values, state.length)
-            sight, state = cache.extend(state, k, v, **arguments, donate=donate)
-        allowed = sight.allowed(x.shape[1])
-        places = scores.key_positions(at, sight.values.shape[2], kept=state is not None, packed=segments is not None)
+            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+        allowed = view.allowed(x.shape[1])
+        places = scores.key_positions(at, view.values.shape[2], kept=state is not None, packed=segments is not None)
         # What nobody sees may be anywhere, also beyond the tables.
         places = places.masked_fill(~allowed.any(-2)[:, 0], 0)
         self._check(places)
         at = at if mask is None else at.masked_fill(~mask, 0)
-        p = scores.weights(self._mixed(x, sight.keys, at, places), allowed)
+        p = scores.weights(self._mixed(x, view.keys, at, places), allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)
-        y = self.out(merge(similarity.attend(p, sight.values)))
+        y = self.out(merge(similarity.attend(p, view.values)))
         return y, state if state is None or "dot" in self.kinds else State(state.values, state.length)
 
     def _check(self, places):

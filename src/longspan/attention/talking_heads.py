@@ -19,6 +19,8 @@ class TalkingHeads(Attention):
 
     ``context_dim``: width of the context of cross attention (0: dim).
 
+    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+
     Source: Shazeer et al. 2020, section 4, with as many heads of keys, of softmax and of values.
     """
 
@@ -58,17 +60,17 @@ class TalkingHeads(Attention):
         donate=False,
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
-        sight, state = cache.see(
+        view, state = cache.view(
             self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
             segments=segments, prefix=prefix, donate=donate,
         )  # fmt: skip
-        allowed = sight.allowed(q.shape[2])
-        mixed = mix(scores.products(q, sight.keys), self.mix_scores)
+        allowed = view.allowed(q.shape[2])
+        mixed = mix(scores.products(q, view.keys), self.mix_scores)
         # The mask comes after the mixture, which would make inf or NaN of -inf: its numbers are of both signs.
         u = mix(scores.weights(mixed, allowed), self.mix_weights)
         if record is not None:
             record.update(mask=allowed, matrix=u)
-        return self.out(merge(similarity.attend(u, sight.values))), state
+        return self.out(merge(similarity.attend(u, view.values))), state
 
 
 def mix(x: Tensor, mixture: Tensor) -> Tensor:

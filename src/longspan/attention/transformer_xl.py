@@ -104,9 +104,9 @@ class TransformerXL(Attention):
             near = _behind(call).clamp(max=self.memory)
         few = state is not None and x.shape[1] * self.heads < self.dim
         parts = self.u, self.v, self.key, self.value, self.distance
-        sight = memories.look(call, self.query(x), *parts, clamp=self.clamp, few=few)
-        k, v = (call.together(part, 2) for part in sight.project(call.tokens))
-        operands, scale = (sight.content, sight.position, k, v, sight.table), (self.dim // self.heads) ** -0.5
+        view = memories.view(call, self.query(x), *parts, clamp=self.clamp, few=few)
+        k, v = (call.together(part, 2) for part in view.project(call.tokens))
+        operands, scale = (view.content, view.position, k, v, view.table), (self.dim // self.heads) ** -0.5
         if record is not None:
             _, p, allowed = relative.dense(*operands, far, near, scale=scale)
             record.update(mask=rows.spread(allowed, mask), matrix=rows.spread(p, mask))
@@ -114,7 +114,7 @@ class TransformerXL(Attention):
         o = relative.attend(*operands, far, near, back=self.slots, ahead=ahead, scale=scale)
         if state is not None:
             state = memories.end(call, state, segments, stop=self.stop_gradient)
-        return self.out(rows.back(mask, merge(sight.after(o)))), state
+        return self.out(rows.back(mask, merge(view.after(o)))), state
 
 
 def _behind(call):

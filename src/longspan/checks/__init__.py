@@ -18,7 +18,7 @@ from .gauge import Broken, Gauge, Subject
 # law -> (its function, the facts that a mechanism needs for it to apply)
 _LAWS = {
     "causal": (recurrent.causal, ("causal",)),
-    "prefix": (recurrent.prefix, ("causal",)),
+    "beginning": (recurrent.beginning, ("causal",)),
     "parallel_is_recurrent": (recurrent.parallel_is_recurrent, ("causal",)),
     "state": (recurrent.state, ("causal",)),
     "padding": (recurrent.padding, ("mask",)),

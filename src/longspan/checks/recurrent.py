@@ -32,8 +32,8 @@ def causal(subject: Subject, gauge: Gauge) -> None:
         gauge.close(module(torch.cat([x[:, :t], other[:, t:]], 1))[0][:, :t], y[:, :t], f"outputs before token {t}")
 
 
-def prefix(subject: Subject, gauge: Gauge) -> None:
-    """A prefix has the outputs that it has inside the whole sequence."""
+def beginning(subject: Subject, gauge: Gauge) -> None:
+    """The beginning of a sequence has the outputs that it has inside the whole one."""
     module, x = subject.make(), subject.data()
     y = module(x)[0]
     for t in range(1, TOKENS):

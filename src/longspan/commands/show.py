@@ -66,13 +66,13 @@ def run(args) -> int:
     described = []
     for one in specs:
         if describe.is_pattern(one):
-            described.append({"spec": one, "sight": describe.sight(one, args.dim, args.heads, args.tokens)})
+            described.append({"spec": one, "view": describe.view(one, args.dim, args.heads, args.tokens)})
         else:
             described += describe.facts(one, args.dim, args.heads, args.device, args.tokens)
     if args.json:
         print(json.dumps(described, indent=2, default=str))
     else:
-        print("\n\n".join(_text(one) if "paper" in one else "\n".join(_sight(one)) for one in described))
+        print("\n\n".join(_text(one) if "paper" in one else "\n".join(_view(one)) for one in described))
     return 0
 
 
@@ -94,18 +94,18 @@ def _run_text(one: dict) -> str:
     return "\n".join(lines)
 
 
-def _sight(one: dict) -> list[str]:
+def _view(one: dict) -> list[str]:
     """The lines about a pattern."""
-    sight, lines = one["sight"], []
+    view, lines = one["view"], []
     if "paper" not in one:
         lines.append(f"{one['spec']}: a pattern")
-    lines += textwrap.wrap(f"  pattern     {sight['pattern']}", 118, subsequent_indent=" " * 14)
-    back, ahead = ("no bound" if sight[name] is None else sight[name] for name in ("lookback", "lookahead"))
-    keys, heads = sight["keys"], "; heads differ" if sight["per_head"] else ""
+    lines += textwrap.wrap(f"  pattern     {view['pattern']}", 118, subsequent_indent=" " * 14)
+    back, ahead = ("no bound" if view[name] is None else view[name] for name in ("lookback", "lookahead"))
+    keys, heads = view["keys"], "; heads differ" if view["per_head"] else ""
     return [
         *lines,
         f"  look-back   {back}; look-ahead {ahead}{heads}",
-        f"  keys        {keys['mean']:.4g} per query at {sight['tokens']} tokens, from {keys['fewest']} to "
+        f"  keys        {keys['mean']:.4g} per query at {view['tokens']} tokens, from {keys['fewest']} to "
         f"{keys['most']}",
     ]
 
@@ -122,7 +122,7 @@ def _text(one: dict) -> str:
         *_listed("where", [inline(words) for symbol, words in LEGEND.items() if symbol in "".join(one["equations"])]),
         f"  cost        {one['cost']} for a sequence of N tokens with heads of size D",
         f"  forms       {', '.join(one['forms'])}",
-        *(_sight(one) if one["sight"] else []),
+        *(_view(one) if one["view"] else []),
         *_listed("backend", _backend(one["backend"])),
         f"  parameters  attention {sizes['attention']:,}, feed-forward {sizes['feedforward']:,} "
         f"(dim={one['dim']}, heads={one['heads']}, {4 * one['dim']} inner units)",

@@ -36,7 +36,7 @@ def parse(text: str | Pattern) -> Pattern:
 
     Python's precedence holds: ``-`` binds closest, then ``&``, then ``|``. Raises ValueError for text that names none.
 
-    >>> parse("causal & dilated(3, step=2)").lookback
+    >>> parse("causal & dilated(3, stride=2)").lookback
     6
     """
     value = text if isinstance(text, Pattern) else spec.parse(text, NAMES)

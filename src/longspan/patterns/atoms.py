@@ -61,49 +61,49 @@ class band(_Diagonal):
 
 @dataclass(frozen=True)
 class dilated(_Diagonal):
-    """Query i sees itself and ``window`` keys to each side, ``step`` apart: 2 window + 1 keys, causally window + 1."""
+    """Query i sees itself and ``window`` keys each side, ``stride`` apart: 2 window + 1 keys, causally window + 1."""
 
     window: int
-    step: int
+    stride: int
 
     def __post_init__(self) -> None:
         whole("window", self.window, 0)
-        whole("step", self.step, 1)
+        whole("stride", self.stride, 1)
 
     @property
     def apart(self) -> int:
-        return self.step
+        return self.stride
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        return self.window * self.step, self.window * self.step
+        return self.window * self.stride, self.window * self.stride
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
-        return ((i - j) % self.step == 0) & ((i - j).abs() <= self.window * self.step)
+        return ((i - j) % self.stride == 0) & ((i - j).abs() <= self.window * self.stride)
 
 
 @dataclass(frozen=True)
 class strided(_Diagonal):
-    """Query i sees itself and every ``step``-th key from there, to both sides.
+    """Query i sees itself and every ``stride``-th key from there, to both sides.
 
-    With ``band(step - 1)`` the strided pattern of Child et al. 2019 (1904.10509), section 4.2: this is its A(2).
+    With ``band(stride - 1)`` the strided pattern of Child et al. 2019 (1904.10509), section 4.2: this is its A(2).
     """
 
-    step: int
+    stride: int
 
     def __post_init__(self) -> None:
-        whole("step", self.step, 1)
+        whole("stride", self.stride, 1)
 
     @property
     def apart(self) -> int:
-        return self.step
+        return self.stride
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
         return None, None
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
-        return (i - j) % self.step == 0
+        return (i - j) % self.stride == 0
 
 
 @dataclass(frozen=True)

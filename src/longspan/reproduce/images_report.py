@@ -10,6 +10,7 @@ from .experiment import Result, Row
 from .images_speed import RECOMPUTED
 
 OPEN = "not measured yet"
+MEASURED = {"linear", "softmax"}  # whatever else is open, these are not
 
 
 def tables(result: Result) -> list[Table]:
@@ -31,9 +32,12 @@ def bits(result: Result) -> Table:
     for row in found:
         steps, seconds, _ = row["curve"][-1]
         ours = f"{row['validation']:.3f}", at_time(row["curve"], shared), f"{row['test']:.3f}"
-        theirs = {f"{m.bits:.3f}" for m in published if m.name == row["attention"]}
-        table.append([row["attention"], f"{row['parameters']:,}", f"{steps:,}", duration(seconds), *ours, *theirs])
-    others = [m for m in published if m.name not in ("linear", "softmax")]
+        theirs = {f"{m.bits:.3f}" for m in published if m.name == paper.called(row["attention"])}
+        table.append(
+            [paper.title(row["attention"]), f"{row['parameters']:,}", f"{steps:,}", duration(seconds), *ours, *theirs]
+        )
+    ours = {paper.called(row["attention"]) for row in found} | MEASURED
+    others = [m for m in published if m.name not in ours]
     return table + [[m.name, *[""] * 5, OPEN, f"{m.bits:.3f}"] for m in others]
 
 
@@ -51,9 +55,17 @@ def speed(result: Result) -> Table:
     first = spec.split(result["settings"]["attentions"])[0]
     for name in found[0]["seconds"] if found else []:
         shown = [_gain(row["images_per_second"], name, first) for row in found]
-        method = name.removesuffix(RECOMPUTED), name.endswith(RECOMPUTED)
-        table.append([name, *shown, *_published(published, lambda m, method=method: (m.name, not m.state) == method)])
-    for name in dict.fromkeys(m.name for m in published if m.name not in ("linear", "softmax")):
+        own, again = name.removesuffix(RECOMPUTED), name.endswith(RECOMPUTED)
+        method, ending = (paper.called(own), again), RECOMPUTED if again else ""
+        table.append(
+            [
+                paper.title(own) + ending,
+                *shown,
+                *_published(published, lambda m, method=method: (m.name, not m.state) == method),
+            ]
+        )
+    ours = {paper.called(name) for name in spec.split(result["settings"]["attentions"])} | MEASURED
+    for name in dict.fromkeys(m.name for m in published if m.name not in ours):
         table.append([name, *[OPEN] * len(found), *_published(published, lambda m, name=name: m.name == name)])
     return table
 

@@ -13,6 +13,7 @@ from ..engine import Engine
 from ..generate import generate
 from ..model import Decoder
 from ..ops.memory import reuse_pages
+from . import paper
 from .experiment import Row, Track
 
 RECOMPUTED = ", prefix recomputed"
@@ -22,7 +23,8 @@ WARM = 16  # tokens
 
 
 def images(models: dict[str, Decoder], length: int, batch: int, rounds: int, track: Track) -> Row:
-    """Whole images of ``length`` tokens, drawn with a state, and, where that grows, by reading the prefix again.
+    """Whole images of ``length`` tokens, drawn with a state, and, where that grows or the publication has none, by
+    reading the prefix again.
 
     -> by candidate: ``seconds`` for ``images``, hence ``images_per_second``; ``rejected`` and ``disturbed``: samples
     taken while the machine was busy, and thrown away or kept. All candidates take turns in the same rounds. Recomputing
@@ -31,12 +33,12 @@ def images(models: dict[str, Decoder], length: int, batch: int, rounds: int, tra
     reuse_pages()  # as generate does
     samplers: dict[str, Sampler] = {}
     at = throughput.positions(length, min(POSITIONS, length))
-    growing = [name for name, model in models.items() if grows(model)]
+    again = [name for name, model in models.items() if grows(model) or paper.recomputed(name)]
     for name, model in models.items():
         throughput.consume(generate(model, tokens=min(WARM, length), batch=batch, seed=0))
         samplers[name] = partial(_whole, model, length, batch)
     few = min(FEW, batch)
-    for name in growing:
+    for name in again:
         for position in at:
             call = throughput.recomputer(models[name], few, position)
             call()
@@ -44,7 +46,7 @@ def images(models: dict[str, Decoder], length: int, batch: int, rounds: int, tra
     figures, _ = case.take(samplers, rounds, f"images, {batch} at once", track, warm=False)
     seconds = {name: figures[name].seconds for name in models}
     counts = dict.fromkeys(models, batch)
-    for name in growing:
+    for name in again:
         steps = [figures[f"{name} {position}"].seconds for position in at]
         seconds[name + RECOMPUTED], counts[name + RECOMPUTED] = throughput.integrate(at, steps, length), few
     return {

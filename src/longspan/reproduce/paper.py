@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+from .. import spec
+from ..attention import build
+
 # Katharopoulos et al. 2020 (2006.16236 v3): images per second and bits from tables 1, 2 and 4, on one GPU, as many
 # images at once as fit; seconds of one image at batch 1 from table 5.
 IMAGES_SOURCE = "Katharopoulos et al. 2020 (2006.16236), sections 4.2.1 and 4.2.2, tables 1, 2, 4 and 5"
@@ -34,6 +37,35 @@ IMAGES: dict[str, tuple[Method, ...]] = {
         Method("lsh-4", 3.51, 0.005, 5263.7, 683.9, False),
     ),
 }
+
+
+# lsh-X stands for Reformer with X rounds of hashing (section 4).
+LSH = "reformer(rounds=1); reformer(rounds=4)"
+# Section 4.2.1: 64 buckets, and 27 chunks of 29 pixels.
+LSH_IMAGES = "reformer(chunk=29, buckets=64, rounds=1); reformer(chunk=29, buckets=64, rounds=4)"
+
+
+def called(attention: str) -> str:
+    """What the publication calls the attention of a spec; the spec itself where it has no other name for it.
+
+    >>> called("reformer(rounds=1)"), called("softmax")
+    ('lsh-1', 'softmax')
+    """
+    return f"lsh-{build(attention, 2, 1).rounds}" if spec.head(attention) == "reformer" else attention
+
+
+def title(attention: str) -> str:
+    """The spec, behind the publication's name where that is another.
+
+    >>> title("reformer(rounds=4)"), title("softmax")
+    ('lsh-4, reformer(rounds=4)', 'softmax')
+    """
+    return attention if called(attention) == attention else f"{called(attention)}, {attention}"
+
+
+def recomputed(attention: str) -> bool:
+    """Whether the publication's programs also read the whole prefix again for every pixel."""
+    return any(row.name == called(attention) and not row.state for rows in IMAGES.values() for row in rows)
 
 
 def methods(data: str) -> tuple[Method, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..ops import buckets as ops
 from ..ops.buckets import Places, Rule
 from ..ops.buckets.places import ABSENT
-from ..ops.sparse import ragged
+from ..ops.rows import ragged
 
 # Buckets of tokens in each round, from their queries: (B,H,N,D) -> (B,H,R,N) int64.
 Hash = Callable[[Tensor], Tensor]

@@ -26,8 +26,8 @@ class Context(NamedTuple):
     values: Tensor  # (B,H,M,E)
     mask: Tensor  # (B,M) bool, True on real tokens
 
-    def sight(self) -> "Sight":
-        return Sight(self.keys, self.values, self.mask[:, None, None, :], False)
+    def view(self) -> "View":
+        return View(self.keys, self.values, self.mask[:, None, None, :], False)
 
 
 def of_context(k: Tensor, v: Tensor, mask: Tensor | None) -> Context:
@@ -37,7 +37,7 @@ def of_context(k: Tensor, v: Tensor, mask: Tensor | None) -> Context:
     return Context(k, v, mask)
 
 
-class Sight(NamedTuple):
+class View(NamedTuple):
     """What the queries of one call may see: keys (B,H,M,D), values (B,H,M,E), mask bool (B,1,N,M) or None, causal."""
 
     keys: Tensor
@@ -59,7 +59,7 @@ def empty(batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> KeyV
     return KeyValues(slots, slots.clone(), torch.zeros(batch, dtype=torch.long, device=like.device))
 
 
-def look(
+def within(
     k: Tensor,
     v: Tensor,
     *,
@@ -67,15 +67,15 @@ def look(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
-) -> Sight:
+) -> View:
     """Self-attention within one call: k (B,H,N,D), v (B,H,N,E), mask, segments (B,N), prefix (B,N) that sees itself."""
     if mask is None and segments is None and prefix is None:
-        return Sight(k, v, None, causal)
+        return View(k, v, None, causal)
     allowed = visible(k.transpose(1, 2), causal=causal, mask=mask, segments=segments)
-    return Sight(k, v, allowed if prefix is None else join(allowed, prefix), False)
+    return View(k, v, allowed if prefix is None else join(allowed, prefix), False)
 
 
-def see(
+def view(
     project: Callable[[Tensor], tuple[Tensor, Tensor]],
     x: Tensor,
     state: KeyValues | Context | None,
@@ -87,7 +87,7 @@ def see(
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
     donate: bool = False,
-) -> tuple[Sight, KeyValues | Context | None]:
+) -> tuple[View, KeyValues | Context | None]:
     """What the queries of x see, and the state after: of a context, given now or kept, of x alone, or of all so far.
 
     ``project`` makes keys (B,H,M,D) and values (B,H,M,E) of x (B,N,dim) or of the context (B,M,context_dim). The rest
@@ -96,10 +96,10 @@ def see(
     if context is not None:
         state = of_context(*project(context), context_mask)
     if isinstance(state, Context):
-        return state.sight(), state
+        return state.view(), state
     k, v = project(x)
     if state is None:
-        return look(k, v, causal=causal, mask=mask, segments=segments, prefix=prefix), None
+        return within(k, v, causal=causal, mask=mask, segments=segments, prefix=prefix), None
     return extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
 
 
@@ -112,7 +112,7 @@ def extend(
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
     donate: bool = False,
-) -> tuple[Sight, KeyValues]:
+) -> tuple[View, KeyValues]:
     """Causal attention that continues ``cache``: what the new tokens may see, and the cache with them added.
 
     k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, prefix (B,N) bool: new tokens that see each other,
@@ -123,12 +123,12 @@ def extend(
     """
     k, v = k.to(cache.keys.dtype), v.to(cache.values.dtype)  # they differ under autocast
     if prefix is not None:
-        sight, added = extend(cache, k, v, mask=mask, donate=donate)
+        view, added = extend(cache, k, v, mask=mask, donate=donate)
         # Slots are positions, so the prefix ends at one; up to there its tokens see every slot.
         end = (cache.length + prefix.sum(1))[:, None, None, None]
-        slots = torch.arange(sight.keys.shape[2], device=k.device)
-        allowed = sight.allowed(k.shape[2]) | (prefix[:, None, :, None] & (slots < end))
-        return Sight(sight.keys, sight.values, allowed, False), added
+        slots = torch.arange(view.keys.shape[2], device=k.device)
+        allowed = view.allowed(k.shape[2]) | (prefix[:, None, :, None] & (slots < end))
+        return View(view.keys, view.values, allowed, False), added
     if segments is not None:
         check_counts("length", cache.length, cache.keys.shape[2])
         return _extend_packed(cache, k, v, mask, segments)
@@ -145,10 +145,10 @@ def extend(
     slots = torch.arange(used, device=k.device)
     last = at if mask is None else at - (~mask).long()
     allowed = slots <= last[:, None, :, None]  # (B,1,N,used)
-    return Sight(added.keys[:, :, :used], added.values[:, :, :used], allowed, False), added
+    return View(added.keys[:, :, :used], added.values[:, :, :used], allowed, False), added
 
 
-def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool) -> tuple[Sight, KeyValues]:
+def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool) -> tuple[View, KeyValues]:
     """Every row has as many tokens and gets as many: slots are slices, and only the causal mask is needed."""
     n, total = k.shape[2], used + k.shape[2]
     if donate:
@@ -161,11 +161,11 @@ def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool
         keys, values = torch.cat([cache.keys[:, :, :used], k], 2), torch.cat([cache.values[:, :, :used], v], 2)
         added = KeyValues(keys, values, cache.length + n)
     if n == 1:
-        return Sight(keys, values, None, False), added
+        return View(keys, values, None, False), added
     if used == 0:
-        return Sight(keys, values, None, True), added
+        return View(keys, values, None, True), added
     allowed = torch.ones(n, total, dtype=torch.bool, device=k.device).tril(used)[None, None]
-    return Sight(keys, values, allowed, False), added
+    return View(keys, values, allowed, False), added
 
 
 def with_room(cache: KeyValues, slots: int) -> KeyValues:
@@ -207,15 +207,15 @@ def _scatter(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, used: 
 def _extend_packed(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor):
     """The first segment goes on with the cache; the last one's tokens become the new cache."""
     real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
-    new = look(k, v, causal=True, mask=mask, segments=segments)
+    new = within(k, v, causal=True, mask=mask, segments=segments)
     slots = torch.arange(cache.keys.shape[2], device=k.device)
     first = segments == segments[:, :1]
     old = (slots < cache.length[:, None])[:, None, None, :] & first[:, None, :, None]
     assert new.mask is not None
     allowed = torch.cat([old.expand(-1, 1, k.shape[2], -1), new.mask.expand(len(k), -1, -1, -1)], -1)
-    sight = Sight(torch.cat([cache.keys, k], 2), torch.cat([cache.values, v], 2), allowed, False)
+    view = View(torch.cat([cache.keys, k], 2), torch.cat([cache.values, v], 2), allowed, False)
     last = segments == segments[:, -1:]
     kept = KeyValues(cache.keys, cache.values, torch.where(first[:, -1], cache.length, 0))
     ending = real & last
     added = _scatter(kept, k, v, ending, cache.keys.shape[2])
-    return sight, KeyValues(*added, kept.length + ending.sum(1))
+    return view, KeyValues(*added, kept.length + ending.sum(1))

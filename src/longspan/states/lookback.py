@@ -99,22 +99,22 @@ def _extend(state: Any, k: Tensor, v: Tensor, mask, segments, donate: bool) -> t
         return window.extend(state, k, v, mask=mask, segments=segments, donate=donate)
     at, _ = positions(k.transpose(1, 2), state.length, mask=mask, segments=segments)
     n, before = k.shape[2], state.keys.shape[2]
-    sight, after = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
-    slots = torch.arange(sight.keys.shape[2], device=k.device).expand(len(k), -1)
+    view, after = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+    slots = torch.arange(view.keys.shape[2], device=k.device).expand(len(k), -1)
     if segments is not None:
         # Packed rows: the old slots, which are positions, and then the new tokens, at their own.
         slots = torch.cat([slots[:, :before], at], 1)
-    return View(sight.keys, sight.values, at, slots, sight.allowed(n).expand(len(k), 1, n, -1)[:, 0]), after
+    return View(view.keys, view.values, at, slots, view.allowed(n).expand(len(k), 1, n, -1)[:, 0]), after
 
 
 def _read(q: Tensor, view: View, pattern: Pattern, layer: int, bias: Bias | None, scale: float) -> Tensor:
-    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.seen[:, None]
+    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.visible[:, None]
     q = q.to(view.keys.dtype)
     keys, values = (repeat(x, q.shape[1]) if bias is not None else x for x in (view.keys, view.values))
     return sparse.by_rows(q, keys, values, allowed, bias, view.at, view.slots, scale)
 
 
 def _record(record: dict, q: Tensor, view: View, pattern: Pattern, layer: int, bias: Bias | None, scale: float) -> None:
-    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.seen[:, None]
+    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.visible[:, None]
     matrix, lse = sparse.matrix(q, repeat(view.keys, q.shape[1]), allowed, bias, view.at, view.slots, scale)
     record.update(mask=allowed, matrix=matrix, lse=lse)

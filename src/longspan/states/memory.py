@@ -37,7 +37,7 @@ class Call(NamedTuple):
         return rows.together(mask, x.movedim(axis, 1))[0].movedim(1, axis)
 
 
-class Sight(NamedTuple):
+class View(NamedTuple):
     """What real tokens together ask, by content and by position (B,H,N,D), and how they find it."""
 
     content: Tensor
@@ -73,7 +73,7 @@ def end(call: Call, memory: Memory, segments: Tensor | None, *, stop: bool) -> M
     return Memory(hidden, positions(call.at, memory.position, mask=call.mask, segments=segments)[1])
 
 
-def look(
+def view(
     call: Call,
     q: Tensor,
     u: Tensor,
@@ -84,7 +84,7 @@ def look(
     *,
     clamp: int,
     few: bool,
-) -> Sight:
+) -> View:
     """Queries q (B,N,H*D), in the order of the call, with biases u, v (H,D), and how tokens and distances meet them.
 
     ``few``: there are so few queries that they are taken to the inputs of ``key``, ``value`` and ``distance``, (dim ->
@@ -105,9 +105,9 @@ def look(
         def plain(x: Tensor) -> tuple[Tensor, Tensor]:
             return x[:, None], x[:, None]
 
-        return Sight(content, position, plain, waves, lambda o: relative.release(o, weight))
+        return View(content, position, plain, waves, lambda o: relative.release(o, weight))
 
     def project(x: Tensor) -> tuple[Tensor, Tensor]:
         return split(key(x), heads), split(value(x), heads)
 
-    return Sight(content, position, project, lambda *ends: split(distance(waves(*ends)), heads)[0], lambda o: o)
+    return View(content, position, project, lambda *ends: split(distance(waves(*ends)), heads)[0], lambda o: o)

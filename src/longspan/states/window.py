@@ -18,16 +18,16 @@ class Window(NamedTuple):
 
 
 class View(NamedTuple):
-    """Keys and values of one call with their positions: (B,H,M,D), (B,H,M,E), at (B,N), slots (B,M), seen (B,N,M).
+    """Keys and values of one call with their positions: (B,H,M,D), (B,H,M,E), at (B,N), slots (B,M), visible (B,N,M).
 
-    ``seen`` is what holds whatever the pattern: a slot in use, a real token, the same segment.
+    ``visible`` is what holds whatever the pattern: a slot in use, a real token, the same segment.
     """
 
     keys: Tensor
     values: Tensor
     at: Tensor
     slots: Tensor
-    seen: Tensor
+    visible: Tensor
 
 
 def empty(batch: int, heads: int, slots: int, dim: int, like: Tensor) -> Window:

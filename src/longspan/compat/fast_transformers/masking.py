@@ -144,7 +144,7 @@ def keys_of(key_lengths: BaseMask) -> Tensor | None:
     return None if key_lengths.all_ones else key_lengths.bool_matrix
 
 
-def sight(attn_mask: BaseMask, key_lengths: BaseMask) -> tuple[Tensor | None, bool]:
+def visible(attn_mask: BaseMask, key_lengths: BaseMask) -> tuple[Tensor | None, bool]:
     """What softmax attention may see: a mask that broadcasts to (N,H,L,S), or None, and whether it is causal instead.
 
     The two are the ``mask`` and ``causal`` of ``ops.softmax.attend``.

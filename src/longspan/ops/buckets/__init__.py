@@ -5,10 +5,11 @@ from torch import Tensor
 
 from .. import chosen
 from ..operands import TRANSFORMED, resolved, transformed
-from . import tiles
+from . import native, tiles
 from .places import Places, Rule, coded, find, first, pairs, ranked
+from .windows import laid_out
 
-OP, SERVED = "attention inside buckets", ("reference", "torch")
+OP, SERVED = "attention inside buckets", ("reference", "torch", "native")
 __all__ = ["Places", "Rule", "attend", "coded", "find", "first", "multiplicity", "pairs", "ranked", "read", "reference"]
 
 
@@ -62,7 +63,7 @@ def check(rule: Rule, groups: Tensor, mask: Tensor | None = None) -> None:
     if rule.whole and not rule.chunk:
         raise ValueError("whole=True cuts the sorted tokens into chunks, so chunk= must be at least 1")
     if rule.wrap and mask is not None:
-        raise ValueError("wrap=True looks back at a row's last tokens, so mask= must be None; see ops.sparse.ragged")
+        raise ValueError("wrap=True looks back at a row's last tokens, so mask= must be None; see ops.rows.ragged")
     if (rule.cross or rule.wrap) and not rule.whole:
         raise ValueError("cross=True and wrap=True belong to whole=True, where chunks hold tokens of several buckets")
 
@@ -73,14 +74,17 @@ def read(
     """``attend`` for given places: q (B,H,N,D), k (B,H,P,M,D), v (B,H,P,M,E), whose last N tokens are the queries'."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     q, k, v = resolved(q, k, v)
-    way = chosen(OP, SERVED, "torch" if not transformed() else "reference")
+    why_not = native.why_not(q, k, v, laid_out(rule, k.shape[3]))
+    way = chosen(OP, SERVED, "reference" if transformed() else "torch" if why_not else "native", why_not)
+    if way == "native" and why_not:
+        raise ValueError(f"backend 'native' cannot serve this call of {OP}: {why_not}")
     if way == "torch" and transformed():
         raise ValueError(f"backend 'torch' cannot serve this call of {OP}: {TRANSFORMED}")
     if way == "reference":
         o, _, lse = reference(q, k, v, places, rule, scale)
         return o, lse.detach()
     numbers = [int(x) for x in rule]
-    o, lse = tiles.forward_op(q, k, v, places.order, places.code, places.group, numbers, scale)
+    o, lse = tiles.forward_op(q, k, v, places.order, places.code, places.group, numbers, scale, way == "native")
     if rule.alone:
         blind, n = lse.detach() == -torch.inf, q.shape[2]
         # Of a single key the weight is 1, whatever its logit.

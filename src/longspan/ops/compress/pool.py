@@ -99,7 +99,7 @@ def mixed(x: Tensor, weight: Tensor, there: Tensor | None = None) -> Tensor:
     return (p[..., None, :] @ x)[..., 0, :]
 
 
-def seen(at: Tensor, slots: Tensor, kernel: int, stride: int, *, causal: bool, window: int | None = None) -> Tensor:
+def visible(at: Tensor, slots: Tensor, kernel: int, stride: int, *, causal: bool, window: int | None = None) -> Tensor:
     """Which slots a token sees: at (B,N) positions, slots (B,S) numbers -> bool (B,N,S).
 
     ``causal``: once a slot's last token is not ahead. ``window``: slots whose first token is at most so far away.
@@ -122,7 +122,7 @@ def attend(
     window: int | None = None,
     null: bool = False,
 ) -> Tensor:
-    """Attention of all tokens to the slots that they see by the rule of ``seen``, in O(N) memory; 0 without any.
+    """Attention of all tokens to the slots that they see by the rule of ``visible``, in O(N) memory; 0 without any.
 
     q (B,H,N,D), k (B,H,S,D), v (B,H,S,E) -> (B,H,N,E). The tokens stand at positions 0 ... N - 1, the slots are all of
     theirs; ``null``: and before them one more, which every token sees.
@@ -145,7 +145,7 @@ def attend(
         return dense.attend(q, k, v)
     if chosen("attention to slots", ("reference", "torch", "native", "flex"), "torch") == "reference" or transformed():
         places = torch.arange(n, device=device)[None], torch.arange(slots, device=device)[None]
-        allowed = seen(*places, kernel, stride, causal=causal, window=window)[:, None]
+        allowed = visible(*places, kernel, stride, causal=causal, window=window)[:, None]
         return dense.attend(q, k, v, mask=F.pad(allowed, (int(null), 0), value=True))
     # Token i counts as i + ahead = row S + remainder, and slot s as row s + behind, so that the rule s S + K - 1 <= i
     # is that of rows; before the slots there is room for the null slot.

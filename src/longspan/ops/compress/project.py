@@ -1,9 +1,8 @@
 """Learned projections over the length: k weighted sums of the tokens, a weight for each position."""
 
-import torch
 from torch import Tensor
 
-from .. import chosen
+from .. import chosen, rows
 from ..operands import hidden
 from ..tensors import merge, positions, split
 
@@ -20,8 +19,7 @@ def project(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
     """
     if chosen(OP) == "reference":
         return columns(x, weight, mask) @ hidden(mask, x)[0]
-    if mask is not None:
-        x = together(x, mask)
+    (x,) = rows.together(mask, *hidden(mask, x), axis=2)
     n = min(x.shape[2], weight.shape[-1])
     x, weight = x[:, :, :n], weight[..., :n]
     if len(weight) > 1:
@@ -37,18 +35,3 @@ def columns(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
         return weight[..., : x.shape[2]][None]
     picked = weight[..., at.masked_fill(~mask, 0)].movedim(2, 0)  # (B,H|1,S,N)
     return picked.masked_fill(~mask[:, None, None], 0.0)
-
-
-def together(x: Tensor, mask: Tensor) -> Tensor:
-    """The real tokens side by side in their order, and zeros after them: x (B,H,N,D), mask (B,N) -> (B,H,N,D)."""
-    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
-    return hidden(mask, x)[0].gather(2, order[:, None, :, None].expand_as(x))
-
-
-def apart(x: Tensor, mask: Tensor) -> Tensor:
-    """The other way: the tokens that ``together`` has moved, each in its old place; those of masked ones say nothing.
-
-    x (B,H,N,D), mask (B,N) -> (B,H,N,D).
-    """
-    at = (mask.long().cumsum(1) - 1).clamp(min=0)
-    return x.gather(2, at[:, None, :, None].expand_as(x))

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import chosen
+from ..rows import ragged
 from ..softmax import dense
-from ..sparse import ragged
 from ..tensors import visible, widen
 from . import clusters as pack
 

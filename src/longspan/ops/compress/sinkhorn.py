@@ -151,29 +151,28 @@ def _placed(x: Tensor, skipped: Tensor, places: int) -> Tensor:
 
 
 def _reference(q, k, v, sort, block, start, total, causal, cut) -> Tensor:
-    """The definition, query by query."""
-    out = []
-    for b, i in [(b, i) for b in range(q.shape[0]) for i in range(q.shape[2])]:
+    """The definition, row by row and in each one block of queries after the other."""
+    out, (_, heads, n, size) = [], q.shape
+    for b in range(len(q)):
         first, last = 0 if start is None else int(start[b]), k.shape[2] if total is None else int(total[b])
-        at = first + i
-        if at >= last:
-            out.append(torch.zeros_like(v[b, :, 0]))
-            continue
-        u = at // block
-        keys, values, bias = [], [], []
-        for row in range(min(cut, sort.shape[2])) if cut else [u - first // block]:
-            for place in range(block):
-                blocks = torch.arange(len(range(place, last, block)), device=q.device)
-                share = sort[b, :, row, : len(blocks)]  # (H,V)
-                mass = share.sum(-1)
-                mean = share / torch.where(mass > 0, mass, 1.0)[:, None]
-                keys.append((mean[..., None] * k[b][:, blocks * block + place]).sum(1))
-                values.append((mean[..., None] * v[b][:, blocks * block + place]).sum(1))
-                bias.append(torch.where(mass > 0, mass, 1.0).log().masked_fill(mass == 0, EMPTY))
-        for j in range(0) if cut else range(u * block, min((u + 1) * block, at + 1 if causal else last)):
-            keys.append(k[b, :, j])
-            values.append(v[b, :, j])
-            bias.append(torch.zeros_like(k[b, :, j, 0]))
-        logits = (torch.stack(keys, 1) @ q[b, :, i, :, None])[..., 0] * q.shape[-1] ** -0.5 + torch.stack(bias, 1)
-        out.append((logits.softmax(-1)[:, None] @ torch.stack(values, 1))[:, 0])
-    return torch.stack(out).unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+        at = torch.arange(first, first + n, device=q.device)
+        keys, values = (blocks(x[b : b + 1, :, :last], block)[0] for x in (k, v))  # (H,V,b,.)
+        there = torch.arange(keys.shape[1] * block, device=q.device).unflatten(0, (-1, block)) < last  # (V,b)
+        found = []
+        for u in range(first // block, -(-min(first + n, last) // block)):
+            i, parts = at[(at // block == u) & (at < last)], []
+            for row in range(min(cut, sort.shape[2])) if cut else [u - first // block]:
+                share = sort[b, :, row, : len(there), None] * there  # (H,V,b)
+                mass = share.sum(1)  # (H,b)
+                mean = (share / torch.where(mass > 0, mass, 1.0)[:, None])[..., None]
+                bias = torch.where(mass > 0, mass, 1.0).log().masked_fill(mass == 0, EMPTY)[:, None]
+                parts.append(((mean * keys).sum(1), (mean * values).sum(1), bias))
+            if not cut:
+                j = torch.arange(u * block, min((u + 1) * block, last), device=q.device)
+                ahead = (j > i[:, None]) & causal
+                parts.append((k[b][:, j], v[b][:, j], torch.zeros_like(ahead, dtype=q.dtype).masked_fill(ahead, EMPTY)))
+            logits = [q[b][:, i - first] @ key.mT * size**-0.5 + bias for key, _, bias in parts]
+            found.append(torch.cat(logits, -1).softmax(-1) @ torch.cat([value for _, value, _ in parts], 1))
+        beyond = n - sum(part.shape[1] for part in found)
+        out.append(torch.cat([*found, v.new_zeros(heads, beyond, v.shape[-1])], 1))
+    return torch.stack(out)

@@ -121,12 +121,6 @@ def matrix(
         return divide(torch.cat([weights, below], -1), eps)
 
 
-def across(n: int, m: int, mask: Tensor | None, like: Tensor) -> Tensor:
-    """Which of m keys each of n queries of cross attention may see: mask (B,M) -> bool (B|1,1,N,M), device of like."""
-    allowed = torch.ones(1, 1, n, m, dtype=torch.bool, device=like.device)
-    return allowed if mask is None else allowed & mask[:, None, None, :]
-
-
 def shifts(
     k: Parts, *, causal: bool, mask: Tensor | None, segments: Tensor | None, start: Tensor | None = None
 ) -> Tensor:

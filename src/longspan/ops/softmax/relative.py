@@ -32,7 +32,7 @@ class Older(NamedTuple):
     k: Tensor  # (B,G,P,D)
     v: Tensor  # (B,G,P,E)
     distance: Tensor  # (B|1,n,P) int64, at least 0 also where it is not seen
-    seen: Tensor  # (B|1,n,P) bool
+    visible: Tensor  # (B|1,n,P) bool
 
 
 def attend(
@@ -100,7 +100,7 @@ def _read(content, k, v, apart, allowed, scale, older, more) -> tuple[Tensor, Te
     if older is not None:
         beyond = widen(content @ older.k.mT) + widen(more)
         logits, v = torch.cat([beyond, logits], -1), torch.cat([older.v, v], 2)
-        seen = older.seen[:, None].expand(len(content), -1, -1, -1)
+        seen = older.visible[:, None].expand(len(content), -1, -1, -1)
         allowed = torch.cat([seen, allowed.expand(len(content), -1, -1, -1)], -1)
     # A query sees its own key at least, so no row is empty.
     p = (logits * scale).masked_fill(~allowed, -torch.inf).softmax(-1)

@@ -1,6 +1,5 @@
 """Softmax attention under a pattern: which rows go where, and the public function."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -12,12 +11,11 @@ from ... import patterns
 from ...patterns import Pattern
 from .. import tell, wanted
 from ..operands import TRANSFORMED, hidden, resolved, same_device, transformed
+from ..rows import ragged
 from ..softmax import dense as softmax
 from ..tensors import positions
 from . import blockwise
 from .schedule import Tiles, plan
-
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Score(Protocol):
@@ -154,34 +152,6 @@ class _Table:
     def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
         last = self.table.shape[-1] - 1
         return self.table[:, i.clamp(max=last)[:, None], j.clamp(max=last)[None]]
-
-
-def ragged(
-    q: Tensor, k: Tensor, v: Tensor, run: Run, mask: Tensor | None, segments: Tensor | None, *, exact: bool
-) -> Tensor:
-    """Each row's real tokens, and each packed sequence, as a row of its own: the same as separate calls.
-
-    q, k, v (B,H,N,.) -> (B,H,N,E), 0 at masked tokens. Sequences of about one length share a call, padded at the end,
-    where causality hides the pad; ``exact`` groups those of the very same length alone.
-    """
-    batch, heads, n, _ = q.shape
-    real = torch.ones(batch, n, dtype=torch.bool, device=q.device) if mask is None else mask
-    token = real.flatten().nonzero()[:, 0]  # (T,) real tokens, row by row
-    name = token // n if segments is None else (token // n) * (segments.max() + 1) + segments.flatten()[token]
-    sizes = name.unique_consecutive(return_counts=True)[1]
-    starts = sizes.cumsum(0) - sizes
-    room = sizes if exact else 2 ** (sizes - 1).clamp(min=0).double().add(1).log2().ceil().long()
-    flat = [x.transpose(1, 2).flatten(0, 1)[token] for x in (q, k, v)]  # (T,H,.)
-    out = flat[2].new_zeros(batch * n, heads, v.shape[-1])
-    for length in room.unique().tolist():
-        chosen_ = room == length
-        within = torch.arange(length, device=q.device)
-        place = starts[chosen_, None] + within  # (S,length)
-        there = within < sizes[chosen_, None]
-        rows = [x[place.clamp(max=len(token) - 1)].transpose(1, 2) for x in flat]
-        found = run(*rows).transpose(1, 2)[there]
-        out = out.index_put((token[place[there]],), found.to(out.dtype))
-    return out.unflatten(0, (batch, n)).transpose(1, 2)
 
 
 def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:

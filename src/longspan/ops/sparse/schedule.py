@@ -94,7 +94,7 @@ def tabled(pattern: Pattern, n: int, size: int, head: int, layer: int) -> Listed
     found, masks = torch.full_like(keys, -1), dict[bytes, int]()
     for some in partial.split(AT_ONCE):
         # Where a mask moves along with the queries, few differ.
-        made = _seen(pattern, n, size, rows[some], keys[some, None], head, layer).numpy()
+        made = _visible(pattern, n, size, rows[some], keys[some, None], head, layer).numpy()
         packed = np.packbits(made.reshape(len(made), size * size), axis=1)
         numbers = [masks.setdefault(mask.tobytes(), len(masks)) for mask in packed]
         found[some] = torch.tensor(numbers, dtype=torch.int64)
@@ -181,7 +181,7 @@ def _groups(rows: Tensor, relative: Tensor, cut: Tensor, shared: bool):
         yield rows[which == kind]
 
 
-def _seen(pattern: Pattern, n: int, size: int, rows: Tensor, keys: Tensor, head: int, layer: int) -> Tensor:
+def _visible(pattern: Pattern, n: int, size: int, rows: Tensor, keys: Tensor, head: int, layer: int) -> Tensor:
     """Which of the tokens in blocks ``keys`` (g,s) those in block ``rows`` (g,) see: bool (g, size, s size)."""
     within = torch.arange(size)
     i = (rows[:, None] * size + within)[:, :, None]
@@ -190,7 +190,7 @@ def _seen(pattern: Pattern, n: int, size: int, rows: Tensor, keys: Tensor, head:
 
 
 def _mask(pattern: Pattern, n: int, size: int, rows: Tensor, keys: Tensor, head: int, layer: int) -> Tensor:
-    allowed = _seen(pattern, n, size, rows, keys, head, layer)
+    allowed = _visible(pattern, n, size, rows, keys, head, layer)
     return torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..attention_registry import AttentionRegistry, Int, Optional
 from ..events import EventDispatcher
-from ..masking import BaseMask, sight
+from ..masking import BaseMask, visible
 from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
@@ -38,7 +38,7 @@ class ExactTopKAttention(Softmax):
     ) -> Tensor:
         """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D)."""
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
-        mask, causal = sight(attn_mask, key_lengths)
+        mask, causal = visible(attn_mask, key_lengths)
         with torch.no_grad():
             products = self.scaled(q) @ k.mT
             allowed = torch.ones_like(products, dtype=torch.bool)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ....ops.softmax import dense
 from ..attention_registry import AttentionRegistry, EventDispatcherInstance, Float, Optional
 from ..events import AttentionEvent, EventDispatcher
-from ..masking import BaseMask, sight
+from ..masking import BaseMask, visible
 
 
 class Softmax(nn.Module):
@@ -60,7 +60,7 @@ class FullAttention(Softmax):
     ) -> Tensor:
         """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D)."""
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
-        return self.told(q, k, v, *sight(attn_mask, key_lengths)).transpose(1, 2).contiguous()
+        return self.told(q, k, v, *visible(attn_mask, key_lengths)).transpose(1, 2).contiguous()
 
 
 SOFTMAX_PARAMETERS = [

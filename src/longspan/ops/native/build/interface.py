@@ -18,6 +18,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "longspan_convolution_step": (INT, (*[POINTER] * 7, INT, INT, INT, INT)),
     "longspan_pattern_forward": (INT, (*[POINTER] * 11, INT, FLOAT, INT)),
     "longspan_pattern_backward": (INT, (*[POINTER] * 15, INT, FLOAT, INT)),
+    "longspan_buckets_seen": (None, (*[POINTER] * 5, INT)),
     "longspan_packed_size": (LONG, (LONG, LONG)),
     "longspan_pack": (None, (POINTER, LONG, LONG, INT, POINTER)),
     "longspan_decode": (INT, (*[POINTER] * 5, LONG, POINTER, INT)),
