@@ -10,6 +10,7 @@ from .generate import generate, score
 from .model import Decoder, Encoder
 from .multihead import MultiheadAttention
 from .ops import backend
+from .ops.convolution import causal_convolution
 from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
 from .ops.sparse import sparse_attention
@@ -22,7 +23,8 @@ __version__ = VERSION
 
 __all__ = [
     "ISAB", "MAB", "PMA", "SAB", "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention",
-    "Seq2Seq", "Seq2SeqConfig", "Stack", "StackConfig", "backend", "beam_search", "build", "check_attention", "clone",
+    "Seq2Seq", "Seq2SeqConfig", "Stack", "StackConfig", "backend", "beam_search", "build", "causal_convolution",
+    "check_attention", "clone",
     "decay_attention", "delta_rule", "detach", "examples", "generate", "linear_attention", "load", "load_state",
     "names", "nbytes", "save", "save_state", "score", "select", "sparse_attention",
 ]  # fmt: skip

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .ops.convolution import convolve
 from .ops.operands import in_memory, transformed
+from .ops.rows import back, ending, together
 from .ops.tensors import widen
 from .spec import known
 
@@ -80,12 +82,6 @@ def norm(kind: str, dim: int) -> nn.Module:
     return nn.LayerNorm(dim) if kind == "layer" else nn.RMSNorm(dim, eps=1e-6)
 
 
-def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|^2 + eps), so never longer than 1: (..., D) -> (..., D) in x's dtype, summed in float32 at least."""
-    wide = widen(x)
-    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
-
-
 class HeadNorm(nn.Module):
     """Brings each head's output to unit scale, where no normaliser divides it, and lets a gate through what matters.
 
@@ -140,10 +136,10 @@ def time_steps(*shape: int) -> Tensor:
 
 
 class ShortConvolution(nn.Module):
-    """Mixes each channel with its own last few values: depthwise, causal, without bias.
+    """Mixes each channel with its own last few values: depthwise, causal, without a bias of its own.
 
-    y_t = sum_j weight[:, j] x_{t-width+1+j}; the last column belongs to the token itself, as in a causal ``nn.Conv1d``,
-    whose initialisation this is. Sums are float32 at least.
+    y_t = act(bias + sum_j weight[:, j] x_{t-width+1+j}), as ``causal_convolution`` has it; the last column belongs to
+    the token itself, as in a causal ``nn.Conv1d``, whose initialisation this is. Sums are float32 at least.
 
     Source: So et al. 2021 (2109.08668), with width 3; width 4 since Gu and Dao 2023 (2312.00752).
     Raises ValueError for a width that reaches no earlier token.
@@ -162,53 +158,38 @@ class ShortConvolution(nn.Module):
         return widen(self.weight.new_zeros(batch, self.width - 1, self.channels))
 
     def forward(
-        self, x: Tensor, state: Tensor | None = None, *, mask: Tensor | None = None, segments: Tensor | None = None
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """x (B,N,channels), state (B,width-1,channels) -> y (B,N,channels) in x's dtype, the next state.
 
-        The state holds the last width-1 real tokens, the oldest first; a given one is left as it was. mask (B,N) bool:
-        a token that is not real is skipped, and its y means nothing. segments (B,N) int64, never decreasing from one
-        real token to the next: a token sees its own only, the given state belongs to the first, the returned one to
-        the last.
+        The state holds the last width-1 real tokens, the oldest first; a given one is left as it was, unless
+        ``donate=True`` allows it to be overwritten. mask (B,N) bool: a token that is not real is skipped, and its y
+        means nothing. segments (B,N) int64, never decreasing from one real token to the next: a token sees its own
+        only, the given state belongs to the first, the returned one to the last. bias (channels,), activation: silu.
         """
-        n, earlier, dtype = x.shape[1], self.width - 1, x.dtype
-        if n == 0:
-            mask = segments = None
-        if mask is not None:
-            # Real tokens side by side, in their order; the others after them, where no real one sees them.
-            order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
-            x, segments = _pick(x, order), None if segments is None else segments.gather(1, order)
         past = self.start(len(x)) if state is None else state
-        tokens = torch.cat([past, x.to(past.dtype)], 1)  # (B,earlier+N,channels)
-        ids = None if segments is None else torch.cat([segments[:, :1].expand(-1, earlier), segments], 1)
-        y = self._mix(tokens, ids)
-        if mask is None:
-            # A copy, since a view would keep all tokens alive.
-            last, ids = tokens[:, n:].clone(), None if ids is None else ids[:, n:]
-        else:
-            end = mask.sum(1, keepdim=True) + torch.arange(earlier, device=x.device)
-            last, ids = _pick(tokens, end), None if ids is None else ids.gather(1, end)
-            y = _pick(y, (mask.cumsum(1) - 1).clamp(min=0))
-        return y.to(dtype), last if ids is None else last * (ids == ids[:, -1:])[..., None]
-
-    def _mix(self, tokens: Tensor, ids: Tensor | None) -> Tensor:
-        """tokens (B,earlier+N,channels), their segments (B,earlier+N) -> (B,N,channels)."""
-        weight, earlier = widen(self.weight), self.width - 1
-        n = tokens.shape[1] - earlier
-        if n == 1 and ids is None:
-            return (tokens * weight.mT).sum(1, keepdim=True)
-        y = tokens[:, earlier:] * weight[:, earlier]
-        for j in range(earlier):
-            tap = tokens[:, j : j + n]
-            if ids is not None:
-                tap = tap * (ids[:, j : j + n] == ids[:, earlier:])[..., None]
-            y = torch.addcmul(y, tap, weight[:, j])
-        return y
-
-
-def _pick(x: Tensor, tokens: Tensor) -> Tensor:
-    """Row by row the tokens of these numbers: x (B,N,C), tokens (B,M) -> (B,M,C)."""
-    return x.gather(1, tokens[..., None].expand(-1, -1, x.shape[-1]))
+        given = {"activation": activation, "segments": segments}
+        if mask is None or not x.shape[1]:
+            given["segments"] = segments if x.shape[1] else None
+            return convolve(x, self.weight, bias, past, donate=donate, **given)
+        # Real tokens side by side, in their order; the others after them, where no real one sees them.
+        (x,), earlier = together(mask, x), self.width - 1
+        if segments is not None:
+            (given["segments"],) = together(mask, segments)
+        y, _ = convolve(x, self.weight, bias, past, **given)
+        last = ending(torch.cat([past, x.to(past.dtype)], 1), mask, earlier)
+        if (ids := given["segments"]) is not None:
+            ids = ending(torch.cat([ids[:, :1].expand(-1, earlier), ids], 1), mask, earlier)
+            last = last * (ids == ids[:, -1:])[..., None]
+        return back(mask, y), last
 
 
 class FeedForward(nn.Module):

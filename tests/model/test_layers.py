@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from longspan.config import ACTIVATIONS
-from longspan.layers import FeedForward, HeadNorm, ShortConvolution, norm, rotate, sinusoid, time_steps, unit
-from longspan.ops.tensors import merge, positions, split, visible
+from longspan.layers import FeedForward, HeadNorm, ShortConvolution, norm, rotate, sinusoid, time_steps
+from longspan.ops.tensors import merge, positions, split, unit, visible
 
 
 def randn(*shape, seed=0):

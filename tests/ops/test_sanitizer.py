@@ -69,8 +69,8 @@ def test_the_native_battery(run):
 
 def test_a_number_beyond_the_end_is_reported(run, tmp_path):
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    source = tmp_path / "src" / "longspan" / "ops" / "native" / "step.cpp"
-    right = "out + row * values"
+    source = tmp_path / "src" / "longspan" / "ops" / "native" / "linear" / "step.cpp"
+    right = "narrowed(y, values, out + row * values"
     assert source.read_text().count(right) == 1
     source.write_text(source.read_text().replace(right, f"{right} + 1"))
     done = run(tmp_path / "src", "-c", "from longspan.ops.native import build; build.load()")

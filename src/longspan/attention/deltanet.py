@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, ShortConvolution, unit
+from ..layers import HeadNorm, ShortConvolution
 from ..ops import gated
 from ..ops.tensors import merge, split, widen
 from .base import Attention
@@ -67,10 +67,12 @@ class DeltaNet(Attention):
         sums, recent = self.start(len(x), 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:
-            mixed, recent = self.mix(mixed, recent, mask=mask, segments=segments)
-        q, k, v = (split(t, self.heads) for t in F.silu(mixed).chunk(3, -1))
+            mixed, recent = self.mix(mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate)
+        else:
+            mixed = F.silu(mixed)
+        q, k, v = (split(t, self.heads) for t in mixed.chunk(3, -1))
         beta = widen(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
         o, sums = gated.recur(
-            unit(q), unit(k), v, beta=beta, mask=mask, segments=segments, state=sums, donate=donate
-        )  # fmt: skip
+            q, k, v, beta=beta, normalise="l2", mask=mask, segments=segments, state=sums, donate=donate
+        )
         return self.out(merge(self.norm(o))), None if state is None else State(sums, recent)

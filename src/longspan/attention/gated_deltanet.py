@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, ShortConvolution, expanded, time_steps, unit
+from ..layers import HeadNorm, ShortConvolution, expanded, time_steps
 from ..ops import gated
 from ..ops.tensors import merge, split, widen
 from .base import Attention
@@ -97,14 +97,16 @@ class GatedDeltaNet(Attention):
         sums, recent = self.start(len(x), 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:
-            mixed, recent = self.mix(mixed, recent, mask=mask, segments=segments)
-        q, k, v = F.silu(mixed).split(self.widths, -1)
-        q, k = (unit(split(t, self.groups)) for t in (q, k))
+            mixed, recent = self.mix(mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate)
+        else:
+            mixed = F.silu(mixed)
+        q, k, v = mixed.split(self.widths, -1)
+        q, k = (split(t, self.groups) for t in (q, k))
         beta = widen(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
         decay = -widen(self.a_log).exp() * F.softplus(widen(self.forget(x)) + self.dt_bias)
         o, sums = gated.recur(
-            q, k, split(v, self.heads), log_decay=decay.mT, beta=beta, mask=mask, segments=segments, state=sums,
-            donate=donate,
+            q, k, split(v, self.heads), log_decay=decay.mT, beta=beta, normalise="l2", mask=mask, segments=segments,
+            state=sums, donate=donate,
         )  # fmt: skip
         o = self.norm(o, split(self.open(x), self.heads) if self.open is not None else None)
         return self.out(merge(o)), None if state is None else State(sums, recent)

@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from ..layers import unit
 from ..ops.buckets import Rule
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, unit, widen
 from ..states import buckets as states
 from ..states.buckets import Reader, Rings
 from .base import Attention

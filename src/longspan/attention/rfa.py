@@ -6,11 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import unit
 from ..ops import gated
 from ..ops.linear import random_features, stabilised
 from ..ops.prefix import join
-from ..ops.tensors import merge, split, visible, widen, with_ones
+from ..ops.tensors import merge, split, unit, visible, widen, with_ones
 from ..spec import known
 from .base import Attention
 

@@ -88,8 +88,11 @@ class SSD(Attention):
         sums, recent = self.start(len(x), 0) if state is None else state
         mixed = torch.cat([self.value(x), self.key(x), self.query(x)], -1)
         if self.mix is not None:
-            mixed, recent = self.mix(mixed, recent, mask=mask, segments=segments)
-        v, k, q = (widen(F.silu(part)) for part in (mixed + self.shift).split(self.widths, -1))
+            given = {"mask": mask, "segments": segments, "donate": donate}
+            mixed, recent = self.mix(mixed, recent, bias=self.shift, activation="silu", **given)
+        else:
+            mixed = F.silu(mixed + self.shift)
+        v, k, q = (widen(part) for part in mixed.split(self.widths, -1))
         k, q = split(k, self.key_heads), split(q, self.key_heads)
         # In float32: bfloat16 would round a bias of -7, and with it a step size, to one part in 60.
         dt = F.softplus(widen(self.step(x)) + widen(self.dt_bias))  # (B,N,H)

@@ -14,7 +14,7 @@ from ..ops import BACKENDS, backend
 from ..ops.linear import linear_attention
 from ..ops.native import build as native
 from ..ops.native.build.openmp import threads
-from ..ops.native.call import LARGEST, MAPS, available
+from ..ops.native.call import LARGEST, MAPS, TYPES, available
 from ..spec import known
 from .worker import Function, Makers, Task
 
@@ -137,7 +137,8 @@ def _kernel(task: Task) -> Function:
 
     kernels, out = native.loaded(), torch.empty(task["batch"], task["heads"], 1, task["size"])
     assert kernels is not None
-    sizes = (task["batch"] * task["heads"], task["size"], task["size"], MAPS["elu"], 1e-6, threads())
+    size, options = task["size"], (MAPS["elu"], 1e-6, TYPES[torch.float32], threads())
+    sizes = (task["batch"] * task["heads"], size, size, *options)
 
     # Nothing but the C function: what a call from Python costs beside it is the other candidates' to show.
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -10,6 +10,12 @@ def widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(|x|^2 + eps), so never longer than 1: (..., D) -> (..., D) in x's dtype, summed in float32 at least."""
+    wide = widen(x)
+    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
 def with_ones(v: Tensor) -> Tensor:
     """(..., E) -> (..., E+1): a last column of ones, whose weighted sum is the normaliser."""
     return F.pad(v, (0, 1), value=1.0)

@@ -42,7 +42,7 @@ class LongspanConfig(PreTrainedConfig):
         rest = {name: value for name, value in values.items() if names[name] not in own} | {
             "tie_word_embeddings": False
         }
-        super().__init__(**rest)
+        super().__init__(**rest)  # type: ignore[arg-type]
 
     def native(self) -> Config:
         """The same as a ``longspan.Config``."""

@@ -1,15 +1,20 @@
 """The recurrence with decay and delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from ...spec import known
 from .. import chosen, tell, wanted
 from ..native import call
 from ..operands import check_donation, hidden, resolved, same_device, transformed
+from ..packed import check_packed
 from ..tensors import widen
 from . import chunks
 from . import native as kernels
 from .decays import LOWEST
+from .prepared import NORMS, prepared
 
 SUM, DECAY, DELTA = "a running sum of outer products", "decay attention", "the delta rule"
 SERVED = ("reference", "torch", "native")
@@ -22,8 +27,10 @@ def decay_attention(
     *,
     log_decay: Tensor,
     scale: float | None = None,
+    normalise: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
     return_state: bool = False,
     donate: bool = False,
@@ -48,23 +55,28 @@ def decay_attention(
     everything. ``scale``: $c$, None means $1 / \sqrt D$. ``mask`` (B,N) bool: True = a real token; another one writes
     nothing, nothing decays, and its output is 0. ``segments`` (B,N) int64: packed sequences, equal ids side by side;
     the state starts from zero where they change, a given state belongs to the first and the returned one to the last.
-    ``donate=True`` may overwrite ``state``. Transforms of ``torch.func`` and forward-mode derivatives take plain forms.
+    ``cu_seqlens`` (S+1,) int32 or int64 packs S sequences into one row, B = 1: number s is tokens cu_seqlens[s] ...
+    cu_seqlens[s+1], and has a state of its own, (S,H,D,E) in all. ``normalise="l2"``: queries and keys are divided by
+    their lengths, $\sqrt{\lVert k \rVert^2 + 10^{-6}}$, in float32 at least. ``donate=True`` may overwrite ``state``.
+    Operands of any strides, such as transposed (B,N,H,D), are read where they are. Transforms of ``torch.func`` and
+    forward-mode derivatives take plain forms.
 
-    Raises ValueError for shapes or dtypes that do not fit, and for a state to be overwritten that shares memory with
-    another operand or itself.
+    Raises ValueError for shapes or dtypes that do not fit, for segments together with cu_seqlens, and for a state to be
+    overwritten that shares memory with another operand or itself.
 
     Source: Yang et al. 2023 (2312.06635), eq. 3, per channel; Sun et al. 2023 (2307.08621), eq. 6, and Dao and Gu 2024
     (2405.21060), eq. 16, per head.
     """
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value, log_decay=log_decay)
-    if mask is None and segments is None and state is not None:
+    if mask is None and segments is None and cu_seqlens is None and state is not None:
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
-        found = _token(query, key, value, log_decay, None, scale, state, donate)
+        found = _token(query, key, value, log_decay, None, scale, normalise, state, donate)
         if found is not None:
             return found if return_state else found[0]
-    check(query, key, value, log_decay, None, mask, segments, state)
-    options = {"log_decay": log_decay, "scale": scale, "mask": mask, "segments": segments, "state": state}
+    check(query, key, value, log_decay, None, normalise, mask, segments, cu_seqlens, state)
+    options = {"log_decay": log_decay, "scale": scale, "normalise": normalise, "state": state}
+    options |= {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
     out, state = recur(query, key, value, donate=donate, **options)
     return (out, state) if return_state else out
 
@@ -77,8 +89,10 @@ def delta_rule(
     beta: Tensor,
     log_decay: Tensor | None = None,
     scale: float | None = None,
+    normalise: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
     return_state: bool = False,
     donate: bool = False,
@@ -108,13 +122,14 @@ def delta_rule(
     """
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value, beta=beta, log_decay=log_decay)
-    if mask is None and segments is None and state is not None:
+    if mask is None and segments is None and cu_seqlens is None and state is not None:
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
-        found = _token(query, key, value, log_decay, beta, scale, state, donate)
+        found = _token(query, key, value, log_decay, beta, scale, normalise, state, donate)
         if found is not None:
             return found if return_state else found[0]
-    check(query, key, value, log_decay, beta, mask, segments, state)
-    options = {"log_decay": log_decay, "scale": scale, "mask": mask, "segments": segments, "state": state}
+    check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seqlens, state)
+    options = {"log_decay": log_decay, "scale": scale, "normalise": normalise, "state": state}
+    options |= {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
     out, state = recur(query, key, value, beta=beta, donate=donate, **options)
     return (out, state) if return_state else out
 
@@ -127,8 +142,10 @@ def recur(
     log_decay: Tensor | None = None,
     beta: Tensor | None = None,
     scale: float | None = None,
+    normalise: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -138,40 +155,45 @@ def recur(
     cannot serve the call.
     """
     if state is None:
-        state = widen(v).new_zeros(*v.shape[:2], q.shape[-1], v.shape[-1])
-    if mask is None and q.shape[2] == 1:
-        found = _token(q, k, v, log_decay, beta, scale, state, donate)
+        sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+        state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=widen(v[:0]).dtype)
+    if mask is None and cu_seqlens is None and q.shape[2] == 1:
+        found = _token(q, k, v, log_decay, beta, scale, normalise, state, donate)
         if found is not None:
             return found
     q, k, v, state, log_decay, beta = resolved(q, k, v, state, log_decay, beta)
     assert state is not None
     op, factor = _op(log_decay, beta), q.shape[-1] ** -0.5 if scale is None else scale
-    options = {"log_decay": log_decay, "beta": beta, "scale": factor, "mask": mask, "segments": segments}
-    why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments)
-    match chosen(op, SERVED, "torch" if why_not or q.shape[2] == 1 else "native", why_not):
+    options = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
+    options |= {"segments": segments, "normalise": normalise is not None, "cu_seqlens": cu_seqlens}
+    why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
+    token = q.shape[2] == 1 and cu_seqlens is None
+    match chosen(op, SERVED, "torch" if why_not or token else "native", why_not):
         case "native":
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of {op}: {why_not}")
-            return kernels.attend(q, k, v, state=state, **options)
+            return kernels.attend(q, k, v, **options)
         case "reference":
-            return reference(q, k, v, state=state, **options)
+            return prepared(reference, q, k, v, **options)
         case _ if q.shape[2] == 0 or v.numel() == 0:
             return torch.zeros_like(v), state.clone()
-        case _ if q.shape[2] == 1:
-            del options["segments"]  # one token lies in one segment, the state's
-            return step(q, k, v, state=state, donate=donate and not transformed(), **options)
+        case _ if token:
+            # One token lies in one segment, the state's.
+            form = partial(step, donate=donate and not transformed())
+            return prepared(form, q, k, v, **options)
         case _ if transformed():
-            return chunks.composed(q, k, v, options.pop("log_decay"), options.pop("beta"), state, **options)
+            return prepared(chunks.composed, q, k, v, **options)
         case _:
-            return chunks.attend(q, k, v, state=state, **options)
+            return prepared(chunks.attend, q, k, v, **options)
 
 
-def _token(q, k, v, log_decay, beta, scale, state, donate):
+def _token(q, k, v, log_decay, beta, scale, normalise, state, donate):
     """``kernels.step``, where the backend is to be native; else None."""
     op = _op(log_decay, beta)
-    if wanted(op, SERVED, "native") != "native":
+    if wanted(op, SERVED, "native") != "native" or normalise not in (None, "l2"):
         return None
-    found = kernels.step(q, k, v, log_decay=log_decay, beta=beta, scale=scale, state=state, donate=donate)
+    options = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "donate": donate}
+    found = kernels.step(q, k, v, normalise=normalise is not None, **options)
     if found is not None:
         tell(op, "native")
     return found
@@ -207,7 +229,7 @@ def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tupl
     return (torch.cat(out, 2).to(v.dtype) if out else torch.zeros_like(v)), state
 
 
-def step(q, k, v, *, log_decay, beta, scale, mask, state, donate) -> tuple[Tensor, Tensor]:
+def step(q, k, v, *, log_decay, beta, scale, mask, segments, state, donate) -> tuple[Tensor, Tensor]:
     """The same for one token, N = 1, in few passes over the state, which ``donate=True`` overwrites."""
     wide, groups = state.dtype, v.shape[1] // k.shape[1]
     # A masked token neither decays nor writes, and reads 0.
@@ -226,12 +248,15 @@ def step(q, k, v, *, log_decay, beta, scale, mask, state, donate) -> tuple[Tenso
     return (queries @ state).to(v.dtype), state
 
 
-def check(query, key, value, log_decay, beta, mask, segments, state) -> None:
+def check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seqlens, state) -> None:
     """Raise ValueError unless the arguments of the functions above fit each other."""
+    if normalise is not None:
+        known(normalise, NORMS, "norm of queries and keys")
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 4 or not t.is_floating_point():
             raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {t.dtype} {tuple(t.shape)}")
     others = {"log_decay": log_decay, "beta": beta, "mask": mask, "segments": segments, "state": state}
+    others["cu_seqlens"] = cu_seqlens
     same_device(query=query, key=key, value=value, **others)
     (batch, groups, n, size), (heads, width) = key.shape, value.shape[1::2]
     if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % max(groups, 1):
@@ -251,8 +276,9 @@ def check(query, key, value, log_decay, beta, mask, segments, state) -> None:
         raise ValueError(f"mask must be bool {(batch, n)}, not {mask.dtype} {tuple(mask.shape)}")
     if segments is not None and (segments.shape != (batch, n) or segments.dtype != torch.int64):
         raise ValueError(f"segments must be int64 {(batch, n)}, not {segments.dtype} {tuple(segments.shape)}")
+    sequences = check_packed(cu_seqlens, batch, n, segments)
     if state is not None:
-        expected, wide = (batch, heads, size, width), widen(value[:0]).dtype
+        expected, wide = (sequences, heads, size, width), widen(value[:0]).dtype
         if tuple(state.shape) != expected or state.dtype != wide:
             found = f"{state.dtype} {tuple(state.shape)}"
             raise ValueError(f"state must be {wide} (B, H, D, E) = {expected}, not {found}")

@@ -1,6 +1,7 @@
 """Decay and the delta rule by the C++ kernels: whole sequences, forward and backward, and one token."""
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,9 +9,11 @@ from torch import Tensor
 from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
-from ..native.call import LARGEST, TYPES, kernels, pointers, readable, strides
+from ..native.call import HALVES, LARGEST, TYPES, kernels, pointers, readable, strides
 from ..operands import gradients_again
+from ..packed import check_packed
 from .chunks import CHUNK, composed
+from .prepared import prepared
 
 DECAYS = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, by head, by channel, as in gated/chunk.h
 
@@ -26,6 +29,8 @@ def attend(
     mask: Tensor | None,
     segments: Tensor | None,
     state: Tensor,
+    normalise: bool = False,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``gated.recur`` in C++: q, k (B,G,N,D), v (B,H,N,E), of any strides, float32 or bfloat16.
 
@@ -35,30 +40,34 @@ def attend(
     Only for operands that ``call.why_not`` does not object to. Raises MemoryError where the states do not fit.
     """
     log_decay, beta = (None if t is None else t.float() for t in (log_decay, beta))
-    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, scale)  # type: ignore[return-value]
+    offsets = None if cu_seqlens is None else cu_seqlens.long()
+    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalise)  # type: ignore
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, beta, state, mask, segments, scale):
+    def forward(ctx, q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalise):
         run = _forward_op if torch.compiler.is_compiling() else _forward
         keeps = any(ctx.needs_input_grad)
-        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, scale, keeps)
-        ctx.save_for_backward(q, k, v, log_decay, beta, state, mask, segments, starts)
-        ctx.scale = scale
+        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalise, keeps)
+        ctx.save_for_backward(q, k, v, log_decay, beta, state, mask, segments, offsets, starts)
+        ctx.options = scale, normalise
         return o, end
 
     @staticmethod
     def backward(ctx, grad, grad_end):
-        *inputs, mask, segments, starts = ctx.saved_tensors
+        *inputs, mask, segments, offsets, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
-            options = {"mask": mask, "segments": segments, "scale": ctx.scale, "chunk": CHUNK}
-            grads = gradients_again(composed, inputs, (grad, grad_end), **options)
+            scale, normalise = ctx.options
+            options = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
+            form = partial(prepared, composed, normalise=normalise, cu_seqlens=offsets)
+            grads = gradients_again(form, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
-            found = iter(run(grad, grad_end, *inputs[:5], mask, segments, starts, ctx.scale))  # type: ignore[call-arg]
+            given = (*inputs[:5], mask, segments, offsets, starts, *ctx.options)
+            found = iter(run(grad, grad_end, *given))  # type: ignore[call-arg]
             grads = [None if t is None else next(found) for t in inputs]
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 def _forward(
@@ -70,21 +79,25 @@ def _forward(
     state: Tensor,
     mask: Tensor | None,
     segments: Tensor | None,
+    offsets: Tensor | None,
     scale: float,
+    normalise: bool,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and if they are wanted the states before every 512 tokens."""
+    check_packed(offsets, len(q), q.shape[2])
     assert kernels().longspan_gated_span() == SPAN
     o, end, starts = (
         fresh_like(v),
         torch.empty_like(state, memory_format=torch.contiguous_format),
-        _starts(state, q, keeps),
+        _starts(state, q, offsets, keeps),
     )
     first = state.contiguous()
-    mask, segments = (None if t is None else t.contiguous() for t in (mask, segments))
+    mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     failed = kernels().longspan_gated_forward(
-        *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments),
-        strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(q, v), _kind(log_decay), TYPES[v.dtype], scale, threads(),
+        *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
+        strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(state, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
+        scale, threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError(f"no memory for the states of {threads()} threads")
@@ -101,8 +114,10 @@ def _backward(
     beta: Tensor | None,
     mask: Tensor | None,
     segments: Tensor | None,
+    offsets: Tensor | None,
     starts: Tensor,
     scale: float,
+    normalise: bool,
 ) -> list[Tensor]:
     """The gradients of q, k, v, of log_decay and beta where they are given, and of the first state."""
     # Heads of values that share a query add their gradients, for which half precision would be too coarse.
@@ -110,12 +125,12 @@ def _backward(
     dq, dk = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in (q, k))
     dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
     ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
-    mask, segments = (None if t is None else t.contiguous() for t in (mask, segments))
+    mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     gates = (*_gates(log_decay, beta), *_gates(ddecay, dbeta))
     failed = kernels().longspan_gated_backward(
-        *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments),
-        strides(q, k, v, grad, dq, dk, dv, *gates), _sizes(q, v), _kind(log_decay), TYPES[v.dtype], TYPES[dq.dtype],
-        scale, threads(),
+        *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments, offsets),
+        strides(q, k, v, grad, dq, dk, dv, *gates), _sizes(first, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
+        TYPES[dq.dtype], scale, threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError(f"no memory for the states of {threads()} threads")
@@ -132,13 +147,19 @@ def step(
     scale: float | None,
     state: Tensor,
     donate: bool,
+    normalise: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
     """One token of ``gated.recur``, in one pass over ``state`` (B,H,D,E), which ``donate`` allows to be overwritten.
 
-    q, k (B,G,1,D), v (B,H,1,E), log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), all float32 -> o (B,H,1,E), state. None
-    for anything else, and where there are no kernels. Written for speed, as ``linear.native.step`` is.
+    q, k (B,G,1,D), v (B,H,1,E), in float32, bfloat16 or float16, log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), state
+    float32 -> o (B,H,1,E) in v's dtype, state. None for anything else, and where there are no kernels. Written for
+    speed, as ``linear.native.step`` is.
     """
-    if not readable(q, k, v, state, log_decay, beta) or not q.dim() == v.dim() == 4:
+    if (dtype := v.dtype) not in HALVES or not q.dim() == v.dim() == 4:
+        return None
+    if dtype is not torch.float32:
+        log_decay, beta = (t if t is None or t.dtype not in HALVES else t.float() for t in (log_decay, beta))
+    if not readable(q, k, v, dtype=dtype) or not readable(state, log_decay, beta):
         return None
     batch, groups, tokens, keys = shape = q.shape
     _, heads, _, values = v.shape
@@ -165,7 +186,7 @@ def step(
     out = torch.empty_like(v)
     failed = library.longspan_gated_step(
         state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decays, rates, out.data_ptr(), batch * heads,
-        heads // groups, keys, values, _kind(log_decay), factor, threads(),
+        heads // groups, keys, values, _kind(log_decay), normalise, HALVES[dtype], factor, threads(),
     )  # fmt: skip
     assert not failed
     return out, state
@@ -176,13 +197,13 @@ _backward_op = torch.library.custom_op("longspan::gated_backward", _backward, mu
 
 
 @_forward_op.register_fake
-def _(q, k, v, log_decay, beta, state, mask, segments, scale, keeps):
+def _(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalise, keeps):
     end = torch.empty_like(state, memory_format=torch.contiguous_format)
-    return torch.empty_like(v), end, _starts(state, q, keeps)
+    return torch.empty_like(v), end, _starts(state, q, offsets, keeps)
 
 
 @_backward_op.register_fake
-def _(grad, grad_end, q, k, v, log_decay, beta, mask, segments, starts, scale):
+def _(grad, grad_end, q, k, v, log_decay, beta, mask, segments, offsets, starts, scale, normalise):
     found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
     return [*found, torch.empty_like(grad_end, memory_format=torch.contiguous_format)]
 
@@ -190,10 +211,14 @@ def _(grad, grad_end, q, k, v, log_decay, beta, mask, segments, starts, scale):
 SPAN = 512  # as in gated/chunk.h
 
 
-def _starts(state: Tensor, q: Tensor, keeps: bool) -> Tensor:
-    """Room for the states (B,H,spans,D,E) of the backward pass."""
+def _starts(state: Tensor, q: Tensor, offsets: Tensor | None, keeps: bool) -> Tensor:
+    """Room for the states (B,H,spans,D,E) of the backward pass; of packed sequences as gated/chunk.h counts them."""
     batch, heads, keys, values = state.shape
-    return state.new_empty(batch, heads, -(-q.shape[2] // SPAN) if keeps else 0, keys, values)
+    if not keeps:
+        return state.new_empty(0, heads, 0, keys, values)
+    if offsets is not None:
+        return state.new_empty(q.shape[2] // SPAN + batch, heads, 1, keys, values)
+    return state.new_empty(batch, heads, -(-q.shape[2] // SPAN), keys, values)
 
 
 def _kind(log_decay: Tensor | None) -> int:
@@ -206,5 +231,6 @@ def _gates(log_decay: Tensor | None, beta: Tensor | None) -> list[Tensor]:
     return [nothing if t is None else t if t.dim() == 4 else t[..., None] for t in (log_decay, beta)]
 
 
-def _sizes(q: Tensor, v: Tensor) -> ctypes.Array:
-    return (ctypes.c_long * 6)(q.shape[0], q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1])
+def _sizes(state: Tensor, q: Tensor, v: Tensor, normalise: bool) -> ctypes.Array:
+    sizes = len(state), q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1], normalise
+    return (ctypes.c_long * 7)(*sizes)

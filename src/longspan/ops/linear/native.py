@@ -6,7 +6,7 @@ from torch import Tensor
 from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
-from ..native.call import LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
+from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
 from ..operands import gradients_again
 from .composed import composed
 
@@ -133,12 +133,15 @@ def step(
 ) -> tuple[Tensor, Tensor] | None:
     """One token, its feature map, the sums and the normaliser, in one pass over the state.
 
-    q, k (B,H,1,D) before the feature map, v (B,H,1,E), state (B,H,D,E+1) -> o (B,H,1,E), state, which is the given one
-    overwritten where ``donate`` allows it. None for anything else, and where there are no kernels.
+    q, k (B,H,1,D) before the feature map, v (B,H,1,E), in float32, bfloat16 or float16, state (B,H,D,E+1) in float32
+    -> o (B,H,1,E) in v's dtype, state, which is the given one overwritten where ``donate`` allows it. None for anything
+    else, and where there are no kernels.
     Equal to the torch form up to float32 rounding.
     """
     feature = MAPS.get(feature_map)
-    if feature is None or not readable(q, k, v, state) or not q.dim() == v.dim() == 4:
+    if feature is None or v.dtype not in HALVES or not q.dim() == v.dim() == 4:
+        return None
+    if not readable(q, k, v, dtype=v.dtype) or not readable(state):
         return None
     batch, heads, tokens, keys = shape = q.shape
     values = v.shape[3]
@@ -153,7 +156,7 @@ def step(
     out = torch.empty_like(v)
     failed = library.longspan_linear_step(
         state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), batch * heads, keys, values,
-        feature, eps, threads(),
+        feature, eps, HALVES[v.dtype], threads(),
     )  # fmt: skip
     assert not failed
     return out, state

@@ -9,7 +9,9 @@ from ..operands import TRANSFORMED, transformed
 from . import build
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
+HALVES = TYPES | {torch.float16: 2}  # what token steps and convolutions take, too
 MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in linear/maps.h
+PLAIN = (Tensor, torch.nn.Parameter)  # classes without rules of their own
 LARGEST = 1024  # channels of a head, plus one; below the limits of linear/step.cpp and gated/step.cpp
 
 
@@ -24,15 +26,9 @@ def strides(*tensors: Tensor) -> ctypes.Array:
     return (ctypes.c_long * len(flat))(*flat)
 
 
-def why_not(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    *others: Tensor | None,
-) -> str:
-    """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
-    given = [t for t in (q, k, v, state, *others) if t is not None]
+def unreadable(*tensors: Tensor | None) -> str:
+    """Why no kernel may read these; "" where it may, as far as that does not depend on their types."""
+    given = [t for t in tensors if t is not None]
     if torch.compiler.is_exporting():
         return "an exported program must run without them"
     # Classes with a dispatch of their own, such as fake tensors, may have no memory to read.
@@ -43,8 +39,19 @@ def why_not(
         return "what counts or traces the operations of torch would see none of theirs"
     if transformed():
         return TRANSFORMED
-    if any(t.device.type != "cpu" for t in given):
-        return "they are for the CPU"
+    return "they are for the CPU" if any(t.device.type != "cpu" for t in given) else ""
+
+
+def why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    *others: Tensor | None,
+) -> str:
+    """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
+    if reason := unreadable(q, k, v, state, *others):
+        return reason
     if any(t.dtype not in TYPES or t.dtype != v.dtype for t in (q, k, v)):
         return "they take float32 or bfloat16, one of them for queries, keys and values"
     if state is not None and state.dtype != torch.float32:
@@ -67,17 +74,17 @@ def available() -> bool:
     return build.loaded() is not None
 
 
-def readable(*tensors: Tensor | None) -> bool:
-    """Whether a token step may read those that there are: plain float32 on the CPU, no gradients, nothing that follows.
+def readable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a token step may read those that there are: plain ones on the CPU, no gradients, nothing that follows.
 
     Asked once per token and layer, as all of a token step is, so it is written for speed.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
         return False
-    grad, wide = torch.is_grad_enabled(), torch.float32
+    grad = torch.is_grad_enabled()
     for t in tensors:
         if t is None:
             continue
-        if type(t) is not Tensor or t.dtype is not wide or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
+        if type(t) not in PLAIN or t.dtype is not dtype or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
             return False
     return True

@@ -6,12 +6,16 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes
 
 # name: (type of the result, types of the arguments)
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "longspan_linear_step": (INT, (*[POINTER] * 5, *[LONG] * 3, INT, FLOAT, INT)),
+    "longspan_linear_step": (INT, (*[POINTER] * 5, *[LONG] * 3, INT, FLOAT, INT, INT)),
     "longspan_linear_forward": (INT, (*[POINTER] * 10, *[LONG] * 5, INT, INT, FLOAT, INT)),
-    "longspan_gated_forward": (INT, (*[POINTER] * 13, INT, INT, FLOAT, INT)),
-    "longspan_gated_backward": (INT, (*[POINTER] * 17, INT, INT, INT, FLOAT, INT)),
-    "longspan_gated_step": (INT, (*[POINTER] * 7, *[LONG] * 4, INT, FLOAT, INT)),
+    "longspan_gated_forward": (INT, (*[POINTER] * 14, INT, INT, FLOAT, INT)),
+    "longspan_gated_backward": (INT, (*[POINTER] * 18, INT, INT, INT, FLOAT, INT)),
+    "longspan_gated_step": (INT, (*[POINTER] * 7, *[LONG] * 4, INT, INT, INT, FLOAT, INT)),
     "longspan_gated_span": (LONG, ()),
+    "longspan_convolution_forward": (INT, (*[POINTER] * 10, INT, INT, INT)),
+    "longspan_convolution_backward": (INT, (*[POINTER] * 13, INT, INT, INT)),
+    "longspan_convolution_part": (LONG, ()),
+    "longspan_convolution_step": (INT, (*[POINTER] * 7, INT, INT, INT, INT)),
     "longspan_pattern_forward": (INT, (*[POINTER] * 11, INT, FLOAT, INT)),
     "longspan_pattern_backward": (INT, (*[POINTER] * 15, INT, FLOAT, INT)),
     "longspan_packed_size": (LONG, (LONG, LONG)),

@@ -12,7 +12,7 @@ from . import interface, openmp
 from .trial import PASSED, WRONG
 
 # Of the largest number; a wrong kernel is farther off.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def main(library: str) -> None:
@@ -51,6 +51,7 @@ def comparisons() -> Iterator[tuple[str, Tensor, Tensor]]:
                 for part, result, definition in zip(PARTS, results, expected, strict=False):
                     yield f"{kind}'s {part} {where}", result, definition
     yield from _gated(generator)
+    yield from _convolutions(generator)
     yield from _patterns(generator)
 
 
@@ -69,6 +70,25 @@ def _gated(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
         expected = _values(right, [t.double() for t in (q, k, v)], state.double(), gradients=n > 1)
         for part, result, definition in zip(PARTS, results, expected, strict=False):
             yield f"the {part} of the delta rule for {n} tokens, decay {shape}", result, definition
+
+
+def _convolutions(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The causal convolution, of tokens and sequences, in each type."""
+    from ... import backend, convolution
+
+    names = ("output", "last state", "gradient of x", "gradient of weight", "gradient of bias", "gradient of state")
+    for n, dtype in ((1, torch.float32), (300, torch.float32), (70, torch.bfloat16), (70, torch.float16)):
+        shapes = (3, n, 133), (133, 4), (133,), (3, 3, 133)
+        given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        results = []
+        for name, leaves in (("native", given), ("reference", [t.double() for t in given])):
+            leaves = [t.detach().requires_grad_(n > 1) for t in leaves]
+            with backend(name):
+                found = convolution.convolve(*leaves, activation="silu")
+            grads = torch.autograd.grad(found[0].sin().sum() + found[1].sin().sum(), leaves) if n > 1 else ()
+            results.append([t.detach() for t in (*found, *grads)])
+        for part, result, definition in zip(names, *results, strict=False):
+            yield f"the {part} of the convolution of {n} tokens in {dtype}", result, definition
 
 
 def _patterns(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -35,7 +35,7 @@ struct Pass {
     };
 
     void head(long row, bool adds, float* grad_state, Scratch scratch) const {
-        const long batch = row / gates.heads, head = row % gates.heads;
+        const long batch = row / gates.heads, tokens = gates.tokens_of(batch);
         const std::int64_t* segments = gates.segments_of(batch);
         Chunk chunk(gates, scratch);
         const Operand operand(gates, scratch);
@@ -50,13 +50,13 @@ struct Pass {
         work.ends = scratch.take(kp()), work.carry = scratch.take(kp());
         const long size = gates.keys * gates.values;
         load_state(grad_state + row * size, gates.keys, gates.values, vp(), work.after);
-        for (long span = spans(gates.tokens) - 1; span >= 0; --span) {
-            const long from = span * SPAN, to = from + SPAN < gates.tokens ? from + SPAN : gates.tokens;
+        for (long span = spans(tokens) - 1; span >= 0; --span) {
+            const long from = span * SPAN, to = from + SPAN < tokens ? from + SPAN : tokens;
             // Chunks that begin with a segment begin with zeros, so no more states are kept than without segments.
             long cuts[SPAN + 1], count = 0, slots = 0;
             const float* before[SPAN];
             float* s = work.kept;
-            load_state(starts + (row * spans(gates.tokens) + span) * size, gates.keys, gates.values, vp(), s);
+            load_state(starts + gates.start_of(row, span) * size, gates.keys, gates.values, vp(), s);
             for (long begin = from, end; begin < to; begin = end) {
                 end = chunk_end(segments, begin, to);
                 cuts[count] = begin;
@@ -91,7 +91,7 @@ struct Pass {
                 fetch(gates.of_keys(operands.k, row), soon, gates.keys);
                 std::memcpy(chunk.e, work.errors + (begin - from) * vp(), sizeof(float) * n * vp());
                 std::memcpy(chunk.x, work.written + (begin - from) * vp(), sizeof(float) * n * vp());
-                back(chunk, work, before[i], row, begin, adds);
+                back(chunk, work, operand, before[i], row, begin, adds);
                 fetch(gates.of(operands.v, row), soon, gates.values);
                 fetch(gates.of(grad, row), soon, gates.values);
             }
@@ -100,10 +100,10 @@ struct Pass {
     }
 
     // One chunk; start: the state before it, null where a segment begins with it.
-    void back(Chunk& chunk, Work& work, const float* start, long row, long begin, bool adds) const {
-        const long batch = row / gates.heads, head = row % gates.heads, n = chunk.n, kp = this->kp(), vp = this->vp();
+    void back(Chunk& chunk, Work& work, const Operand& operand, const float* start, long row, long begin, bool adds) const {
+        const long batch = row / gates.heads, n = chunk.n, kp = this->kp(), vp = this->vp();
         const long keys = gates.keys;
-        read(Rows<const T>(grad, batch, head), begin, n, gates.values, work.dout, vp);
+        read(gates.of(grad, row), begin, n, gates.values, work.dout, vp);
         for (long i = 0; gates.mask && i < n; ++i)
             if (gates.hidden(batch, begin + i)) std::memset(work.dout + i * vp, 0, sizeof(float) * vp);
         // Transposed states: rows beyond the last channel are never read.
@@ -142,7 +142,7 @@ struct Pass {
         } else {
             std::memset(work.after, 0, sizeof(float) * matrix());
         }
-        store_gradients(chunk, work, row, begin, adds);
+        store_gradients(chunk, work, operand, row, begin, adds);
     }
 
     // Rows d ... d + W of a state (D, vp), as columns of out (vp, kp); the last ones may be missing.
@@ -247,12 +247,12 @@ struct Pass {
             }
     }
 
-    void store_gradients(const Chunk& chunk, Work& work, long row, long begin, bool adds) const {
-        const long batch = row / gates.heads, head = row % gates.heads, n = chunk.n, kp = this->kp(), vp = this->vp();
+    void store_gradients(const Chunk& chunk, Work& work, const Operand& operand, long row, long begin, bool adds) const {
+        const long batch = row / gates.heads, n = chunk.n, kp = this->kp(), vp = this->vp();
         const bool hides = gates.mask != nullptr;
         if (gates.decay != no_decay) {
             // A factor e^G_i multiplies what row i reads, e^-G_j what column j writes, so dG = x dx for each use of x.
-            const Rows<float> rows(ddecay, batch, head);
+            const Rows<float> rows = gates.of(ddecay, row);
             std::memcpy(work.carry, work.ends, sizeof(float) * kp);
             for (long i = n - 1; i >= 0; --i) {
                 for (long d = 0; d < kp; d += W) {
@@ -274,7 +274,7 @@ struct Pass {
             }
         }
         if (gates.delta) {
-            const Rows<float> rows(dbeta, batch, head);
+            const Rows<float> rows = gates.of(dbeta, row);
             for (long i = 0; i < n; ++i) {
                 const float found = sum(dot_lanes(work.dx + i * vp, chunk.e + i * vp, vp));
                 rows.data[(begin + i) * rows.token] = hides && gates.hidden(batch, begin + i) ? 0.0f : found;
@@ -284,20 +284,24 @@ struct Pass {
             }
         }
         for (long j = 0; j < n * kp; j += W) store(work.dq + j, load(work.dq + j) * gates.scale);
+        if (gates.normalise) {
+            normalise_rows_back(chunk.q, n, kp, gates.scale, operand.q_factor, work.dq);
+            normalise_rows_back(chunk.k, n, kp, 1.0f, operand.k_factor, work.minus);
+        }
         for (long i = 0; hides && i < n; ++i)
             if (gates.hidden(batch, begin + i)) {
                 std::memset(work.dq + i * kp, 0, sizeof(float) * kp);
                 std::memset(work.minus + i * kp, 0, sizeof(float) * kp);
                 std::memset(work.dx + i * vp, 0, sizeof(float) * vp);
             }
-        const Rows<K> queries(dq, batch, gates.key_head(head)), keys(dk, batch, gates.key_head(head));
+        const Rows<K> queries = gates.of_keys(dq, row), keys = gates.of_keys(dk, row);
         if (adds) {
             add(queries, begin, n, work.dq);
             add(keys, begin, n, work.minus);
         }
         write(work.dq, kp, queries, begin, n, gates.keys);
         write(work.minus, kp, keys, begin, n, gates.keys);
-        write(work.dx, vp, Rows<T>(dv, batch, head), begin, n, gates.values);
+        write(work.dx, vp, gates.of(dv, row), begin, n, gates.values);
     }
 
     // x (n, kp) += what is there already, from another head of values.
@@ -319,7 +323,7 @@ int backward(const Pass<T, K>& pass, float* grad_state, int threads) {
         if (!memory.ready()) failed = true;
 #pragma omp barrier
         if (!failed) {
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
             for (long unit = 0; unit < units; ++unit)
                 for (long i = 0; i < shared; ++i)
                     pass.head(unit * shared + i, i > 0, grad_state, memory.scratch());
@@ -336,10 +340,10 @@ int backward(const Pass<T, K>& pass, float* grad_state, int threads) {
 extern "C" int longspan_gated_backward(const void* q, const void* k, const void* v, const void* grad, void* dq, void* dk,
                                        void* dv, const float* log_decay, const float* beta, float* ddecay, float* dbeta,
                                        const float* starts, float* grad_state, const std::uint8_t* mask,
-                                       const std::int64_t* segments, const long* strides, const long* sizes, int decay,
-                                       int type, int key_type, float scale, int threads) {
+                                       const std::int64_t* segments, const std::int64_t* offsets, const long* strides,
+                                       const long* sizes, int decay, int type, int key_type, float scale, int threads) {
     const Gates gates{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], decay, beta != nullptr, scale,
-                      mask, segments, log_decay, beta, strides + 28, strides + 32};
+                      mask, segments, log_decay, beta, strides + 28, strides + 32, offsets, sizes[6] != 0};
     const auto pass = [&](auto element, auto key_element) {
         using T = decltype(element);
         using K = decltype(key_element);

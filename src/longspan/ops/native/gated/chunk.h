@@ -12,7 +12,8 @@ namespace {
 
 enum Decay { no_decay, by_head, by_channel };
 
-// What both passes know of a call. Heads of values that follow each other share a head of queries and keys.
+// What both passes know of a call. Heads of values that follow each other share a head of queries and keys. A row is one
+// head of one sequence, and its tokens are counted from the first of the sequence.
 struct Gates {
     long batch, key_heads, heads, tokens, keys, values;
     int decay, delta;
@@ -21,26 +22,50 @@ struct Gates {
     const std::int64_t* segments;  // (B, N), may be null
     const float *log_decay, *beta;  // with 4 and 3 strides: channels are the last
     const long *decay_strides, *beta_strides;
+    const std::int64_t* offsets;  // (batch + 1): where sequences begin that lie in one row of memory; may be null
+    bool normalise;               // queries and keys to length 1
 
     long rows() const { return batch * heads; }
     long kp() const { return whole_vectors(keys); }
     long vp() const { return whole_vectors(values); }
     long key_head(long head) const { return head / (heads / key_heads); }
+    long tokens_of(long sequence) const { return offsets ? offsets[sequence + 1] - offsets[sequence] : tokens; }
+    // The place of its first token among all that lie in memory row by row.
+    long first_token(long sequence) const { return offsets ? offsets[sequence] : sequence * tokens; }
+    template <class T>
+    Rows<T> of_head(Tensor<T> t, long sequence, long head) const {
+        Rows<T> rows(t, offsets ? 0 : sequence, head);
+        if (offsets) rows.data += offsets[sequence] * rows.token;
+        return rows;
+    }
     template <class T>
     Rows<T> of(Tensor<T> t, long row) const {
-        return Rows<T>(t, row / heads, row % heads);
+        return of_head(t, row / heads, row % heads);
     }
     template <class T>
     Rows<T> of_keys(Tensor<T> t, long row) const {
-        return Rows<T>(t, row / heads, key_head(row % heads));
+        return of_head(t, row / heads, key_head(row % heads));
     }
-    const std::uint8_t* mask_of(long row) const { return mask ? mask + row / heads * tokens : nullptr; }
-    const std::int64_t* segments_of(long batch_row) const { return segments ? segments + batch_row * tokens : nullptr; }
-    bool hidden(long batch_row, long token) const { return mask && !mask[batch_row * tokens + token]; }
+    const std::uint8_t* mask_of(long row) const { return mask ? mask + first_token(row / heads) : nullptr; }
+    const std::int64_t* segments_of(long sequence) const {
+        return segments ? segments + first_token(sequence) : nullptr;
+    }
+    bool hidden(long sequence, long token) const { return mask && !mask[first_token(sequence) + token]; }
+
+    // The number, among all states that the forward pass keeps, of that before a span of a row. A packed sequence has room
+    // for one more than whole spans end in it, which is enough wherever it begins.
+    long start_of(long row, long span) const;
 };
 
 constexpr long SPAN = 16 * C;  // tokens between two states that the forward pass keeps for the backward pass
 inline long spans(long tokens) { return (tokens + SPAN - 1) / SPAN; }
+
+inline long Gates::start_of(long row, long span) const {
+    const long s = row / heads, head = row % heads;
+    if (!offsets) return row * spans(tokens) + span;
+    const long room = offsets[s + 1] / SPAN - offsets[s] / SPAN + 1;
+    return (offsets[s] / SPAN + s) * heads + head * room + span;
+}
 
 // e^x, and 0 where it would be less than the smallest normal number.
 inline vec fading(vec x) {
@@ -75,26 +100,45 @@ template <class T>
 struct Operands {
     Tensor<const T> q, k, v;
 
-    static long floats(const Gates& gates) { return C * (2 * gates.kp() + gates.vp()); }  // of an Operand
+    static long floats(const Gates& gates) { return C * (2 * gates.kp() + gates.vp() + 2); }  // of an Operand
 };
 
-// A chunk of one head: queries times scale and keys (C, kp), values (C, vp); masked tokens are zero.
+// A chunk of one head: queries times scale and keys (C, kp), values (C, vp); masked tokens are zero. What queries and keys
+// were multiplied by where they are normalised (C).
 struct Operand {
-    float *q, *k, *v;
+    float *q, *k, *v, *q_factor, *k_factor;
 
     Operand(const Gates& gates, Scratch& scratch)
-        : q(scratch.take(C * gates.kp())), k(scratch.take(C * gates.kp())), v(scratch.take(C * gates.vp())) {}
+        : q(scratch.take(C * gates.kp())), k(scratch.take(C * gates.kp())), v(scratch.take(C * gates.vp())),
+          q_factor(scratch.take(C)), k_factor(scratch.take(C)) {}
 };
+
+// x / sqrt(|x|^2 + 1e-6) times ``scale``, row by row.
+inline void normalise_rows(float* x, long n, long ld, float scale, float* factors) {
+    for (long i = 0; i < n; ++i, x += ld) {
+        factors[i] = 1.0f / std::sqrt(sum(dot_lanes(x, x, ld)) + 1e-6f);
+        scale_row(x, x, factors[i] * scale, ld);
+    }
+}
+// Their gradients: of normalised rows y, times scale, that of x is factor (grad - y (y . grad)) without the scale.
+inline void normalise_rows_back(const float* y, long n, long ld, float scale, const float* factors, float* grad) {
+    for (long i = 0; i < n; ++i, y += ld, grad += ld) {
+        const float along = scale == 0.0f ? 0.0f : sum(dot_lanes(y, grad, ld)) / (scale * scale);
+        for (long j = 0; j < ld; j += W) store(grad + j, (load(grad + j) - load(y + j) * along) * factors[i]);
+    }
+}
 
 template <class T>
 void gather_queries(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
-    const vec scale = splat(gates.scale);
+    const vec scale = splat(gates.normalise ? 1.0f : gates.scale);
     pack(gates.of_keys(from.q, at.row), at, gates.keys, gates.mask_of(at.row), to.q, gates.kp(),
          [=](vec x) { return x * scale; });
+    if (gates.normalise) normalise_rows(to.q, at.n, gates.kp(), gates.scale, to.q_factor);
 }
 template <class T>
 void gather_keys(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
     pack(gates.of_keys(from.k, at.row), at, gates.keys, gates.mask_of(at.row), to.k, gates.kp(), same);
+    if (gates.normalise) normalise_rows(to.k, at.n, gates.kp(), 1.0f, to.k_factor);
 }
 template <class T>
 void gather_values(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
@@ -130,14 +174,14 @@ struct Chunk {
     // Tokens begin ... begin + count of a head, and all that does not depend on the state; reads: queries are there too.
     void enter(Operand operand, long row, long begin, long count, bool reads) {
         n = count, q = operand.q, k = operand.k, v = operand.v;
-        const long batch = row / gates.heads, head = row % gates.heads;
-        if (gates.delta)
-            for (long i = 0; i < n; ++i)
-                beta[i] = gates.beta[batch * gates.beta_strides[0] + head * gates.beta_strides[1] +
-                                     (begin + i) * gates.beta_strides[2]];
+        const long batch = row / gates.heads;
+        if (gates.delta) {
+            const Rows<const float> rates = gates.of(Tensor<const float>{gates.beta, gates.beta_strides}, row);
+            for (long i = 0; i < n; ++i) beta[i] = rates.data[(begin + i) * rates.token];
+        }
         for (long i = 0; gates.mask && i < n; ++i)
             if (gates.hidden(batch, begin + i)) beta[i] = 0.0f;
-        const Rows<const float> decays{Tensor<const float>{gates.log_decay, gates.decay_strides}, batch, head};
+        const Rows<const float> decays = gates.of(Tensor<const float>{gates.log_decay, gates.decay_strides}, row);
         switch (gates.decay) {
             case by_head: return weigh(decays, batch, begin, reads);
             case by_channel: return sweep(decays, batch, begin, reads);

@@ -19,16 +19,17 @@ struct Pass {
     // Some rows of one sequence, a chunk of all before the next one, as heads often lie side by side.
     void run(long first_row, long last_row, const float* first, float* last, Scratch scratch) const {
         const long size = gates.keys * gates.values, vp = gates.vp();
-        const std::int64_t* segments = gates.segments_of(first_row / gates.heads);
+        const long sequence = first_row / gates.heads, tokens = gates.tokens_of(sequence);
+        const std::int64_t* segments = gates.segments_of(sequence);
         Chunk chunk(gates, scratch);
         const Operand operand(gates, scratch);
         float *states = scratch.take((last_row - first_row) * matrix()), *o = scratch.take(C * vp);
         for (long row = first_row; row < last_row; ++row)
             load_state(first + row * size, gates.keys, gates.values, vp, states + (row - first_row) * matrix());
-        for (long begin = 0, end; begin < gates.tokens; begin = end) {
+        for (long begin = 0, end; begin < tokens; begin = end) {
             const long span_end = begin / SPAN * SPAN + SPAN;
-            end = chunk_end(segments, begin, span_end < gates.tokens ? span_end : gates.tokens);
-            const Tokens after{first_row, end, gates.tokens - end < C ? gates.tokens - end : C};
+            end = chunk_end(segments, begin, span_end < tokens ? span_end : tokens);
+            const Tokens after{first_row, end, tokens - end < C ? tokens - end : C};
             for (long row = first_row; row < last_row; ++row) {
                 const Tokens at{row, begin, end - begin};
                 // Heads of values that share queries and keys follow each other.
@@ -50,7 +51,7 @@ struct Pass {
         const long row = at.row, vp = gates.vp(), size = gates.keys * gates.values;
         const Rows<T> outputs = gates.of(out, row);
         if (starts && at.begin % SPAN == 0)
-            save_state(s, gates.keys, gates.values, vp, starts + (row * spans(gates.tokens) + at.begin / SPAN) * size);
+            save_state(s, gates.keys, gates.values, vp, starts + gates.start_of(row, at.begin / SPAN) * size);
         if (starts_anew(gates.segments_of(row / gates.heads), at.begin)) std::memset(s, 0, sizeof(float) * matrix());
         fetch(gates.of_keys(operands.q, next.row), next, gates.keys);
         chunk.enter(operand, row, at.begin, at.n, true);
@@ -79,7 +80,8 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
         if (!memory.ready()) failed = true;
 #pragma omp barrier
         if (!failed) {
-#pragma omp for schedule(static)
+            // Packed sequences may have any lengths.
+#pragma omp for schedule(dynamic)
             for (long unit = 0; unit < units; ++unit) {
                 const long from = unit % groups * gates.heads / groups, to = (unit % groups + 1) * gates.heads / groups;
                 const long row = unit / groups * gates.heads;
@@ -92,16 +94,18 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
 
 }  // namespace
 
-// sizes: B, key heads, heads, N, D, E. q, k (B,G,N,D), v, out (B,H,N,E), of type 0 float or 1 bfloat16, log_decay (null,
-// or (B,H,N,1|D)) and beta (null, or (B,H,N,1)) float, with 4 strides each, in this order; first, last (B,H,D,E) and
+// sizes: B, key heads, heads, N, D, E, whether q and k are to be normalised. q, k (B,G,N,D), v, out (B,H,N,E), of type 0 float
+// or 1 bfloat16, log_decay (null, or (B,H,N,1|D)) and beta (null, or (B,H,N,1)) float, with 4 strides each, in this order;
+// first, last (B,H,D,E) and
 // starts (null, or (B,H,spans,D,E)) float, contiguous; mask (B,N) bytes or null; segments (B,N) or null. decay: 0
-// none, 1 by head, 2 by channel. Returns 0, or 1 where memory is lacking.
+// none, 1 by head, 2 by channel. With offsets (B+1), else null, the B sequences lie in one row of N tokens, and starts is
+// (N / 512 + B,H,D,E). Returns 0, or 1 where memory is lacking.
 extern "C" int longspan_gated_forward(const void* q, const void* k, const void* v, void* out, const float* log_decay,
                                       const float* beta, const float* first, float* last, float* starts,
-                                      const std::uint8_t* mask, const std::int64_t* segments, const long* strides,
-                                      const long* sizes, int decay, int type, float scale, int threads) {
+                                      const std::uint8_t* mask, const std::int64_t* segments, const std::int64_t* offsets,
+                                      const long* strides, const long* sizes, int decay, int type, float scale, int threads) {
     const Gates gates{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], decay, beta != nullptr, scale,
-                      mask, segments, log_decay, beta, strides + 16, strides + 20};
+                      mask, segments, log_decay, beta, strides + 16, strides + 20, offsets, sizes[6] != 0};
     const auto pass = [&](auto element) {
         using T = decltype(element);
         const Pass<T> work{gates,

@@ -14,6 +14,8 @@ struct Token {
     const float* end;  // of the states that the same thread goes through
     float alpha[limit], decayed_q[limit], decayed_k[limit];  // alpha by channel
     float beta, both;                                        // both: q.k
+    // Where operands in half precision or of another length are held, and the output before it is rounded.
+    float own_q[limit], own_k[limit], own_v[limit], own_out[limit];
 };
 
 // NV vectors of columns whose state is read and not yet written: x is what the key writes.
@@ -143,26 +145,46 @@ inline void prepare(Token& token, const float* gates, int decay, const float* be
     if (beta) token.beta = *beta, token.both = sum(both);
 }
 
+template <class T>
 struct Step {
     float* state;
-    const float *q, *k, *v, *log_decay, *beta;
-    float* out;
+    const T *q, *k, *v;
+    const float *log_decay, *beta;
+    T* out;
     long shared, keys, values;
     int decay;
+    bool normalise;
     float scale;
 };
 
+// x / sqrt(|x|^2 + 1e-6), in ``out``.
+inline const float* normalised(const float* x, long size, float* out) {
+    vec lanes = vec{};
+    for (long d = 0; d < size; d += W) {
+        const vec part = first(x + d, size - d);
+        lanes += part * part;
+    }
+    const float factor = 1.0f / std::sqrt(sum(lanes) + 1e-6f);
+    for (long d = 0; d < size; ++d) out[d] = x[d] * factor;
+    return out;
+}
+
 // Rows from ... to, NV vectors of columns at a time, then single ones.
-template <int NV>
-void run(const Step& step, long from, long to) {
+template <int NV, class T>
+void run(const Step<T>& step, long from, long to) {
     const long keys = step.keys, values = step.values;
     Token tokens[2];  // the one whose columns are pending, and the next
     Pending<NV> pending{};
     for (long row = from; row < to; ++row) {
         Token& token = tokens[row % 2];
         const long head = row / step.shared * keys, at = row * values;
-        token.q = step.q + head, token.k = step.k + head, token.v = step.v + at;
-        token.state = step.state + at * keys, token.out = step.out + at, token.end = step.state + to * values * keys;
+        token.q = widened(step.q + head, keys, token.own_q), token.k = widened(step.k + head, keys, token.own_k);
+        if (step.normalise) {
+            token.q = normalised(token.q, keys, token.own_q);
+            token.k = normalised(token.k, keys, token.own_k);
+        }
+        token.v = widened(step.v + at, values, token.own_v), token.out = room(step.out + at, token.own_out);
+        token.state = step.state + at * keys, token.end = step.state + to * values * keys;
         const float* gates = step.decay == by_channel ? step.log_decay + row * keys : step.log_decay + row;
         prepare(token, gates, step.decay, step.beta ? step.beta + row : nullptr, keys);
         long e = 0;
@@ -176,21 +198,16 @@ void run(const Step& step, long from, long to) {
             e = plain_columns<1>(token, e, keys, values, step.scale);
         }
         for (; e < values; ++e) column(token, e, keys, values, step.scale, step.beta != nullptr);
+        narrowed(token.out, values, step.out + at);
     }
     finish(pending, keys, values);
 }
 
-}  // namespace
-
-// state (B,H,D,E), overwritten; q, k (B,G,D); v, out (B,H,E); log_decay null, or (B,H) or (B,H,D); beta null, or (B,H).
-// Returns 0, or 1 for a head that is too large.
-extern "C" int longspan_gated_step(float* state, const float* q, const float* k, const float* v, const float* log_decay,
-                                   const float* beta, float* out, long rows, long shared, long keys, long values,
-                                   int decay, float scale, int threads) {
-    if (keys > limit || values > limit) return 1;
+template <class T>
+void step_rows(const Step<T>& step, long rows, int threads) {
+    const long values = step.values;
     // Below this, waking a second thread costs more than it saves.
-    const long parts = threads > 1 && rows * keys * values >= 32768 ? (threads < rows ? threads : rows) : 1;
-    const Step step{state, q, k, v, log_decay, beta, out, shared, keys, values, decay, scale};
+    const long parts = threads > 1 && rows * step.keys * values >= 32768 ? (threads < rows ? threads : rows) : 1;
     // Where registers suffice, whole rows of the usual 64 or 128 columns: what lies side by side arrives sooner.
     constexpr int narrow = 32 / W, wide = W == 16 ? 64 / W : narrow, widest = W == 16 ? 128 / W : narrow;
 #pragma omp parallel for num_threads(parts) schedule(static) if (parts > 1)
@@ -203,5 +220,24 @@ extern "C" int longspan_gated_step(float* state, const float* q, const float* k,
         else
             run<narrow>(step, from, to);
     }
+}
+
+}  // namespace
+
+// state (B,H,D,E) float, overwritten; q, k (B,G,D); v, out (B,H,E), of type 0 float, 1 bfloat16, 2 float16; log_decay null, or
+// (B,H) or (B,H,D), and beta null, or (B,H), float. Returns 0, or 1 for a head that is too large.
+extern "C" int longspan_gated_step(float* state, const void* q, const void* k, const void* v, const float* log_decay,
+                                   const float* beta, void* out, long rows, long shared, long keys, long values, int decay,
+                                   int normalise, int type, float scale, int threads) {
+    if (keys > limit || values > limit) return 1;
+    const auto run = [&](auto element) {
+        using T = decltype(element);
+        const Step<T> step{state,  static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),
+                           log_decay, beta, static_cast<T*>(out), shared, keys, values, decay, normalise != 0, scale};
+        step_rows(step, rows, threads);
+    };
+    if (type == 0) run(float{});
+    else if (type == 1) run(bfloat16{});
+    else run(float16{});
     return 0;
 }

@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -43,16 +46,114 @@ inline void narrow(float x, bfloat16* out) {
     out->bits = static_cast<std::uint16_t>(x != x ? 0x7fc0 : (word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 inline vec load(const bfloat16* p) {
+#if defined(__AVX512F__)
+    // The same, in one instruction, which GCC 12 does not find.
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#else
     const halves raw = *reinterpret_cast<const unaligned_halves*>(p);
     const words wide = __builtin_convertvector(raw, words) << 16;
     return (vec)wide;  // a cast between vectors keeps the bits
+#endif
 }
 inline void store(bfloat16* p, vec x) {
     const words word = (words)x;
     words rounded = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
     const auto number = x == x;
     rounded = number ? rounded : words{} + 0x7fc0;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
     *reinterpret_cast<unaligned_halves*>(p) = __builtin_convertvector(rounded, halves);
+#endif
+}
+
+// float16 has 5 bits of exponent; the machine's own instructions where it has some.
+struct float16 {
+    std::uint16_t bits;
+};
+inline float widen(float16 x) {
+    // As the exponent of a float, which is 112 larger; infinity and NaN have the largest one in both.
+    std::uint32_t word = static_cast<std::uint32_t>(x.bits & 0x7fff) << 13;
+    float out;
+    if (word >= 0x0f800000u) {
+        word |= 0x7f800000u;
+        std::memcpy(&out, &word, sizeof out);
+    } else {
+        std::memcpy(&out, &word, sizeof out);
+        out *= 0x1p112f;
+    }
+    return x.bits & 0x8000 ? -out : out;
+}
+inline void narrow(float x, float16* out) {
+    std::uint32_t word;
+    std::memcpy(&word, &x, sizeof word);
+    const std::uint32_t sign = word >> 16 & 0x8000;
+    word &= 0x7fffffff;
+    if (word > 0x7f800000u) {
+        out->bits = static_cast<std::uint16_t>(sign | 0x7e00);
+        return;
+    }
+    // To nearest, ties to even: below the smallest normal number by the sum with one whose last bit has that weight.
+    std::uint32_t rounded;
+    if (word < 0x38800000u) {
+        float magnitude;
+        std::memcpy(&magnitude, &word, sizeof magnitude);
+        magnitude += 0.5f;
+        std::memcpy(&rounded, &magnitude, sizeof rounded);
+        rounded -= 0x3f000000u;
+    } else {
+        rounded = (word - 0x38000000u + 0xfff + (word >> 13 & 1)) >> 13;
+        if (rounded > 0x7c00) rounded = 0x7c00;
+    }
+    out->bits = static_cast<std::uint16_t>(sign | rounded);
+}
+#if defined(__AVX512F__)
+inline vec load(const float16* p) {
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void store(float16* p, vec x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__AVX2__) && defined(__F16C__)
+inline vec load(const float16* p) {
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store(float16* p, vec x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+inline vec load(const float16* p) {
+    vec out;
+    for (long i = 0; i < W; ++i) out[i] = widen(p[i]);
+    return out;
+}
+inline void store(float16* p, vec x) {
+    for (long i = 0; i < W; ++i) narrow(x[i], p + i);
+}
+#endif
+
+// size numbers in float: where they are, or widened into ``out``.
+inline const float* widened(const float* x, long, float*) { return x; }
+template <class T>
+const float* widened(const T* x, long size, float* out) {
+    long i = 0;
+    for (; i + W <= size; i += W) store(out + i, load(x + i));
+    for (; i < size; ++i) out[i] = widen(x[i]);
+    return out;
+}
+// Where numbers are to be made that ``narrowed`` brings to ``out``: there, or in ``own``.
+inline float* room(float* out, float*) { return out; }
+template <class T>
+float* room(T*, float* own) {
+    return own;
+}
+inline void narrowed(const float*, long, float*) {}
+template <class T>
+void narrowed(const float* x, long size, T* out) {
+    long i = 0;
+    for (; i + W <= size; i += W) store(out + i, load(x + i));
+    for (; i < size; ++i) narrow(x[i], out + i);
 }
 
 inline float sum(vec x) {
@@ -80,6 +181,19 @@ inline vec exponential(vec x) {
     p = p * r + 1.0f;
     p = p * r + 1.0f;
     return (vec)((ivec)p + ((ivec)shifted << 23));
+}
+
+// 1 / (1 + e^-x).
+inline vec sigmoid(vec x) {
+    const vec low = splat(-88.0f);
+    const vec below = 1.0f + exponential(vec{} - pick(x < low, low, x));
+#if defined(__AVX512F__)
+    // 14 bits of the reciprocal, which Newton's step doubles, in half the time of a division.
+    const vec guess = (vec)_mm512_rcp14_ps((__m512)below);
+    return guess * (2.0f - below * guess);
+#else
+    return 1.0f / below;
+#endif
 }
 
 // Lanes of a and b in turn: a0 b0 a1 b1 ... from their lower or upper halves.

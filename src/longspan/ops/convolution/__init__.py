@@ -1,0 +1,216 @@
+"""The causal depth-wise convolution: each channel is mixed with its own last few values, with a state for streams."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...spec import known
+from .. import chosen, tell, wanted
+from ..operands import check_donation, resolved, same_device
+from ..packed import check_packed
+from ..tensors import widen
+from . import native as kernels
+
+OP = "the causal convolution"
+SERVED = ("reference", "torch", "native")
+ACTIVATIONS = {"silu": F.silu}
+
+
+def causal_convolution(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Each channel is mixed with its own last K - 1 values: depth-wise and causal, with a state between calls.
+
+    $$
+    y_{tc} = \mathrm{act}\left(b_c + \sum_{j=1}^{K} w_{cj} \, x_{t-K+j,c}\right)
+    $$
+
+    >>> import torch, longspan
+    >>> x, weight = torch.randn(1, 9, 6), torch.randn(6, 4)
+    >>> whole, _ = longspan.causal_convolution(x, weight, activation="silu")
+    >>> first, state = longspan.causal_convolution(x[:, :5], weight, activation="silu")
+    >>> rest, state = longspan.causal_convolution(x[:, 5:], weight, state=state, activation="silu")
+    >>> state.shape, torch.allclose(torch.cat([first, rest], 1), whole, atol=1e-6)
+    (torch.Size([1, 3, 6]), True)
+
+    x (B,N,C), weight (C,K), its last column for the token itself, as that of a causal ``nn.Conv1d`` without its middle
+    axis, bias (C,) -> y (B,N,C) in x's dtype and layout, and the state after the last token. Sums are float32 at least.
+    ``activation``: silu, or None. Any strides are read where they are: ``x.mT`` of channels first (B,C,N) is not
+    copied.
+
+    ``state`` (B,R,C): the last R >= K - 1 inputs, the oldest first, in float32 at least or in x's dtype; the next one
+    has the same shape and dtype, and without one it is (B,K-1,C) in float32 at least. ``donate=True`` may overwrite it.
+    ``segments`` (B,N) int64: packed sequences, equal ids side by side; a token sees its own only, a given state belongs
+    to the first, the returned one to the last. ``cu_seqlens`` (S+1,) int32 or int64 packs S sequences into the one row
+    of x: number s is tokens cu_seqlens[s] ... cu_seqlens[s+1], and has a state of its own, (S,R,C) in all.
+
+    Raises ValueError for shapes or dtypes that do not fit, for K < 1, segments together with cu_seqlens, and for a
+    state to be overwritten that shares memory with another operand or itself.
+
+    Source: So et al. 2021 (2109.08668), section 3; with bias and silu Gu and Dao 2023 (2312.00752), section 3.4.
+    """
+    if donate and state is not None:
+        check_donation(state, x=x, weight=weight, bias=bias)
+    if segments is None and cu_seqlens is None and state is not None:
+        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        found = _token(x, weight, bias, state, activation, donate)
+        if found is not None:
+            return found
+    check(x, weight, bias, state, activation, segments, cu_seqlens)
+    return convolve(
+        x, weight, bias, state, activation=activation, segments=segments, cu_seqlens=cu_seqlens, donate=donate
+    )
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    state: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The same for arguments that fit, which are not checked. Raises ValueError where a forced backend cannot serve."""
+    if state is None:
+        sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+        state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=widen(x[:0]).dtype)
+    elif segments is None and cu_seqlens is None:
+        found = _token(x, weight, bias, state, activation, donate)
+        if found is not None:
+            return found
+    x, weight, bias, state = resolved(x, weight, bias, state)
+    assert state is not None
+    options = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens}
+    why_not = kernels.why_not(x, weight, bias, state, segments, cu_seqlens)
+    match chosen(OP, SERVED, "torch" if why_not else "native", why_not):
+        case "native":
+            if why_not:
+                raise ValueError(f"backend 'native' cannot serve this call of {OP}: {why_not}")
+            return kernels.convolve(x, weight, bias, state, composed=composed, **options)
+        case "reference":
+            return reference(x, weight, bias, state, **options)
+        case _:
+            return composed(x, weight, bias, state, **options)
+
+
+def _token(x, weight, bias, state, activation, donate):
+    """``kernels.step``, where the backend is to be native; else None."""
+    if x.dim() != 3 or x.shape[1] != 1 or wanted(OP, SERVED, "native") != "native":
+        return None
+    found = kernels.step(x, weight, bias, state, activation=activation, donate=donate)
+    if found is not None:
+        tell(OP, "native")
+    return found
+
+
+def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
+    """The definition, one token at a time, in float32 at least; arguments as in ``convolve``."""
+    wide, reach = widen(x), weight.shape[1] - 1
+    if cu_seqlens is not None:
+        borders = cu_seqlens.tolist()
+        parts = [
+            reference(x[:, begin:end], weight, bias, state[s : s + 1], activation=activation, segments=None,
+                      cu_seqlens=None)
+            for s, (begin, end) in enumerate(pairwise(borders))
+        ]  # fmt: skip
+        out, ends = zip(*parts, strict=True) if parts else ((), ())
+        return torch.cat(out, 1) if parts else torch.zeros_like(x), torch.cat(ends) if parts else state.clone()
+    recent, out = state.to(wide.dtype), []
+    for t in range(x.shape[1]):
+        if segments is not None and t > 0:
+            recent = torch.where((segments[:, t] == segments[:, t - 1])[:, None, None], recent, 0.0)
+        window = torch.cat([recent, wide[:, t, None]], 1)  # (B,R+1,C)
+        y = (window[:, window.shape[1] - reach - 1 :] * widen(weight).mT).sum(1)
+        y = y if bias is None else y + widen(bias)
+        out.append(y if activation is None else ACTIVATIONS[activation](y))
+        recent = window[:, 1:]
+    return (torch.stack(out, 1) if out else torch.zeros_like(x)).to(x.dtype), recent.to(state.dtype).clone()
+
+
+def composed(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
+    """From a few operations on all tokens, with derivatives of any order; arguments as in ``convolve``."""
+    wide, taps, rows = widen(x), widen(weight), state.shape[1]
+    past, n, reach = state.to(wide.dtype), x.shape[1], weight.shape[1] - 1
+    if cu_seqlens is not None:
+        return _packed(wide, taps, bias, past, activation, cu_seqlens, x.dtype, state.dtype)
+    tokens = torch.cat([past, wide], 1)  # (B,R+N,C)
+    ids = None if segments is None else torch.cat([segments[:, :1].expand(-1, rows), segments], 1)
+    y = wide * taps[:, reach]
+    for j in range(reach):
+        tap = tokens[:, rows - reach + j : rows - reach + j + n]
+        if ids is not None:
+            other = ids[:, rows - reach + j : rows - reach + j + n] != ids[:, rows:]
+            tap = tap.masked_fill(other[..., None], 0.0)
+        y = torch.addcmul(y, tap, taps[:, j])
+    last = tokens[:, n:]
+    if ids is not None:
+        last = last.masked_fill((ids[:, n:] != ids[:, -1:])[..., None], 0.0)
+    # A copy, since a view would keep all tokens alive.
+    return _finished(y, bias, activation).to(x.dtype), last.to(state.dtype, copy=True)
+
+
+def _packed(wide, taps, bias, past, activation, cu_seqlens, dtype, kept) -> tuple[Tensor, Tensor]:
+    """The packed sequences of one row, whose earlier tokens are fetched from one list of all states and tokens."""
+    sequences, rows = past.shape[:2]
+    n, reach = wide.shape[1], taps.shape[1] - 1
+    listed = torch.cat([past.flatten(0, 1), wide[0]])  # (S R + N, C)
+    borders = cu_seqlens.long()
+    at = torch.arange(n, device=wide.device)
+    owner = torch.searchsorted(borders, at, right=True) - 1  # (N,)
+
+    def place(position: Tensor, owner: Tensor) -> Tensor:
+        """Where tokens are listed, those before the first of their sequence as rows of its state."""
+        before = borders[owner] - position
+        return torch.where(before > 0, (owner + 1) * rows - before, sequences * rows + position)
+
+    y = wide[0] * taps[:, reach]
+    for j in range(reach):
+        y = torch.addcmul(y, listed[place(at - reach + j, owner)], taps[:, j])
+    every = torch.arange(sequences, device=wide.device)[:, None].expand(-1, rows)
+    last = listed[place(borders[1:, None] - rows + torch.arange(rows, device=wide.device), every)]
+    return _finished(y, bias, activation).to(dtype)[None], last.to(kept)
+
+
+def _finished(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    y = y if bias is None else y + widen(bias)
+    return y if activation is None else ACTIVATIONS[activation](y)
+
+
+def check(x, weight, bias, state, activation, segments, cu_seqlens) -> None:
+    """Raise ValueError unless the arguments of the functions above fit each other."""
+    if activation is not None:
+        known(activation, ACTIVATIONS, "activation")
+    if x.dim() != 3 or not x.is_floating_point():
+        raise ValueError(f"x must be a floating-point (B, N, C), not {x.dtype} {tuple(x.shape)}")
+    same_device(x=x, weight=weight, bias=bias, state=state, segments=segments, cu_seqlens=cu_seqlens)
+    batch, n, channels = x.shape
+    if weight.dim() != 2 or len(weight) != channels or not weight.shape[1] or not weight.is_floating_point():
+        found = f"{weight.dtype} {tuple(weight.shape)}"
+        raise ValueError(f"weight must be a floating-point (C, K) = ({channels}, at least 1), not {found}")
+    if bias is not None and (tuple(bias.shape) != (channels,) or not bias.is_floating_point()):
+        raise ValueError(f"bias must be a floating-point {(channels,)}, not {bias.dtype} {tuple(bias.shape)}")
+    if segments is not None and (segments.shape != (batch, n) or segments.dtype != torch.int64):
+        raise ValueError(f"segments must be int64 {(batch, n)}, not {segments.dtype} {tuple(segments.shape)}")
+    sequences = check_packed(cu_seqlens, batch, n, segments)
+    if state is not None:
+        rows, wide = weight.shape[1] - 1, widen(x[:0]).dtype
+        fits = state.dim() == 3 and (len(state), state.shape[2]) == (sequences, channels) and state.shape[1] >= rows
+        if not fits or state.dtype not in (wide, x.dtype):
+            expected = f"({sequences}, at least {rows}, {channels})"
+            raise ValueError(
+                f"state must be {' or '.join(map(str, dict.fromkeys((wide, x.dtype))))} (B, R, C) = {expected}, "
+                f"not {state.dtype} {tuple(state.shape)}"
+            )

@@ -1,0 +1,48 @@
+"""What the kernels do inside, for forms in torch: keys of length 1, and packed sequences with a state each."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operands import hidden
+from ..tensors import unit, widen
+
+NORMS = {"l2": "by the root of the sum of squares, plus 1e-6 inside the root"}
+
+
+def prepared(
+    form: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    *,
+    normalise: bool,
+    cu_seqlens: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """``form`` of these operands, as ``gated.recur`` has them, which itself knows nothing of the two."""
+    if normalise:
+        # What masked tokens hold must not reach a root. In float32 at least, as in the kernels.
+        q, k = (unit(widen(t)) for t in hidden(mask, q, k))
+    if cu_seqlens is None:
+        return form(q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask, segments=segments, **options)
+    out, ends = [v[:, :, :0]], [state[:0]]
+    for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        one = state[s : s + 1]
+        if begin < end:
+            tokens = (t if t is None else t[:, :, begin:end] for t in (q, k, v))
+            gates = {name: t if t is None else t[:, :, begin:end] for name, t in
+                     (("log_decay", log_decay), ("beta", beta))}  # fmt: skip
+            here = None if mask is None else mask[:, begin:end]
+            o, one = form(*tokens, **gates, state=one, mask=here, segments=None, **options)
+            out.append(o)
+        ends.append(one)
+    return torch.cat(out, 2), torch.cat(ends)

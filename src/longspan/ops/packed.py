@@ -1,0 +1,33 @@
+"""Sequences that are packed into one row, and where each of them begins: ``cu_seqlens``."""
+
+import torch
+from torch import Tensor
+
+from .operands import in_memory, transformed
+
+
+def check_packed(cu_seqlens: Tensor | None, batch: int, tokens: int, segments: Tensor | None = None) -> int:
+    """How many states a call has: one for each sequence of ``cu_seqlens`` (S+1,), else one for each row.
+
+    Raises ValueError for offsets that are none of N tokens in one row, and for segments beside them.
+    """
+    if cu_seqlens is None:
+        return batch
+    if segments is not None:
+        raise ValueError("segments and cu_seqlens both say where sequences begin; give one of them")
+    if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        raise ValueError(f"cu_seqlens must be int32 or int64 (S + 1,), not {found}")
+    if batch != 1:
+        raise ValueError(f"cu_seqlens packs sequences into one row, so B must be 1, not {batch}")
+    if not torch.compiler.is_compiling() and not transformed() and in_memory(cu_seqlens):
+        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
+        if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the number of tokens, {tokens}, not {_said(cu_seqlens.tolist())}"
+            )
+    return len(cu_seqlens) - 1
+
+
+def _said(numbers: list[int]) -> str:
+    return str(numbers) if len(numbers) < 9 else f"[{', '.join(map(str, numbers[:4]))}, ..., {numbers[-1]}]"
