@@ -4,6 +4,9 @@ from importlib.util import find_spec
 
 # package -> the extra that brings it
 EXTRAS = {
+    "onnx": "export",
+    "onnxruntime": "export",
+    "onnxscript": "export",
     "lightning": "train",
     "tensorboard": "train",
     "sklearn": "train",

@@ -112,7 +112,9 @@ def test_every_form_is_the_definition(name, kind):
             given = arguments(n, channels, taps, rows=rows, batch=batch, states=states, bias=bias)
             expected = outcome(given, "reference", activation=activation, **packed)
             if name == "native":
-                assert_close(outcome(to(given, torch.float32), name, activation=activation, **packed), expected, ROUNDED)
+                assert_close(
+                    outcome(to(given, torch.float32), name, activation=activation, **packed), expected, ROUNDED
+                )
             else:
                 assert_close(outcome(given, name, activation=activation, **packed), expected, 1e-12)
 

@@ -140,7 +140,9 @@ def test_so_has_a_step_of_linear_attention(dtype):
         q, k, v = (torch.randn(3, 2, 1, size, generator=generator).to(dtype) for size in (d, d, e))
         state = torch.rand(3, 2, d, e + 1, generator=generator)
         with torch.no_grad(), backend("torch"):
-            exact = longspan.linear_attention(q.double(), k.double(), v.double(), state=state.double(), return_state=True)
+            exact = longspan.linear_attention(
+                q.double(), k.double(), v.double(), state=state.double(), return_state=True
+            )
         with torch.no_grad(), backend("native"):
             o, end = longspan.linear_attention(q, k, v, state=state, return_state=True, donate=True)
         assert end.data_ptr() == state.data_ptr()
@@ -174,7 +176,7 @@ def test_gradients_that_can_be_differentiated_are_the_gradients(normalise):
 
 @needs_kernels
 def test_transposed_operands_are_read_where_they_are():
-    """As layers hand them over: heads taken from the channels of one projection, (B,N,H D), of whole and single tokens."""
+    """As layers hand them over: heads taken from the channels of one projection, (B,N,H D)."""
     for n, dtype in ((67, torch.float32), (1, torch.float32), (1, torch.bfloat16)):
         mixed = torch.randn(3, n, 2 * 8 * 2 + 4 * 16).to(dtype)
         q, k, v = (
@@ -193,8 +195,13 @@ def test_transposed_operands_are_read_where_they_are():
 class TestFunctional:
     """What the public functions promise."""
 
-    given = {name: torch.zeros(1, 2, 7, 5) for name in ("query", "key", "value")}
-    rates = {"beta": torch.ones(1, 2, 7)}
+    @property
+    def given(self):
+        return {name: torch.zeros(1, 2, 7, 5) for name in ("query", "key", "value")}
+
+    @property
+    def rates(self):
+        return {"beta": torch.ones(1, 2, 7)}
 
     def test_the_states_are_those_of_the_sequences(self):
         _, state = longspan.delta_rule(**self.given, **self.rates, cu_seqlens=cuts(3, 0, 4), return_state=True)

@@ -111,7 +111,6 @@ class TestStep:
         [
             (lambda q, k, v, s: (q.requires_grad_(), k, v, s), "gradients are recorded"),
             (lambda q, k, v, s: (q, k, v, s.requires_grad_()), "gradients are recorded"),
-            (lambda q, k, v, s: (*(t.bfloat16() for t in (q, k, v)), s), "it takes float32"),
             (lambda q, k, v, s: operands(1, 1, 1025, 1), "the head is too large"),
             (lambda q, k, v, s: operands(1, 1, 1, 1024), "the head is too large"),
         ],

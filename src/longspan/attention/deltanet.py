@@ -67,9 +67,7 @@ class DeltaNet(Attention):
         sums, recent = self.start(len(x), 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:
-            mixed, recent = self.mix(
-                mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate
-            )
+            mixed, recent = self.mix(mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate)
         else:
             mixed = F.silu(mixed)
         q, k, v = (split(t, self.heads) for t in mixed.chunk(3, -1))

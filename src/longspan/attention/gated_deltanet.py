@@ -97,9 +97,7 @@ class GatedDeltaNet(Attention):
         sums, recent = self.start(len(x), 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:
-            mixed, recent = self.mix(
-                mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate
-            )
+            mixed, recent = self.mix(mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate)
         else:
             mixed = F.silu(mixed)
         q, k, v = mixed.split(self.widths, -1)

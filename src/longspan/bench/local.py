@@ -137,7 +137,8 @@ def _kernel(task: Task) -> Function:
 
     kernels, out = native.loaded(), torch.empty(task["batch"], task["heads"], 1, task["size"])
     assert kernels is not None
-    sizes = (task["batch"] * task["heads"], task["size"], task["size"], MAPS["elu"], 1e-6, TYPES[torch.float32], threads())
+    size, options = task["size"], (MAPS["elu"], 1e-6, TYPES[torch.float32], threads())
+    sizes = (task["batch"] * task["heads"], size, size, *options)
 
     # Nothing but the C function: what a call from Python costs beside it is the other candidates' to show.
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,12 +1,14 @@
 """The causal depth-wise convolution: each channel is mixed with its own last few values, with a state for streams."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...spec import known
 from .. import chosen, tell, wanted
-from ..operands import check_donation, resolved, same_device, transformed
+from ..operands import check_donation, resolved, same_device
 from ..packed import check_packed
 from ..tensors import widen
 from . import native as kernels
@@ -84,7 +86,7 @@ def convolve(
     """The same for arguments that fit, which are not checked. Raises ValueError where a forced backend cannot serve."""
     if state is None:
         sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
-        state = widen(x).new_zeros(sequences, weight.shape[1] - 1, x.shape[2])
+        state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=widen(x[:0]).dtype)
     elif segments is None and cu_seqlens is None:
         found = _token(x, weight, bias, state, activation, donate)
         if found is not None:
@@ -122,7 +124,7 @@ def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tu
         parts = [
             reference(x[:, begin:end], weight, bias, state[s : s + 1], activation=activation, segments=None,
                       cu_seqlens=None)
-            for s, (begin, end) in enumerate(zip(borders, borders[1:], strict=False))
+            for s, (begin, end) in enumerate(pairwise(borders))
         ]  # fmt: skip
         out, ends = zip(*parts, strict=True) if parts else ((), ())
         return torch.cat(out, 1) if parts else torch.zeros_like(x), torch.cat(ends) if parts else state.clone()
@@ -139,7 +141,7 @@ def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tu
 
 
 def composed(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
-    """From a few operations on all tokens, which can be differentiated again and again; arguments as in ``convolve``."""
+    """From a few operations on all tokens, with derivatives of any order; arguments as in ``convolve``."""
     wide, taps, rows = widen(x), widen(weight), state.shape[1]
     past, n, reach = state.to(wide.dtype), x.shape[1], weight.shape[1] - 1
     if cu_seqlens is not None:
@@ -162,7 +164,7 @@ def composed(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tup
 
 def _packed(wide, taps, bias, past, activation, cu_seqlens, dtype, kept) -> tuple[Tensor, Tensor]:
     """The packed sequences of one row, whose earlier tokens are fetched from one list of all states and tokens."""
-    sequences, rows, channels = past.shape
+    sequences, rows = past.shape[:2]
     n, reach = wide.shape[1], taps.shape[1] - 1
     listed = torch.cat([past.flatten(0, 1), wide[0]])  # (S R + N, C)
     borders = cu_seqlens.long()
@@ -170,7 +172,7 @@ def _packed(wide, taps, bias, past, activation, cu_seqlens, dtype, kept) -> tupl
     owner = torch.searchsorted(borders, at, right=True) - 1  # (N,)
 
     def place(position: Tensor, owner: Tensor) -> Tensor:
-        """Where the tokens of these numbers are listed, those before the first of their sequence as rows of its state."""
+        """Where tokens are listed, those before the first of their sequence as rows of its state."""
         before = borders[owner] - position
         return torch.where(before > 0, (owner + 1) * rows - before, sequences * rows + position)
 

@@ -74,7 +74,8 @@ class _Convolve(torch.autograd.Function):
             grads = gradients_again(ctx.composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
-            dx, dweight, dbias, first = run(grad, grad_end, *inputs, ctx.activation is not None, segments, offsets)
+            given = (*inputs, ctx.activation is not None, segments, offsets)
+            dx, dweight, dbias, first = run(grad, grad_end, *given)  # type: ignore[call-arg]
             grads = [dx, dweight, None if inputs[2] is None else dbias, first]
         return (*grads, None, None, None, None)
 
@@ -132,7 +133,7 @@ def _backward(
 def step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: str | None, donate: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """One token of ``convolution.convolve``, in one pass over ``state`` (B,R,C), which ``donate`` allows to be moved on.
+    """One token of ``convolution.convolve``, in one pass over ``state`` (B,R,C), which ``donate`` allows to be moved.
 
     x (B,1,C), weight (C,K), bias (C,) or None, of any strides -> y (B,1,C), state. None for anything else, and where
     there are no kernels. Written for speed, as ``linear.native.step`` is.

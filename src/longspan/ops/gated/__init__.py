@@ -156,7 +156,7 @@ def recur(
     """
     if state is None:
         sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
-        state = widen(v).new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1])
+        state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=widen(v[:0]).dtype)
     if mask is None and cu_seqlens is None and q.shape[2] == 1:
         found = _token(q, k, v, log_decay, beta, scale, normalise, state, donate)
         if found is not None:

@@ -96,7 +96,8 @@ def _forward(
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     failed = kernels().longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
-        strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(state, q, v, normalise), _kind(log_decay), TYPES[v.dtype], scale, threads(),
+        strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(state, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
+        scale, threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError(f"no memory for the states of {threads()} threads")

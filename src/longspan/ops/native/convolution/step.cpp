@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr long BLOCK = 256;  // channels of a unit
+constexpr long BLOCK = 512;  // channels of a unit
 
 struct Step {
     long channels, taps, rows;  // of a state
@@ -11,6 +11,34 @@ struct Step {
     const long* strides;  // of the state (batch, row, channel), x (batch, channel) and the weight (channel, tap)
     bool silu;
 };
+
+// Four vectors, of which the first two and the last two are zipped: a number moves from place i of all to place 2 i, or to
+// 2 i + 1 where it was in the second half. Done log2 W times, four rows of channels come of channels of four rows; done
+// twice, the other way round.
+inline void zip(vec* a, int times) {
+    for (int i = 0; i < times; ++i) {
+        const vec b[4] = {zip_low(a[0], a[2]), zip_high(a[0], a[2]), zip_low(a[1], a[3]), zip_high(a[1], a[3])};
+        for (int l = 0; l < 4; ++l) a[l] = b[l];
+    }
+}
+
+// Whole vectors of channels whose four rows lie side by side, with four taps: as caches of other libraries have them.
+template <class T, class S>
+void beside(const Step& step, S* s, const T* token, T* y, long count, const float* weights) {
+    constexpr int turns = W == 16 ? 4 : W == 8 ? 3 : 2;
+    for (long c = 0; c < count; c += W) {
+        vec rows[4];
+        for (int i = 0; i < 4; ++i) rows[i] = load(s + 4 * c + i * W);
+        zip(rows, turns);
+        for (int i = 0; i < 3; ++i) rows[i] = rows[i + 1];
+        rows[3] = load(token + c);
+        vec sum = load(weights + 4 * BLOCK + c);
+        for (int j = 0; j < 4; ++j) sum += load(weights + j * BLOCK + c) * rows[j];
+        store(y + c, step.silu ? sum * sigmoid(sum) : sum);
+        zip(rows, 2);
+        for (int i = 0; i < 4; ++i) store(s + 4 * c + i * W, rows[i]);
+    }
+}
 
 // Some channels of the rows of the batch, where the weights are gathered. T: x and out; S: the state.
 template <class T, class S, int K>
@@ -21,12 +49,14 @@ void run(const Step& step, S* state, const T* x, T* out, long from, long to, lon
                            step.bias, step.silu};
     call.gather_weights(channel, count, weights, BLOCK);
     const long rows = step.rows, taps = K ? K : step.taps, old = rows - taps + 1;  // rows that no tap reads
-    const long whole = strides[2] == 1 && strides[4] == 1 ? count / W * W : 0;
+    const bool turned = K == 4 && rows == 4 && strides[1] == 1 && strides[2] == 4 && strides[4] == 1;
+    const long whole = turned || (strides[2] == 1 && strides[4] == 1) ? count / W * W : 0;
     for (long b = from; b < to; ++b) {
         S* s = state + b * strides[0] + channel * strides[2];
         const T* token = x + b * strides[3] + channel * strides[4];
         T* y = out + b * step.channels + channel;
-        for (long c = 0; c < whole; c += W) {
+        if (turned) beside(step, s, token, y, whole, weights);
+        for (long c = 0; c < (turned ? 0 : whole); c += W) {
             const vec now = load(token + c);
             vec sum = load(weights + taps * BLOCK + c);
             for (long r = 0; r + 1 < old; ++r) store(s + r * strides[1] + c, load(s + (r + 1) * strides[1] + c));

@@ -111,18 +111,49 @@ void gather(const Convolution& call, Rows<const T> x, const Sequence& s, const f
     if (from < to) read_tokens(x, from, to - from, count, out, ld);
 }
 
+// n tokens of NV vectors of channels, all taps and what they read next in registers.
+template <int K, int NV, bool SILU, class X, class Y>
+LONGSPAN_INLINE void mix_columns(const X* x, long x_row, const float* weights, long ld, long n, Y* y, long y_row) {
+    vec w[K][NV], bias[NV], past[K][NV];  // the oldest first
+    for (int l = 0; l < NV; ++l) {
+        for (int j = 0; j < K; ++j) w[j][l] = load(weights + j * ld + l * W);
+        for (int j = 1; j < K; ++j) past[j][l] = load(x + (j - K) * x_row + l * W);
+        bias[l] = load(weights + K * ld + l * W);
+    }
+    for (long t = 0; t < n; ++t, x += x_row, y += y_row)
+        for (int l = 0; l < NV; ++l) {
+            for (int j = 0; j + 1 < K; ++j) past[j][l] = past[j + 1][l];
+            past[K - 1][l] = load(x + l * W);
+            vec sum = bias[l];
+            for (int j = 0; j < K; ++j) sum += w[j][l] * past[j][l];
+            store(y + l * W, SILU ? sum * sigmoid(sum) : sum);
+        }
+}
+
 // n tokens of ``width`` channels, whole vectors; the rows before x are there. Weights as gather_weights leaves them; K: the
 // number of taps, or 0 where it is only known as ``taps``.
 template <int K, bool SILU, class X, class Y>
 void mix_taps(const X* x, long x_row, const float* weights, long ld, long taps, long n, long width, Y* y, long y_row) {
-    const long k = K ? K : taps;
-    const float* bias = weights + k * ld;
-    for (long t = 0; t < n; ++t) {
-        const X* oldest = x + (t - k + 1) * x_row;
-        for (long c = 0; c < width; c += W) {
-            vec sum = load(bias + c);
-            for (long j = 0; j < k; ++j) sum += load(weights + j * ld + c) * load(oldest + j * x_row + c);
-            store(y + t * y_row + c, SILU ? sum * sigmoid(sum) : sum);
+    if constexpr (K > 0) {
+        // Few rows at a time, since they may lie a page apart; two vectors, which are a line in half precision.
+        constexpr long together = 16;
+        constexpr int NV = W == 16 ? 2 : 1;
+        for (; n > 0; n -= together, x += together * x_row, y += together * y_row) {
+            const long some = n < together ? n : together;
+            long c = 0;
+            for (; c + NV * W <= width; c += NV * W)
+                mix_columns<K, NV, SILU>(x + c, x_row, weights + c, ld, some, y + c, y_row);
+            for (; c < width; c += W) mix_columns<K, 1, SILU>(x + c, x_row, weights + c, ld, some, y + c, y_row);
+        }
+    } else {
+        const float* bias = weights + taps * ld;
+        for (long t = 0; t < n; ++t, y += y_row) {
+            const X* oldest = x + (t - taps + 1) * x_row;
+            for (long c = 0; c < width; c += W) {
+                vec sum = load(bias + c);
+                for (long j = 0; j < taps; ++j) sum += load(weights + j * ld + c) * load(oldest + j * x_row + c);
+                store(y + c, SILU ? sum * sigmoid(sum) : sum);
+            }
         }
     }
 }

@@ -46,16 +46,26 @@ inline void narrow(float x, bfloat16* out) {
     out->bits = static_cast<std::uint16_t>(x != x ? 0x7fc0 : (word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 inline vec load(const bfloat16* p) {
+#if defined(__AVX512F__)
+    // The same, in one instruction, which GCC 12 does not find.
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#else
     const halves raw = *reinterpret_cast<const unaligned_halves*>(p);
     const words wide = __builtin_convertvector(raw, words) << 16;
     return (vec)wide;  // a cast between vectors keeps the bits
+#endif
 }
 inline void store(bfloat16* p, vec x) {
     const words word = (words)x;
     words rounded = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
     const auto number = x == x;
     rounded = number ? rounded : words{} + 0x7fc0;
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)rounded));
+#else
     *reinterpret_cast<unaligned_halves*>(p) = __builtin_convertvector(rounded, halves);
+#endif
 }
 
 // float16 has 5 bits of exponent; the machine's own instructions where it has some.
@@ -176,7 +186,14 @@ inline vec exponential(vec x) {
 // 1 / (1 + e^-x).
 inline vec sigmoid(vec x) {
     const vec low = splat(-88.0f);
-    return 1.0f / (1.0f + exponential(vec{} - pick(x < low, low, x)));
+    const vec below = 1.0f + exponential(vec{} - pick(x < low, low, x));
+#if defined(__AVX512F__)
+    // 14 bits of the reciprocal, which Newton's step doubles, in half the time of a division.
+    const vec guess = (vec)_mm512_rcp14_ps((__m512)below);
+    return guess * (2.0f - below * guess);
+#else
+    return 1.0f / below;
+#endif
 }
 
 // Lanes of a and b in turn: a0 b0 a1 b1 ... from their lower or upper halves.
