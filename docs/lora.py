@@ -27,7 +27,6 @@ parser.add_argument("--rows", type=int, default=8, help="paragraphs that are pac
 parser.add_argument("--rank", type=int, default=8, help="of the adapter")
 args = parser.parse_args()
 
-on_cpu.accelerate()
 torch.manual_seed(0)
 
 paragraphs = [text for text in Path(args.text).read_text(encoding="utf-8").split("\n\n") if text.strip()]
@@ -49,6 +48,7 @@ else:
     )  # fmt: skip
     sequences = [{"input_ids": list(text.encode())} for text in paragraphs]
 
+on_cpu.accelerate(model)
 # Adapters on all projections; the recurrent layers' are among them.
 model = get_peft_model(model, LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 model.print_trainable_parameters()

@@ -120,6 +120,29 @@ def test_steps_of_another_form_are_left_to_the_original():
     assert torch.equal(state, again)
 
 
+def test_step_sizes_are_clamped():
+    on_cpu.accelerate()
+    scan, (q, x) = file("mamba2").mamba2_chunk_scan, torch.randn(2, 2, 11, 4, 6)
+    dt, a, bias = torch.randn(2, 11, 4), -torch.rand(4), torch.randn(4)
+    given = {"chunk_size": 4, "D": torch.randn(4), "dt_bias": bias, "dt_softplus": True, "dt_limit": (0.5, 0.9)}
+    ours = scan(x, dt, a, q, q, **given, initial_states=None, return_final_states=True)
+    on_cpu.restore()
+    theirs = file("mamba2").mamba2_chunk_scan(x, dt, a, q, q, **given, initial_states=None, return_final_states=True)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_rows_of_a_type_that_is_not_served_are_refused_too(monkeypatch):
+    """As of Mamba-2 in transformers before 5.15."""
+    monkeypatch.setattr(replace, "FUNCTIONS", {})
+    said = "this version of transformers has its recurrence in one piece"
+    assert said in on_cpu.accelerate(model("bamba")).untouched["bamba"]
+    made, x = model("bamba"), tokens(1, 9)
+    with pytest.raises(ValueError, match=f"BambaForCausalLM cannot take packed rows: {said}"):
+        made(x, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))
+    assert made(x, use_cache=False).logits.isfinite().all()
+
+
 def test_compiled_and_exported_models_run_by_the_original_code():
     made, x = model("qwen3_next", num_hidden_layers=1, layer_types=["linear_attention"]), tokens(1, 9)
     with torch.no_grad():

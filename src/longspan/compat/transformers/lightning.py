@@ -23,7 +23,8 @@ def forward(
     batch, n = hidden_states.shape[:2]
     qkv = self.act_fn(self.qkv_proj(hidden_states))
     if attention_mask is not None:
-        qkv = (qkv * attention_mask[..., None]).to(qkv.dtype)
+        # Before 5.15 it is that of all tokens so far.
+        qkv = (qkv * attention_mask[:, -n:, None]).to(qkv.dtype)
     q, k, v = qkv.view(batch, n, self.num_attention_heads, -1).transpose(1, 2).split(self.head_dim, -1)
     state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
     rate = -widen(self.slope_rate).view(1, -1, 1).expand(batch, -1, n)

@@ -64,7 +64,7 @@ def accelerate(model: nn.Module | None = None):
         for name, ours in ATTRIBUTES.items():
             if callable(found := layer.__dict__.get(name)):
                 _replace(kind, f"{type(layer).__name__}.{name}", layer, name, found, ours)
-    if model is not None and not any(_model(type(m).__module__) in _types() for m in model.modules()):
+    if model is not None and not any(_model(type(m).__module__) in TYPES for m in model.modules()):
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         _untouched[kind] = UNSERVED.get(kind, "it has no recurrent layer that longspan knows")
     return status()
@@ -136,10 +136,12 @@ def _module(module: ModuleType) -> None:
     for (layer, name), ours in METHODS.items():
         if (owner := module.__dict__.get(layer)) is not None:
             _replace(kind, f"{layer}.{name}", owner, name, owner.__dict__[name], ours)
+    refused = LEAKING.get(kind, "")
     if len(_replaced) == before:
-        if kind not in _types():
-            _untouched[kind] = "this version of transformers has its recurrence in one piece; 5.15 or later has not"
-        return
+        if kind in _types():
+            return
+        # Nothing of it is served, but its packed rows would leak all the same.
+        _untouched[kind] = refused = "this version of transformers has its recurrence in one piece; from 5.15 on not"
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if name in module.__dict__:
             original = module.__dict__[name]
@@ -148,7 +150,7 @@ def _module(module: ModuleType) -> None:
         if inspect.isclass(owner) and owner.__module__ == module.__name__ and _is_model(owner):
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
-            _put(one, packing.told(original, LEAKING.get(kind, "")))
+            _put(one, packing.told(original, refused))
 
 
 def _is_model(owner: type) -> bool:
