@@ -4,12 +4,17 @@ from importlib.util import find_spec
 
 # package -> the extra that brings it
 EXTRAS = {
+    "onnx": "export",
+    "onnxruntime": "export",
+    "onnxscript": "export",
     "lightning": "train",
     "tensorboard": "train",
     "sklearn": "train",
     "matplotlib": "plot",
     "PIL": "data",
     "pooch": "data",
+    "transformers": "transformers",
+    "peft": "lora",
 }
 
 

@@ -218,8 +218,24 @@ def _depth(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _transformers(plt: Any, result: dict[str, Any]) -> Any:
+    """How many times as fast each model is, by what it does."""
+    rows = [row for row in result["rows"] if row["candidate"] == "longspan"]
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    figure, axes = _panels(plt, max(len(modes), 1))
+    for axis, mode in zip(axes, modes, strict=False):
+        found = {f"{r['model']}\n{r['dtype']}": r["times_transformers"] for r in rows if r["mode"] == mode}
+        axis.bar(range(len(found)), list(found.values()), 0.6)
+        axis.axhline(1.0, color="k", linewidth=0.8)
+        axis.set(title=mode, ylabel="times as fast as transformers")
+        axis.set_xticks(range(len(found)), list(found), fontsize=8)
+        axis.grid(alpha=0.3, axis="y")
+    return figure
+
+
 PICTURES = {
     "depth": _depth,
+    "transformers": _transformers,
     "members": _members,
     "attention": _attention,
     "step": _step,

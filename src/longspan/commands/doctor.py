@@ -46,6 +46,7 @@ def facts(folder: Path) -> dict[str, str]:
 
     from .. import dispatch
     from ..bench import guard
+    from ..compat.transformers import report
 
     machine = guard.machine()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -58,6 +59,7 @@ def facts(folder: Path) -> dict[str, str]:
         **dispatch.kernels_facts(),
         "cache": f"{folder} ({', '.join(parts(folder)) or 'empty'})",
         "  compiled": f"\n{'':<{COLUMN}}".join(compiled(folder / "native")) or "nothing",
+        "transformers": report.summary(),
         "extras": ", ".join(f"{name}: {state}" for name, state in extras().items()),
     }
 

@@ -112,6 +112,30 @@ def _members(args) -> tuple[Generator, Callable]:
     return results(), members.text
 
 
+def _hybrids_options(parser: Parser) -> None:
+    from ...bench.hybrids import DTYPES, MODELS, Options
+
+    parser.add_argument(
+        "models", type=str, nargs="*", help=f"what to measure, of {', '.join(MODELS)}; without any: all"
+    )
+    parser.add_argument("--length", type=int, default=Options.length, help="tokens of prompts and training steps")
+    parser.add_argument("--dtypes", type=str, default=",".join(DTYPES), help="separated by commas")
+    parser.add_argument("--rounds", type=int, default=Options.rounds, help="samples of each way")
+    parser.add_argument("--small", action="store_true", help="models a few channels wide, to try it in seconds")
+
+
+def _hybrids(args) -> tuple[Generator, Callable]:
+    from ...bench import hybrids
+    from ...progress import track
+
+    positive(args, "length", "rounds")
+    options = hybrids.Options(
+        models=tuple(args.models) or tuple(hybrids.MODELS), length=args.length, dtypes=tuple(args.dtypes.split(",")),
+        rounds=args.rounds, small=args.small,
+    )  # fmt: skip
+    return hybrids.run(options, track), hybrids.text
+
+
 def _limits_options(parser: Parser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each figure")
 
@@ -153,6 +177,15 @@ KINDS = {
         _members,
     ),
     "depth": DEPTH,
+    "transformers": Kind(
+        "whole hybrid models of transformers, by its own code and on longspan's kernels: prompts, training, decoding",
+        (
+            "longspan bench transformers --small --length 64 --rounds 1",
+            "longspan bench transformers kimi mamba2 --dtypes float32",
+        ),
+        _hybrids_options,
+        _hybrids,
+    ),
     "limits": Kind(
         "what this machine can do at most: matrix products, and moving bytes",
         ("longspan bench limits",),

@@ -188,3 +188,12 @@ def _differentiate(ctx, grad, _):
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: patterns.Pattern, *, layer: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k, v from that of the output, with what ``attend`` has given."""
+    text = _text(pattern)
+    return _backward_op(grad, q, k, v, out, lse, text, layer, scale, _way(q, k, v, text, layer)[0] == "native")

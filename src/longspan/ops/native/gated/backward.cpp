@@ -21,7 +21,7 @@ struct Pass {
     long matrix() const { return gates.keys * vp(); }
     long scratch() const {
         return Chunk::size(gates) + Operands<T>::floats(gates) + (SPAN / C + 5) * matrix() + 2 * vp() * kp() + SPAN * 2 * vp() +
-               C * (4 * kp() + 3 * vp() + 2 * C) + 2 * kp();
+               C * (4 * kp() + 3 * vp() + 2 * C + 1) + 2 * kp();
     }
 
     struct Work {
@@ -32,6 +32,7 @@ struct Pass {
         float *dq, *plus, *minus, *out;  // (C, kp): the parts of the gradients, by the sign of G; that of left keys
         float *da, *db;                  // (C, C)
         float *ends, *carry;             // (kp)
+        float* diagonal;                 // (C): of da
     };
 
     void head(long row, bool adds, float* grad_state, Scratch scratch) const {
@@ -48,6 +49,7 @@ struct Pass {
         for (float** p : {&work.dq, &work.plus, &work.minus, &work.out}) *p = scratch.take(C * kp());
         for (float** p : {&work.da, &work.db}) *p = scratch.take(C * C);
         work.ends = scratch.take(kp()), work.carry = scratch.take(kp());
+        work.diagonal = scratch.take(C);
         const long size = gates.keys * gates.values;
         load_state(grad_state + row * size, gates.keys, gates.values, vp(), work.after);
         for (long span = spans(tokens) - 1; span >= 0; --span) {
@@ -121,6 +123,8 @@ struct Pass {
         for (long i = 0; i < n; ++i) {
             const float* factors = gates.decay == by_head ? chunk.weight + i * C : nullptr;
             finish_row(work.da + i * C, factors, i, n, i + 1);
+            work.diagonal[i] = work.da[i * C + i];
+            work.da[i * C + i] = 0.0f;
             if (gates.delta) finish_row(work.db + i * C, factors, i, n, i);
         }
         gemm<false>(n, kp, gates.values, chunk.x, vp, 1, work.turned_after, kp, work.out, kp);
@@ -273,6 +277,14 @@ struct Pass {
                 }
             }
         }
+        // What a token reads of its own writing has no decay: it comes last, so that the sum of differences above, where
+        // it would only round, has none of it.
+        for (long i = 0; i < n; ++i)
+            for (long d = 0; d < kp; d += W) {
+                const vec own = splat(work.diagonal[i]), q = load(chunk.q + i * kp + d), k = load(chunk.k + i * kp + d);
+                store(work.dq + i * kp + d, load(work.dq + i * kp + d) + own * k);
+                store(work.minus + i * kp + d, load(work.minus + i * kp + d) + own * q);
+            }
         if (gates.delta) {
             const Rows<float> rows = gates.of(dbeta, row);
             for (long i = 0; i < n; ++i) {

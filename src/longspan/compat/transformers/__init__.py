@@ -1,0 +1,32 @@
+"""Hugging Face transformers: its models on longspan's CPU kernels, and longspan's decoders among its models.
+
+    import longspan.compat.transformers as on_cpu
+
+    on_cpu.accelerate()                 # recurrent layers, before or after a model is loaded; restore() undoes it
+    on_cpu.register()                   # attn_implementation="longspan": windows, chunks and padding of softmax layers
+    print(on_cpu.status())              # what was replaced, what served each call, and what stays untouched
+    on_cpu.LongspanForCausalLM          # a decoder of longspan's with their generate, Trainer and save_pretrained
+
+transformers (5.5 or later) is imported when one of these is asked for, not before: it is an optional extra of longspan.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from ...extras import need
+from .replace import accelerate, restore
+from .report import Status, status
+from .softmax import register
+
+_WHERE = {"LongspanCache": "cache", "LongspanConfig": "config", "LongspanForCausalLM": "causal_lm"}
+
+__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+    "LongspanCache", "LongspanConfig", "LongspanForCausalLM", "Status", "accelerate", "register", "restore", "status",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    need("longspan's models in transformers", "transformers")
+    return getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)

@@ -1,0 +1,244 @@
+"""A decoder as a causal language model of transformers: generate, Trainer, peft, and what else takes one."""
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ... import checkpoint, shipped, weights
+from ...likelihood import Categorical
+from ...model import Decoder
+from .cache import LongspanCache
+from .config import LongspanConfig
+from .tokens import read
+
+# What others hand over beside the arguments: of a loss, and of packed rows, which position_ids say too.
+_LOSS = ("num_items_in_batch", "shift_labels")
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+IGNORED = -100
+
+
+class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
+    """A ``longspan.Decoder`` under the interface of transformers; the decoder itself is ``model.decoder``.
+
+    >>> import torch
+    >>> from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
+    >>> model = LongspanForCausalLM(LongspanConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+    >>> model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=4, do_sample=False).shape
+    torch.Size([1, 7])
+
+    A decoder's sequences begin with its start token, number ``vocab_size``: where the given tokens have none, it is put
+    before them, and no logits are about it. So ``logits[:, t]`` (B,N,vocab_size) are about the token after
+    ``input_ids[:, t]``. For a loss that counts the first token too, begin ``input_ids`` and ``labels`` with the start
+    token, which ``generation_config.bos_token_id`` is.
+
+    Padding (``attention_mask``) may stand on either side; ``position_ids`` that begin again at 0 are packed sequences.
+    A likelihood that is not categorical answers with the logarithms of its probabilities. Losses of mechanisms' own
+    (``penalty``) are no part of the loss here.
+
+    Raises ValueError for what the decoder refuses, and for ``inputs_embeds``, attentions and hidden states, which there
+    are none of.
+    """
+
+    config_class = LongspanConfig
+    base_model_prefix = "decoder"
+    supports_gradient_checkpointing = True
+    _is_stateful = True
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def __init__(self, config: LongspanConfig, decoder: Decoder | None = None):
+        super().__init__(config)
+        self.decoder = Decoder(config.native()) if decoder is None else decoder
+        self.post_init()
+        self._begin()
+
+    @classmethod
+    def from_longspan(cls, source: str | os.PathLike | Decoder) -> Self:
+        """The model of a run of ``longspan train``, of a checkpoint, or inside longspan by its name; or a decoder.
+
+        ``LongspanForCausalLM.from_longspan("runs/digits").save_pretrained("folder")``. A decoder is not copied.
+        Raises ValueError for a folder that holds no decoder.
+        """
+        run = None
+        if not isinstance(source, Decoder):
+            name = os.fspath(source)
+            if shipped.means(name):
+                path, decoder = shipped.path(name), shipped.load(name)
+            else:
+                path = checkpoint.resolve(Path(name))
+                decoder = checkpoint.load(path)
+            header = checkpoint.read_config(path)
+            if not isinstance(decoder, Decoder):
+                raise ValueError(f"{name} holds an {header['kind']}; only a decoder is a causal language model")
+            source, run = decoder, header.get("run")
+        training, dtype = source.training, next(source.parameters()).dtype
+        model = cls(LongspanConfig.of(source.config, run), source).train(training)
+        model.config.dtype = dtype
+        return model
+
+    def to_longspan(self, folder: str | os.PathLike) -> None:
+        """Write the decoder as a checkpoint that ``longspan.load``, ``longspan eval`` and ``generate`` take.
+
+        Raises ValueError as ``longspan.save`` does, and for weights that a decoder has none of, such as adapters.
+        """
+        own = set(weights.shapes(lambda: Decoder(self.decoder.config)).state_dict())
+        if odd := sorted(own ^ set(self.decoder.state_dict())):
+            raise ValueError(f"a decoder's weights and others, {odd[0]!r} first; merge adapters before, e.g. by peft's "
+                             f"merge_and_unload()")  # fmt: skip
+        checkpoint.save(folder, self.decoder, extra={"run": self.config.run} if self.config.run else None)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """As in transformers. Raises ValueError for weights that do not fit the config, where it would invent them."""
+        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        odd = {
+            what: sorted(str(one) for one in info.get(key) or ())
+            for what, key in (("missing", "missing_keys"), ("unexpected", "unexpected_keys"),
+                              ("of another shape", "mismatched_keys"))
+        }  # fmt: skip
+        said = [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in odd.items() if names]
+        if said:
+            raise ValueError(f"the weights do not fit the model; {'; '.join(said)}")
+        model._begin()
+        return (model, info) if output_loading_info else model
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: LongspanCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple:
+        """input_ids (B,N) int64 -> logits (B,N,vocab_size); see the class.
+
+        ``attention_mask`` (B,N), or (B,past+N) with a cache: 1 on real tokens. ``labels`` (B,N): the ids themselves,
+        -100 where no loss is; they are shifted here. ``past_key_values``: the cache that an earlier call returned,
+        which this one overwrites where no gradients are taken. ``use_cache``: None means in evaluation without labels.
+        ``logits_to_keep``: the last so many tokens, or those of these numbers; 0: all.
+        """
+        self._refuse(input_ids, past_key_values, position_ids, kwargs)
+        assert input_ids is not None
+        if use_cache is None:
+            use_cache = bool(self.config.use_cache) and not self.training and labels is None
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = LongspanCache()
+        mask = self._mask(attention_mask, input_ids)
+        logits = self._logits(self._outputs(input_ids, mask, position_ids, cache))
+        loss = None
+        if labels is not None:
+            # The start token is no target: nothing comes before it.
+            labels = labels.masked_fill(labels == self.decoder.start, IGNORED)
+            given = {name: kwargs[name] for name in _LOSS if name in kwargs}
+            loss = self.loss_function(logits.contiguous(), labels, vocab_size=self.config.vocab_size, **given)
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep]
+        elif logits_to_keep:
+            logits = logits[:, -logits_to_keep:]
+        found = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)  # type: ignore[arg-type]
+        return found if return_dict is not False else found.to_tuple()
+
+    def _outputs(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: LongspanCache | None):
+        state = None if cache is None else cache.state
+        if cache is not None:
+            if state is None:
+                state = self.decoder.init_state(len(ids))
+            elif ids.shape[1] == 1 and mask is None and not torch.is_grad_enabled() and self._single(positions, state):
+                cache.seen += 1
+                return cache.step(self.decoder, ids)
+        begun = None if state is None else state.position > 0
+        given = read(ids, self.decoder.start, mask=mask, positions=positions, begun=begun)
+        donate = cache is not None and not torch.is_grad_enabled()
+        outputs, state = self.decoder(given.tokens, state, mask=given.mask, segments=given.segments, donate=donate)
+        if cache is not None:
+            cache.state, cache.seen = state, cache.seen + ids.shape[1]
+        return given.outputs(outputs)
+
+    def _single(self, positions: Tensor | None, state: Any) -> bool:
+        """Whether one more token goes on with every row."""
+        return bool((state.position > 0).all()) and (positions is None or bool((positions > 0).all()))
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        likelihood = self.decoder.likelihood
+        return outputs if isinstance(likelihood, Categorical) else likelihood.log_probs(outputs)
+
+    def _mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
+        """The part of an attention mask that speaks of these tokens, bool (B,N); None where all are real."""
+        if mask is None:
+            return None
+        if mask.dim() != 2 or len(mask) != len(ids) or mask.shape[1] < ids.shape[1]:
+            raise ValueError(
+                f"attention_mask must be (B, N) = {tuple(ids.shape)}, or longer by what the cache has seen, 1 on real "
+                f"tokens, not {tuple(mask.shape)}"
+            )
+        mask = mask[:, mask.shape[1] - ids.shape[1] :].bool()
+        return None if bool(mask.all()) else mask
+
+    def _refuse(self, ids: Any, cache: Any, positions: Any, kwargs: dict[str, Any]) -> None:
+        """Raise ValueError for what this model has not."""
+        if ids is None or kwargs.pop("inputs_embeds", None) is not None:
+            raise ValueError("a longspan decoder reads tokens: give input_ids, and no inputs_embeds")
+        if cache is not None and not isinstance(cache, LongspanCache):
+            raise ValueError(f"past_key_values must be a LongspanCache, not {type(cache).__name__}")
+        for name in ("output_attentions", "output_hidden_states"):
+            if kwargs.pop(name, None):
+                raise ValueError(f"{name}=True: a longspan decoder hands out none; see record= of longspan.Decoder")
+        known = _LOSS + (_PACKED if positions is not None else ())
+        if odd := [name for name, value in kwargs.items() if name not in known and value is not None]:
+            hint = "; packed rows are told by position_ids" if odd[0] in _PACKED else ""
+            raise ValueError(f"LongspanForCausalLM.forward has no argument {odd[0]!r}{hint}")
+
+    def _begin(self) -> None:
+        if self.generation_config is not None and self.generation_config.bos_token_id is None:
+            self.generation_config.bos_token_id = self.decoder.start
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing: a decoder has initialised itself, and weights that are missing in a file are refused."""
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
+        if (kind := generation_config.cache_implementation) is not None:
+            raise ValueError(f"cache_implementation={kind!r}: a longspan decoder has its own cache, the LongspanCache")
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = LongspanCache()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The table of tokens, the start token last."""
+        return self.decoder.embedding.tokens
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """The output matrix; None where the decoder uses the table of tokens (``tied``)."""
+        return getattr(self.decoder, "head", None)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any):
+        """Raise ValueError: a decoder's likelihood and start token have the size of its vocabulary."""
+        raise ValueError("a longspan decoder keeps its vocabulary; build one with another vocab= and copy the weights")
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
+        """Keep each block's input alone for the backward (``Config.checkpointing``); the options play no part."""
+        self.decoder.stack.checkpointing = True
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep everything that the backward needs."""
+        self.decoder.stack.checkpointing = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether blocks are computed again in the backward."""
+        return self.decoder.stack.checkpointing
+
+
+AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM, exist_ok=True)

@@ -1,0 +1,57 @@
+"""A decoder's config as transformers keeps one."""
+
+from dataclasses import fields
+from typing import Any, Self
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from ...config import Config
+
+
+class LongspanConfig(PreTrainedConfig):
+    """The fields of ``longspan.Config`` beside those that every config of transformers has.
+
+    >>> from longspan.compat.transformers import LongspanConfig
+    >>> config = LongspanConfig(dim=8, depth=2, heads=2, attention="linear; softmax")
+    >>> config.hidden_size, config.num_hidden_layers, config.vocab_size
+    (8, 2, 256)
+
+    ``run``: the settings of the training run that made the weights, as ``longspan train`` keeps them; None where there
+    was none. The start token, number ``vocab``, comes on top of the ``vocab_size`` tokens that are predicted.
+    Raises ValueError for what ``longspan.Config`` refuses.
+    """
+
+    model_type = "longspan"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {  # noqa: RUF012
+        "vocab_size": "vocab",
+        "hidden_size": "dim",
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "heads",
+        "max_position_embeddings": "length",
+    }
+
+    def __init__(self, *, run: dict[str, Any] | None = None, use_cache: bool = True, **values: Any):
+        names = {name: self.attribute_map.get(name, name) for name in values}
+        own = {field.name for field in fields(Config)}
+        config = Config(**{names[name]: value for name, value in values.items() if names[name] in own})
+        for name, value in config.to_dict().items():
+            setattr(self, name, value)
+        self.run, self.use_cache = run, use_cache
+        # Tied weights are one parameter of the decoder, so there is nothing for transformers to tie.
+        rest = {name: value for name, value in values.items() if names[name] not in own} | {
+            "tie_word_embeddings": False
+        }
+        super().__init__(**rest)  # type: ignore[arg-type]
+
+    def native(self) -> Config:
+        """The same as a ``longspan.Config``."""
+        return Config(**{field.name: getattr(self, field.name) for field in fields(Config)})
+
+    @classmethod
+    def of(cls, config: Config, run: dict[str, Any] | None = None) -> Self:
+        """The config of a decoder that longspan has built."""
+        return cls(run=run, **config.to_dict())
+
+
+AutoConfig.register(LongspanConfig.model_type, LongspanConfig, exist_ok=True)

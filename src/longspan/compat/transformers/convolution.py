@@ -1,0 +1,59 @@
+"""The causal depth-wise convolution before recurrent layers, in the layout of transformers: channels first."""
+
+import torch
+from torch import Tensor
+
+from ...ops.convolution import causal_convolution
+from .packing import borders
+
+OURS = {"silu": "silu", "swish": "silu"}
+
+
+def convolve(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **kwargs,
+) -> Tensor:
+    """x (B,C,N), weight (C,K), bias (C,) -> (B,C,N): each token sees K - 1 before it, of its own sequence alone.
+
+    Borders of packed rows are in ``kwargs``: see ``borders``.
+
+    Source: transformers, ``causal_conv1d_fn``.
+    """
+    batch, _, n = hidden_states.shape
+    act = OURS.get(activation or "")
+    segments = borders(kwargs, batch, n)
+    y, _ = causal_convolution(hidden_states.mT, weight, bias, activation=act, segments=segments)
+    return _activated(y.mT, activation)
+
+
+def update(
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """x (B,C,N), mostly one token, after the last R >= K - 1 in ``conv_state`` (B,C,R), which is moved on in place.
+
+    Source: transformers, ``causal_conv1d_update``.
+    """
+    donate, act = not torch.is_grad_enabled(), OURS.get(activation or "")
+    past = conv_state.mT
+    if past.dtype not in (hidden_states.dtype, torch.float32):
+        past = past.to(hidden_states.dtype)
+    y, state = causal_convolution(hidden_states.mT, weight, bias, past, activation=act, donate=donate)
+    if state.data_ptr() != conv_state.data_ptr():
+        conv_state.copy_(state.mT)
+    return _activated(y.mT, activation)
+
+
+def _activated(y: Tensor, activation: str | None) -> Tensor:
+    """With the activations that our function does not have."""
+    if activation is None or activation in OURS:
+        return y
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[activation](y)

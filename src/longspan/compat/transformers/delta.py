@@ -1,0 +1,44 @@
+"""The gated delta rule, per head or per channel, under the names and in the layout of transformers: (B,N,H,D)."""
+
+import torch
+from torch import Tensor
+
+from ...ops.gated import delta_rule
+from ...ops.tensors import widen
+from .packing import borders
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """query, key (B,N,G,D), value (B,N,H,E), beta (B,N,H), log decays g (B,N,H) or (B,N,H,D), state (B,H,D,E).
+
+    -> o (B,N,H,E) in the query's dtype, and the last state in float32, where it is asked for. ``chunk_size`` says how
+    the original computes, not what, and has no effect here. Borders of packed rows are in ``kwargs``: see ``borders``.
+    Of one token without gradients ``initial_state`` may be overwritten by the state that is returned.
+
+    Source: transformers, ``torch_chunk_gated_delta_rule`` and ``chunk_kimi_delta_attention``.
+    """
+    batch, n = query.shape[:2]
+    segments = borders(kwargs, batch, n)
+    q, k, v, decay, rate = (t.transpose(1, 2) for t in (query, key, value, g, beta))
+    # Of float16 the kernels take single tokens alone.
+    if v.dtype == torch.float16 and n > 1:
+        q, k, v = (t.float() for t in (q, k, v))
+    # A cache copies the new state over the old one, so that a step may do so at once.
+    donate = n == 1 and initial_state is not None and output_final_state and not torch.is_grad_enabled()
+    o, state = delta_rule(
+        q, k, v, beta=widen(rate), log_decay=widen(decay), segments=segments, return_state=True, donate=donate,
+        normalise="l2" if use_qk_l2norm_in_kernel else None,
+        state=None if initial_state is None else initial_state.to(widen(v[:0]).dtype),
+    )  # fmt: skip
+    return o.transpose(1, 2).to(query.dtype), state if output_final_state else None

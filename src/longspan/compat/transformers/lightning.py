@@ -1,0 +1,40 @@
+"""MiniMax's lightning attention: a sum of outer products with one fixed decay per head."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...ops.gated import decay_attention
+from ...ops.tensors import widen
+from .packing import borders
+
+
+def forward(
+    self,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values=None,
+    **kwargs,
+) -> tuple[Tensor, Tensor]:
+    """``MiniMaxLightningAttention.forward``: hidden states (B,N,dim), mask (B,N) -> (B,N,dim), the state (B,H,D,D).
+
+    Source: Qin et al. 2024 (2405.17381), eq. 3.
+    """
+    batch, n = hidden_states.shape[:2]
+    qkv = self.act_fn(self.qkv_proj(hidden_states))
+    if attention_mask is not None:
+        # Before 5.15 it is that of all tokens so far.
+        qkv = (qkv * attention_mask[:, -n:, None]).to(qkv.dtype)
+    q, k, v = qkv.view(batch, n, self.num_attention_heads, -1).transpose(1, 2).split(self.head_dim, -1)
+    state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
+    rate = -widen(self.slope_rate).view(1, -1, 1).expand(batch, -1, n)
+    q, k, v = (widen(t) for t in (q, k, v))
+    o, state = decay_attention(
+        q, k, v, log_decay=rate, scale=1.0, segments=borders(kwargs, batch, n), return_state=True,
+        state=None if state is None else state.to(rate.dtype),
+    )  # fmt: skip
+    o = self.norm(o.transpose(1, 2).flatten(2).to(qkv.dtype))
+    o = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * o)
+    if past_key_values is not None:
+        past_key_values.set_linear_cache(self.layer_idx, state)
+    return o, state

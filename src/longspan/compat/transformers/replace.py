@@ -1,0 +1,211 @@
+"""What is replaced in the files of transformers, and how all of it is put back."""
+
+import functools
+import importlib
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...extras import need
+from . import packing
+from .counting import counted
+from .families import ATTRIBUTES, FUNCTIONS, LEAKING, METHODS, TYPES, UNSERVED, Ours
+
+OLDEST = (5, 5)  # of transformers
+
+
+@dataclass
+class Replaced:
+    """One attribute of a module, a class or a layer that has been replaced, and what its calls were served by."""
+
+    model: str
+    name: str
+    owner: Any
+    attribute: str
+    original: Any
+    counts: bool = False
+    put: Any = None
+    active: bool = True
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+_replaced: list[Replaced] = []
+_untouched: dict[str, str] = {}
+
+
+def accelerate(model: nn.Module | None = None):
+    """Put longspan's kernels under the recurrent layers of transformers, for calls on the CPU -> ``status()``.
+
+    Without a ``model`` for all model types that longspan knows, before or after models are loaded; with one for its
+    types alone. It holds for all models of these types in this process, until ``restore()``; a second call adds what
+    is new. In transformers before 5.15, whose layers keep their functions, a model that is loaded already has to be
+    given. Calls on other devices, and those that are compiled, exported or traced, run by the original code.
+
+    Raises ImportError without transformers, and ValueError for transformers before 5.5 and for something that is no
+    model.
+    """
+    from .report import status
+
+    version()
+    if model is not None and not isinstance(model, nn.Module):
+        raise ValueError(f"accelerate takes a model, or nothing for all model types, not {type(model).__name__}")
+    _untouched.update(UNSERVED if model is None else {})
+    for module in _modules(model):
+        _module(module)
+    for layer in () if model is None else model.modules():
+        kind = _model(type(layer).__module__)
+        for name, ours in ATTRIBUTES.items():
+            if callable(found := layer.__dict__.get(name)):
+                _replace(kind, f"{type(layer).__name__}.{name}", layer, name, found, ours)
+    if model is not None and not any(_model(type(m).__module__) in TYPES for m in model.modules()):
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        _untouched[kind] = UNSERVED.get(kind, "it has no recurrent layer that longspan knows")
+    return status()
+
+
+def restore() -> None:
+    """Put back all that ``accelerate`` has replaced; without it nothing changes."""
+    for one in reversed(_replaced):
+        # What somebody else has put there since stays.
+        if one.owner.__dict__.get(one.attribute) is one.put:
+            setattr(one.owner, one.attribute, one.original)
+        one.active = False  # for whoever has kept the function
+    _replaced.clear()
+    _untouched.clear()
+
+
+def version() -> tuple[int, int]:
+    """Of transformers: the first two numbers. Raises ImportError without it, and ValueError where it is too old."""
+    need("longspan.compat.transformers", "transformers")
+    import transformers
+
+    words = transformers.__version__.split(".")
+    found = int(words[0]), int(words[1])
+    if found < OLDEST:
+        raise ValueError(f"transformers {transformers.__version__} is older than 5.5, the oldest that longspan knows")
+    return found
+
+
+def replaced() -> list[Replaced]:
+    """What has been replaced, in this order."""
+    return _replaced
+
+
+def untouched() -> dict[str, str]:
+    """Model types that were left as they are, and why."""
+    return _untouched
+
+
+def _types() -> set[str]:
+    return {one.model for one in _replaced}
+
+
+def _model(module: str) -> str:
+    """``qwen3_next`` of ``transformers.models.qwen3_next.modeling_qwen3_next``; of others the last part."""
+    return module.rpartition(".")[2].removeprefix("modeling_")
+
+
+def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
+    if model is not None:
+        names = dict.fromkeys(type(layer).__module__ for layer in model.modules())
+        yield from (sys.modules[name] for name in names if name.rpartition(".")[2].startswith("modeling_"))
+        return
+    for name in TYPES:
+        try:
+            yield importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        except ImportError:
+            _untouched[name] = "this version of transformers does not have it"
+
+
+def _module(module: ModuleType) -> None:
+    """Replace what is known of one modelling file, and have its models tell their layers of packed rows."""
+    kind = _model(module.__name__)
+    if kind not in TYPES:
+        return
+    before = len(_replaced)
+    for name, ours in FUNCTIONS.items():
+        if callable(found := module.__dict__.get(name)):
+            _replace(kind, name, module, name, found, ours)
+    for (layer, name), ours in METHODS.items():
+        if (owner := module.__dict__.get(layer)) is not None:
+            _replace(kind, f"{layer}.{name}", owner, name, owner.__dict__[name], ours)
+    refused = LEAKING.get(kind, "")
+    if len(_replaced) == before:
+        if kind in _types():
+            return
+        # Nothing of it is served, but its packed rows would leak all the same.
+        _untouched[kind] = refused = "this version of transformers has its recurrence in one piece; from 5.15 on not"
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        if name in module.__dict__:
+            original = module.__dict__[name]
+            _put(Replaced(kind, name, module, name, original), packing.masked(original))
+    for name, owner in list(module.__dict__.items()):
+        if inspect.isclass(owner) and owner.__module__ == module.__name__ and _is_model(owner):
+            original = owner.__dict__["forward"]
+            one = Replaced(kind, f"{name}.forward", owner, "forward", original)
+            _put(one, packing.told(original, refused))
+
+
+def _is_model(owner: type) -> bool:
+    """Whether a class takes tokens and has layers, and says so in a ``forward`` of its own."""
+    from transformers import PreTrainedModel
+
+    if not issubclass(owner, PreTrainedModel) or "forward" not in owner.__dict__:
+        return False
+    return "input_ids" in inspect.signature(owner.__dict__["forward"]).parameters
+
+
+def _replace(kind: str, name: str, owner: Any, attribute: str, original: Callable, ours: Ours) -> None:
+    if hasattr(original, "__longspan__"):
+        return
+    wanted, known = (inspect.signature(f).parameters for f in (original, ours.run))
+    more = [p.name for p in wanted.values() if p.name not in known and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if more and not any(p.kind == p.VAR_POSITIONAL for p in known.values()):
+        _untouched[f"{kind}.{name}"] = f"it takes {', '.join(more)}, which longspan does not know"
+        return
+    one = Replaced(kind, name, owner, attribute, original, ours.counts)
+    _put(one, _dispatch(one, ours))
+
+
+def _put(one: Replaced, new: Callable) -> None:
+    if hasattr(one.original, "__longspan__"):
+        return
+    new.__longspan__ = True  # type: ignore[attr-defined]
+    one.put = new
+    setattr(one.owner, one.attribute, new)
+    _replaced.append(one)
+
+
+def _dispatch(one: Replaced, ours: Ours) -> Callable:
+    """A function that hands each call to ours or to the original, and counts them."""
+    original, calls, ask, serve = one.original, one.calls, ours.why_not, ours.run
+
+    @functools.wraps(original)
+    def run(*args, **kwargs):
+        # First, so that a compiler sees nothing but the original.
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not one.active:  # pyright: ignore[reportPrivateImportUsage]
+            return original(*args, **kwargs)
+        why_not = _elsewhere(args, kwargs)
+        if not why_not and ask is not None:
+            why_not = ask(*args, **kwargs)
+        if why_not:
+            calls[f"the original, since {why_not}"] += 1
+            return original(*args, **kwargs)
+        with counted(calls):
+            return serve(*args, **kwargs)
+
+    return run
+
+
+def _elsewhere(args: tuple, kwargs: dict[str, Any]) -> str:
+    for t in (*args, *kwargs.values()):
+        if isinstance(t, Tensor) and not t.is_cpu:
+            return f"they are on {t.device.type}"
+    return ""

@@ -1,0 +1,146 @@
+"""``attn_implementation="longspan"``: softmax layers of transformers under windows, chunks, padding and sinks."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ...ops import sparse
+from ...ops.sparse import sums
+from ...ops.tensors import widen
+from . import masks
+from .counting import counted
+from .masks import Seen
+from .replace import version
+
+NAME = "longspan"
+BLOCK = 512  # queries at once where scores are capped
+
+calls: Counter[str] = Counter()
+
+
+def register(name: str = NAME) -> None:
+    """Make ``attn_implementation="longspan"`` known to transformers, or another ``name``; again changes nothing.
+
+    A model loaded with it, or told by ``model.set_attn_implementation("longspan")``, has the masks of its softmax
+    layers served by longspan's kernels where a pattern describes them: causal, windows, chunks, both directions,
+    padding at either end, packed rows, learned sinks. Others, single tokens, dropout and other devices are served by
+    transformers' ``sdpa``, plain causal attention too; ``status()`` counts which and why. Scores that are capped by
+    tanh (Gemma 2) are served by torch in blocks of queries, which ``sdpa`` would refuse.
+
+    Raises as ``accelerate``.
+    """
+    version()
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Any = None,
+    attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, device: Any = "cpu", **kwargs,
+) -> Seen | Tensor | None:  # fmt: skip
+    """What ``attend`` gets as its mask: a pattern, or the mask (B,1,N,M) of ``sdpa``. Called by transformers."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    function = causal_mask_function if mask_function is None else mask_function
+    served = not torch.compiler.is_compiling() and not torch.jit.is_tracing() and torch.device(device).type == "cpu"  # pyright: ignore[reportPrivateImportUsage]
+    if served and q_length > 1:
+        offsets = int(q_offset), int(kv_offset)
+        whole = not (allow_is_causal_skip or allow_is_bidirectional_skip)
+        found = "functions were added to the mask"
+        if not use_vmap and offsets[0] + q_length == offsets[1] + kv_length:
+            padding = None if attention_mask is None else attention_mask.bool()
+            found = masks.read(function, batch_size, q_length, kv_length, offsets, padding, local_size, whole)
+        if isinstance(found, Seen) and (q_length == kv_length or _short(found, q_length, kv_length)):
+            return found
+        calls[f"mask by sdpa, since {found if isinstance(found, str) else 'there are fewer queries than keys'}"] += 1
+    return sdpa_mask(
+        batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, local_size,
+        allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **kwargs,
+    )  # fmt: skip
+
+
+def _short(found: Seen, n: int, m: int) -> bool:
+    """Whether the keys before the queries are few and the pattern looks back little, so that they may be rows too."""
+    return found.pattern.lookback is not None and m <= 2 * n
+
+
+def attend(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    dropout: float = 0.0, s_aux: Tensor | None = None, softcap: float | None = None, **kwargs,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """query (B,H,N,D), key (B,G,M,D), value (B,G,M,E) -> (B,N,H,E), None. Called by transformers."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    n, m = query.shape[2], key.shape[2]
+    seen = attention_mask if isinstance(attention_mask, Seen) else None
+    if softcap or (s_aux is not None and (seen is None or dropout)):
+        calls[f"torch, in blocks of queries, since {'scores are capped' if softcap else 'there are sinks'}"] += 1
+        allowed: Any = attention_mask if seen is None else seen.dense(n, m)
+        if allowed is None and n > 1 and kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False:
+            allowed = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(m - n)[None, None]
+        out = _in_blocks(query, key, value, allowed, scale, softcap, s_aux, dropout if module.training else 0.0)
+        return out.transpose(1, 2).contiguous(), None
+    if seen is None or dropout or (seen.plain and s_aux is None):
+        why = "dropout" if dropout else "one token" if n == 1 else "plain causal attention" if seen else "its mask"
+        calls[f"sdpa, for {why}"] += 1
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        attention_mask = attention_mask if seen is None else None if seen.plain else seen.dense(n, m)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if n < m:
+        query = torch.cat([query.new_zeros(*query.shape[:2], m - n, query.shape[-1]), query], 2)
+    with counted(calls, f", under {seen.pattern}"):
+        out = _pattern(query, key, value, seen, scale, s_aux)[:, :, m - n :]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _pattern(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, sink: Tensor | None) -> Tensor:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if sink is None:
+            return sparse.attend(q, k, v, seen.pattern, scale=scale)
+        return sums.with_sink(*sums.attend(q, k, v, seen.pattern, scale=scale), sink)
+
+    if seen.mask is None and seen.segments is None:
+        return run(q, k, v)
+    return sparse.ragged(q, k, v, run, seen.mask, seen.segments, exact=seen.pattern.lookahead != 0)
+
+
+def _in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, cap: float | None, sink: Tensor | None,
+    dropout: float,
+) -> Tensor:  # fmt: skip
+    """cap tanh(score / cap) under a mask (B|1,1,N,M), bool or added, with a sink (H,), block by block of queries.
+
+    Source: Gemma Team 2024 (2408.00118), section 2, logit soft-capping.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+
+    def one(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, sink: Tensor | None) -> Tensor:
+        scores = widen(q @ k.mT) * scale
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, -torch.inf) if allowed.dtype == torch.bool else scores + allowed
+        if sink is not None:
+            more = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+            scores = torch.cat([scores, more], -1)
+        # A row that sees nothing, which is padding.
+        blind = (scores == -torch.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(blind, 0.0).softmax(-1)[..., : k.shape[2]].to(v.dtype)
+        return torch.nn.functional.dropout(weights, dropout) @ v
+
+    outs = []
+    for begin in range(0, q.shape[2], BLOCK):
+        rows = slice(begin, begin + BLOCK)
+        part = None if allowed is None else allowed[..., rows, :]
+        # Computed again in the backward pass, which else would keep every block.
+        outs.append(checkpoint(one, q[:, :, rows], k, v, part, sink, use_reentrant=False))
+    return torch.cat(outs, 2)

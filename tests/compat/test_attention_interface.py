@@ -1,0 +1,215 @@
+"""attn_implementation="longspan": the same outputs and gradients as the original softmax layers, under their masks."""
+
+import pytest
+import torch
+
+from hybrids import VOCAB, tokens
+from longspan import patterns
+from longspan.compat import transformers as on_cpu
+from longspan.compat.transformers import masks, softmax
+from longspan.ops.native.call import available
+from longspan.ops.sparse import sums
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "num_hidden_layers": 2,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
+WINDOW = 7
+# name: class, what its configuration has, patterns that its layers must be served under
+MODELS = {
+    "mistral": ("Mistral", {"sliding_window": WINDOW}, {"causal & band(6)"}),
+    "qwen3": ("Qwen3", {}, {"causal"}),
+    "gemma3": (
+        "Gemma3",
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
+        {"causal & band(6)", "causal"},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"], **EXPERTS},
+        {"causal & band(6)", "causal"},
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"], **EXPERTS,
+            "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,
+        },
+        {f"causal & block({WINDOW})", "causal"},
+    ),
+    "gemma2": ("Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}, set()),
+}  # fmt: skip
+
+
+def model(kind, **more):
+    prefix, own, _ = MODELS[kind]
+    make = getattr(transformers, f"{prefix}TextConfig", None) or getattr(transformers, f"{prefix}Config")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{prefix}ForCausalLM")(make(**SMALL | own | more))
+        for p in made.parameters():
+            p.data.normal_(0.0, 0.6 / p.shape[-1] ** 0.5 if p.dim() > 1 else 0.5)
+    return made.eval()
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    on_cpu.register()
+    softmax.calls.clear()
+    yield
+    softmax.calls.clear()
+
+
+def both(made, **given):
+    """Logits by eager code, and by ours."""
+    out = []
+    for name in ("eager", "longspan"):
+        made.set_attn_implementation(name)
+        out.append(made(**given))
+    return out
+
+
+def close(a, b):
+    assert float((a - b).abs().max() / b.abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_logits_and_gradients_are_those_of_eager_code(kind):
+    made, x = model(kind), tokens(2, 29)
+    found = {}
+    for name in ("eager", "longspan"):
+        made.set_attn_implementation(name)
+        made.zero_grad()
+        out = made(x, labels=x, use_cache=False)
+        out.loss.backward()
+        found[name] = out.logits.detach(), {n: p.grad for n, p in made.named_parameters() if p.grad is not None}
+    close(found["longspan"][0], found["eager"][0])
+    assert found["longspan"][1].keys() == found["eager"][1].keys()
+    largest = max(g.abs().max() for g in found["eager"][1].values())
+    for name, wanted in found["eager"][1].items():
+        assert float((found["longspan"][1][name] - wanted).abs().max() / largest) < 1e-5, name
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_patterns_serve_what_they_describe(kind):
+    made = model(kind)
+    made.set_attn_implementation("longspan")
+    with torch.no_grad():
+        made(tokens(2, 29), attention_mask=padded(2, 29), use_cache=False)
+    under = {what.partition(", under ")[::2] for what in softmax.calls if ", under " in what}
+    assert {pattern for _, pattern in under} == {repr(patterns.parse(text)) for text in MODELS[kind][2]}
+    if available():
+        assert {by for by, _ in under} <= {"native (attention under a pattern)"}
+    assert softmax.calls == on_cpu.status().softmax
+
+
+def padded(batch, n, left=True):
+    hidden = torch.ones(batch, n, dtype=torch.long)
+    hidden[0, slice(0, 5) if left else slice(n - 5, n)] = 0
+    return hidden
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("left", [True, False])
+def test_padding_at_either_end(kind, left):
+    made, x, hidden = model(kind), tokens(2, 29), padded(2, 29, left)
+    with torch.no_grad():
+        theirs, ours = both(made, input_ids=x, attention_mask=hidden, use_cache=False)
+    close(ours.logits[hidden.bool()], theirs.logits[hidden.bool()])
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_texts_are_those_of_eager_code(kind):
+    made, x, hidden = model(kind), tokens(2, 29), padded(2, 29)
+    texts = []
+    for name in ("eager", "longspan"):
+        made.set_attn_implementation(name)
+        texts.append(made.generate(x, attention_mask=hidden, max_new_tokens=9, do_sample=False, pad_token_id=0))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen3", "gpt_oss"])
+def test_packed_rows_are_served_by_their_borders(kind):
+    made, lengths = model(kind), (13, 4, 12)
+    x = tokens(1, 29)
+    at = torch.cat([torch.arange(n) for n in lengths])[None]
+    with torch.no_grad():
+        theirs, ours = both(made, input_ids=x, position_ids=at, use_cache=False)
+    close(ours.logits, theirs.logits)
+    assert any(", under " in what for what in softmax.calls)
+    assert not any("sdpa" in what for what in softmax.calls)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3", "gpt_oss"])
+def test_a_prompt_in_pieces(kind):
+    made, x = model(kind), tokens(1, 29)
+    found = []
+    for name in ("eager", "longspan"):
+        made.set_attn_implementation(name)
+        cache, out = None, []
+        with torch.no_grad():
+            for part in x.split([10, 12, 7], 1):
+                one = made(part, past_key_values=cache, use_cache=True)
+                cache = one.past_key_values
+                out.append(one.logits)
+        found.append(torch.cat(out, 1))
+    close(found[1], found[0])
+
+
+def test_masks_that_no_pattern_describes_go_to_sdpa_and_are_told():
+    made, x = model("qwen3"), tokens(2, 29)
+    hidden = torch.ones(2, 29, dtype=torch.long)
+    hidden[:, 9:12] = 0  # between tokens
+    with torch.no_grad():
+        theirs, ours = both(made, input_ids=x, attention_mask=hidden, use_cache=False)
+    close(ours.logits[hidden.bool()], theirs.logits[hidden.bool()])
+    assert softmax.calls["mask by sdpa, since there is padding between tokens"] == 1
+
+
+def test_an_encoder_with_windows():
+    config = transformers.ModernBertConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        local_attention=6, global_attn_every_n_layers=3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    made, hidden = transformers.ModernBertModel(config).eval(), padded(2, 29)
+    with torch.no_grad():
+        theirs, ours = both(made, input_ids=tokens(2, 29), attention_mask=hidden)
+    close(ours.last_hidden_state[hidden.bool()], theirs.last_hidden_state[hidden.bool()])
+    assert any(", under band" in what for what in softmax.calls)
+
+
+@pytest.mark.parametrize("pattern", ["causal", "causal & band(6)"])
+def test_log_sums_have_gradients(pattern):
+    """With a sink, against a softmax over one more column, in float64."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 37, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    sink = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    p = patterns.parse(pattern)
+    ours = sums.with_sink(*sums.attend(q, k, v, p, scale=0.3), sink)
+    scores = (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~p.dense(37), -torch.inf)
+    weights = torch.cat([scores, sink[:, None, None].expand(2, 4, 37, 1)], -1).softmax(-1)[..., :-1]
+    wanted = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(ours, wanted)
+    up = torch.randn_like(wanted)
+    for a, b in zip(*(torch.autograd.grad(o, (q, k, v, sink), up) for o in (ours, wanted)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_mask_by_its_function():
+    def windows(b, h, i, j):
+        return (j <= i) & (i - j < 3)
+
+    found = masks.read(windows, 1, 6, 6, (0, 0), None, 3, False)
+    assert found.pattern == patterns.parse("causal & band(2)")
+    assert torch.equal(found.dense(6, 6)[0, 0], windows(0, 0, torch.arange(6)[:, None], torch.arange(6)))
+    # Two sequences of three tokens, asked of every pair; a prefix that sees itself is none of the patterns.
+    packed = masks.read(lambda b, h, i, j: (j <= i) & (i // 3 == j // 3), 1, 6, 6, (0, 0), None, None, True)
+    assert packed.segments.tolist() == [[0, 0, 0, 1, 1, 1]]
+    said = masks.read(lambda b, h, i, j: (j <= i) | (j < 2), 1, 6, 6, (0, 0), None, None, True)
+    assert said == "no pattern describes the mask"

@@ -1,0 +1,167 @@
+"""Rows of several sequences through hybrid models: the same as separate rows, and not one token of leakage."""
+
+import pytest
+import torch
+
+from hybrids import KINDS, file, model, tokens
+from longspan.compat import transformers as on_cpu
+from longspan.compat.transformers import packing
+
+LENGTHS = (23, 1, 70, 17)  # borders inside chunks and convolutions, a single token, more than a chunk
+FLAGS = {
+    "positions": {},
+    "numbers": {"return_seq_idx": True},
+    "starts": {"return_flash_attn_kwargs": True},
+    "starts alone": {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    "numbers alone": {"return_seq_idx": True, "return_position_ids": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def swapped():
+    pytest.importorskip("transformers")
+    on_cpu.accelerate()
+    yield
+    on_cpu.restore()
+
+
+def sequences():
+    return [tokens(n, seed=n) for n in LENGTHS]
+
+
+def batch(**flags):
+    """What transformers' own collator makes of the sequences."""
+    from transformers import DataCollatorWithFlattening
+
+    made = DataCollatorWithFlattening(return_tensors="pt", **flags)([{"input_ids": x.tolist()} for x in sequences()])
+    return dict(made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_packed_row_is_its_sequences_alone(kind, flags):
+    made, given = model(kind).train(), batch(**FLAGS[flags])
+    made.zero_grad()
+    found = made(**given)
+    found.loss.backward()
+    ours = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    made.zero_grad()
+    alone = []
+    # The mean over all predicted tokens is that of the sums; a single token predicts nothing.
+    count = sum(n - 1 for n in LENGTHS)
+    for x in sequences():
+        out = made(input_ids=x[None], use_cache=False).logits[0]
+        alone.append(out.detach())
+        (torch.nn.functional.cross_entropy(out[:-1], x[1:], reduction="sum") / count).backward()
+    alone = torch.cat(alone)
+    assert float((found.logits[0].detach() - alone).abs().max() / alone.abs().max()) < 1e-4
+    largest = max(p.grad.abs().max() for p in made.parameters() if p.grad is not None)
+    for name, p in made.named_parameters():
+        if p.grad is not None:
+            assert float((ours[name] - p.grad).abs().max() / largest) < 1e-4, name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_reaches_another_sequence(kind):
+    """Exactly nothing: gradients of the outputs of each sequence are zero at the tokens of all others."""
+    made, given = model(kind), batch()
+    embedded = made.get_input_embeddings()(given["input_ids"]).detach().requires_grad_()
+    out = made(inputs_embeds=embedded, position_ids=given["position_ids"], use_cache=False).logits[0]
+    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+    for begin, end in zip([0, *ends], ends, strict=False):
+        (grad,) = torch.autograd.grad(out[begin:end].square().sum(), embedded, retain_graph=True)
+        reached = grad[0].abs().sum(-1) > 0
+        assert reached[begin:end].all()
+        assert not reached[:begin].any()
+        assert not reached[end:].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpointed_layers_do_not_leak_when_they_are_computed_again(kind):
+    made, given = model(kind).train(), batch()
+    found = {}
+    for again in (False, True):
+        if again:
+            # Its name since 5.2x, and before.
+            getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)()
+        made.zero_grad()
+        made(**given).loss.backward()
+        found[again] = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    for name, wanted in found[False].items():
+        torch.testing.assert_close(found[True][name], wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_borders_by_each_of_their_names():
+    wanted = torch.tensor([[0, 0, 0, 1, 2, 2]])
+    numbers = torch.tensor([[7, 7, 7, 3, 7, 7]])  # equal numbers that are not side by side are two sequences
+    assert torch.equal(packing.borders({"seq_idx": numbers}, 1, 6), wanted)
+    for name in ("cu_seqlens", "cu_seq_lens_q"):
+        assert torch.equal(packing.borders({name: torch.tensor([0, 3, 4, 6])}, 1, 6), wanted)
+    assert packing.borders({"seq_idx": None, "use_cache": False}, 1, 6) is None
+    assert torch.equal(packing.positions_of(wanted), torch.tensor([[0, 1, 2, 0, 0, 1]]))
+    assert torch.equal(packing.of_positions(torch.tensor([[0, 1, 2, 0, 0, 1]])), wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seq_idx": torch.zeros(1, 5)}, r"seq_idx \(1, 5\) must have a number for each token: \(1, 6\)"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens=\[0, 3\] must rise from 0 to the 6 tokens"),
+        ({"cu_seqlens": torch.tensor([0, 4, 3, 6])}, "must rise from 0"),
+    ],
+)
+def test_borders_that_do_not_fit_are_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        packing.borders(given, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"use_cache": True}, "packed rows need use_cache=False"),
+        ({"attention_mask": "padded"}, "packed rows take no padding"),
+        ({"seq_idx": "other"}, "position_ids start again at other tokens"),
+        ({"position_ids": "straight", "seq_idx": "own"}, "position_ids do not start again"),
+    ],
+)
+def test_what_contradicts_packed_rows_is_refused(more, said):
+    made, given = model("qwen3_next"), batch()
+    ids = packing.of_positions(given["position_ids"])
+    special = {
+        "padded": (torch.arange(ids.shape[1]) > 2).long()[None], "other": ids.roll(1), "own": ids,
+        "straight": torch.arange(ids.shape[1])[None],
+    }  # fmt: skip
+    given |= {name: special.get(value, value) if isinstance(value, str) else value for name, value in more.items()}
+    with pytest.raises(ValueError, match=said):
+        made(**given)
+
+
+def test_a_mask_that_hides_nothing_does_not_hide_the_borders():
+    made, given = model("bamba"), batch()
+    with torch.no_grad():
+        wanted = made(**given).logits
+        found = made(**given, attention_mask=torch.ones_like(given["input_ids"])).logits
+    assert torch.equal(found, wanted)
+
+
+def test_layers_that_are_not_told_refuse_to_run():
+    """As in transformers before 5.15, whose recurrent layers never hear of borders."""
+    made, given = model("qwen3_next"), batch()
+    layer = made.model.layers[0].linear_attn
+    told = layer.forward
+    layer.forward = lambda **kwargs: told(**{k: v for k, v in kwargs.items() if k != "seq_idx"})
+    with pytest.raises(ValueError, match="rows are packed, but this version of the model does not tell"):
+        made(**given)
+    assert made(given["input_ids"], use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["qwen4_exp", "glm5_next"])
+def test_models_whose_other_layers_leak_refuse_packed_rows(kind):
+    from longspan.compat.transformers.families import LEAKING
+
+    file(kind)
+    entry = packing.told(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", LEAKING[kind])
+    given = batch()
+    with pytest.raises(ValueError, match="cannot take packed rows: its layers with an indexer"):
+        entry(None, **given)
+    assert entry(None, input_ids=given["input_ids"]) == "ran"

@@ -1,0 +1,175 @@
+"""What accelerate puts in place of transformers' functions, what it leaves alone, and what it tells of it."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hybrids import KINDS, file, model, tokens
+from longspan.compat import transformers as on_cpu
+from longspan.compat.transformers import families, replace
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    pytest.importorskip("transformers")
+    yield
+    on_cpu.restore()
+
+
+def functions(kind):
+    module = file(kind)
+    return {name: vars(module)[name] for name in (*families.FUNCTIONS, "create_causal_mask") if name in vars(module)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_restore_puts_everything_back(kind):
+    before, classes = (
+        functions(kind),
+        {n: c.__dict__.get("forward") for n, c in vars(file(kind)).items() if isinstance(c, type)},
+    )
+    on_cpu.accelerate()
+    assert functions(kind) != before
+    on_cpu.restore()
+    assert functions(kind) == before
+    assert {n: c.__dict__.get("forward") for n, c in vars(file(kind)).items() if isinstance(c, type)} == classes
+    assert on_cpu.status() == on_cpu.Status({}, {})
+    assert str(on_cpu.status()) == "nothing is replaced: longspan.compat.transformers.accelerate() does it"
+
+
+def test_a_second_call_changes_nothing_and_a_model_names_its_own_type_alone():
+    made = model("qwen3_next")
+    first = on_cpu.accelerate(made)
+    assert list(first.functions) == ["qwen3_next"]
+    now = functions("qwen3_next")
+    assert on_cpu.accelerate(made) == first
+    assert functions("qwen3_next") == now
+    assert set(on_cpu.accelerate().functions) >= set(KINDS)
+
+
+def test_what_is_not_known_stays_untouched_and_is_named():
+    from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+
+    plain = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                         num_attention_heads=2))  # fmt: skip
+    assert on_cpu.accelerate(plain).untouched == {"llama": "it has no recurrent layer that longspan knows"}
+    selective = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
+    assert "Mamba-1" in on_cpu.accelerate(selective).untouched["mamba"]
+    assert {"jamba", "rwkv"} <= set(on_cpu.accelerate().untouched)
+
+
+def test_a_function_with_an_unknown_parameter_is_left_alone(monkeypatch):
+    module = file("kimi_linear")
+
+    def newer(query, key, value, g, beta, allow_half=False, **kwargs):
+        return "theirs"
+
+    monkeypatch.setattr(module, "chunk_kimi_delta_attention", newer)
+    found = on_cpu.accelerate(model("kimi_linear"))
+    assert module.chunk_kimi_delta_attention is newer
+    said = found.untouched["kimi_linear.chunk_kimi_delta_attention"]
+    assert said == "it takes allow_half, which longspan does not know"
+
+
+def test_a_layer_that_keeps_its_functions_is_found_in_a_model():
+    """As in transformers before 5.15: attributes set in __init__, which hide what the module has."""
+    made = model("qwen3_next")
+    calls = []
+
+    def chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_state=None,
+                               output_final_state=False, use_qk_l2norm_in_kernel=False):  # fmt: skip
+        calls.append(1)
+
+    layer = made.model.layers[0].linear_attn
+    layer.chunk_gated_delta_rule = chunk_gated_delta_rule
+    status = on_cpu.accelerate(made)
+    name = "Qwen3NextGatedDeltaNet.chunk_gated_delta_rule"
+    assert name in status.functions["qwen3_next"]
+    q = torch.randn(1, 5, 2, 4)
+    o, _ = layer.chunk_gated_delta_rule(q, q, q, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))
+    assert o.shape == q.shape
+    assert not calls
+    kept = layer.chunk_gated_delta_rule
+    on_cpu.restore()
+    assert layer.chunk_gated_delta_rule is chunk_gated_delta_rule
+    kept(q, q, q, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))  # whoever has kept ours gets theirs again
+    assert calls == [1]
+
+
+def test_other_devices_are_left_to_the_original_and_told():
+    on_cpu.accelerate()
+    q, decay = torch.empty(1, 5, 2, 4, device="meta"), torch.empty(1, 5, 2, device="meta")
+    o, _ = file("qwen3_next").torch_chunk_gated_delta_rule(q, q, q, g=decay, beta=decay)
+    assert o.device.type == "meta"
+    by = on_cpu.status().functions["qwen3_next"]["torch_chunk_gated_delta_rule"]
+    assert by == {"the original, since they are on meta": 1}
+
+
+def test_steps_of_another_form_are_left_to_the_original():
+    """A decay for each channel and state, which Mamba-2 does not have, but the function could be given."""
+    on_cpu.accelerate()
+    step, rows = file("mamba2").mamba2_selective_state_update, (2, 3, 4)
+    state, x, dt, a = torch.randn(*rows, 5), torch.randn(rows), torch.rand(rows), -torch.rand(3, 4, 5)
+    b = torch.randn(2, 1, 5)
+    again = state.clone()
+    found = step(state, x, dt, a, b, b, None)
+    on_cpu.restore()
+    assert torch.equal(found, file("mamba2").mamba2_selective_state_update(again, x, dt, a, b, b, None))
+    assert torch.equal(state, again)
+
+
+def test_step_sizes_are_clamped():
+    on_cpu.accelerate()
+    scan, (q, x) = file("mamba2").mamba2_chunk_scan, torch.randn(2, 2, 11, 4, 6)
+    dt, a, bias = torch.randn(2, 11, 4), -torch.rand(4), torch.randn(4)
+    given = {"chunk_size": 4, "D": torch.randn(4), "dt_bias": bias, "dt_softplus": True, "dt_limit": (0.5, 0.9)}
+    ours = scan(x, dt, a, q, q, **given, initial_states=None, return_final_states=True)
+    on_cpu.restore()
+    theirs = file("mamba2").mamba2_chunk_scan(x, dt, a, q, q, **given, initial_states=None, return_final_states=True)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_packed_rows_of_a_type_that_is_not_served_are_refused_too(monkeypatch):
+    """As of Mamba-2 in transformers before 5.15."""
+    monkeypatch.setattr(replace, "FUNCTIONS", {})
+    said = "this version of transformers has its recurrence in one piece"
+    assert said in on_cpu.accelerate(model("bamba")).untouched["bamba"]
+    made, x = model("bamba"), tokens(1, 9)
+    with pytest.raises(ValueError, match=f"BambaForCausalLM cannot take packed rows: {said}"):
+        made(x, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))
+    assert made(x, use_cache=False).logits.isfinite().all()
+
+
+def test_compiled_and_exported_models_run_by_the_original_code():
+    made, x = model("qwen3_next", num_hidden_layers=1, layer_types=["linear_attention"]), tokens(1, 9)
+    with torch.no_grad():
+        wanted = made(x, use_cache=False).logits
+    on_cpu.accelerate()
+    found = torch.compile(made, backend="eager")(x, use_cache=False).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not any(by for by in on_cpu.status().functions["qwen3_next"].values())
+
+
+def test_importing_longspan_does_not_import_transformers():
+    code = (
+        "import sys, longspan, longspan.compat.transformers as t; t.status(); t.restore(); "
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_missing_or_too_old_is_said(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "4.57.6")
+    with pytest.raises(ValueError, match=r"transformers 4\.57\.6 is older than 5\.5"):
+        on_cpu.accelerate()
+    monkeypatch.setattr(replace, "need", lambda *_: (_ for _ in ()).throw(ImportError("pip install")))
+    with pytest.raises(ImportError, match="pip install"):
+        on_cpu.accelerate()
+
+
+def test_something_that_is_no_model_is_refused():
+    with pytest.raises(ValueError, match="accelerate takes a model, or nothing for all model types, not str"):
+        on_cpu.accelerate("qwen3_next")

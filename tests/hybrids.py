@@ -1,0 +1,131 @@
+"""Tiny models of transformers with recurrent layers, of every type that ``longspan.compat.transformers`` serves."""
+
+import importlib
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+VOCAB = 97
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+DELTA = {
+    "head_dim": 16, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+EXPERTS = {
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+
+# name: (class, what its configuration has beside COMMON)
+KINDS = {
+    "qwen3_next": ("Qwen3Next", {**DELTA, **EXPERTS}),
+    "qwen3_5": ("Qwen3_5", DELTA),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **EXPERTS}),
+    "olmo_hybrid": ("OlmoHybrid", {k: v for k, v in DELTA.items() if k != "head_dim"} | {"linear_num_key_heads": 4}),
+    "kimi_linear": ("KimiLinear", {**LATENT, "linear_head_dim": 8, "linear_num_heads": 4}),
+    "bailing_hybrid": (
+        "BailingHybrid",
+        {**LATENT, "head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+    ),
+    "mamba2": (
+        "Mamba2",
+        {"num_heads": 8, "head_dim": 8, "state_size": 12, "n_groups": 2, "chunk_size": 16, "num_hidden_layers": 2},
+    ),
+    "bamba": ("Bamba", {**MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **MAMBA, "num_hidden_layers": 3, "num_local_experts": 4, "shared_intermediate_size": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+    "falcon_h1": ("FalconH1", {**MAMBA, "mamba_d_ssm": 64, "num_hidden_layers": 2}),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"], "head_dim": 8,
+            "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        {
+            "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+            "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 12, "chunk_size": 16, "num_key_value_heads": 4,
+            "use_mem_rope": True, "hidden_size": 32,
+        },
+    ),
+    "minimax": (
+        "MiniMax",
+        {
+            "num_hidden_layers": 3, "num_local_experts": 4, "block_size": 16, "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
+}  # fmt: skip
+
+
+def file(kind):
+    """The modelling file of a type; skips where these transformers do not have it."""
+    pytest.importorskip("transformers")
+    try:
+        return importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    except ImportError as error:
+        pytest.skip(f"these transformers have no {kind}: {error}")
+
+
+def model(kind, seed=0, **more):
+    """A model of this type with lively random weights, in evaluation."""
+    module, (prefix, own) = file(kind), KINDS[kind]
+    config = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
+    make = getattr(config, f"{prefix}TextConfig", None) or getattr(config, f"{prefix}Config")
+    given = {k: v for k, v in {**COMMON, **own, **more}.items() if v is not None or k.endswith("token_id")}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = getattr(module, f"{prefix}ForCausalLM")(make(**given))
+        for name, p in made.named_parameters():
+            # Initial values are often small or all alike, so that nothing would be seen of a mistake.
+            if p.dim() > 1:
+                p.data.normal_(0.0, 0.6 / p.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+            elif "A_log" in name:
+                p.data.uniform_(-1.0, 1.0)
+            elif "dt_bias" in name:
+                p.data.uniform_(-2.0, 0.0)
+            else:
+                p.data.add_(torch.randn_like(p) * 0.1)
+    return made.eval()
+
+
+def tokens(*shape, seed=0):
+    """Random tokens, none of which is padding."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def judge(kind, made):
+    """The same model in float64 throughout, also where its file says float32: what both ways are measured by."""
+    source = Path(file(kind).__file__).read_text(encoding="utf-8")
+    source = source.replace("torch.float32", "torch.float64").replace(".float()", ".double()")
+    name = f"transformers.models.{kind}.modeling_{kind}_in_double"
+    module = types.ModuleType(name)
+    module.__package__, module.__file__ = f"transformers.models.{kind}", file(kind).__file__
+    sys.modules[name] = module
+    exec(compile(source, module.__file__, "exec"), vars(module))
+    exact = getattr(module, type(made).__name__)(made.config).double().eval()
+    exact.set_experts_implementation("eager")  # grouped products are not there in float64
+    exact.load_state_dict(made.state_dict())
+    return exact
