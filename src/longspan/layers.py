@@ -190,7 +190,7 @@ class ShortConvolution(nn.Module):
         means nothing. segments (B,N) int64, never decreasing from one real token to the next: a token sees its own
         only, the given state belongs to the first, the returned one to the last. bias (channels,), activation: silu.
         """
-        past = self.start(len(x)) if state is None else state
+        past = self.start(x.shape[0]) if state is None else state
         given = {"activation": activation, "segments": segments}
         if mask is None or not x.shape[1]:
             given["segments"] = segments if x.shape[1] else None

@@ -183,7 +183,7 @@ def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None) -> None:
 
 def check_position(position: Tensor, tokens: Tensor) -> None:
     """Raise ValueError unless these are counts of tokens, int64 (B,), as a decoder's state has them."""
-    batch = len(tokens)
+    batch = tokens.shape[0]
     if not isinstance(position, Tensor) or position.dtype != torch.int64 or tuple(position.shape) != (batch,):
         came = f"{position.dtype} {tuple(position.shape)}" if isinstance(position, Tensor) else type(position).__name__
         raise ValueError(f"the position of this decoder's state must be int64 {(batch,)}, not {came}")
