@@ -141,7 +141,7 @@ class NextToken(Objective):
         super().__init__(run, dataset)
         self.auxiliary: Auxiliary | None = None
 
-    def prepare(self, model: Decoder) -> None:
+    def prepare(self, model: Any) -> None:
         run = self.run
         if run.intermediate or run.targets > 1:
             options: dict[str, Any] = {"intermediate": run.intermediate, "targets": run.targets}
