@@ -356,11 +356,9 @@ def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) ->
             f"goes with none, sinusoidal or learned"
         )
     given |= options
-    if odd := [name for name in given if name not in own_options(kind)]:
-        known = ", ".join(own_options(kind)) or "none"
-        raise ValueError(
-            f"{cls.name} with {placed.kind} positions is {kind.name}, whose options are {known}; not {odd[0]}"
-        )
+    if odd := [name for name in given if name not in (known := own_options(kind))]:
+        said = f"whose options are {', '.join(known) or 'none'}; not {odd[0]}"
+        raise ValueError(f"{cls.name} with {placed.kind} positions is {kind.name}, {said}")
     return kind, given
 
 

@@ -106,9 +106,7 @@ def named(
     """
     if causal and torch.compiler.is_exporting():
         phi = MAPS[feature_map]
-        return attend(
-            phi(widen(q)), phi(widen(k)), v, causal=True, eps=eps, mask=mask, segments=segments, state=state
-        )
+        return attend(phi(widen(q)), phi(widen(k)), v, causal=True, eps=eps, mask=mask, segments=segments, state=state)
     token = causal and mask is None and state is not None and q.shape[2] == 1
     if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
         return found
