@@ -44,7 +44,7 @@ def dates(seed: int = 0, count: int = COUNT) -> Iterator[tuple[str, str]]:
     1950 to 2049.
 
     >>> list(dates(0, 3))[0]
-    ('8 Jul 2034', '2034-11-27')
+    ('11-June-2034', '2034-06-11')
     """
     draw = _draws(seed)
     days = (LAST - FIRST).days + 1
