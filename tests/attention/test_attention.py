@@ -122,7 +122,10 @@ class TestBuild:
         ("spec", "message"),
         [
             ("linaer", r"unknown name 'linaer' \(did you mean 'linear'\?\); known: .*kernel, .*linear, .*softmax"),
-            ("linear(window=3)", "linear has no option 'window'; it has feature_map, eps, rotary, context_dim"),
+            (
+                "linear(window=3)",
+                "linear has no option 'window'; it has feature_map, eps, rotary, rotary_layout, context_dim",
+            ),
             ("linear(causal=False)", "linear has no option 'causal'"),
             ("linear(feature_map='cosine')", "unknown feature map 'cosine'.*known: elu, exp, relu, squared_relu"),
             ("linear(eps=-1.0)", "eps=-1.0 is added to the denominator and must not be negative"),
