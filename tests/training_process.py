@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from longspan import signals
+from longspan import checkpoint, signals
 from longspan.config import Config
-from longspan.train import Run, engine, fit
+from longspan.train import Run, engine, fit, objective
 
 TINY = Config(dim=10, depth=1, heads=2, feedforward=14, vocab=17, length=64, dropout=0.1)
 
@@ -41,7 +41,7 @@ def best_at(monkeypatch, step):
 
     def scripted(keeper, trainer, task):
         nats = abs(trainer.global_step - step) + 1.0
-        monkeypatch.setattr(engine, "total", lambda *_: torch.tensor([nats, 1.0]))
+        monkeypatch.setattr(objective, "total", lambda *_: torch.tensor([nats, 1.0]))
         return evaluate(keeper, trainer, task)
 
     monkeypatch.setattr(engine.Keeper, "_evaluate", scripted)
@@ -50,7 +50,7 @@ def best_at(monkeypatch, step):
 def main() -> None:
     torch.set_num_threads(1)
     job = {"resume": False, "pause": 0.0, "record": ""} | json.loads(sys.argv[1])
-    seed, order, train = engine.step_seed, engine.batch_indices, engine.train
+    seed, order, train = engine.step_seed, objective.batch_indices, engine.train
     taken: dict[int, list[int]] = {}
 
     def slow(*arguments):
@@ -70,9 +70,9 @@ def main() -> None:
             torch.save(model.state_dict(), Path(job["record"]) / f"weights-{rank}.pt")
         return result
 
-    engine.step_seed, engine.batch_indices, engine.train = slow, recorded, kept
+    engine.step_seed, objective.batch_indices, engine.train = slow, recorded, kept
     try:
-        fit(Config(**job["model"]), Run(**job["run"]), resume=job["resume"])
+        fit(checkpoint.config_of(job["model"]), Run(**job["run"]), resume=job["resume"])
     except KeyboardInterrupt as interruption:
         print(interruption, file=sys.stderr)
         sys.exit(128 + signals.number(interruption))

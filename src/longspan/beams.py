@@ -1,6 +1,5 @@
 """Beam search: the likeliest continuations, of which several are followed at a time."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from .attention.arguments import check_mask
 from .attention.state import select
-from .generate import prefill
+from .generate import begun, check_source
 from .model import Decoder
 from .seq2seq import Seq2Seq
 
@@ -54,7 +53,10 @@ def beam_search(
     Raises ValueError for a prompt, source or option out of range.
     """
     _check(model, prompt, source, mask, source_mask, tokens, beams, best, length_penalty, stop)
-    outputs, state, step = _begun(model, prompt, mask, source, source_mask, tokens)
+    if prompt is None:
+        assert source is not None
+        prompt = source.new_zeros(len(source), 0)
+    outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens)
     batch, levels = len(outputs), model.likelihood.levels
     logs = model.likelihood.log_probs(outputs).double()  # (B,V)
     # One hypothesis a row at first: the others begin at -inf, so that the first step draws from the first one alone.
@@ -93,37 +95,14 @@ def _scored(total: Tensor, lengths: Tensor, penalty: float) -> Tensor:
     return total / ((5 + lengths.double()) / 6) ** penalty
 
 
-def _begun(model, prompt, mask, source, source_mask, tokens) -> tuple[Tensor, object, Callable]:
-    """Outputs (B,size) about the first token, the state before it, and what makes a step."""
-    if isinstance(model, Decoder):
-        outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens)
-        return outputs, state, lambda token, state: model(token, state, donate=True)
-    prompt = source.new_zeros(len(source), 0) if prompt is None else prompt
-    state = model.init_state(source, source_mask=source_mask, capacity=prompt.shape[1] + tokens)
-    begin = prompt.new_full((len(prompt), 1), model.start)
-    outputs, state = model.step(torch.cat([begin, prompt], 1), state, donate=True)
-    return outputs[:, -1], state, lambda token, state: model.step(token, state, donate=True)
-
-
 def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length_penalty, stop) -> None:
     """Raise ValueError for what ``beam_search`` refuses."""
-    if isinstance(model, Seq2Seq):
-        if source is None:
-            raise ValueError("a Seq2Seq writes the target of a source; give source=(B,M) int64")
+    check_source(model, prompt, mask, source, source_mask)
+    if source is None:
+        if prompt is None:
+            raise ValueError("a Decoder continues a prompt; give prompt=(B,P) int64, P may be 0")
         if mask is not None:
-            raise ValueError("mask= is for a decoder's prompts of different lengths; the source's is source_mask=")
-        if source_mask is not None:
-            check_mask("source_mask", source_mask, tuple(source.shape))
-        if prompt is not None and len(prompt) != len(source):
-            raise ValueError(f"prompt has {len(prompt)} rows, source {len(source)}; give a prompt for each source")
-    elif not isinstance(model, Decoder):
-        raise ValueError(f"beam_search continues a Decoder or a Seq2Seq, not {type(model).__name__}")
-    elif source is not None or source_mask is not None:
-        raise ValueError("a Decoder reads no source; it continues a prompt")
-    elif prompt is None:
-        raise ValueError("a Decoder continues a prompt; give prompt=(B,P) int64, P may be 0")
-    elif mask is not None:
-        check_mask("mask", mask, tuple(prompt.shape))
+            check_mask("mask", mask, tuple(prompt.shape))
     for name, value in (("tokens", tokens), ("beams", beams), ("best", best)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")

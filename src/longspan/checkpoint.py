@@ -28,6 +28,7 @@ from .kinds import shown
 from .model import Decoder, Encoder
 from .sealed import CONFIG
 from .seq2seq import Seq2Seq
+from .spec import known
 from .stacks import weigh
 from .version import VERSION
 
@@ -69,9 +70,9 @@ def save(
         raise ValueError(f"folder must be a path, not {type(folder).__name__}{hint}")
     folder = _place(folder)
     header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
-    known = ("format", *header, "files", "sha256")
-    if taken := [name for name in extra or {} if name in known]:
-        raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(known)}")
+    entries = ("format", *header, "files", "sha256")
+    if taken := [name for name in extra or {} if name in entries]:
+        raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(entries)}")
     weights = _weights(model)
     _refuse_nan("the model", weights)
     try:
@@ -198,6 +199,24 @@ def _look(weights: Mapping[str, Tensor], size: int) -> None:
     # Even bytes instead of float64 are an eighth.
     if size > 8 * found + (1 << 20):
         raise ValueError(f"its weights would take {size:,} bytes, and {WEIGHTS} has {found:,}")
+
+
+def kind_of(config: Any) -> str:
+    """The kind of model that a config describes. Raises ValueError for anything else."""
+    for kind, (config_class, _) in KINDS.items():
+        if type(config) is config_class:
+            return kind
+    names = ", ".join(config_class.__name__ for config_class, _ in KINDS.values())
+    raise ValueError(f"a {type(config).__name__} describes no model; known: {names}")
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """The config that a recipe's model describes: its fields and ``kind``, without which it is a decoder.
+
+    Raises ValueError for an unknown kind, a field that it does not have, and values that fit none.
+    """
+    values = dict(fields)
+    return KINDS[known(values.pop("kind", "decoder"), KINDS, "kind of model")][0].from_dict(values)
 
 
 def _kind(model: nn.Module) -> str:

@@ -16,8 +16,9 @@ from .spec import known
 COMMANDS = {
     "demo": ("demo", "train linear and softmax attention on images of digits, and compare how fast they generate"),
     "train": ("train", "train a model from a recipe or from flags"),
-    "eval": ("evaluate", "bits per dimension or byte of a trained model"),
-    "generate": ("generate", "pictures or text from a trained model"),
+    "eval": ("evaluate", "bits per dimension, byte or token of a trained model, and exact targets"),
+    "generate": ("generate", "pictures, text or targets of sources from a trained model"),
+    "export": ("export", "a trained model as an ONNX file: prefill and step in one graph"),
     "list": ("listing", "the mechanisms that there are"),
     "show": ("show", "one mechanism: options, parameters, FLOPs, state, backend; or a training run"),
     "compare": ("compare", "training runs side by side: a table, and curves in one picture"),

@@ -3,12 +3,11 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
-from . import kinds
+from . import kinds, positions
 from .spec import known, split
 
 ACTIVATIONS = ("relu", "gelu", "silu", "squared_relu", "geglu", "swiglu")
 NORMS = ("layer", "rms")
-POSITIONS = ("none", "sinusoidal", "learned", "rotary")
 POOLS = ("none", "mean")
 # Blocks cost time to build, whatever their weights are; the deepest networks that were ever trained have 1000.
 DEEPEST = 10_000
@@ -108,7 +107,7 @@ class Config(StackConfig):
     likelihood: str = "categorical"
     """categorical | logistics(mixtures=10): the distribution of the next token"""
     positions: str = "learned"
-    """none | sinusoidal | learned | rotary"""
+    """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
     length: int = 1024
     """tokens in the table of learned positions; other positions have no limit and do not read it"""
     tied: bool = False
@@ -118,7 +117,7 @@ class Config(StackConfig):
         super().__post_init__()
         _require(self.vocab >= 2, f"vocab={self.vocab} must be at least 2")
         _require(self.length >= 1, f"length={self.length} must be at least 1")
-        _choose("positions", self.positions, POSITIONS)
+        positions.parse(self.positions)
         _require(
             not self.tied or self.likelihood.startswith("categorical"),
             f"tied=True needs one output per token, so likelihood='categorical', not {self.likelihood!r}",
@@ -142,7 +141,7 @@ class EncoderConfig(StackConfig):
     pool: str = "none"
     """none: one output per token; mean: one per sequence, the mean over its real tokens"""
     positions: str = "sinusoidal"
-    """none | sinusoidal | learned | rotary"""
+    """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
     length: int = 1024
     """tokens in the table of learned positions; other positions have no limit and do not read it"""
 
@@ -151,7 +150,7 @@ class EncoderConfig(StackConfig):
         _require(self.vocab >= 0, f"vocab={self.vocab} must not be negative")
         _require(self.outputs >= 0, f"outputs={self.outputs} must not be negative")
         _require(self.length >= 1, f"length={self.length} must be at least 1")
-        _choose("positions", self.positions, POSITIONS)
+        positions.parse(self.positions)
         _choose("pool", self.pool, POOLS)
 
 

@@ -14,6 +14,7 @@ from .model import Decoder, DecoderState, Embedding, check_tokens
 from .ops.native import decode
 from .ops.native.call import MAPS, available
 from .ops.operands import in_memory, overlap
+from .positions import Sinusoidal
 from .stacks import Stack
 from .stacks.block import Block
 from .stacks.gates import Add
@@ -42,7 +43,7 @@ class Engine:
         parts: Any = model  # whose modules torch types as tensors, perhaps
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.weights = decode.Weights(self.dtype)
-        self.sinusoidal = config.positions == "sinusoidal"
+        self.sinusoidal = isinstance(parts.embedding.positions, Sinusoidal)
         self.layers = (decode.Layer * config.depth)(*(self._layer(block) for block in parts.stack.blocks))
         table = self.weights.table(parts.embedding.table.weight) if config.positions == "learned" else None
         final = self._norm(parts.stack.norm) if config.prenorm else decode.Norm()
@@ -172,6 +173,8 @@ def _odd(name: str, module: nn.Module) -> str:
         return f"{name or 'it'} has a forward or hooks of its own"
     if isinstance(module, Linear) and not isinstance(module.feature_map, str):
         return f"{name}'s feature map is a Python callable"
+    if isinstance(module, Linear | Softmax) and module.rotary_layout != "halves":
+        return f"{name} turns interleaved pairs of channels"
     return ""
 
 

@@ -1,6 +1,7 @@
 """Generation, one call per token on the same state; and the log-likelihood of given sequences."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from .attention.arguments import check_mask
 from .engine import Engine
 from .model import Decoder, DecoderState
 from .ops.memory import reuse_pages
+from .seq2seq import Seq2Seq
 
 FEW = 8  # tokens for which the decode engine is not worth its preparation
 
@@ -37,12 +39,14 @@ def prefill(
 
 
 def generate(
-    model: Decoder,
+    model: Decoder | Seq2Seq,
     prompt: Tensor | None = None,
     *,
     tokens: int,
     batch: int = 1,
     mask: Tensor | None = None,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
     prefix: bool = False,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -60,20 +64,26 @@ def generate(
     torch.Size([1, 7])
 
     ``prompt`` (B,P) int64, with ``mask`` (B,P) where rows differ in length (either side may be padded); without a
-    prompt, ``batch`` sequences start from nothing. ``prefix=True``, for models that were trained so: the start token
-    and those of the prompt all see each other. ``temperature`` sharpens below 1 and flattens above (0: the mode);
-    ``top_k`` keeps the k likeliest tokens (0: all); ``top_p`` keeps the likeliest ones that reach this mass (1: all).
-    ``seed`` makes the draws repeatable, independent of the global generator. A row that has drawn ``stop`` goes on
-    yielding ``stop``; when every row has, generation ends.
+    prompt, ``batch`` sequences start from nothing. A ``Seq2Seq`` writes the target of each ``source`` (B,M), with
+    ``source_mask`` (B,M) where rows differ in length, from its start or from a ``prompt``. ``prefix=True``, for models
+    that were trained so: the start token and those of the prompt all see each other. ``temperature`` sharpens below 1
+    and flattens above (0: the mode); ``top_k`` keeps the k likeliest tokens (0: all); ``top_p`` keeps the likeliest
+    ones that reach this mass (1: all). ``seed`` makes the draws repeatable, independent of the global generator. A row
+    that has drawn ``stop`` goes on yielding ``stop``; when every row has, generation ends.
 
     The prompt is read in one call and each token costs one more, on a state that only this generator holds. Where the
     decode engine serves the model it makes these steps, with the weights as they were at the call.
-    Raises ValueError, at the call, for a prompt or sampling option out of range, and for ``prefix=True`` without a
-    prompt or with an attention that has no prefix mode.
+    Raises ValueError, at the call, for a prompt, source or sampling option out of range, and for ``prefix=True``
+    without a prompt or with an attention that has no prefix mode.
     """
     device = model.device
     reuse_pages()
-    if prompt is None:
+    check_source(model, prompt, mask, source, source_mask)
+    if source is not None:
+        if prefix or batch != 1:
+            raise ValueError("prefix= and batch= are for a decoder; a Seq2Seq writes one target for each source")
+        prompt = source.new_zeros(len(source), 0) if prompt is None else prompt
+    elif prompt is None:
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
         if prefix:
@@ -95,14 +105,56 @@ def generate(
     model.likelihood.sample(
         torch.zeros(1, model.likelihood.size), **options, generator=torch.Generator().manual_seed(0)
     )
-    outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens, prefix=prefix)
+    outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens, prefix=prefix)
     # Packing the weights takes as long as a few tokens.
-    engine = Engine(model) if tokens > FEW and not Engine.why_not(model) else None
+    if isinstance(model, Decoder) and tokens > FEW and not Engine.why_not(model):
+        step = Engine(model)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    return _tokens(model, engine, outputs, state, tokens, options, generator, stop)
+    return _tokens(model, step, outputs, state, tokens, options, generator, stop)
 
 
-def _tokens(model, engine, outputs, state, tokens, options, generator, stop) -> Iterator[Tensor]:
+def check_source(
+    model: Any, prompt: Tensor | None, mask: Tensor | None, source: Tensor | None, source_mask: Tensor | None
+) -> None:
+    """Raise ValueError for a model that generates nothing, or is not given what it reads."""
+    if isinstance(model, Seq2Seq):
+        if source is None:
+            raise ValueError("a Seq2Seq writes the target of a source; give source=(B,M) int64")
+        if mask is not None:
+            raise ValueError("mask= is for a decoder's prompts of different lengths; the source's is source_mask=")
+        if source_mask is not None:
+            check_mask("source_mask", source_mask, tuple(source.shape))
+        if prompt is not None and len(prompt) != len(source):
+            raise ValueError(f"prompt has {len(prompt)} rows, source {len(source)}; give a prompt for each source")
+    elif not isinstance(model, Decoder):
+        raise ValueError(f"what continues sequences is a Decoder or a Seq2Seq, not {type(model).__name__}")
+    elif source is not None or source_mask is not None:
+        raise ValueError("a Decoder reads no source; it continues a prompt")
+
+
+@torch.no_grad()
+def begun(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor,
+    mask: Tensor | None,
+    source: Tensor | None,
+    source_mask: Tensor | None,
+    tokens: int,
+    *,
+    prefix: bool = False,
+) -> tuple[Tensor, DecoderState, Callable]:
+    """Outputs (B,size) about the first new token, the state before it, and what makes a step of its own state."""
+    if isinstance(model, Decoder):
+        outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens, prefix=prefix)
+        return outputs, state, lambda token, state: model(token, state, donate=True)
+    assert source is not None
+    state = model.init_state(source, source_mask=source_mask, capacity=prompt.shape[1] + tokens)
+    begin = prompt.new_full((len(prompt), 1), model.start)
+    outputs, state = model.step(torch.cat([begin, prompt], 1), state, donate=True)
+    return outputs[:, -1], state, lambda token, state: model.step(token, state, donate=True)
+
+
+def _tokens(model, step, outputs, state, tokens, options, generator, stop) -> Iterator[Tensor]:
     done = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
     for i in range(tokens):
         token = model.likelihood.sample(outputs, **options, generator=generator)
@@ -114,7 +166,7 @@ def _tokens(model, engine, outputs, state, tokens, options, generator, stop) -> 
             return
         # Entered anew for each token: a generator must not hold a context open while its caller runs.
         with torch.no_grad():
-            outputs, state = engine(token[:, None], state) if engine else model(token[:, None], state, donate=True)
+            outputs, state = step(token[:, None], state)
             outputs = outputs[:, 0]
 
 

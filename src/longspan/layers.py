@@ -32,11 +32,11 @@ def check_counts(name: str, counts: Tensor, most: int | None = None) -> None:
         counted(name, counts, most)
 
 
-def rotate(x: Tensor, at: Tensor, base: float) -> Tensor:
+def rotate(x: Tensor, at: Tensor, base: float, layout: str = "halves") -> Tensor:
     """Rotary positions: pair j of the D channels turns by position * base^(-2j/D).
 
-    x (B,H,N,D), at (B,N) -> (B,H,N,D). Channel j is paired with channel j + D/2 (the "half-split" layout; weights made
-    for the interleaved layout need their rows permuted). Angles are float32 at least.
+    x (B,H,N,D), at (B,N) -> (B,H,N,D). ``layout``: halves, channel j is paired with j + D/2; interleaved, 2j with
+    2j + 1. Weights made for one need their rows permuted for the other. Angles are float32 at least.
 
     Source: Su et al. 2021 (2104.09864), eq. 34.
     """
@@ -45,28 +45,43 @@ def rotate(x: Tensor, at: Tensor, base: float) -> Tensor:
     rates = base ** (torch.arange(half, device=x.device, dtype=dtype) / -half)
     angles = at[:, None, :, None].to(dtype) * rates  # (B,1,N,D/2)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    if layout == "interleaved":
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def check_rotary(base: float, dim: int) -> None:
-    """Raise ValueError where heads of ``dim`` channels cannot be rotated with this base."""
+def check_rotary(base: float, layout: str, dim: int) -> None:
+    """Raise ValueError where heads of ``dim`` channels cannot be rotated with this base and layout."""
+    known(layout, {"halves": 0, "interleaved": 0}, "rotary_layout")
+    if not base and layout != "halves":
+        raise ValueError(f"rotary_layout={layout!r} says which channels turn, and with rotary=0.0 none do")
     if base < 0:
         raise ValueError(f"rotary={base} is the base of the angles; it must be positive, or 0 for none")
     if base and dim % 2:
         raise ValueError(f"rotary positions turn pairs of channels, so heads need an even size, not {dim}")
 
 
-def sinusoid(at: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """at (B,N) -> (B,N,dim): channels 2j and 2j+1 are sin and cos of position * 10000^(-2j/dim).
+def sinusoid(at: Tensor, dim: int, dtype: torch.dtype, *, layout: str = "interleaved", base: float = 10000.0) -> Tensor:
+    """at (B,N) -> (B,N,dim): sines and cosines of position * base^(-2j/dim), j from 0, in float32 at least.
 
-    Source: Vaswani et al. 2017 (1706.03762), section 3.5, counted from zero.
+    ``layout``: interleaved, sin and cos in channels 2j and 2j + 1; halves, all sines and then all cosines;
+    tensor2tensor, halves of floor(dim/2) each, with exponents -j / (floor(dim/2) - 1), and 0 in the last channel of an
+    odd dim.
+
+    Source: Vaswani et al. 2017 (1706.03762), section 3.5, counted from zero; the code of Dai et al. 2019 (1901.02860);
+    ``get_timing_signal_1d`` of tensor2tensor.
     """
     wide = torch.promote_types(dtype, torch.float32)
-    pairs = (dim + 1) // 2
-    rates = 10000.0 ** (torch.arange(pairs, device=at.device, dtype=wide) * (-2 / dim))
+    few = layout == "tensor2tensor"
+    pairs = dim // 2 if few else (dim + 1) // 2
+    step = -1 / max(pairs - 1, 1) if few else -2 / dim
+    rates = base ** (torch.arange(pairs, device=at.device, dtype=wide) * step)
     angles = at[..., None].to(wide) * rates
-    return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :dim].to(dtype)
+    if layout == "interleaved":
+        return torch.stack([angles.sin(), angles.cos()], -1).flatten(-2)[..., :dim].to(dtype)
+    return F.pad(torch.cat([angles.sin(), angles.cos()], -1)[..., :dim], (0, few * (dim % 2))).to(dtype)
 
 
 def linear_numbers(layer: Any) -> tuple[Tensor, Tensor | None]:
@@ -175,7 +190,7 @@ class ShortConvolution(nn.Module):
         means nothing. segments (B,N) int64, never decreasing from one real token to the next: a token sees its own
         only, the given state belongs to the first, the returned one to the last. bias (channels,), activation: silu.
         """
-        past = self.start(len(x)) if state is None else state
+        past = self.start(x.shape[0]) if state is None else state
         given = {"activation": activation, "segments": segments}
         if mask is None or not x.shape[1]:
             given["segments"] = segments if x.shape[1] else None

@@ -12,19 +12,18 @@ from .config import Config, EncoderConfig
 from .layers import check_counts, sinusoid
 from .ops.operands import same_device
 from .ops.tensors import positions
+from .positions import Learned, Sinusoidal, parse
 from .stacks import Stack, afford
-
-ROTARY_BASE = 10000.0
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors, plus their positions (none, sinusoidal or learned; rotary ones are the attention's)."""
+    """Tokens to vectors, plus their positions (none, sinusoidal or learned; others are the attention's)."""
 
     def __init__(self, tokens: int, config: Config | EncoderConfig):
         super().__init__()
-        self.kind, self.length = config.positions, config.length
+        self.positions, self.length = parse(config.positions), config.length
         self.tokens = nn.Embedding(tokens, config.dim) if tokens else nn.Identity()
-        if self.kind == "learned":
+        if isinstance(self.positions, Learned):
             self.table = nn.Embedding(config.length, config.dim)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -32,15 +31,16 @@ class Embedding(nn.Module):
         """tokens (B,N) or vectors (B,N,dim), start (B,) positions -> (B,N,dim), next positions (B,)."""
         at, end = positions(tokens, start, mask=mask, segments=segments)
         x = self.tokens(tokens)
-        if self.kind == "learned":
+        if isinstance(self.positions, Learned):
             if not torch.compiler.is_compiling() and at.numel() and (last := int(at.max())) >= self.length:
                 raise ValueError(
                     f"position {last} is beyond the table of {self.length} learned positions; "
                     f"shorten the sequence, or train with a larger length= or with other positions"
                 )
             x = x + self.table(at)
-        elif self.kind == "sinusoidal":
-            x = x + sinusoid(at, x.shape[-1], x.dtype)
+        elif isinstance(self.positions, Sinusoidal):
+            kind = self.positions
+            x = x + sinusoid(at, x.shape[-1], x.dtype, layout=kind.layout, base=kind.base)
         return self.dropout(x), end
 
 
@@ -70,7 +70,7 @@ class Decoder(nn.Module):
         self.config = config
         self.likelihood = likelihood.build(config.likelihood, config.vocab)
         self.embedding = Embedding(config.vocab + 1, config)
-        self.stack = Stack(config, rotary=ROTARY_BASE if config.positions == "rotary" else 0.0)
+        self.stack = Stack(config, positions=config.positions)
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
         initialise(self, config.depth)
@@ -142,7 +142,7 @@ class Encoder(nn.Module):
         afford(config, Encoder)
         self.config = config
         self.embedding = Embedding(config.vocab, config)
-        self.stack = Stack(config, causal=False, rotary=ROTARY_BASE if config.positions == "rotary" else 0.0)
+        self.stack = Stack(config, causal=False, positions=config.positions)
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
         initialise(self, config.depth)
 
@@ -183,7 +183,7 @@ def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None) -> None:
 
 def check_position(position: Tensor, tokens: Tensor) -> None:
     """Raise ValueError unless these are counts of tokens, int64 (B,), as a decoder's state has them."""
-    batch = len(tokens)
+    batch = tokens.shape[0]
     if not isinstance(position, Tensor) or position.dtype != torch.int64 or tuple(position.shape) != (batch,):
         came = f"{position.dtype} {tuple(position.shape)}" if isinstance(position, Tensor) else type(position).__name__
         raise ValueError(f"the position of this decoder's state must be int64 {(batch,)}, not {came}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from . import checkpoint
+from . import checkpoint, data
 from .spec import known
 
 CONFIG, METRICS = "config.yaml", "metrics.csv"
@@ -20,6 +20,8 @@ def means(folder: str) -> bool:
 
 def facts(folder: str | Path) -> dict[str, Any]:
     """The model and the run of a folder, steps made, seconds, parameters, bits at best, and bytes on the disk.
+
+    ``exact`` is the part of the targets that was written exactly at that step, None for models without targets.
 
     Raises ValueError for a folder that holds no training run, and for files of it that are corrupt.
     """
@@ -35,8 +37,9 @@ def facts(folder: str | Path) -> dict[str, Any]:
         "seconds": rows[-1]["elapsed"] if rows else 0.0,
         "tokens_per_second": rows[-1]["tokens_per_second"] if rows else math.nan,
         "bits": None if best is None else best["validation_bits"],
+        "exact": None if best is None or math.isnan(best["validation_exact"]) else best["validation_exact"],
         "best_step": None if best is None else int(best["step"]),
-        "unit": "byte" if str(recipe["run"].get("data", "")).startswith("text") else "dim",
+        "unit": data.unit(str(recipe["run"].get("data", ""))),
         "parameters": _parameters(checkpoint.resolve(folder)) if saved else None,
         "checkpoints": len(saved),
         "bytes": sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()),
@@ -55,7 +58,9 @@ def metrics(folder: str | Path) -> list[dict[str, float]]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
             for text in csv.DictReader(file):
-                row = {name: float(value) if value else math.nan for name, value in text.items()}
+                # Tables that an older version began lack columns.
+                row = {"validation_exact": math.nan}
+                row |= {name: float(value) if value else math.nan for name, value in text.items()}
                 # A process that goes on with a training counts from zero again.
                 before, last = before + (last if row["seconds"] < last else 0.0), row["seconds"]
                 rows.append(row | {"elapsed": before + row["seconds"]})

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from . import likelihood
 from .config import EncoderConfig, Seq2SeqConfig
-from .model import ROTARY_BASE, DecoderState, Embedding, check_position, check_tokens, initialise
+from .model import DecoderState, Embedding, check_position, check_tokens, initialise
 from .stacks import Stack, afford
 
 
@@ -34,13 +34,12 @@ class Seq2Seq(nn.Module):
         afford(config, Seq2Seq)
         self.config = config
         self.likelihood = likelihood.build(config.likelihood, config.vocab)
-        rotary = ROTARY_BASE if config.positions == "rotary" else 0.0
         self.embedding = Embedding(config.vocab + 1, config)
         shared = not config.source_vocab
         # The shared table's last row is the start token, which no source has.
         self.source_embedding = self.embedding if shared else Embedding(config.source_vocab, config)
-        self.encoder = Stack(_encoder(config), causal=False, rotary=rotary)
-        self.stack = Stack(config, rotary=rotary, cross=config.cross_attention)
+        self.encoder = Stack(_encoder(config), causal=False, positions=config.positions)
+        self.stack = Stack(config, positions=config.positions, cross=config.cross_attention)
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
         initialise(self, config.depth)

@@ -15,6 +15,8 @@ from longspan.stacks import Stack
 # between two clusters goes to the other one. All others are held to the fixed bounds.
 EXCUSED = {("oracle", "fourier"), ("dtypes", "routing")}
 EXCUSED |= {(law, spec) for law in ("oracle", "dtypes") for spec in ("rfa", "rfa(gate=True)")}
+# By the default options, of which every token meets hundreds of slots, these take seconds each; its examples have them.
+COSTLY = {(law, "reformer") for law in ("content", "mixed_rows", "padding", "state")}
 
 
 def cases():
@@ -27,7 +29,7 @@ def cases():
     specs = [*bare, "rfa(gate=True)", "linear; softmax"]
     for law, spec in [*checks.cases(), *((law, spec) for spec in specs for law in checks.laws())]:
         late = law in ("compiles", "exports", "adversarial", "blocks") and spec not in first and ";" not in spec
-        yield pytest.param(law, spec, marks=[pytest.mark.slow] if late else [])
+        yield pytest.param(law, spec, marks=[pytest.mark.slow] if late or (law, spec) in COSTLY else [])
 
 
 @pytest.mark.parametrize(("law", "spec"), list(cases()))
@@ -35,6 +37,14 @@ def test_law(law, spec):
     row = checks.check(law, spec)
     assert row.status != "failed", row.note
     assert not row.excused or (law, spec) in EXCUSED, row.excused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", longspan.names())
+def test_calls_with_a_mask_or_a_state_are_traced_with_their_gradients(name, monkeypatch):
+    monkeypatch.setattr(checks.software, "TRACER", "aot_eager")
+    row = checks.check("compiles", longspan.examples(name)[0])
+    assert row.status != "failed", row.note
 
 
 @pytest.mark.parametrize("name", frozen.kept())
@@ -141,10 +151,10 @@ class TestBuild:
             longspan.build("linear(rotary=10.0)", 6, 2)
 
     def test_the_stack_gives_rotary_where_the_spec_does_not(self):
-        assert longspan.build("linear", 8, 2, rotary=7.0).spec == "linear(rotary=7.0)"
-        assert longspan.build("linear(rotary=3.0)", 8, 2, rotary=7.0).spec == "linear(rotary=3.0)"
+        assert longspan.build("linear", 8, 2, positions="rotary(base=7.0)").spec == "linear(rotary=7.0)"
+        assert longspan.build("linear(rotary=3.0)", 8, 2, positions="rotary(base=7.0)").spec == "linear(rotary=3.0)"
         with pytest.raises(ValueError, match="kernel has no rotary positions"):
-            longspan.build("kernel", 8, 2, rotary=7.0)
+            longspan.build("kernel", 8, 2, positions="rotary(base=7.0)")
 
 
 class TestArguments:

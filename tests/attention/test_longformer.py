@@ -149,7 +149,7 @@ def test_the_state_does_not_grow():
     [
         ("globals=0", 2, "globals=0 must be at least 1; without global tokens it is local"),
         ("window=-1", 2, "left=-1 must be a whole number of at least 0"),
-        ("dilation=0", 2, "step=0 must be a whole number of at least 1"),
+        ("dilation=0", 2, "stride=0 must be a whole number of at least 1"),
         ("dilation=2", 1, "dilation=2 is every second head's, so heads=1 is too few"),
     ],
 )

@@ -10,7 +10,7 @@ import longspan
 from longspan.config import Config
 from longspan.data import load
 from longspan.ops import edges as op
-from longspan.train import engine, fit
+from longspan.train import engine, fit, objective
 from training_process import tiny
 
 N = 11
@@ -240,7 +240,7 @@ class TestPolicy:
         run = tiny(tmp_path, steps=1, penalty=0.5, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(config, run, progress=False)
         model = found.pop("model").train()
-        index, tokens = next(iter(engine.Batches(load("digits"), run, 0, 0, 1)))
+        index, tokens = next(iter(engine.Batches(objective.NextToken(run, load("digits")), 0, 0, 1)))
         torch.manual_seed(engine.step_seed(run.seed, index, 0))
         record: dict = {"log_prob": None}
         outputs, _ = model(model.shift(tokens), record=record)

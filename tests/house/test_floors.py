@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "longspan"
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
     ("spec", "extras", "files", "folders", "kinds", "lock", "notation", "progress", "signals", "version", "weights"),
-    ("config", "patterns", "sealed"),
+    ("config", "patterns", "positions", "sealed"),
     ("ops", "likelihood"),
     ("layers", "states"),
     ("sets",),

@@ -21,7 +21,11 @@ def test_round_trip(config):
         (StackConfig, {"attention": "linear;"}, "empty spec in 'linear;'"),
         (Config, {"vocab": 1}, "vocab=1 must be at least 2"),
         (Config, {"length": 0}, "length=0 must be at least 1"),
-        (Config, {"positions": "relative"}, "unknown positions 'relative'; known: learned, none, rotary, sinusoidal"),
+        (
+            Config,
+            {"positions": "relativ"},
+            r"unknown positions 'relativ' \(did you mean 'relative'\?\); known: alibi, learned, none,",
+        ),
         (Config, {"tied": True, "likelihood": "logistics(mixtures=3)"}, "tied=True needs one output per token"),
         (EncoderConfig, {"vocab": -1}, "vocab=-1 must not be negative"),
         (EncoderConfig, {"outputs": -1}, "outputs=-1 must not be negative"),

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from longspan import checks
-from longspan.config import ACTIVATIONS, NORMS, POSITIONS, Config, EncoderConfig, StackConfig
+from longspan.config import ACTIVATIONS, NORMS, Config, EncoderConfig, StackConfig
 from longspan.model import Decoder, Encoder
 from longspan.stacks import Stack
 
+POSITIONS = ("none", "sinusoidal", "learned", "rotary")
 SMALL = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 12}
 TOKENS = torch.randint(0, 7, (2, 13), generator=torch.Generator().manual_seed(0))
 

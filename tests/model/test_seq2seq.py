@@ -211,7 +211,7 @@ class TestBeams:
         for options, message in (({"source": source}, "reads no source"), ({}, "continues a prompt")):
             with pytest.raises(ValueError, match=message):
                 beam_search(decoder, **options, tokens=3)
-        with pytest.raises(ValueError, match="continues a Decoder or a Seq2Seq, not Linear"):
+        with pytest.raises(ValueError, match="a Decoder or a Seq2Seq, not Linear"):
             beam_search(torch.nn.Linear(2, 2), tokens=3)
 
 

@@ -17,7 +17,14 @@ from longspan.stacks.universal import Act, UniversalState
 from stack_cases import SMALL, data, grads, same, stack
 
 KINDS = ("plain", "universal(steps=3)", "universal(steps=2, coordinates='step')", "act(steps=4)", "reversible")
-ATTENTIONS = ("softmax", "linear", "gated_deltanet", "local(window=5)", "linear; softmax")
+ATTENTIONS = (
+    "softmax",
+    "linear",
+    "gated_deltanet",
+    "local(window=5)",
+    "reformer(chunk=3, buckets=4, rounds=3)",
+    "linear; softmax",
+)
 
 
 def test_every_kind_is_tried():
@@ -84,6 +91,12 @@ class TestUniversal:
             made(data(), stack().init_state(2))
         with pytest.raises(ValueError, match="the state of this stack is a tuple of 2 states, not UniversalState"):
             stack()(data(), made.init_state(2))
+        message = r"the position of this stack's state must be int64 \(2,\), not torch.int64 \(3"
+        with pytest.raises(ValueError, match=message):
+            made(data(), made.init_state(3))
+        for kind in KINDS:
+            with pytest.raises(ValueError, match="donate=True"):
+                stack(stack=kind)(data(), donate=True)
 
 
 def pondered(made, x, **given):

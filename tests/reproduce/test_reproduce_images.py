@@ -24,7 +24,7 @@ from longspan.generate import score
 from longspan.model import Decoder
 from longspan.reproduce import images, images_report, images_speed, paper
 from longspan.reproduce.experiment import Place
-from longspan.train import engine
+from longspan.train import objective
 
 SMALL = replace(images.QUICK, steps=6, evaluate_every=2, schedule="constant", samples=7, top=0.3)
 LINEAR, SOFTMAX = ({"what": "training", "attention": name} for name in ("linear", "softmax"))
@@ -124,7 +124,7 @@ def test_a_training_reports_its_curve_and_the_bits_of_its_best_checkpoint(traini
 
 
 def test_an_interrupted_training_goes_on_to_the_same_figures(trainings, tmp_path, monkeypatch):
-    place, evaluate, calls = Place(tmp_path / "images-work", unwatched), engine.total, []
+    place, evaluate, calls = Place(tmp_path / "images-work", unwatched), objective.total, []
 
     def interrupting(*arguments):
         calls.append(1)
@@ -132,7 +132,7 @@ def test_an_interrupted_training_goes_on_to_the_same_figures(trainings, tmp_path
             os.kill(os.getpid(), signal.SIGINT)
         return evaluate(*arguments)
 
-    monkeypatch.setattr(engine, "total", interrupting)
+    monkeypatch.setattr(objective, "total", interrupting)
     with pytest.raises(KeyboardInterrupt):
         images.measure(SMALL, LINEAR, place)
     assert checkpoint.read_config(checkpoint.resolve(place.folder / "linear", prefer="last"))["step"] < SMALL.steps

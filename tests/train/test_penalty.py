@@ -16,7 +16,7 @@ from longspan.config import Config, EncoderConfig, StackConfig
 from longspan.model import Decoder, Encoder
 from longspan.stacks import Stack
 from longspan.states import lookback
-from longspan.train import bits, engine, fit
+from longspan.train import bits, engine, fit, objective
 from longspan.train.report import Bar
 from training_process import tiny, weights
 
@@ -185,7 +185,7 @@ class TestTraining:
         run = tiny(tmp_path, steps=1, penalty=0.25, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(LEARNING, run, progress=False)
         model = found.pop("model").train()
-        _, tokens = next(iter(engine.Batches(longspan.data.load("digits"), run, 0, 0, 1)))
+        tokens = objective.NextToken(run, longspan.data.load("digits")).batch(0, 0, 1)
         outputs, _ = model(model.shift(tokens))
         spans = sum(11 * part.fraction.mean() for part in model.stack.attentions())
         loss = -model.likelihood.log_prob(outputs, tokens).mean() + 0.25 * spans

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from longspan import checkpoint, recipes
-from longspan.config import Config
 from longspan.spec import split
 from longspan.train import Run, fit
 
@@ -28,7 +27,7 @@ def test_there_are_recipes():
 
 def test_fields_are_known_and_the_run_is_long_enough(recipe):
     assert set(recipe) == {"model", "run"}
-    Config(**recipe["model"])
+    checkpoint.config_of(recipe["model"])
     run = Run(**recipe["run"])
     assert run.warmup < run.steps
     assert run.evaluate_every <= run.steps
@@ -40,7 +39,7 @@ def test_trains(recipe, tmp_path):
     folder = FOLDERS.get(run["data"])
     if folder and not folder.is_dir():
         pytest.skip(f"needs the files of {run['data']} in {folder.relative_to(ROOT.parent)}")
-    config = Config(**model | {"depth": len(split(model["attention"]))})
+    config = checkpoint.config_of(model | {"depth": len(split(model["attention"]))})
     short = {"steps": 2, "warmup": 1, "batch": 1, "evaluate_examples": 1, "out": str(tmp_path / "run")}
     result = fit(
         config, Run(**run | short | {"data": f"{run['data']}:{folder}" if folder else run["data"]}), progress=False

@@ -233,7 +233,7 @@ class TestRefused:
             if batch[0] < 4:
                 return loss
             loss = loss * math.nan if gradient else loss + math.inf
-            task.losses[-1] = loss.detach()
+            task.parts[-1]["loss"] = loss.detach()
             return loss
 
         monkeypatch.setattr(engine.Task, "training_step", broken)
@@ -256,11 +256,11 @@ class TestRefused:
             fit(TINY, tiny(tmp_path), progress=False)
 
 
-def start(folder, *, resume=False, pause=0.0, dropout=0.1, **fields):
+def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, **fields):
     """A process that trains in ``folder``, in a group of its own; what it says goes to the files out and err."""
     folder.mkdir(exist_ok=True)
     job = {
-        "model": TINY.to_dict() | {"dropout": dropout},
+        "model": model or TINY.to_dict() | {"dropout": dropout},
         "run": vars(tiny(folder, **fields)),
         "resume": resume,
         "pause": pause,

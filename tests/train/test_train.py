@@ -12,7 +12,7 @@ from longspan import checkpoint, data
 from longspan.config import Config
 from longspan.data import batch_indices
 from longspan.model import Decoder
-from longspan.train import Run, bits, engine, fit, rate
+from longspan.train import Run, bits, engine, fit, objective, rate
 from longspan.train.evaluate import roomy, total
 from longspan.train.report import COLUMNS, _short
 from longspan.train.run import step_seed
@@ -235,7 +235,7 @@ class TestTraining:
         assert dtypes == {torch.float32}
 
     def test_batches_are_those_of_the_order_from_any_start(self, digits):
-        batches = iter(engine.Batches(digits, Run(seed=3, batch=5), 7, 1, 2))
+        batches = iter(engine.Batches(objective.NextToken(Run(seed=3, batch=5), digits), 7, 1, 2))
         for index in (7, 8, 9):
             found, tokens = next(batches)
             expected = digits.take("train", batch_indices(digits.count("train"), 3, index, 5, 1, 2))
@@ -271,7 +271,8 @@ class TestTraining:
         assert min(norms[3:]) > 0.1
 
     def test_only_matrices_decay(self):
-        groups = engine.Task(Decoder(TINY), Run(weight_decay=0.3), None).configure_optimizers().param_groups
+        run = Run(weight_decay=0.3)
+        groups = engine.Task(Decoder(TINY), run, objective.NextToken(run, None)).configure_optimizers().param_groups
         assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
         assert {p.ndim for p in groups[0]["params"]} == {2}
         assert {p.ndim for p in groups[1]["params"]} == {1}

@@ -103,9 +103,16 @@ class AdaptiveSpan(Attention):
             return self.span + self.ramp
 
     def start(self, batch, capacity):
-        # Sizes that were looked up before are those of other spans, once training has moved them.
-        self.__dict__.pop("_state_shapes", None)
-        empty = self.like.new_zeros(batch, self.heads, self.keys_seen(), self.dim // self.heads)
+        return self._ring(batch, self.keys_seen())
+
+    def lasting(self, batch):
+        return self._ring(batch, self.span + self.ramp)
+
+    def state_sizes(self):
+        return self._ring(1, 0)
+
+    def _ring(self, batch, slots):
+        empty = self.like.new_zeros(batch, self.heads, slots, self.dim // self.heads)
         position = torch.zeros(batch, dtype=torch.long, device=empty.device)
         return Window(self._wider(empty, 0.0), empty.clone(), position)
 

@@ -36,7 +36,7 @@ class Alibi(Attention):
         "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
         2021,
     )
-    states = (KeyValues,)
+    states, places, stands_for = (KeyValues,), "alibi", "softmax"
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True):
         super().__init__(dim, heads, causal=causal)

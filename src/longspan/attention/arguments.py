@@ -31,7 +31,7 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
     refuse_tracing()
     check_x(attention, attention.dim, x)
     _check_own(attention, x, given)
-    batch, segments, prefix = len(x), given.get("segments"), given.get("prefix")
+    batch, segments, prefix = x.shape[0], given.get("segments"), given.get("prefix")
     if (context := given.get("context")) is not None:
         _check_context(attention, context, x, state, segments)
         if (seen := given.get("context_mask")) is not None:
@@ -189,7 +189,7 @@ def check_state(attention: "Attention", state: Any, batch: int) -> None:
             f"{', '.join(_kind(kind) for kind in attention.states + attention.contexts)}, made by init_state or a call"
         )
     leaves = pytree.tree_leaves(state)
-    if len(leaves[0]) != batch:
+    if leaves[0].shape[0] != batch:
         raise ValueError(f"state is for {len(leaves[0])} sequences, x has {batch}")
     if isinstance(state, attention.contexts):
         return
@@ -203,7 +203,7 @@ def check_state(attention: "Attention", state: Any, batch: int) -> None:
         )
     for leaf, (expected, dtype) in zip(leaves, shapes, strict=True):
         # A dimension that starts at zero grows, so any size fits.
-        odd = leaf.dim() != len(expected) or len(leaf) != batch
+        odd = leaf.dim() != len(expected) or leaf.shape[0] != batch
         if odd or any(e not in (0, s) for s, e in zip(leaf.shape[1:], expected[1:], strict=True)):
             raise ValueError(
                 f"state has a part of shape {tuple(leaf.shape)} where {attention.name} with dim={attention.dim}, "
@@ -220,7 +220,7 @@ def _shapes(attention: "Attention") -> list[tuple[tuple[int, ...], torch.dtype]]
     """Shape and type of each part of a new state."""
     found = attention.__dict__.get("_state_shapes")
     if found is None:
-        found = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(attention.start(1, 0))]
+        found = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(attention.state_sizes())]
         attention.__dict__["_state_shapes"] = found
     return found
 

@@ -56,7 +56,7 @@ class Average(Attention):
         return State(widen(like.new_zeros(batch, self.dim)), count)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
-        before = self.start(len(x), 0) if state is None else state
+        before = self.start(x.shape[0], 0) if state is None else state
         wide = x.to(before.total.dtype)[:, None]  # (B,1,N,dim)
         ones = torch.ones_like(wide[..., :1])
         real = torch.ones_like(ones) if mask is None else mask[:, None, :, None].to(ones)

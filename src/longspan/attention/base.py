@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import kinds, spec, weights
 from ..patterns import Pattern
+from ..positions import ASKED, Positions, parse
 from . import arguments, plugins
 
 REGISTRY: dict[str, type["Attention"]] = {}
@@ -93,6 +94,10 @@ class Attention(nn.Module):
     """draws in training what it reads, and tells ``record["log_prob"]`` (B,), the log of the draws' probability"""
     statistics: ClassVar[str] = ""
     """what ``record["statistics"]``, by which ``update`` moves buffers, counts, in words; "" where there is none"""
+    places: ClassVar[str] = ""
+    """the positions of a model, ``relative`` or ``alibi``, that it has of its own"""
+    stands_for: ClassVar[str] = ""
+    """the mechanism in whose place it is built where a model has these positions"""
     states: ClassVar[tuple[type, ...]] = ()
     """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
     contexts: ClassVar[tuple[type, ...]] = ()
@@ -184,6 +189,14 @@ class Attention(nn.Module):
             raise ValueError(f"batch={batch} and capacity={capacity} must not be negative")
         return self.start(batch, capacity or 0)
 
+    def lasting(self, batch: int) -> Any:
+        """``init_state`` for calls between which training moves the weights: it serves whatever they become."""
+        return self.init_state(batch)
+
+    def state_sizes(self) -> Any:
+        """A state of one row, with which those of a call are compared; what has no entries may have any number."""
+        return self.start(1, 0)
+
     def forward(
         self,
         x: Tensor,
@@ -274,7 +287,7 @@ def own_options(cls: type[Attention]) -> dict[str, inspect.Parameter]:
 
 
 def build(
-    text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, rotary: float = 0.0
+    text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, positions: str = "none"
 ) -> Attention:
     """Build an attention from its spec, such as ``linear`` or ``local(window=64)``.
 
@@ -284,31 +297,31 @@ def build(
     ("linear(feature_map='relu')", True)
 
     ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
-    depend on it; ``rotary`` is the base of rotary positions where the spec itself gives none (0: none).
+    depend on it; ``positions`` are those of a model, see ``longspan.positions``: ``rotary`` where the spec itself gives
+    none, and with ``alibi`` and ``relative`` softmax is the mechanism of that name.
 
-    Raises ValueError for an unknown mechanism or option, naming the known ones, for values that do not fit, and where
-    its weights would take more memory than this machine has.
+    >>> longspan.build("softmax", dim=64, heads=4, positions="relative(clamp=100)").spec
+    'relative(clamp=100)'
+
+    Raises ValueError for an unknown mechanism or option, naming the known ones, for values that do not fit, for
+    positions that the mechanism is not exact for, naming those that are, and where its weights would take more memory
+    than this machine has.
     """
-    made = functools.partial(make, text, dim, heads, causal=causal, layer=layer, depth=depth, rotary=rotary)
+    made = functools.partial(make, text, dim, heads, causal=causal, layer=layer, depth=depth, positions=positions)
     if weights.wanted():
         weights.afford(weights.nbytes(weights.shapes(made)), f"weights of {kinds.shown(text)} with dim={dim}")
     return made()
 
 
-def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: int, rotary: float) -> Attention:
+def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: int, positions: str) -> Attention:
     """``build`` without a look at the memory that it takes."""
+    placed = parse(positions)
 
     def maker(cls: type[Attention]) -> Callable[..., Attention]:
-        taken = spec.options(cls.__init__)
-
         def made(**options: Any) -> Attention:
-            place = {"causal": causal, "layer": layer, "depth": depth}
-            options |= {name: value for name, value in place.items() if name in taken}
-            if rotary and "rotary" not in taken:
-                raise ValueError(f"{cls.name} has no rotary positions; choose other positions or another mechanism")
-            if rotary:
-                options.setdefault("rotary", rotary)
-            return cls(dim, heads, **options)
+            kind, options = _placed(cls, placed, options)
+            place, taken = {"causal": causal, "layer": layer, "depth": depth}, spec.options(kind.__init__)
+            return kind(dim, heads, **options, **{name: value for name, value in place.items() if name in taken})
 
         made.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
         return made
@@ -319,6 +332,43 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
     if not isinstance(built, Attention):
         raise ValueError(f"{text!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
     return built
+
+
+def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) -> tuple[type[Attention], dict[str, Any]]:
+    """The class to build for a mechanism in a model with these positions, and its options.
+
+    Raises ValueError where neither is exact for them.
+    """
+    given = placed.options()
+    if placed.kind not in ASKED:
+        return cls, options
+    if placed.kind == "rotary":
+        kind = cls if "rotary" in own_options(cls) else None
+        # A base of the spec's own comes with its own layout.
+        given = {} if "rotary" in options else given
+    else:
+        alike = [one for one in REGISTRY.values() if one.places == placed.kind]
+        kind = next((one for one in alike if cls.name in (one.name, one.stands_for)), None)
+    if kind is None:
+        able = ", ".join(name for name in names() if _able(REGISTRY[name], placed.kind))
+        raise ValueError(
+            f"{cls.name} has no {placed.kind} positions: {ASKED[placed.kind]}; {able} have them, and any mechanism "
+            f"goes with none, sinusoidal or learned"
+        )
+    given |= options
+    if odd := [name for name in given if name not in own_options(kind)]:
+        known = ", ".join(own_options(kind)) or "none"
+        raise ValueError(
+            f"{cls.name} with {placed.kind} positions is {kind.name}, whose options are {known}; not {odd[0]}"
+        )
+    return kind, given
+
+
+def _able(cls: type[Attention], kind: str) -> bool:
+    """Whether a mechanism has positions of this kind, be it as itself or as another one."""
+    if kind == "rotary":
+        return "rotary" in own_options(cls)
+    return any(one.places == kind and cls.name in (one.name, one.stands_for) for one in REGISTRY.values())
 
 
 def names() -> list[str]:

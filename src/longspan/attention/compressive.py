@@ -63,7 +63,7 @@ class Compressive(Attention):
         "compressive(memory=1, compressed=3, rate=2, pool='convolution', stop_gradient=False)",
         "compressive(memory=4, compressed=2, rate=3, pool='max')",
     )
-    directions, states = ("causal",), (State,)
+    directions, states, places = ("causal",), (State,), "relative"
     penalty = "what attention to the memory's old tokens loses by their compression"
     exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins") | {
         "attention_matrix": "an entry of the second memory stands for several tokens, and its value for none of theirs"

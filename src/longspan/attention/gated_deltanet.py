@@ -94,7 +94,7 @@ class GatedDeltaNet(Attention):
         return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
-        sums, recent = self.start(len(x), 0) if state is None else state
+        sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:
             mixed, recent = self.mix(mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate)

@@ -35,8 +35,8 @@ class Linear(Attention):
     ``Linear(dim, heads, feature_map=f)``.
 
     ``eps``: $\epsilon$, added to the denominator. ``rotary``: base of rotary positions, applied to $\phi(q)$ and
-    $\phi(k)$ in the numerator only, as the denominator must stay positive (0: none). ``context_dim``: width of the
-    context of cross attention (0: dim).
+    $\phi(k)$ in the numerator only, as the denominator must stay positive (0: none), ``rotary_layout``:
+    halves or interleaved. ``context_dim``: width of the context of cross attention (0: dim).
 
     Source: Katharopoulos et al. 2020, section 3.2-3.4; rotary positions as in Su et al. 2021, eq. 19.
     """
@@ -70,13 +70,15 @@ class Linear(Attention):
         feature_map: str | FeatureMap = "elu",
         eps: float = 1e-6,
         rotary: float = 0.0,
+        rotary_layout: str = "halves",
         context_dim: int = 0,
     ):
         super().__init__(dim, heads, causal=causal)
         if eps < 0:
             raise ValueError(f"eps={eps} is added to the denominator and must not be negative")
-        check_rotary(rotary, dim // heads)
-        self.feature_map, self.eps, self.rotary, self.context_dim = feature_map, eps, rotary, context_dim
+        check_rotary(rotary, rotary_layout, dim // heads)
+        self.feature_map, self.eps, self.context_dim = feature_map, eps, context_dim
+        self.rotary, self.rotary_layout = rotary, rotary_layout
         self.phi = choose(feature_map, dim // heads)
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
@@ -107,7 +109,8 @@ class Linear(Attention):
             at, end = positions(x, start, mask=mask, segments=segments)
             make = partial(RotaryState, position=end)
             fq, fk = (self.phi(widen(t)) for t in (q, k))
-            numerator = rotate(fq, at, self.rotary), rotate(fk, at, self.rotary)
+            turn = at, self.rotary, self.rotary_layout
+            numerator = rotate(fq, *turn), rotate(fk, *turn)
         if record is not None:
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
             allowed = allowed if prefix is None else join(allowed, prefix)

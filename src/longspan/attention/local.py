@@ -14,7 +14,7 @@ class Local(Attention):
 
     ``window``: w; a bidirectional one sees as many to the right, $2 w - 1$ keys. ``kv_heads``: heads of keys and
     values, each shared by heads / kv_heads query heads (0: as many as heads). ``rotary``: base of rotary positions (0:
-    none).
+    none), ``rotary_layout``: halves or interleaved.
 
     Source: Beltagy et al. 2020, section 3.1 (sliding window).
     """
@@ -35,16 +35,18 @@ class Local(Attention):
     states = (lookback.Window,)
 
     def __init__(
-        self, dim: int, heads: int, *, causal: bool = True, window: int = 256, kv_heads: int = 0, rotary: float = 0.0
-    ):
+        self, dim: int, heads: int, *, causal: bool = True, window: int = 256, kv_heads: int = 0, rotary: float = 0.0,
+        rotary_layout: str = "halves",
+    ):  # fmt: skip
         super().__init__(dim, heads, causal=causal)
         if window < 1:
             raise ValueError(f"window={window}: at least the token itself must be visible, so window >= 1")
         groups = kv_heads or heads
         if groups < 0 or heads % groups:
             raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
-        check_rotary(rotary, dim // heads)
-        self.window, self.kv_heads, self.rotary, self.groups = window, kv_heads, rotary, groups
+        check_rotary(rotary, rotary_layout, dim // heads)
+        self.window, self.kv_heads, self.groups = window, kv_heads, groups
+        self.rotary, self.rotary_layout = rotary, rotary_layout
         self.sees: Pattern = band(window - 1, right=0 if causal else window - 1)
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(dim, dim // heads * groups) for _ in range(2))
@@ -57,7 +59,8 @@ class Local(Attention):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:
             at, _ = positions(x, None if state is None else state.position, mask=mask, segments=segments)
-            q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
+            turn = at, self.rotary, self.rotary_layout
+            q, k = rotate(q, *turn), rotate(k, *turn)
         o, state = lookback.attend(
             q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate
         )

@@ -150,7 +150,7 @@ class Luna(Attention):
         return self.out(merge(dense.attend(split(self.query(x), self.heads).to(slots.dtype), slots, slots)))
 
     def _causal(self, x, p, state, mask, segments, record, donate):
-        before = self.start(len(x), 0) if state is None else state
+        before = self.start(x.shape[0], 0) if state is None else state
         q, k, c = (widen(split(part(x), self.heads)) for part in (self.query, self.value, self.pack))
         at, count = positions(x, before.count, mask=mask, segments=segments)
         t = (at + 1).clamp(min=1)[:, None, :, None]

@@ -29,10 +29,11 @@ class Retention(Attention):
 
     The norm takes mean and variance of each head's channels away.
 
-    ``rotary``: base of the rotary positions of queries and keys (0: none). ``expand_v``: width of the values as a
-    multiple of dim; the paper doubles it. The rates are the paper's for any number of heads: each head remembers twice
-    as long as the one before it. Pairs of channels turn at rates $b^{-2j/D}$ with the base b, where the authors' code
-    spaces them from 1 to 1/base inclusive. Its rescaling of the products cancels in the norm, so there is none here.
+    ``rotary``: base of the rotary positions of queries and keys (0: none), ``rotary_layout``: halves or
+    interleaved. ``expand_v``: width of the values as a multiple of dim; the paper doubles it. The rates are the paper's
+    for any number of heads: each head remembers twice as long as the one before it. Pairs of channels turn at rates
+    $b^{-2j/D}$ with the base b, where the authors' code spaces them from 1 to 1/base inclusive. Its rescaling of the
+    products cancels in the norm, so there is none here.
 
     Source: Sun et al. 2023 (2307.08621), eqs 5-8; initialisation and no biases as in the authors' torchscale.
     """
@@ -53,16 +54,19 @@ class Retention(Attention):
     examples = ("retention", "retention(rotary=0.0, expand_v=1.0)")
     directions, states = ("causal",), (State, RotaryState)
 
-    def __init__(self, dim: int, heads: int, *, causal: bool = True, rotary: float = 10000.0, expand_v: float = 2.0):
+    def __init__(
+        self, dim: int, heads: int, *, causal: bool = True, rotary: float = 10000.0, rotary_layout: str = "halves",
+        expand_v: float = 2.0,
+    ):  # fmt: skip
         super().__init__(dim, heads, causal=causal)
-        check_rotary(rotary, dim // heads)
+        check_rotary(rotary, rotary_layout, dim // heads)
         self.sizes = dim // heads, expanded(dim // heads, expand_v, "expand_v")
         if self.sizes[1] < 2:
             raise ValueError(
                 f"expand_v={expand_v} leaves each head 1 channel, of which the norm leaves 0; 2 are needed"
             )
         width = heads * self.sizes[1]
-        self.rotary, self.expand_v = rotary, expand_v
+        self.rotary, self.rotary_layout, self.expand_v = rotary, rotary_layout, expand_v
         self.log_decay = [math.log1p(-(2.0 ** (-5 - head))) for head in range(heads)]
         self.query, self.key = (nn.Linear(dim, dim, bias=False) for _ in range(2))
         self.value, self.out_gate = (nn.Linear(dim, width, bias=False) for _ in range(2))
@@ -84,7 +88,8 @@ class Retention(Attention):
         if self.rotary:
             start = state.position if isinstance(state, RotaryState) else None
             at, end = positions(x, start, mask=mask, segments=segments)
-            q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
+            turn = at, self.rotary, self.rotary_layout
+            q, k = rotate(q, *turn), rotate(k, *turn)
             make = partial(RotaryState, position=end)
         log_decay = torch.tensor(self.log_decay, dtype=widen(x[:0]).dtype, device=x.device)
         o, sums = gated.recur(

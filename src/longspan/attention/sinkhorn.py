@@ -146,7 +146,7 @@ class Sinkhorn(Attention):
         """Causal: the same after what the state has, and the state after it."""
         block, start, before = self.block, None, state
         if state is None:
-            before = self.start(len(x), 0)
+            before = self.start(x.shape[0], 0)
         else:
             start = state.past.length
             view, past = cache.extend(state.past, k, v, mask=real, donate=donate)

@@ -14,7 +14,8 @@ class Softmax(Attention):
     """Softmax over all keys: exact, quadratic in the length, with a state of keys and values that grows.
 
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
-    ``dropout``: probability of dropping a weight in training. ``rotary``: base of rotary positions (0: none).
+    ``dropout``: probability of dropping a weight in training. ``rotary``: base of rotary positions (0: none),
+    ``rotary_layout``: halves or interleaved.
     ``context_dim``: width of the context of cross attention (0: dim).
 
     Its RNN form keeps every key and value ("stateful softmax" in Katharopoulos et al. 2020, appendix C.1).
@@ -34,7 +35,12 @@ class Softmax(Attention):
         "Attention Is All You Need",
         2017,
     )
-    examples = ("softmax", "softmax(kv_heads=1)", "softmax(rotary=100.0)")
+    examples = (
+        "softmax",
+        "softmax(kv_heads=1)",
+        "softmax(rotary=100.0)",
+        "softmax(rotary=10.0, rotary_layout='interleaved')",
+    )
     states, contexts = (KeyValues,), (Context,)
 
     def __init__(
@@ -46,6 +52,7 @@ class Softmax(Attention):
         kv_heads: int = 0,
         dropout: float = 0.0,
         rotary: float = 0.0,
+        rotary_layout: str = "halves",
         context_dim: int = 0,
     ):
         super().__init__(dim, heads, causal=causal)
@@ -54,8 +61,9 @@ class Softmax(Attention):
             raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} must be in [0, 1)")
-        check_rotary(rotary, dim // heads)
-        self.kv_heads, self.dropout, self.rotary, self.context_dim = kv_heads, dropout, rotary, context_dim
+        check_rotary(rotary, rotary_layout, dim // heads)
+        self.kv_heads, self.dropout, self.context_dim = kv_heads, dropout, context_dim
+        self.rotary, self.rotary_layout = rotary, rotary_layout
         self.groups = groups
         width = dim // heads * groups
         self.query = nn.Linear(dim, dim)
@@ -77,7 +85,8 @@ class Softmax(Attention):
         k, v = split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:
             at, _ = positions(x, state and state.length, mask=mask, segments=segments)
-            q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
+            turn = at, self.rotary, self.rotary_layout
+            q, k = rotate(q, *turn), rotate(k, *turn)
         if state is None:
             view = cache.within(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
         else:

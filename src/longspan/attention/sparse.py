@@ -15,7 +15,7 @@ class Sparse(Attention):
 
     ``pattern``: an expression of ``longspan.patterns``, intersected with ``causal`` where the attention is causal.
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
-    ``rotary``: base of rotary positions (0: none).
+    ``rotary``: base of rotary positions (0: none), ``rotary_layout``: halves or interleaved.
 
     Its state is a ring of the last keys and values where the pattern has a look-back, else all of them.
 
@@ -53,13 +53,15 @@ class Sparse(Attention):
         pattern: str = "band(256)",
         kv_heads: int = 0,
         rotary: float = 0.0,
+        rotary_layout: str = "halves",
     ):
         super().__init__(dim, heads, causal=causal)
         groups = kv_heads or heads
         if groups < 0 or heads % groups:
             raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
-        check_rotary(rotary, dim // heads)
-        self.layer, self.pattern, self.kv_heads, self.rotary = layer, pattern, kv_heads, rotary
+        check_rotary(rotary, rotary_layout, dim // heads)
+        self.layer, self.pattern, self.kv_heads = layer, pattern, kv_heads
+        self.rotary, self.rotary_layout = rotary, rotary_layout
         self.sees: Pattern = patterns.parse(pattern) & patterns.causal() if causal else patterns.parse(pattern)
         self.groups = groups
         width = dim // heads * groups
@@ -75,7 +77,8 @@ class Sparse(Attention):
         if self.rotary:
             before = None if state is None else state.position if isinstance(state, lookback.Window) else state.length
             at, _ = positions(x, before, mask=mask, segments=segments)
-            q, k = rotate(q, at, self.rotary), rotate(k, at, self.rotary)
+            turn = at, self.rotary, self.rotary_layout
+            q, k = rotate(q, *turn), rotate(k, *turn)
         o, state = lookback.attend(
             q, k, v, state, self.sees, layer=self.layer, mask=mask, segments=segments, record=record, donate=donate
         )

@@ -85,7 +85,7 @@ class SSD(Attention):
         return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
-        sums, recent = self.start(len(x), 0) if state is None else state
+        sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.value(x), self.key(x), self.query(x)], -1)
         if self.mix is not None:
             given = {"mask": mask, "segments": segments, "donate": donate}

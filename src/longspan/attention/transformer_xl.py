@@ -55,7 +55,7 @@ class TransformerXL(Attention):
         "transformer_xl(memory=4, same_length=False, segment=3, stop_gradient=False)",
     )
     exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins")
-    states = (Memory,)
+    states, places = (Memory,), "relative"
 
     def __init__(
         self,

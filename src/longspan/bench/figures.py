@@ -17,6 +17,16 @@ def exponent(found: Mapping[int, float]) -> float:
     return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
 
 
+def slope(found: Mapping[int, float]) -> float:
+    """By how much a value grows for one more, least squares.
+
+    >>> slope({2: 5.0, 4: 9.0, 6: 13.0})
+    2.0
+    """
+    mx, my = sum(found) / len(found), sum(found.values()) / len(found)
+    return sum((x - mx) * (y - my) for x, y in found.items()) / sum((x - mx) ** 2 for x in found)
+
+
 def declared(cost: str) -> float:
     """The power of N in a mechanism's declared cost; a logarithm counts as none.
 

@@ -197,6 +197,27 @@ def _members(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _depth(plt: Any, result: dict[str, Any]) -> Any:
+    """Memory by depth, on plain axes; what was computed from a line is hollow."""
+    figure, (axis,) = _panels(plt, 1)
+    for i, name in enumerate(dict.fromkeys(row["candidate"] for row in result["rows"])):
+        rows = [row for row in result["rows"] if row["candidate"] == name]
+        measured = [(row["depth"], row["mb"] / 1024) for row in rows if "mb" in row]
+        beyond = [(row["depth"], row["expected_mb"] / 1024) for row in rows if "expected_mb" in row]
+        if measured:
+            axis.plot(*zip(*measured, strict=True), "o-", color=f"C{i}", label=name)
+        if beyond:
+            line = [*measured[-1:], *beyond]
+            axis.plot(*zip(*line, strict=True), "o:", color=f"C{i}", markerfacecolor="none")
+    axis.set(xlabel="blocks", ylabel="GB at the peak of a training step", ylim=(0, None))
+    axis.set_title(f"{result['options']['attention']}, {result['options']['length']} tokens", fontsize=10)
+    axis.set_xticks(sorted({row["depth"] for row in result["rows"]}))
+    axis.grid(alpha=0.3)
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)
+    return figure
+
+
 def _transformers(plt: Any, result: dict[str, Any]) -> Any:
     """How many times as fast each model is, by what it does."""
     rows = [row for row in result["rows"] if row["candidate"] == "longspan"]
@@ -213,6 +234,7 @@ def _transformers(plt: Any, result: dict[str, Any]) -> Any:
 
 
 PICTURES = {
+    "depth": _depth,
     "transformers": _transformers,
     "members": _members,
     "attention": _attention,

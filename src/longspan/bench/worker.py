@@ -42,6 +42,8 @@ class Makers(TypedDict, total=False):
     """task -> f(q, k, v), each (B,H,1,D) -> (B,H,1,D): one more token on a state of its own that starts empty"""
     model: Callable[[Task, dict[str, Tensor] | None], Callable[[], Function]]
     """task, weights -> begin() -> f(tokens (B,1)) -> (B,vocab): one more token of a whole decoder, from the start"""
+    train: Callable[[Task], Call]
+    """task -> f(): one training step of a whole model, of N tokens"""
 
 
 def inputs(task: Task, length: int | None = None) -> list[Tensor]:
@@ -107,6 +109,8 @@ def call(makers: Makers, task: Task) -> Call:
             return step_call(make(task), task)
         case "model", {"model": make}:
             return model_call(make(task, None), task)
+        case "train", {"train": make}:
+            return make(task)
     raise ValueError(f"it has no {task['what']}")
 
 
@@ -194,7 +198,7 @@ def highest() -> float:
 
 
 def peak(makers: Makers, task: Task) -> float:
-    """MB that one call of an attention task takes at its peak, beyond its inputs (the upstream gradient is one)."""
+    """MB that one call of an attention or train task takes at its peak, beyond its inputs and the weights."""
     # A short call first loads whatever is loaded once.
     call(makers, task | {"length": min(task["length"], 64)})()
     # What that call has freed would otherwise be used again, uncounted.

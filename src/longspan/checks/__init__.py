@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..attention import examples, names
-from . import blocks, content, numeric, prefix, recurrent, software
+from . import blocks, content, numeric, prefix, recurrent, software, stacks
 from .gauge import Broken, Gauge, Subject
 
 # law -> (its function, the facts that a mechanism needs for it to apply)
@@ -40,6 +40,9 @@ _LAWS = {
     "bidirectional": (software.bidirectional, ("bidirectional",)),
     "cross": (software.cross, ("context",)),
     "carry": (software.carry, ("carry",)),
+    "less_memory": (stacks.less_memory, ("stack",)),
+    "reversible": (stacks.reversible, ("reversible",)),
+    "ponder": (stacks.ponder, ("ponder",)),
 }
 
 
@@ -80,35 +83,35 @@ def laws() -> tuple[str, ...]:
     return tuple(_LAWS)
 
 
-def check(law: str, spec: str, *, seed: int = 0) -> Row:
-    """Measure one law for one spec, or a stack of specs separated by ``;``.
+def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
+    """Measure one law for one spec, or a stack of specs separated by ``;``, run as ``stack`` says (see ``Config``).
 
     An exemption (``exempt = {law: reason}`` of a class, or of an instance whose options make it so) is strict: where
     the law holds after all, the check fails.
-    Raises ValueError for an unknown law, mechanism or option.
+    Raises ValueError for an unknown law, mechanism, stack or option.
     """
     if law not in _LAWS:
         raise ValueError(f"unknown law {law!r}; known: {', '.join(_LAWS)}")
     function, needs = _LAWS[law]
-    subject, gauge = Subject(spec, seed), Gauge()
+    subject, gauge = Subject(spec, seed, stack), Gauge()
     if missing := subject.why_not(needs):
         return Row(law, "does not apply", 0.0, 0.0, missing)
-    reasons = [part.exempt[law] for part in subject.parts if law in part.exempt]
+    reason = subject.exempt(law)
     subject.make()  # what cannot even be built is the caller's error, not a broken law
     try:
         function(subject, gauge)
     except Exception as error:
-        if reasons:
-            return Row(law, "exempt", gauge.error, gauge.tolerance, reasons[0])
+        if reason:
+            return Row(law, "exempt", gauge.error, gauge.tolerance, reason)
         note = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
         return Row(law, "failed", gauge.error, gauge.tolerance, note)
-    if reasons:
-        return Row(law, "failed", gauge.error, gauge.tolerance, f"holds after all; remove the exemption: {reasons[0]}")
+    if reason:
+        return Row(law, "failed", gauge.error, gauge.tolerance, f"holds after all; remove the exemption: {reason}")
     return Row(law, "passed", gauge.error, gauge.tolerance, (function.__doc__ or "").strip(), gauge.excused)
 
 
-def check_attention(spec: str, *, seed: int = 0, raises: bool = True) -> Report:
-    """Measure every law for one spec, or a stack of specs separated by ``;``.
+def check_attention(spec: str, *, seed: int = 0, raises: bool = True, stack: str = "") -> Report:
+    """Measure every law for one spec, or a stack of specs separated by ``;``, run as ``stack`` says (see ``Config``).
 
     >>> import longspan
     >>> longspan.check_attention("linear").ok
@@ -117,7 +120,8 @@ def check_attention(spec: str, *, seed: int = 0, raises: bool = True) -> Report:
     Raises AssertionError with the whole report where a law fails (unless ``raises=False``), and ValueError for an
     unknown mechanism or option.
     """
-    report = Report(spec, tuple(check(law, spec, seed=seed) for law in _LAWS))
+    rows = tuple(check(law, spec, seed=seed, stack=stack) for law in _LAWS)
+    report = Report(Subject(spec, seed, stack).named, rows)
     if raises and not report.ok:
         raise AssertionError(str(report))
     return report
@@ -128,7 +132,7 @@ def cases() -> list[tuple[str, str]]:
     return [(law, spec) for name in names() for spec in examples(name) for law in _LAWS]
 
 
-def assert_law(law: str, spec: str, *, seed: int = 0) -> Row:
+def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
     """Measure one law for one spec, or a stack of specs separated by ``;``, as ``check`` does.
 
     >>> import longspan
@@ -137,9 +141,9 @@ def assert_law(law: str, spec: str, *, seed: int = 0) -> Row:
 
     Raises AssertionError, with the finding, where the law fails; ValueError as ``check``.
     """
-    row = check(law, spec, seed=seed)
+    row = check(law, spec, seed=seed, stack=stack)
     if row.status == "failed":
-        raise AssertionError(str(Report(spec, (row,))))
+        raise AssertionError(str(Report(Subject(spec, seed, stack).named, (row,))))
     return row
 
 

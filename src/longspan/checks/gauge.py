@@ -11,7 +11,7 @@ from ..attention import build
 from ..attention.base import mechanism
 from ..config import StackConfig
 from ..spec import split
-from ..stacks import Stack
+from ..stacks import Act, Reversible, Stack, kind_of
 
 # Primes, so that no size is a multiple of a block; 29 tokens leave the windows of every example.
 BATCH, TOKENS, DIM, HEADS = 2, 29, 8, 2
@@ -80,15 +80,23 @@ _MISSING = {
     "record": "records no matrix",
     "carry": "hands nothing from layer to layer",
     "below N^2": "its cost is quadratic",
+    "stack": "is no stack",
+    "reversible": "is no reversible stack",
+    "ponder": "no token halts",
 }
 
 
 class Subject:
-    """What is checked: the spec of one attention, or of a stack of several (separated by ``;``)."""
+    """What is checked: the spec of one attention, or of a stack of several (separated by ``;``).
 
-    def __init__(self, spec: str, seed: int = 0):
-        self.spec, self.seed = spec, seed
+    ``stack``: how blocks around them are run, such as ``universal(steps=3)``; "": one attention is none, several are
+    plain. Raises ValueError for a spec or a stack that cannot be built.
+    """
+
+    def __init__(self, spec: str, seed: int = 0, stack: str = ""):
+        self.spec, self.seed, self.stack = spec, seed, stack
         self.specs = split(spec)
+        self.kind: Any = kind_of(stack) if stack else None
         self.classes = [mechanism(part.split("(")[0].strip()) for part in self.specs]
         with torch.random.fork_rng(devices=[]):
             # Their facts, and not the classes', as an option may rule some out.
@@ -102,31 +110,55 @@ class Subject:
         facts = {
             "causal": all("causal" in part.directions for part in self.parts),
             "bidirectional": all("bidirectional" in part.directions for part in self.parts),
-            "context": all("context" in part.takes for part in self.parts) and len(self.specs) == 1,
+            "context": all("context" in part.takes for part in self.parts) and self.single,
             "segments": all("segments" in part.takes for part in self.parts),
             "prefix": all("prefix" in part.takes for part in self.parts),
             "mask": all("mask" in part.takes for part in self.parts),
-            "record": all("record" in part.takes for part in self.parts) and len(self.specs) == 1,
-            "carry": all(cls.carries for cls in self.classes) and len(self.specs) == 1,
+            "record": all("record" in part.takes for part in self.parts) and self.single,
+            "carry": all(cls.carries for cls in self.classes) and self.single,
             "below N^2": all(not cls.cost.startswith("N^2") for cls in self.classes),
+            "stack": bool(self.stack),
+            "reversible": self.kind is Reversible,
+            "ponder": self.kind is Act,
         }
         missing = [need for need in needs if not facts[need]]
         return _MISSING[missing[0]] if missing else ""
+
+    @property
+    def single(self) -> bool:
+        """Whether it is one attention, without blocks around it."""
+        return len(self.specs) == 1 and not self.stack
+
+    @property
+    def named(self) -> str:
+        """What a report calls it."""
+        return f"{self.spec} in {self.stack}" if self.stack else self.spec
+
+    def exempt(self, law: str) -> str:
+        """Why it need not keep a law, as one of its parts or its stack says; "" where it must."""
+        reasons = [part.exempt for part in self.parts] + ([self.kind.exempt] if self.kind else [])
+        return next((reason[law] for reason in reasons if law in reason), "")
 
     @property
     def causal(self) -> bool:
         """The direction to build where a law holds for both: causal where it exists."""
         return not self.why_not(("causal",))
 
-    def make(self, *, causal: bool | None = None, dtype: torch.dtype = torch.float64) -> Any:
-        """The module with weights from the seed, in eval mode: an attention, or a stack of blocks around several."""
+    def make(
+        self, *, causal: bool | None = None, dtype: torch.dtype = torch.float64, fields: dict[str, Any] | None = None
+    ) -> Any:
+        """The module with weights from the seed, in eval mode: an attention, or a stack of blocks around several.
+
+        ``fields``: further ones of the stack's config.
+        """
         causal = self.causal if causal is None else causal
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            if len(self.specs) == 1:
+            if self.single:
                 module: nn.Module = build(self.spec, DIM, HEADS, causal=causal)
             else:
-                config = StackConfig(DIM, len(self.specs), HEADS, self.spec, feedforward=2 * DIM)
+                how = {"stack": self.stack or "plain", "feedforward": 2 * DIM} | (fields or {})
+                config = StackConfig(DIM, max(len(self.specs), 2), HEADS, self.spec, **how)
                 module = Stack(config, causal=causal)
         return module.to(dtype).eval()
 

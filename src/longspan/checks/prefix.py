@@ -22,7 +22,7 @@ def prefix_mode(subject: Subject, gauge: Gauge) -> None:
     _continues(module, x, y, gauge)
     if not subject.why_not(("mask",)):
         _ignores_padding(module, x, y, subject.data(9), gauge)
-    if len(subject.specs) == 1:
+    if subject.single:
         _equals_other_forms(subject, module, x, y, gauge)
     _numbers(subject, module, x, y, gauge)
     _refuses(subject, module, x, gauge)

@@ -10,8 +10,16 @@ def parser() -> Parser:
         "passed, failed or does not apply, and why. The exit code is 1 if one failed.",
         "longspan check linear",
         'longspan check "linear; softmax"',
+        'longspan check linear --stack "universal(steps=3)"',
     )
     parser.add_argument("spec", type=str, help="a spec or a stack of specs")
+    parser.add_argument(
+        "--stack",
+        type=str,
+        default="",
+        help="how blocks around them are run: plain, universal(steps=3), act(steps=4), "
+        "reversible; without it one attention is measured by itself",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random weights and inputs")
     return parser
 
@@ -21,7 +29,7 @@ def run(args) -> int:
     from ..progress import track
 
     laws = checks.laws()
-    rows = [checks.check(law, args.spec, seed=args.seed) for law in track(laws, len(laws), "laws")]
-    report = checks.Report(args.spec, tuple(rows))
+    rows = [checks.check(law, args.spec, seed=args.seed, stack=args.stack) for law in track(laws, len(laws), "laws")]
+    report = checks.Report(checks.Subject(args.spec, args.seed, args.stack).named, tuple(rows))
     print(report)
     return 0 if report.ok else 1

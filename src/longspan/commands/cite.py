@@ -4,6 +4,8 @@ from pathlib import Path
 
 from .parser import Parser, make
 
+ATTENTIONS = ("encoder_attention", "cross_attention", "attention")
+
 
 def parser() -> Parser:
     parser = make(
@@ -26,7 +28,9 @@ def run(args) -> int:
     for text in args.specs:
         # A spec has no slash outside brackets, so that a folder that is not there is told from a misspelt name.
         if Path(text).is_dir() or "/" in text.partition("(")[0]:
-            text = checkpoint.read_config(checkpoint.resolve(text))["config"]["attention"]
+            config = checkpoint.read_config(checkpoint.resolve(text))["config"]
+            # An encoder-decoder has three.
+            text = "; ".join(config[name] for name in ATTENTIONS if name in config)
         found += [cls for _, cls in describe.parts(text)]
     print("\n\n".join(dict.fromkeys(describe.bibtex(cls) for cls in found)))
     return 0

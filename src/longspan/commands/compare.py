@@ -11,8 +11,9 @@ from .parser import Parser, make
 def parser() -> Parser:
     parser = make(
         "compare",
-        "Training runs side by side: what differs between their settings, steps, time, and validation bits; and their "
-        "curves by step and by time in one picture. Runs that still go on count as far as they have come.",
+        "Training runs side by side: what differs between their settings, steps, time, and validation bits, and of "
+        "models of pairs how many targets they write exactly; and their curves by step and by time in one picture. "
+        "Runs that still go on count as far as they have come.",
         "longspan compare runs/linear runs/softmax --out curves.png",
         "longspan compare runs/* --json",
     )
@@ -59,6 +60,7 @@ def table(found: list[dict[str, Any]]) -> str:
         f"bits/{unit}",
         "at step",
     ]
+    written = any(one["exact"] is not None for one in found)
     rows = [
         [
             one["folder"],
@@ -68,29 +70,40 @@ def table(found: list[dict[str, Any]]) -> str:
             f"{one['seconds']:.0f} s",
             "" if one["bits"] is None else f"{one['bits']:.4f}",
             "" if one["best_step"] is None else str(one["best_step"]),
+            *(["" if one["exact"] is None else f"{one['exact']:.1%}"] if written else []),
         ]
         for one in found
     ]
-    return aligned([head, *rows])
+    return aligned([head + ["exact"] * written, *rows])
 
 
 def draw(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
-    """Validation bits of each run by step and by time, as one PNG, whole or not at all."""
+    """Validation bits and exact targets of each run by step and by time, as one PNG, whole or not at all."""
     from ..bench.plots import pyplot
 
     plt = pyplot()
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
-    for panel, column, label in zip(panels, ("step", "elapsed"), ("step", "seconds"), strict=True):
-        for name, rows in curves.items():
-            scored = [row for row in rows if not math.isnan(row["validation_bits"])]
-            panel.plot(
-                [row[column] for row in scored], [row["validation_bits"] for row in scored], "o-", ms=3, label=name
-            )
+    labels = {"validation_bits": "validation bits", "validation_exact": "targets written exactly"}
+    labels = {name: label for name, label in labels.items() if any(_scored(rows, name) for rows in curves.values())}
+    count = max(1, len(labels))
+    figure, panels = plt.subplots(
+        count, 2, figsize=(11, 4.2 * count), layout="constrained", sharey="row", sharex="col", squeeze=False
+    )
+    for line, (value, label) in zip(panels, labels.items(), strict=False):
+        for panel, column in zip(line, ("step", "elapsed"), strict=True):
+            for name, rows in curves.items():
+                scored = _scored(rows, value)
+                panel.plot([row[column] for row in scored], [row[value] for row in scored], "o-", ms=3, label=name)
+            panel.grid(alpha=0.3)
+        line[0].set(ylabel=label)
+    for panel, label in zip(panels[-1], ("step", "seconds"), strict=True):
         panel.set(xlabel=label)
-        panel.grid(alpha=0.3)
-    panels[0].set(ylabel="validation bits")
-    panels[0].legend(fontsize=8)
+    panels[0, 0].legend(fontsize=8)
     temporary = path.with_name(f".{path.name}.part")
     figure.savefig(temporary, dpi=120, format="png")
     plt.close(figure)
     temporary.replace(path)
+
+
+def _scored(rows: list[dict[str, float]], name: str) -> list[dict[str, float]]:
+    """The rows that have such a figure."""
+    return [row for row in rows if not math.isnan(row[name])]

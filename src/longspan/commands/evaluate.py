@@ -1,4 +1,4 @@
-"""``longspan eval``: bits per dimension or byte of a trained model."""
+"""``longspan eval``: bits per dimension, byte or token of a trained model, and how many targets it writes exactly."""
 
 import json
 import math
@@ -11,10 +11,15 @@ from .parser import Parser, make, positive
 def parser() -> Parser:
     parser = make(
         "eval",
-        "Bits per dimension (images) or per byte (text) of a trained model on a held-out split.",
+        "Bits per dimension (images), byte (text) or token (pairs) of a trained model on a held-out split: of examples "
+        "by themselves, or of a text from beginning to end, with a state carried along or a window that slides; of a "
+        "model of pairs also the part of the targets that it writes exactly.",
         "longspan eval runs/digits",
         "longspan eval mnist --data mnist:FOLDER --stepwise",
         "longspan eval runs/digits --split validation --stepwise 20 --json",
+        "longspan eval runs/xl --stream",
+        "longspan eval runs/xl --stream --sliding 1 --examples 32",
+        "longspan eval runs/dates --beams 4",
     )
     parser.add_argument("folder", type=str, help=HELP)
     parser.add_argument(
@@ -22,12 +27,34 @@ def parser() -> Parser:
     )
     parser.add_argument("--split", type=str, default="test", help="train, validation or test")
     parser.add_argument(
-        "--batch", type=int, default=None, help="examples per call, else up to 64; changes speed and memory only"
-    )
+        "--batch", type=int, default=None,
+        help="examples per call, else up to 64; changes speed and memory only, except "
+        "that with --stream and --sliding it is how many stretches of the text are read",
+    )  # fmt: skip
     parser.add_argument(
         "--stepwise", nargs="?", type=int, const=100, default=0, metavar="N",
         help="also score N examples (100 without a number) token by token, as an RNN, and print the largest difference",
     )  # fmt: skip
+    parser.add_argument(
+        "--beams", type=int, default=0, help="pairs: count the targets that a search with so many beams writes, too"
+    )
+    parser.add_argument(
+        "--length_penalty", type=float, default=0.0, help="of that search: larger ones favour longer targets"
+    )
+    parser.add_argument(
+        "--stream", action="store_true",
+        help="carry the state along the text from window to window, as training with run.stream does, so that each "
+        "token is computed once; prints tokens per second, too",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sliding", type=int, default=0, metavar="STRIDE",
+        help="move a window of the run's length along the text by so many tokens, which alone count, computed anew "
+        "each time; beside --stream, of the same tokens, with the ratio of the speeds",
+    )  # fmt: skip
+    parser.add_argument(
+        "--examples", type=int, default=0, metavar="N", help="about so many examples or windows, evenly spaced; 0: all"
+    )
+    parser.add_argument("--length", type=int, default=0, metavar="N", help="tokens of a window of a text; 0: the run's")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     return parser
 
@@ -35,16 +62,31 @@ def parser() -> Parser:
 def run(args) -> int:
     from ..ops.memory import reuse_pages
     from ..train.evaluate import roomy
-    from . import trained
+    from . import targets, trained
 
     if args.batch is not None:
         positive(args, "batch")
-    if args.stepwise < 0:
-        raise ValueError(f"--stepwise={args.stepwise} must not be negative")
-    model, name, length = trained.decoder(args.folder, args.data)
-    data = trained.dataset(model, name, length)
+    for option in ("stepwise", "sliding", "examples", "length"):
+        if args[option] < 0:
+            raise ValueError(f"--{option}={args[option]} must not be negative")
+    if args.stepwise and (args.stream or args.sliding):
+        raise ValueError("--stepwise scores examples by themselves, so it does not go with --stream and --sliding")
+    targets.check_search(args)
+    model, name, length = trained.model(args.folder, args.data)
+    pairs = trained.kind(name) == trained.PAIRS
+    if pairs:
+        targets.refuse(args, {"stepwise": 0}, "is for a decoder; models of pairs write token by token anyway")
+        targets.refuse(args, {"stream": False, "sliding": 0, "length": 0}, "is for a text; pairs are read one by one")
+    else:
+        targets.refuse(args, {"beams": 0}, f"is for pairs; {name} has no targets to be written")
+    data = trained.dataset(model, name, args.length or length)
     reuse_pages()
-    result = _bits(model, data, args.split, args.batch or roomy(data.length))
+    if pairs:
+        targets.measure(model, data, args)
+        return 0
+    if args.stream or args.sliding:
+        return _along(args, model, data)
+    result = _bits(model, data, args.split, args.batch or roomy(data.length), args.examples)
     if args.stepwise:
         result["stepwise"] = _stepwise(model, data, args.split, args.stepwise)
     if args.json:
@@ -59,30 +101,70 @@ def run(args) -> int:
     return 0
 
 
-def _bits(model, data, split: str, batch: int) -> dict:
+def _along(args, model, data) -> int:
+    """Bits and speed along a text, by states, by sliding windows, or by both on the same tokens."""
+    import time
+
+    from ..progress import track
+    from ..train import along
+
+    rows = args.batch or along.rows(data, args.split, args.examples)
+    ways: dict = {"stream": lambda: along.carried(model, data, args.split, rows, args.examples, track=track)}
+    ways["sliding"] = lambda: along.sliding(model, data, args.split, args.sliding, rows, args.examples, track=track)
+    result = {"folder": args.folder, "data": data.name, "split": args.split, "length": data.length, "rows": rows}
+    result |= {"unit": data.unit, "stride": args.sliding} if args.sliding else {"unit": data.unit}
+    for way, asked in (("stream", args.stream), ("sliding", args.sliding)):
+        if asked:
+            begin = time.perf_counter()
+            nats, tokens = ways[way]().tolist()
+            seconds = time.perf_counter() - begin
+            bits = nats / tokens / math.log(2)
+            result[way] = {"bits": bits, "tokens": int(tokens), "seconds": seconds}
+            result[way]["tokens_per_second"] = tokens / seconds
+    if args.stream and args.sliding:
+        result["ratio"] = result["stream"]["tokens_per_second"] / result["sliding"]["tokens_per_second"]
+    if args.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    said = {"stream": "states carried", "sliding": f"a window of {data.length} sliding by {args.sliding}"}
+    print(f"{data.name}, {args.split}, in {rows} stretches:")
+    for way, words in said.items():
+        if way in result:
+            one = result[way]
+            print(
+                f"  {words}: {one['bits']:.4f} bits/{data.unit} on {one['tokens']:,} tokens, "
+                f"{one['tokens_per_second']:,.0f} tokens per second"
+            )
+    if "ratio" in result:
+        print(f"  with states {result['ratio']:.3g} times as many tokens per second")
+    return 0
+
+
+def _bits(model, data, split: str, batch: int, examples: int = 0) -> dict:
     from ..progress import track
     from ..train.evaluate import total
 
     count = data.count(split)
     if not count:
         raise ValueError(f"{split} of {data.name} has no examples")
-    parts = -(-count // batch)
+    chosen = min(examples or count, count)
+    parts = -(-chosen // batch)
     sums: list[list[float]] = []
     try:
         # Every parts-th example from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
         for i in track(range(parts), parts, "batches"):
-            sums.append(total(model, data, split, batch, 0, i, parts).tolist())
+            sums.append(total(model, data, split, batch, examples, i, parts).tolist())
     except KeyboardInterrupt as error:
         if not sums:
             raise
         bits, tokens = _mean(sums)
-        seen = f"{int(tokens) // data.length} of {count} examples, evenly spaced"
+        seen = f"{int(tokens) // data.length} of {chosen} examples, evenly spaced"
         raise signals.told(error, f"interrupted: {bits:.4f} bits/{data.unit} on {seen}") from error
     bits, tokens = _mean(sums)
     return {
         "data": data.name,
         "split": split,
-        "examples": count,
+        "examples": chosen,
         "tokens": int(tokens),
         "bits": bits,
         "unit": data.unit,

@@ -1,4 +1,4 @@
-"""``longspan generate``: pictures or text from a trained model."""
+"""``longspan generate``: pictures, text or targets from a trained model."""
 
 import codecs
 import math
@@ -15,12 +15,15 @@ HELP = "a training run (its best checkpoint), a checkpoint, or a model that come
 def parser() -> Parser:
     parser = make(
         "generate",
-        "Pictures or text from a trained model, one step per token. Images go into a PNG; text streams to stdout. "
+        "Pictures, text or the targets of sources from a trained model, one step per token. Images go into a PNG; text "
+        "streams to stdout; a model of pairs writes a line for each source, greedily unless --temperature is given. "
         "The model mnist comes with longspan; completing images needs the data: a download, or --data mnist:FOLDER.",
         "longspan generate mnist",
         "longspan generate mnist --complete test --top 0.5 --count 16",
         "longspan generate runs/digits --out samples.png --count 64",
         'longspan generate runs/text --prompt "def " --tokens 500 --temperature 0.8',
+        'longspan generate runs/dates --source "3rd of March, 2021" --beams 4 --n-best 2',
+        "longspan generate runs/dates --sources FILE",
     )
     parser.add_argument("folder", type=str, help=HELP)
     parser.add_argument(
@@ -29,7 +32,10 @@ def parser() -> Parser:
     parser.add_argument("--out", type=str, default="", help="images: the PNG file (samples.png)")
     parser.add_argument("--count", type=int, default=64, help="images: how many")
     parser.add_argument("--seed", type=int, default=0, help="of the draws; the same seed gives the same samples")
-    parser.add_argument("--temperature", type=float, default=1.0, help="sharper below 1, flatter above; 0: the mode")
+    parser.add_argument(
+        "--temperature", type=float | None, default=None,
+        help="sharper below 1, flatter above; 0: the mode; otherwise 1, and 0 for the target of a source",
+    )  # fmt: skip
     parser.add_argument("--top_k", type=int, default=0, help="keep the k likeliest tokens; 0: all")
     parser.add_argument(
         "--top_p", type=float, default=1.0, help="keep the likeliest tokens that reach this mass; 1: all"
@@ -41,21 +47,49 @@ def parser() -> Parser:
     parser.add_argument("--top", type=float, default=0.5, help="with --complete: the part of each image that is given")
     parser.add_argument("--prompt", type=str, default="", help="text: how it begins")
     parser.add_argument(
-        "--tokens", type=int, default=0, help="text: bytes to add; 0: 256, or as many as the model has room for"
+        "--tokens", type=int, default=0,
+        help="text: bytes to add; 0: 256, or as many as the model has room for; pairs: the most that a target may "
+        "have; 0: as in training",
+    )  # fmt: skip
+    parser.add_argument("--source", type=str, default=None, help="pairs: a source, whose target is written")
+    parser.add_argument(
+        "--sources", type=str, default="", metavar="FILE", help="pairs: a file with a source in each line"
     )
+    parser.add_argument(
+        "--beams", type=int, default=0,
+        help="text, pairs: search for the likeliest with so many beams, and draw nothing; 0: no search",
+    )  # fmt: skip
+    parser.add_argument(
+        "--n_best", type=int, default=1,
+        help="with --beams: write so many of the best, each after its score (log-probability in nats, over the length "
+        "penalty) and a tab",
+    )  # fmt: skip
+    parser.add_argument(
+        "--length_penalty", type=float, default=0.0,
+        help="with --beams: 0 compares by probability, larger ones favour longer sequences (1609.08144, eq. 14)",
+    )  # fmt: skip
     return parser
 
 
 def run(args) -> int:
-    from . import trained
+    from . import targets, trained
 
     positive(args, "count")
-    model, name, length = trained.decoder(args.folder, args.data)
-    options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    if args.tokens < 0:
+        raise ValueError(f"--tokens={args.tokens} must not be negative")
+    model, name, length = trained.model(args.folder, args.data)
+    if trained.kind(name) == trained.PAIRS:
+        targets.write(model, name, length, args)
+        return 0
+    targets.refuse(args, targets.SOURCES, f"is for a model of pairs; {args.folder} holds a decoder, which reads none")
+    temperature = 1.0 if args.temperature is None else args.temperature
+    options = {"temperature": temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
     shape = trained.shape(model, name)
     if not shape.grid:
+        targets.check_beams(args)
         _text(model, args, options)
         return 0
+    targets.refuse(args, targets.SEARCH, f"is for text and pairs; {name} has images, which are drawn")
     if args.prompt or args.tokens:
         raise ValueError(f"--prompt and --tokens are for text; {name} has images, see --complete")
     _images(model, args, options, trained.dataset(model, name, length) if args.complete else shape)
@@ -140,14 +174,15 @@ def _text(model, args, options) -> None:
     config = model.config
     room = config.length - len(data) if config.positions == "learned" else None
     steps = args.tokens or (256 if room is None else min(256, max(room, 1)))
-    if steps < 0:
-        raise ValueError(f"--tokens={args.tokens} must not be negative")
     if room is not None and steps > room:
         raise ValueError(
             f"a prompt of {len(data)} bytes and {steps} more exceed the model's {config.length} learned positions; "
             "shorten one of them, or train with other positions"
         )
     prompt = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()[None] if data else None
+    if args.beams:
+        _searched(model, torch.zeros(1, 0, dtype=torch.long) if prompt is None else prompt, steps, args)
+        return
     # Bytes that are no UTF-8 are shown as replacement characters; a character's bytes come in several steps.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tokens = generate(model, prompt, tokens=steps, **options)
@@ -162,6 +197,17 @@ def _text(model, args, options) -> None:
         _write(decoder.decode(b"", final=True) + "\n")
         raise signals.told(error, f"interrupted: {done} of {steps} bytes were written") from error
     _write(decoder.decode(b"", final=True) + "\n")
+
+
+def _searched(model, prompt, steps: int, args) -> None:
+    """The likeliest continuations that a beam search finds, the prompt before each; several with their scores."""
+    from ..beams import beam_search
+
+    search = {"beams": args.beams, "best": args.n_best, "length_penalty": args.length_penalty}
+    found = beam_search(model, prompt, tokens=steps, **search)
+    for tokens, score in zip(found.tokens[0].tolist(), found.scores[0].tolist(), strict=True):
+        text = bytes([*prompt[0].tolist(), *tokens]).decode("utf-8", "replace")
+        _write(f"{score:.4f}\t" * (args.n_best > 1) + text + "\n")
 
 
 def _write(text: str) -> None:

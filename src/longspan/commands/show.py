@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from pathlib import Path
 
 from .parser import Parser, make
 
@@ -14,10 +15,12 @@ def parser() -> Parser:
         "One mechanism: what it computes, its options and what they mean, paper, cost, parameters, the FLOPs of "
         "attention against those of the feed-forward network and the bytes of the recurrent state by length, and the "
         "backend that serves it. Where it has a pattern, or is one: how far and how many keys a query sees, and a "
-        "picture of that. Of a training run: its config, steps, bits, size and data.",
+        "picture of that. Of a training run: its config, steps, bits, size and data, and the spans and ponder "
+        "times that it has learned.",
         "longspan show linear",
         "longspan show \"linear(feature_map='relu'); softmax\" --dim 512 --heads 8 --json",
         "longspan show runs/digits",
+        "longspan show runs/adaptive_span --draw spans.png",
         "longspan show \"sparse(pattern='band(8) | globals(2)')\" --draw sparse.png",
         'longspan show "causal & (band(3) | strided(8))" --draw strided.png --tokens 48',
     )
@@ -35,7 +38,8 @@ def parser() -> Parser:
         type=str,
         default="",
         help="draw which keys each query sees as this PNG file: queries downwards, keys to the right, black is seen, "
-        "grey comes later; heads side by side where they differ; global tokens of their own come first",
+        "grey comes later; heads side by side where they differ; global tokens of their own come first; of a "
+        "run: the spans and ponder times that it has learned",
     )
     parser.add_argument(
         "--tokens",
@@ -53,9 +57,7 @@ def run(args) -> int:
 
     # A run in a folder named as a mechanism is ./linear.
     if runs.means(args.spec) and args.spec not in names():
-        found = runs.facts(args.spec)
-        print(json.dumps(found, indent=2) if args.json else _run_text(found))
-        return 0
+        return _run(args)
     specs = list(dict.fromkeys(spec.split(args.spec)))
     if args.draw:
         if len(specs) > 1:
@@ -76,10 +78,52 @@ def run(args) -> int:
     return 0
 
 
+def _run(args) -> int:
+    """Show a training run, and draw what it has learned to choose."""
+    from .. import extras, pictures, runs
+    from ..train.learned import history
+
+    found, told = runs.facts(args.spec), history(Path(args.spec))
+    if args.draw:
+        if not told:
+            raise ValueError(
+                f"{args.spec} has learned nothing to be drawn: no spans of adaptive_span, no ponder time of "
+                f"stack='act(...)', or no evaluation yet"
+            )
+        extras.need("the picture", "matplotlib", "PIL")
+        pictures.check(args.draw)
+        from ..train.drawn import draw
+
+        draw(Path(args.draw), told, text=found["unit"] == "byte")
+    found["learned"] = told[-1] if told else None
+    print(json.dumps(found, indent=2) if args.json else _run_text(found))
+    return 0
+
+
+def _learned(one: dict) -> list[str]:
+    """The lines about spans and ponder times, as they were at the last evaluation."""
+    lines = []
+    if "spans" in one:
+        layers = [f"layer {i}: {' '.join(f'{z:.4g}' for z in heads)}" for i, heads in one["spans"]]
+        lines += _listed("spans", [f"of the heads, in tokens, at step {one['step']}", *layers])
+    if "ponder" in one:
+        ponder = one["ponder"]
+        low, high = ponder.index(min(ponder)), ponder.index(max(ponder))
+        lines += _listed(
+            "ponder",
+            [
+                f"{sum(ponder) / len(ponder):.3f} steps and remainder a token at step {one['step']}: from "
+                f"{ponder[low]:.3f} at position {low} to {ponder[high]:.3f} at position {high}"
+            ],
+        )
+    return lines
+
+
 def _run_text(one: dict) -> str:
     """The lines about a training run."""
     settings = {part: ", ".join(f"{name}={value!r}" for name, value in one[part].items()) for part in ("model", "run")}
     bits = "none yet" if one["bits"] is None else f"{one['bits']:.4f} bits/{one['unit']} at step {one['best_step']}"
+    bits += "" if one["exact"] is None else f", {one['exact']:.1%} of the targets exact"
     weights = "" if one["parameters"] is None else f"{one['parameters']:,} parameters; "
     lines = [
         f"{one['folder']}: a training run on {one['run'].get('data')}",
@@ -89,6 +133,7 @@ def _run_text(one: dict) -> str:
         f"  size        {weights}{one['checkpoints']} checkpoints; "
         f"{_short(one['bytes'], 1024, ('', 'Ki', 'Mi', 'Gi'))}B in all",
     ]
+    lines += _learned(one["learned"] or {})
     for part, text in settings.items():
         lines += textwrap.wrap(f"  {part:<11} {text}", 118, subsequent_indent=" " * 14)
     return "\n".join(lines)

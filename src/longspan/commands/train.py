@@ -7,43 +7,56 @@ from pathlib import Path
 import jsonargparse
 import yaml
 
-from .. import recipes, signals
+from .. import checkpoint, data, recipes, signals
 from ..attention import plugins
-from ..config import Config
+from ..config import Config, Seq2SeqConfig
 from ..kinds import shown
 from ..spec import known
 from .parser import Parser, make
 
 SECTIONS = ("model", "run", "resume")
+KINDS = {"decoder": Config, "seq2seq": Seq2SeqConfig}
 DEEPEST = 8
 
 
 class _Parser(Parser):
+    kind = "decoder"
+
     def read(self, words: list[str]) -> jsonargparse.Namespace:
         # A recipe by its name becomes its file; "--config NAME" and "--config=NAME" alike.
-        words = list(words)
+        words, found = list(words), {}
         for i, word in enumerate(words):
             name, equals, value = word.partition("=")
             if name != "--config" or not (equals or words[i + 1 :]):
                 continue
-            value = _recipe(value if equals else words[i + 1])
-            words[i if equals else i + 1] = f"--config={value}" if equals else value
-        return super().read(words)
+            path, recipe = _recipe(value if equals else words[i + 1])
+            found[path] = recipe
+            words[i if equals else i + 1] = f"--config={path}" if equals else path
+        kind = _kind(words, list(found.values()))
+        for path, recipe in found.items():
+            _check_fields(path, recipe, kind)
+        return super().read(words) if kind == self.kind else _made(kind).read(words)
 
 
 def parser() -> Parser:
+    return _made("decoder")
+
+
+def _made(kind: str) -> Parser:
+    """The parser for a kind of model, whose fields are its flags."""
     from ..train import Run
 
     # The docstrings under the fields become the flags' help.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = make(
         "train",
-        "Train a decoder. A recipe is a YAML file with the two entries model and run; every field of it is also a "
-        "flag, and flags win over the recipes before them; model.vocab 0 takes that of the data. The run's folder gets "
-        "config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves one from which --resume goes on "
-        "to the very same result; a second one ends at once.",
+        "Train a decoder, or on pairs an encoder-decoder. A recipe is a YAML file with the two entries model and run; "
+        "every field of it is also a flag, and flags win over the recipes before them; model.vocab 0 takes that of the "
+        "data. The run's folder gets config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves one from "
+        "which --resume goes on to the very same result; a second one ends at once.",
         "longspan train --config digits --run.steps 100 --run.out runs/digits",
         "longspan train --config text --run.data text:book.txt --run.out runs/book",
+        "longspan train --config dates --run.data pairs:FILE --run.out runs/pairs",
         "longspan train --config runs/digits/config.yaml --resume",
         "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
         cls=_Parser,
@@ -54,21 +67,27 @@ def parser() -> Parser:
         help=f"recipe: a YAML file with model and run, or one by name: {', '.join(recipes.names())}",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in run.out")
-    parser.add_class_arguments(Config, "model")
+    parser.add_argument(
+        "--model.kind",
+        type=str,
+        default=kind,
+        help="decoder | seq2seq: an encoder-decoder, for pairs, which has more fields: longspan train --model.kind "
+        "seq2seq --help",
+    )
+    parser.add_class_arguments(KINDS[kind], "model")
     parser.add_class_arguments(Run, "run")
     parser.set_defaults({"model.vocab": 0})
+    parser.kind = kind  # type: ignore[attr-defined]
     return parser
 
 
 def run(args) -> int:
-    from ..train import Run, fit
+    from ..train import Run, exactly, fit
 
     fields, run = args.model.as_dict(), Run(**args.run.as_dict())
     if fields["vocab"] == 0:
-        from .. import data
-
         fields["vocab"] = data.load(run.data, run.length).vocab
-    config = Config.from_dict(fields)
+    config = checkpoint.config_of(fields)
     try:
         result = fit(config, run, resume=args.resume)
     except KeyboardInterrupt as error:
@@ -76,8 +95,8 @@ def run(args) -> int:
     # Of several processes only the first one has the result.
     if result.bits:
         bits = ", ".join(f"{s} {value:.3f} ({result.examples[s]:,} examples)" for s, value in result.bits.items())
-        unit = "byte" if run.data.startswith("text") else "dim"
-        print(f"{result.folder}: {result.steps} steps, {result.seconds:.1f} s, bits/{unit}: {bits}")
+        bits = f"bits/{data.unit(run.data)}: {bits}{exactly(result.exact)}"
+        print(f"{result.folder}: {result.steps} steps, {result.seconds:.1f} s, {bits}")
     return 0
 
 
@@ -89,10 +108,8 @@ def _how_to_go_on(said: str, recipe: Path) -> str:
     return f"{said}; go on with: longspan train{modules} --config {shlex.quote(str(recipe))} --resume"
 
 
-def _recipe(text: str) -> str:
-    """The file of a recipe. Raises ValueError where it is missing, or has an entry that is not known, were it empty."""
-    from ..train import Run
-
+def _recipe(text: str) -> tuple[str, dict]:
+    """A recipe's file and content. Raises ValueError where it is missing, or has an entry that is not known."""
     try:
         path = str(recipes.find(text))
     except ValueError as error:
@@ -118,10 +135,31 @@ def _recipe(text: str) -> str:
             continue
         if not isinstance(values, dict):
             raise ValueError(f"--config: {section} of {path} must map fields to values, not be {shown(values)}")
-        fields = dataclasses.fields(Config if section == "model" else Run)
-        for name in values:
-            known(str(name), {field.name: None for field in fields}, f"field of {section} in {path}")
-    return path
+    return path, recipe
+
+
+def _kind(words: list[str], recipes: list[dict]) -> str:
+    """The kind of model that the flags ask for, or else the last recipe."""
+    said = [recipe["model"]["kind"] for recipe in recipes if "kind" in recipe.get("model", {})]
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name == "--model.kind":
+            said.append(value if equals else after)
+    return known(str(said[-1]), KINDS, "kind of model to train") if said else "decoder"
+
+
+def _check_fields(path: str, recipe: dict, kind: str) -> None:
+    """Raise ValueError for a field that a model of this kind, or a run, does not have."""
+    from ..train import Run
+
+    for section, made in (("model", KINDS[kind]), ("run", Run)):
+        names = {field.name: None for field in dataclasses.fields(made)} | (
+            {"kind": None} if section == "model" else {}
+        )
+        for name in recipe.get(section, {}):
+            if section == "model" and name in {field.name for field in dataclasses.fields(Seq2SeqConfig)} - set(names):
+                raise ValueError(f"--config: model.{name} of {path} belongs to an encoder-decoder; add kind: seq2seq")
+            known(str(name), names, f"field of {section} in {path}")
 
 
 def _plain(path: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What ``eval`` and ``generate`` share: a trained decoder, and the data that it knows."""
+"""What ``eval`` and ``generate`` share: a trained model, and the data that it knows."""
 
 import math
 from pathlib import Path
@@ -15,39 +15,44 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "cifar10": ((32, 32, 3), 256),
     "text": ((), 256),
 }
+PAIRS = "pairs"
 DOWNLOADED = ("mnist", "cifar10")
 
 
-def decoder(folder: str, data: str) -> tuple[Any, str, int]:
-    """-> model, name of its data, tokens per example of a text (0: the default).
+def model(folder: str, data: str) -> tuple[Any, str, int]:
+    """-> decoder or encoder-decoder, name of its data, tokens per example of a text or most of a pair (0: the default).
 
     ``folder`` may also name a model that comes with the package. ``data`` takes the place of the data that the model
-    was trained on. Raises ValueError for a folder that is no checkpoint, an encoder, and a checkpoint that does not say
-    on which data it was trained.
+    was trained on. Raises ValueError for a folder that is no checkpoint, an encoder, a checkpoint that does not say on
+    which data it was trained, and for data of another kind than the model's.
     """
-    path, header = _header(folder)
+    path, header = _header(folder, "decoder", "seq2seq")
     run = header.get("run") or {}
     name = data or run.get("data", "")
     if not name:
         raise ValueError(f"{folder} does not say on which data it was trained; name it by --data, e.g. --data digits")
-    length = run.get("length", 0) if _kind(name) == _kind(run.get("data", "text")) else 0
+    length = run.get("length", 0) if kind(name) == kind(run.get("data", "text")) else 0
+    if (kind(name) == PAIRS) != (header["kind"] == "seq2seq"):
+        reads = "a source, so its data are pairs:FILE" if header["kind"] == "seq2seq" else "no source, so not of pairs"
+        raise ValueError(f"{folder} holds a {header['kind']}, which reads {reads}; {name} does not fit")
     return shipped.load(folder) if shipped.means(folder) else checkpoint.load(path), name, length
 
 
 def sizes(folder: str, *fields: str) -> dict[str, Any]:
-    """Some fields of a trained decoder's config; ``folder`` as for ``decoder``, which says what is raised."""
-    return {field: _header(folder)[1]["config"][field] for field in fields}
+    """Some fields of a trained decoder's config; ``folder`` as for ``model``, which says what is raised."""
+    return {field: _header(folder, "decoder")[1]["config"][field] for field in fields}
 
 
-def _header(folder: str) -> tuple[Path, dict[str, Any]]:
+def _header(folder: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
     path = shipped.path(folder) if shipped.means(folder) else _resolve(folder)
     header = checkpoint.read_config(path)
-    if header["kind"] != "decoder":
-        raise ValueError(f"{folder} holds an {header['kind']}; only a decoder predicts and generates tokens")
+    if header["kind"] not in kinds:
+        article = "an" if header["kind"] == "encoder" else "a"
+        raise ValueError(f"{folder} holds {article} {header['kind']}; only a decoder predicts and generates tokens")
     return path, header
 
 
-def dataset(model: Any, name: str, length: int) -> Dataset:
+def dataset(model: Any, name: str, length: int) -> Any:
     """Load a data set for a model. Raises ValueError where the two do not fit and where the data cannot be had."""
     try:
         found = load(name, length)
@@ -61,7 +66,7 @@ def dataset(model: Any, name: str, length: int) -> Dataset:
 
 def shape(model: Any, name: str) -> Dataset:
     """A data set without its examples: what is needed to draw pictures. Raises ValueError where the two do not fit."""
-    grid, vocab = SHAPES[_kind(name)]
+    grid, vocab = SHAPES[kind(name)]
     length = math.prod(grid) if grid else 0
     _fits(model, name, vocab, length)
     return Dataset(name, vocab, length, grid, "dim" if grid else "byte", "", {}, {})
@@ -76,8 +81,9 @@ def _resolve(folder: str) -> Path:
         raise ValueError(f"{error}, nor is it a model inside longspan: {', '.join(shipped.names())}") from error
 
 
-def _kind(name: str) -> str:
-    return known(name.partition(":")[0], SHAPES, "data set")
+def kind(name: str) -> str:
+    """The kind of data of a name: text of text:FILE. Raises ValueError for an unknown one."""
+    return known(name.partition(":")[0], {**SHAPES, PAIRS: None}, "data set")
 
 
 def _fits(model: Any, name: str, vocab: int, length: int) -> None:

@@ -7,43 +7,51 @@
 | ``cifar10``, ``cifar10:FOLDER`` | 32x32x3 images, 256 levels, red, green, blue of each pixel in turn | the last tenth of the training images (5000 of the whole set) to validation; the official test set |
 | ``text:stdlib`` | bytes of the running Python's standard library | the first 90 %, the next 5 %, the last 5 % |
 | ``text:PATH`` | bytes of a file (plain, .gz, .xz), or of a folder of such .txt files; nothing is decoded | the same |
+| ``pairs:dates``, ``pairs:reverse`` | bytes of generated pairs of a source and a target, and the stop token | by the sha256 of the source, one of 20 values to validation, one to the test |
+| ``pairs:FILE`` | bytes of two columns with a tab between them, or of .jsonl whole numbers; plain, .gz, .xz | the same |
 """  # noqa: E501 - a table's rows cannot be broken
 
 from pathlib import Path
+from typing import Any
 
 from ..folders import cache_folder
 from ..spec import known
-from . import images, text
+from . import images, pairs, text
 from .dataset import Dataset
 from .download import fetch
 from .order import batch_indices
+from .pairs import Pairs
 
-__all__ = ["Dataset", "absolute", "batch_indices", "cache_folder", "fetch", "load"]
+__all__ = ["Dataset", "Pairs", "absolute", "batch_indices", "cache_folder", "fetch", "load", "unit"]
 
 _IMAGES = {"digits": images.digits, "mnist": images.mnist, "cifar10": images.cifar10}
+_UNITS = {"text": "byte", "pairs": "token"}
+# Names of data that no file has.
+_OWN = {f"text:{text.STDLIB}", *(f"pairs:{task}" for task in pairs.TASKS)}
 
 
-def load(name: str, length: int = 0) -> Dataset:
-    """Load the data set ``name``, one of the names in the table above.
+def load(name: str, length: int = 0) -> Any:
+    """Load the data set ``name``, one of the names in the table above: a ``Dataset``, or ``Pairs`` where it has pairs.
 
-    ``length`` is the tokens per example: any window for text (0 means 256); images have their own, which 0 stands for.
+    ``length`` is the tokens per example: any window for text (0 means 256), the most that a source or a target may have
+    (0 means 256); images have their own, which 0 stands for.
     Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder
     (see ``folders.cache_folder``). Nothing depends on a random number generator.
 
     Raises ValueError for an unknown name, a missing, truncated or foreign file, a download that fails, a length that
-    images do not have, and a text whose held-out parts are shorter than one window; ImportError where an optional
-    package is missing.
+    images do not have, a text whose held-out parts are shorter than one window, and lines that are no pairs;
+    ImportError where an optional package is missing.
     """
     kind, colon, source = name.partition(":")
     if not colon and name not in _IMAGES and Path(name).exists():
         raise ValueError(f"{name!r} is a path and no name of a data set; a text of your own is text:{name}")
-    kind = known(kind, {**_IMAGES, "text": text.load}, "data set")
+    kind = known(kind, {**_IMAGES, "text": text.load, "pairs": pairs.load}, "data set")
     if colon and not source:
         raise ValueError(f"nothing follows the colon of {name!r}; write e.g. {kind}:FOLDER")
     if length < 0:
         raise ValueError(f"length={length}: must be >= 0; 0 means the data set's own")
-    if kind == "text":
-        return text.load(source, length)
+    if kind in _UNITS:
+        return (text.load if kind == "text" else pairs.load)(source, length)
     data = _IMAGES[kind](source)
     if length not in (0, data.length):
         raise ValueError(f"length={length}: {kind} has {data.length} tokens per image; leave length at 0")
@@ -57,6 +65,9 @@ def absolute(name: str) -> str:
     ('text:stdlib', 'text:/books/a.txt')
     """
     kind, _, source = name.partition(":")
-    if not source or (kind, source) == ("text", text.STDLIB):
-        return name
-    return f"{kind}:{Path(source).expanduser().absolute()}"
+    return name if not source or name in _OWN else f"{kind}:{Path(source).expanduser().absolute()}"
+
+
+def unit(name: str) -> str:
+    """What a token of the data of this name is, in "bits per ...": dim, byte or token."""
+    return _UNITS.get(name.partition(":")[0], "dim")

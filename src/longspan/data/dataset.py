@@ -35,6 +35,8 @@ class Dataset:
     """per split: images (count, length) uint8, text (bytes,) uint8"""
     labels: Mapping[str, Tensor] = field(repr=False)
     """per split: classes (count,) int64 for images; empty for text"""
+    documents: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    """per split of a text: where its documents begin, (count,) int64 from 0 on; empty for images"""
 
     def count(self, split: str) -> int:
         """Examples in ``split``. Text: every window of ``length`` bytes in train, only disjoint ones elsewhere.
@@ -49,11 +51,7 @@ class Dataset:
         Raises ValueError for a split that does not exist and for indices that are not int64 (B,) in 0 ... count-1.
         """
         rows = self._rows(split)
-        if indices.dtype != torch.int64 or indices.ndim != 1:
-            raise ValueError(f"indices are int64 of shape (B,); got {indices.dtype} of shape {tuple(indices.shape)}")
-        if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < len(rows):
-            low, high = int(indices.min()), int(indices.max())
-            raise ValueError(f"indices {low} ... {high} leave 0 ... {len(rows) - 1}, the examples of {split}")
+        check_indices(indices, len(rows), split)
         return rows[indices].long()
 
     def picture(self, rows: Tensor) -> Tensor:
@@ -92,6 +90,15 @@ def images(name: str, grid: tuple[int, ...], vocab: int, parts: Mapping[str, tup
         {split: torch.from_numpy(np.array(rows, np.uint8).reshape(-1, length)) for split, (rows, _) in parts.items()},
         {split: torch.from_numpy(np.array(classes, np.int64)) for split, (_, classes) in parts.items()},
     )
+
+
+def check_indices(indices: Tensor, count: int, split: str) -> None:
+    """Raise ValueError unless these are numbers of examples of a split, int64 (B,) in 0 ... count-1."""
+    if indices.dtype != torch.int64 or indices.ndim != 1:
+        raise ValueError(f"indices are int64 of shape (B,); got {indices.dtype} of shape {tuple(indices.shape)}")
+    if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < count:
+        low, high = int(indices.min()), int(indices.max())
+        raise ValueError(f"indices {low} ... {high} leave 0 ... {count - 1}, the examples of {split}")
 
 
 def sha256(arrays: Iterable[np.ndarray]) -> str:

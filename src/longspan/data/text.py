@@ -23,7 +23,8 @@ def load(source: str, length: int) -> Dataset:
     """The bytes of ``source`` ("stdlib" or a path), in windows of ``length`` (0 means 256).
 
     The files of a folder (.txt, .txt.gz, .txt.xz, at any depth) follow one another in the order of their paths. Of the
-    whole, the first 90 % are for training, the next 5 % for validation, the last 5 % for the test.
+    whole, the first 90 % are for training, the next 5 % for validation, the last 5 % for the test. Each file is a
+    document.
 
     Raises ValueError without a source, for a missing or unreadable path, a packed file, a folder without text, and a
     text that is too short for one window in each held-out part.
@@ -31,7 +32,8 @@ def load(source: str, length: int) -> Dataset:
     if not source:
         raise ValueError("text needs a source: text:stdlib, or text:PATH with a file or a folder of .txt files")
     length = length or 256
-    data = stdlib() if source == STDLIB else _read(Path(source).expanduser())
+    files = _modules() if source == STDLIB else _read(Path(source).expanduser())
+    data = b"".join(files)
     held = len(data) // 20
     if held < length:
         raise ValueError(
@@ -41,10 +43,17 @@ def load(source: str, length: int) -> Dataset:
     content = np.frombuffer(bytearray(data), np.uint8)
     train, validation, test = torch.from_numpy(content).split([len(data) - 2 * held, held, held])
     splits = {"train": train, "validation": validation, "test": test}
-    return Dataset(f"text:{source}", 256, length, (), "byte", sha256([content]), splits, {})
+    documents, begin = {}, 0
+    ends = torch.tensor([len(file) for file in files]).cumsum(0)
+    for split, part in splits.items():
+        # What a split cuts begins anew in it.
+        inside = ends[(begin < ends) & (ends < begin + len(part))] - begin
+        documents[split] = torch.cat([inside.new_zeros(1), inside.unique()])
+        begin += len(part)
+    return Dataset(f"text:{source}", 256, length, (), "byte", sha256([content]), splits, {}, documents)
 
 
-def stdlib() -> bytes:
+def _modules() -> list[bytes]:
     """The first 8,000,000 bytes of the standard library's Python sources: modules first, then packages, by path.
 
     Left out are tests, the encodings' tables, installed packages and files that a build generates.
@@ -53,30 +62,33 @@ def stdlib() -> bytes:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = sorted((len(p.parts) > 1, p.as_posix()) for p in (p.relative_to(root) for p in root.rglob("*.py")))
-    data = bytearray()
+    files: list[bytes] = []
+    room = _STDLIB_BYTES
     for _, name in found:
         parts = name.split("/")
         if not _SKIPPED.intersection(parts) and not parts[0].startswith(_SKIPPED_PREFIXES):
-            data += read(root / name)
-        if len(data) >= _STDLIB_BYTES:
+            files.append(read(root / name)[:room])
+            room -= len(files[-1])
+        if not room:
             break
-    if not data:
+    if room == _STDLIB_BYTES:
         raise ValueError(f"no Python sources in {root}; use text:PATH")
-    return bytes(data[:_STDLIB_BYTES])
+    return files
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path) -> list[bytes]:
+    """The contents of a file, or of each one in a folder."""
     if not path.exists():
         raise ValueError(f"no text at {path.absolute()}: there is no such file or folder")
     if not path.is_dir():
-        return _unpacked(path)
+        return [unpacked(path)]
     files = sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.name.endswith(_SUFFIXES))
     if not files:
         raise ValueError(f"no text in the folder {path}: looked for {', '.join('*' + s for s in _SUFFIXES)}")
-    return b"".join(_unpacked(path / name) for name in files)
+    return [unpacked(path / name) for name in files]
 
 
-def _unpacked(path: Path) -> bytes:
+def unpacked(path: Path) -> bytes:
     """The bytes of one file, those inside it where its name ends in .gz or .xz; packed ones raise ValueError."""
     data = read(path)
     kind = next((kind for begin, kind in _PACKED.items() if data.startswith(begin)), "")

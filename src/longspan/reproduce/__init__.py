@@ -1,6 +1,19 @@
 """Published results, had again at the scale of a laptop: one module, one experiment."""
 
-from . import approximation, capacity, copying, images, mqar, pattern, scaling, spans, transfer
+from . import (
+    approximation,
+    capacity,
+    copying,
+    images,
+    lengths,
+    mqar,
+    pattern,
+    ponder,
+    scaling,
+    segments,
+    spans,
+    transfer,
+)
 from .experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -8,9 +21,12 @@ EXPERIMENTS: dict[str, Experiment] = {
     "capacity": capacity.EXPERIMENT,
     "copy": copying.EXPERIMENT,
     "images": images.EXPERIMENT,
+    "lengths": lengths.EXPERIMENT,
     "mqar": mqar.EXPERIMENT,
     "pattern": pattern.EXPERIMENT,
+    "ponder": ponder.EXPERIMENT,
     "scaling": scaling.EXPERIMENT,
+    "segments": segments.EXPERIMENT,
     "spans": spans.EXPERIMENT,
     "transfer": transfer.EXPERIMENT,
 }

@@ -37,19 +37,19 @@ class Stack(nn.Module):
     ``y, state = stack(x, state, mask=, segments=, prefix=, record=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state
     is the tuple of the layers' states. ``record`` asks every layer that takes one: it gets ``layers``, a dict for each
     layer, empty where that can tell nothing, and the sums of theirs: ``penalty``, where a mechanism has a loss of its
-    own, and ``log_prob`` (B,), where one draws what it reads. ``rotary`` is the base of rotary positions for attentions
-    whose spec gives none; ``cross`` the specs of attentions to a context.
+    own, and ``log_prob`` (B,), where one draws what it reads. ``positions`` are those of its attentions, as in
+    ``longspan.build``; ``cross`` the specs of attentions to a context.
 
     Raises ValueError for a spec that cannot be built, for weights that would take more memory than this machine has,
     and for arguments that one of the attentions does not support.
     """
 
-    def __init__(self, config: StackConfig, *, causal: bool = True, rotary: float = 0.0, cross: str = ""):
+    def __init__(self, config: StackConfig, *, causal: bool = True, positions: str = "none", cross: str = ""):
         super().__init__()
-        afford(config, lambda few: Stack(few, causal=causal, rotary=rotary, cross=cross))
+        afford(config, lambda few: Stack(few, causal=causal, positions=positions, cross=cross))
         specs = spec.split(config.attention)
         self.dim, self.causal, self.checkpointing, self.crosses = config.dim, causal, config.checkpointing, bool(cross)
-        place = {"causal": causal, "depth": config.depth, "rotary": rotary}
+        place = {"causal": causal, "depth": config.depth, "positions": positions}
         own = (
             make(specs[i % len(specs)], config.dim, config.heads, layer=i, **place)  # type: ignore[arg-type]
             for i in range(config.depth)
@@ -107,7 +107,9 @@ class Stack(nn.Module):
         if mask is not None:
             check_mask("mask", mask, tuple(x.shape[:2]))
         if state is not None:
-            self._check_state(state)
+            self._check_state(state, len(x))
+        elif donate:
+            raise ValueError("donate=True gives a state away, but no state came")
         if record is not None:
             check_record(record)
         arguments = settle(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
@@ -128,7 +130,7 @@ class Stack(nn.Module):
             _answer(record, call)
         return x, state
 
-    def _check_state(self, state: Any) -> None:
+    def _check_state(self, state: Any, batch: int) -> None:
         # A state of steps has the layers' states beside a position.
         layers = state.layers if isinstance(state, UniversalState) else state
         count = len(self.blocks) * self.run.steps
@@ -137,11 +139,14 @@ class Stack(nn.Module):
             kind, named = "a UniversalState" if steps else "a tuple", isinstance(state, UniversalState)
             came = type(state).__name__ if named or not isinstance(state, tuple) else len(state)
             raise ValueError(f"the state of this stack is {kind} of {count} states, not {came}")
+        if steps and (state.position.dtype != torch.int64 or tuple(state.position.shape) != (batch,)):
+            came = f"{state.position.dtype} {tuple(state.position.shape)}"
+            raise ValueError(f"the position of this stack's state must be int64 {(batch,)}, not {came}")
 
 
 def kind_of(text: str) -> type:
-    """The class that runs the blocks, from its spec, which has been read before."""
-    return STACKS[text.partition("(")[0].strip()]
+    """The class that runs the blocks, from its spec. Raises ValueError for an unknown one."""
+    return STACKS[spec.known(text.partition("(")[0].strip(), STACKS, "stack")]
 
 
 def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
@@ -149,7 +154,8 @@ def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
     if not text:
         return None
     specs = spec.split(text)
-    made = make(specs[i % len(specs)], config.dim, config.heads, causal=False, layer=i, depth=config.depth, rotary=0.0)
+    place = {"causal": False, "layer": i, "depth": config.depth, "positions": "none"}
+    made = make(specs[i % len(specs)], config.dim, config.heads, **place)
     if "context" not in made.takes:
         raise ValueError(f"{made.name} reads no context, so it cannot be a cross attention")
     return made

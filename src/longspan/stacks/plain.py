@@ -1,7 +1,7 @@
 """Blocks one after the other: the transformer as it was published, and what the other stacks are made of."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class Plain(nn.Module):
 
     steps = 1
     penalty = ""
+    exempt: ClassVar[dict[str, str]] = {}
 
     def __init__(self, dim: int):
         super().__init__()

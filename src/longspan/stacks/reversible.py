@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class Reversible(nn.Module):
 
     steps = 1
     penalty = ""
+    exempt: ClassVar[dict[str, str]] = {}
 
     def __init__(self, dim: int):
         super().__init__()

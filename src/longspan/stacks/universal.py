@@ -1,6 +1,6 @@
 """The same blocks again and again: the Universal Transformer, for so many steps or as many as each token wants."""
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +30,18 @@ class Universal(nn.Module):
     """
 
     penalty = ""
+    exempt: ClassVar[dict[str, str]] = {}
 
     def __init__(self, dim: int, *, steps: int = 6, coordinates: str = "both"):
         super().__init__()
         if steps < 1:
             raise ValueError(f"steps={steps} must be at least 1")
         self.steps, self.coordinates = steps, known(coordinates, COORDINATES, "coordinates of a universal stack")
+
+    @property
+    def positional(self) -> bool:
+        """Whether the order of the tokens matters to it, whatever its attentions are."""
+        return self.coordinates == "both"
 
     def start(self, blocks: nn.ModuleList, batch: int, capacity: int | None) -> UniversalState:
         layers = tuple(b.attention.init_state(batch, capacity) for _ in range(self.steps) for b in blocks)  # type: ignore
@@ -70,6 +76,7 @@ class Act(nn.Module):
     """
 
     penalty = "steps that a token takes, and the weight of its last one"
+    exempt: ClassVar[dict[str, str]] = {}
 
     def __init__(
         self, dim: int, *, steps: int = 12, threshold: float = 0.01, bias: float = 1.0, coordinates: str = "both"
@@ -84,7 +91,7 @@ class Act(nn.Module):
         # No linear map, whose bias an initialisation would set to zero.
         self.halt, self.bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.tensor(float(bias)))
 
-    start = Universal.start
+    start, positional = Universal.start, Universal.positional
 
     def forward(self, blocks: nn.ModuleList, x: Tensor, state: UniversalState | None, call: Call):
         """x (B,N,dim), the state -> both after all steps that somebody wants."""

@@ -4,6 +4,7 @@
 |---|---|
 | ``config.yaml`` | the config and the run, as a recipe: usable with ``--config`` |
 | ``metrics.csv`` | one row every 10 steps and at each evaluation |
+| ``learned.jsonl`` | what a model chooses for itself, spans and ponder times, a line for each evaluation |
 | ``tensorboard/`` | the same for TensorBoard |
 | ``checkpoints/step-00000100/`` | a checkpoint |
 | ``checkpoints/last``, ``checkpoints/best`` | the name of the last one and of the one with the fewest validation bits |
@@ -22,14 +23,15 @@ import torch
 import yaml
 
 from .. import checkpoint, data, signals
-from ..config import Config
-from ..data import Dataset
+from ..config import Config, Seq2SeqConfig
+from ..data import Dataset, Pairs
 from ..describe import parts
-from ..model import Decoder
 from ..ops.memory import reuse_pages
 from ..stacks import kind_of
+from . import carry
 from . import folder as runs
-from .evaluate import bits, roomy
+from . import objective as objectives
+from .evaluate import bits
 from .run import Run, rate
 
 begun = runs.begun
@@ -48,17 +50,20 @@ class Result:
     seconds: float
     """wall time of this call"""
     bits: dict[str, float]
-    """the best checkpoint's bits per dim or byte on "validation" and "test"; empty on ranks other than 0"""
+    """the best checkpoint's bits per dim, byte or token on "validation" and "test"; empty on ranks other than 0"""
     examples: dict[str, int] = field(default_factory=dict)
     """on how many examples these were measured"""
+    exact: dict[str, float] = field(default_factory=dict)
+    """of a model of pairs: the part of the targets that greedy decoding writes exactly, as ``bits``"""
 
 
 SPLITS = ("validation", "test")
 
 
 def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True) -> Result:
-    """Train a decoder. ``resume=True`` goes on from the last checkpoint in ``run.out``, or starts if there is none yet.
+    """Train a decoder, or an encoder-decoder on pairs.
 
+    ``resume=True`` goes on from the last checkpoint in ``run.out``, or starts if there is none yet.
     ``progress``: a bar on a terminal, else a line now and then, and a line per evaluation, on stderr. With ``devices``
     > 1 the script or command that calls this is started once more per further process (Lightning's launcher), or each
     is started by torchrun. Nobody else may write into the folder meanwhile; a run that is refused leaves nothing there.
@@ -77,7 +82,7 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
     with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(runs.held(folder))
-            runs.claim(folder, {"model": asdict(config), "run": asdict(run)}, resume)
+            runs.claim(folder, recipe(config, run), resume)
         return _fit(engine, config, run, resume, progress and first)
 
 
@@ -90,17 +95,17 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
     # The caller's random numbers are his: ours start from the seed, and his go on afterwards.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
-        model = Decoder(config)
+        model = checkpoint.KINDS[checkpoint.kind_of(config)][1](config)
         bar = engine.Bar(run.steps, dataset.unit) if progress else None
         if bar:
             bar.line(_opening(model, run, dataset))
         if bar and remark:
             bar.line(remark)
+        objective = objectives.build(model, run, dataset)
         try:
             if signals.first_rank():
-                recipe = {"model": asdict(config), "run": asdict(run)}
-                checkpoint.write_text(folder / runs.CONFIG, yaml.safe_dump(recipe, sort_keys=False))
-            end = engine.train(model, run, dataset, {"run": asdict(run)}, start, bar)
+                checkpoint.write_text(folder / runs.CONFIG, yaml.safe_dump(recipe(config, run), sort_keys=False))
+            end = engine.train(model, run, objective, {"run": asdict(run)}, start, bar)
         except OSError as error:
             where = error.filename or folder
             raise ValueError(f"cannot write {where}: {error.strerror or error}; {runs.kept(folder)}") from error
@@ -112,21 +117,38 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
         where = f"{runs.pointer(last)} is saved" if last.exists() else "nothing was saved"
         raise signals.Interrupted(f"{end.why} at step {end.steps}; {where} in {folder}; go on with resume", end.signal)
     best = checkpoint.load(folder)
-    scores = {s: bits(best, dataset, s, roomy(dataset.length), examples=run.evaluate_examples) for s in SPLITS}
+    objective = objectives.build(best, run, dataset)
+    figures = {split: objective.score(best, split) for split in SPLITS}
+    scores, exact = ({s: one[name] for s, one in figures.items() if name in one} for name in ("bits", "exact"))
     examples = {s: min(run.evaluate_examples or dataset.count(s), dataset.count(s)) for s in SPLITS}
     if bar:
         shown = ", ".join(f"{split} {value:.3f} ({examples[split]:,} examples)" for split, value in scores.items())
+        shown += f" bits/{dataset.unit}{exactly(exact)}"
         early = f" ({end.why})" if end.why else ""
-        bar.line(f"{end.steps} steps{early}; best checkpoint: {shown} bits/{dataset.unit}; in {folder}")
-    return Result(folder, end.steps, time.monotonic() - begin, scores, examples)
+        bar.line(f"{end.steps} steps{early}; best checkpoint: {shown}; in {folder}")
+    return Result(folder, end.steps, time.monotonic() - begin, scores, examples, exact)
 
 
-def _opening(model: Decoder, run: Run, dataset: Dataset) -> str:
+def recipe(config: Config, run: Run) -> dict[str, Any]:
+    """A config and a run as plain values, as ``longspan train --config`` reads them; a decoder needs no kind."""
+    kind = checkpoint.kind_of(config)
+    return {"model": ({} if kind == "decoder" else {"kind": kind}) | asdict(config), "run": asdict(run)}
+
+
+def exactly(exact: dict[str, float]) -> str:
+    """The end of a line about splits: how many of their targets are written exactly, where that was asked."""
+    return f"; exact: {', '.join(f'{split} {part:.1%}' for split, part in exact.items())}" if exact else ""
+
+
+def _opening(model: Any, run: Run, dataset: Dataset | Pairs) -> str:
     """What is trained, on what and where, in one line."""
-    weights = sum(p.numel() for p in model.parameters())
+    weights, config = sum(p.numel() for p in model.parameters()), model.config
     where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
+    specs, most = config.attention, ""
+    if isinstance(config, Seq2SeqConfig):
+        specs, most = f"{config.encoder_attention} > {config.cross_attention} > {config.attention}", "up to "
     return (
-        f"{weights:,} parameters, {model.config.attention}; {run.data}: {dataset.count('train'):,} examples of "
+        f"{weights:,} parameters, {specs}; {run.data}: {dataset.count('train'):,} examples of {most}"
         f"{dataset.length} tokens, {run.batch * run.accumulate * run.devices} in a step; on {where}"
     )
 
@@ -139,18 +161,42 @@ def _engine() -> Any:
     return engine
 
 
-def _check(config: Config, run: Run, dataset: Dataset) -> None:
+def _check(config: Config, run: Run, dataset: Dataset | Pairs) -> None:
+    specs = {"attention": config.attention}
+    if isinstance(dataset, Pairs):
+        if not isinstance(config, Seq2SeqConfig):
+            raise ValueError(
+                f"{run.data} has a source and a target, which a decoder does not tell apart; it takes an "
+                "encoder-decoder, model.kind=seq2seq"
+            )
+        if config.source_vocab and config.source_vocab < dataset.vocab - 1:
+            raise ValueError(
+                f"source_vocab={config.source_vocab} is too small for {run.data}, whose sources have "
+                f"{dataset.vocab - 1} levels"
+            )
+        specs["encoder_attention"] = config.encoder_attention
+    elif type(config) is not Config:
+        raise ValueError(
+            f"{run.data} has no sources, so it trains a decoder and not a {checkpoint.kind_of(config)}; a model of "
+            "kind seq2seq is trained on pairs:FILE, pairs:dates or pairs:reverse"
+        )
     if config.vocab != dataset.vocab:
         raise ValueError(f"vocab={config.vocab} does not fit {run.data}, whose tokens have {dataset.vocab} levels")
     if config.positions == "learned" and config.length < dataset.length:
         raise ValueError(
             f"length={config.length} learned positions are too few for {run.data}: {dataset.length} tokens per example"
         )
-    kinds = {name: cls.penalty or cls.samples for name, cls in parts(config.attention)}
+    kinds = {name: cls.penalty or cls.samples for text in specs.values() for name, cls in parts(text)}
     if run.penalty and not any(kinds.values()) and not kind_of(config.stack).penalty:
         raise ValueError(
             f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "
             f"leave it at 0"
         )
+    if run.stream:
+        carry.check(config)
+        if config.checkpointing:
+            raise ValueError(
+                "checkpointing=True has no effect where a state is carried, as stream=True does; leave it off"
+            )
     if not dataset.count("train"):
         raise ValueError(f"{run.data} has no training example")

@@ -1,6 +1,7 @@
 """The engine: Lightning's loop, with our checkpoints, our order of examples and our reports in place of its own."""
 
 import contextlib
+import itertools
 import logging
 import math
 import shutil
@@ -14,17 +15,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
 from .. import checkpoint as checkpoints
 from .. import signals
-from ..data import Dataset
-from ..data.order import batch_indices
-from ..model import Decoder
-from ..ops.edges import reinforce
 from . import folder as runs
-from .evaluate import roomy, total
+from .learned import Diary, scalars, summary
+from .objective import Objective
 from .report import EVERY, Bar, Clock, Events, Table
 from .run import Run, rate, step_seed
 
@@ -36,78 +33,47 @@ KEPT = ("micro", "best", "evaluated", "best_step")
 
 
 class Batches:
-    """An endless row of (index, tokens), each a function of its index: all that is to be known of it is one integer."""
+    """An endless row of (index, batch), each a function of its index: all that is to be known of it is one integer."""
 
-    def __init__(self, dataset: Dataset, run: Run, start: int, rank: int, world: int):
-        self.dataset, self.run, self.start, self.rank, self.world = dataset, run, start, rank, world
+    def __init__(self, objective: Objective, start: int, rank: int, world: int):
+        self.objective, self.start, self.rank, self.world = objective, start, rank, world
 
-    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
-        count, index = self.dataset.count("train"), self.start
-        while True:
-            indices = batch_indices(count, self.run.seed, index, self.run.batch, self.rank, self.world)
-            yield index, self.dataset.take("train", indices)
-            index += 1
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        for index in itertools.count(self.start):
+            yield index, self.objective.batch(index, self.rank, self.world)
 
 
 class Task(LightningModule):
-    """What is to be minimised: the mean negative log-likelihood, in nats per token, and the weighted penalty."""
+    """What is to be minimised: the loss of an objective, with a model's weights and the objective's own."""
 
-    def __init__(self, model: Decoder, run: Run, dataset: Dataset):
+    def __init__(self, model: nn.Module, run: Run, objective: Objective):
         super().__init__()
-        self.model, self.run, self.dataset = model, run, dataset
+        self.model, self.run, self.objective = model, run, objective
         # Micro-batches, not steps: a loader that looks ahead or a step that accumulates cannot shift it.
         self.micro = 0
         self.best, self.evaluated, self.best_step = math.inf, 0, 0
-        self.losses: list[Tensor] = []
-        self.penalties: list[Tensor] = []
+        self.parts: list[dict[str, Tensor]] = []
         self.norm = math.nan
-        # The layers whose buffers their own statistics move, and these since the last step.
-        self.counted = [i for i, attention in enumerate(model.stack.attentions()) if attention.statistics]
-        self.statistics: dict[int, Any] = {}
 
     def train_dataloader(self) -> Batches:
-        return Batches(self.dataset, self.run, self.micro, self.global_rank, self.trainer.world_size)
+        return Batches(self.objective, self.micro, self.global_rank, self.trainer.world_size)
 
-    def on_train_batch_start(self, batch: tuple[int, Tensor], batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: tuple[int, Any], batch_idx: int) -> None:
         torch.manual_seed(step_seed(self.run.seed, batch[0], self.global_rank))
 
-    def training_step(self, batch: tuple[int, Tensor], batch_idx: int) -> Tensor:
-        index, tokens = batch
-        weighted = bool(self.run.penalty)
-        wanted = {"penalty": weighted, "log_prob": weighted, "statistics": self.counted}
-        record: dict[str, Any] | None = {name: None for name, asked in wanted.items() if asked} or None
-        outputs, _ = self.model(self.model.shift(tokens), record=record)
-        likelihood = self.model.likelihood.log_prob(outputs, tokens)  # (B,N)
-        loss = -likelihood.mean()
-        penalty = torch.zeros_like(loss)
-        if record and weighted:
-            penalty = record.get("penalty", penalty)
-            if "log_prob" in record:
-                # Of weight 1, its gradient is that of the expected loss.
-                penalty = penalty + reinforce(record["log_prob"], likelihood.flatten(1).mean(1))
-        self._count(record)
-        self.losses.append(loss.detach())
-        self.penalties.append(penalty.detach())
+    def training_step(self, batch: tuple[int, Any], batch_idx: int) -> Tensor:
+        index, examples = batch
+        loss, parts = self.objective.loss(self.model, examples)
+        self.parts.append(parts)
         self.micro = index + 1
-        return loss + self.run.penalty * penalty if self.run.penalty else loss
+        return loss
 
-    def _count(self, record: dict[str, Any] | None) -> None:
-        """Add what the layers have counted in one micro-batch, in each step of a stack that repeats them."""
-        count = len(self.model.stack.attentions())
-        for layer in self.counted:
-            assert record is not None
-            for told in record["layers"][layer::count]:
-                new, sums = told["statistics"], self.statistics.get(layer)
-                self.statistics[layer] = new if sums is None else pytree.tree_map(torch.add, sums, new)
-
-    def update(self) -> None:
-        """Move what no gradient moves, after an optimizer's step: by what all of its micro-batches have counted."""
-        for layer, statistics in self.statistics.items():
-            self.model.stack.attentions()[layer].update({"statistics": statistics})
-        self.statistics.clear()
+    def means(self) -> dict[str, Tensor]:
+        """The mean of each part of the loss over the micro-batches since ``parts`` was emptied."""
+        return {name: torch.stack([one[name] for one in self.parts]).double().mean() for name in self.parts[0]}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        parameters = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.run.weight_decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -118,10 +84,10 @@ class Task(LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         # The gradient is the ranks' mean, so that all of them stop here together.
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.clip or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.run.clip or math.inf)
         self.norm = float(norm)
         if not math.isfinite(self.norm):
-            loss = float(torch.stack(self.losses).mean())
+            loss = float(self.means()["loss"])
             what = f"the gradient's norm became {self.norm}" if math.isfinite(loss) else f"the loss became {loss}"
             raise ValueError(self.broken(what))
         for group in optimizer.param_groups:
@@ -144,11 +110,13 @@ class Task(LightningModule):
 class FolderIO(CheckpointIO):
     """Lightning's checkpoints as our folders; no pickle of its own is ever written or read."""
 
-    def __init__(self, model: Decoder, extra: dict[str, Any]):
+    def __init__(self, model: Any, extra: dict[str, Any]):
         self.model, self.extra = model, extra
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         training = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+        own = {name: value for name, value in checkpoint["state_dict"].items() if name.startswith("objective.")}
+        training |= {"objective": own} if own else {}
         extra = self.extra | {"step": checkpoint["global_step"]}
         checkpoints.save(path, self.model, training=training, extra=extra)
 
@@ -156,7 +124,8 @@ class FolderIO(CheckpointIO):
         training = checkpoints.restore(path, self.model)
         if set(training.get("longspan", ())) != set(KEPT):
             raise ValueError(f"{path} holds no state of a run, as training writes it; it cannot be resumed")
-        return training | {"state_dict": {f"model.{name}": value for name, value in self.model.state_dict().items()}}
+        weights = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        return training | {"state_dict": weights | training.get("objective", {})}
 
     def remove_checkpoint(self, path: Any) -> None:
         shutil.rmtree(path)
@@ -168,17 +137,18 @@ class Keeper(Callback):
     def __init__(self, run: Run, interrupt: "Interrupt", bar: Bar | None):
         self.run, self.interrupt, self.bar = run, interrupt, bar
         self.folder = Path(run.out) / "checkpoints"
-        self.window: list[tuple[float, float]] = []
+        self.window: list[dict[str, float]] = []
         self.stopped = ""
         self.opened = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:  # type: ignore[override]
         run, step = self.run, trainer.global_step
-        self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.dataset.length)
+        self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.objective.tokens)
         # Lightning has put its own in their place by now, whose SIGTERM would end the run without a checkpoint.
         self.interrupt.take()
         if trainer.is_global_zero:
             self.table = Table(Path(run.out) / "metrics.csv", step)
+            self.diary = Diary(Path(run.out), step)
             self.events = self.opened.enter_context(contextlib.closing(Events(Path(run.out) / "tensorboard", step)))
             self._point(task.best_step, step)
         if self.bar:
@@ -194,16 +164,16 @@ class Keeper(Callback):
         if task.micro % self.run.accumulate:
             return
         run, step, speed = self.run, trainer.global_step, self.clock.lap()
-        loss, penalty, pressed, late = self._agree(trainer, task)
+        parts, pressed, late = self._agree(trainer, task)
         # An infinite loss can have a finite gradient: that of a term that does not depend on the weights.
-        if not math.isfinite(loss):
+        if not math.isfinite(loss := parts["loss"]):
             raise ValueError(task.broken(f"the loss became {loss}"))
-        task.update()
-        self.window.append((loss, penalty))
+        task.objective.update(task.model)
+        self.window.append(parts)
         last = step >= run.steps
         if self.bar:
-            recent, penalty = self._recent()
-            self.bar.step(step, recent, recent / math.log(2), speed, penalty if run.penalty else None)
+            recent = self._recent()
+            self.bar.step(step, recent["loss"], recent["loss"] / math.log(2), speed, recent.get("penalty"))
         evaluated, improved = None, False
         # Who interrupts does not want to wait for an evaluation: on_train_start of the resumed run makes up for it.
         if last or (not pressed and (late or step % run.evaluate_every == 0)):
@@ -223,49 +193,51 @@ class Keeper(Callback):
     def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:  # type: ignore[override]
         self.opened.close()
 
-    def _recent(self) -> list[float]:
-        """Mean loss and penalty since the last report."""
-        return [sum(values) / len(values) for values in zip(*self.window, strict=True)]
+    def _recent(self) -> dict[str, float]:
+        """Mean parts of the loss since the last report."""
+        return {name: sum(parts[name] for parts in self.window) / len(self.window) for name in self.window[0]}
 
-    def _agree(self, trainer: Trainer, task: Task) -> tuple[float, float, bool, bool]:
-        """The ranks' mean loss and penalty, and whether any of them is to stop: all must take the same decisions."""
-        means = torch.stack([torch.stack(parts).double().mean() for parts in (task.losses, task.penalties)])
-        task.losses.clear()
-        task.penalties.clear()
+    def _agree(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool, bool]:
+        """The ranks' mean parts of the loss, and whether any of them is to stop: all must take the same decisions."""
+        means = task.means()
+        task.parts.clear()
         late = 0 < self.run.seconds <= self.clock.seconds
-        flags = torch.tensor([len(self.interrupt.came) > 0, late], dtype=torch.float64, device=means.device)
-        values = trainer.strategy.reduce(torch.cat([means, flags]), reduce_op="sum")
-        loss, penalty, pressed, late = values.tolist()
-        return loss / trainer.world_size, penalty / trainer.world_size, pressed > 0, late > 0
+        flags = torch.tensor([len(self.interrupt.came) > 0, late], dtype=torch.float64, device=means["loss"].device)
+        values = trainer.strategy.reduce(torch.cat([torch.stack([*means.values()]), flags]), reduce_op="sum")
+        *shares, pressed, late = values.tolist()
+        return {name: x / trainer.world_size for name, x in zip(means, shares, strict=True)}, pressed > 0, late > 0
 
-    def _evaluate(self, trainer: Trainer, task: Task) -> tuple[float, bool]:
-        """Bits on the validation split, and whether they are the fewest so far."""
-        data, rank, world = task.dataset, trainer.global_rank, trainer.world_size
-        share = total(task.model, data, "validation", roomy(data.length), self.run.evaluate_examples, rank, world)
-        nats, tokens = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum").tolist()
-        evaluated = nats / tokens / math.log(2)
-        improved = evaluated < task.best
-        task.best, task.evaluated = min(evaluated, task.best), trainer.global_step
+    def _evaluate(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool]:
+        """The figures of the validation split, and whether their bits are the fewest so far."""
+        share = task.objective.sums(task.model, "validation", trainer.global_rank, trainer.world_size)
+        sums = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum")
+        evaluated = task.objective.figures(sums)
+        improved = evaluated["bits"] < task.best
+        task.best, task.evaluated = min(evaluated["bits"], task.best), trainer.global_step
         task.best_step = trainer.global_step if improved else task.best_step
         return evaluated, improved
 
-    def _report(self, trainer: Trainer, task: Task, speed: float, evaluated: float | None, improved: bool) -> None:
-        loss, penalty = self._recent()
+    def _report(
+        self, trainer: Trainer, task: Task, speed: float, evaluated: dict[str, float] | None, improved: bool
+    ) -> None:
+        parts = self._recent()
         self.window.clear()
         if not trainer.is_global_zero:
             return
-        step = trainer.global_step
-        row = {"loss": loss, "bits": loss / math.log(2), "learning_rate": rate(self.run, step - 1)}
+        step, bits = trainer.global_step, parts["loss"] / math.log(2)
+        row = {"loss": parts["loss"], "bits": bits, "learning_rate": rate(self.run, step - 1)}
         row |= {"gradient_norm": task.norm, "tokens_per_second": speed, "seconds": self.clock.seconds}
-        row |= {"penalty": penalty} if self.run.penalty else {}
-        if evaluated is not None:
-            row["validation_bits"] = evaluated
+        row |= parts | {f"validation_{name}": value for name, value in (evaluated or {}).items()}
+        chosen = {} if evaluated is None else task.objective.learned(task.model)
+        row |= summary(chosen)
+        self.diary.write(step, chosen)
         self.table.write({"step": step, **row})
-        self.events.write(row, step)
+        self.events.write(row | scalars(chosen), step)
         if self.bar and evaluated is not None:
             star = "  (best so far)" if improved else ""
-            train = f"training {loss / math.log(2):.3f}, validation {evaluated:.3f} bits/{task.dataset.unit}"
-            own = f", penalty {penalty:.4g}" if self.run.penalty else ""
+            train = f"training {bits:.3f}, validation {evaluated['bits']:.3f} bits/{task.objective.dataset.unit}"
+            own = f", exact {evaluated['exact']:.1%}" if "exact" in evaluated else ""
+            own += f", penalty {parts['penalty']:.4g}" if "penalty" in parts else ""
             self.bar.line(f"step {step}: {train}{own}{star}")
 
     def _save(self, trainer: Trainer, step: int, improved: bool) -> None:
@@ -341,7 +313,7 @@ class End(NamedTuple):
 
 
 def train(
-    model: Decoder, run: Run, dataset: Dataset, extra: dict[str, Any], start: Path | None, bar: Bar | None
+    model: nn.Module, run: Run, objective: Objective, extra: dict[str, Any], start: Path | None, bar: Bar | None
 ) -> End:
     """Train ``model`` in place, from the checkpoint ``start`` if there is one; ``extra`` goes into each config.json."""
     gpu = torch.cuda.is_available()
@@ -369,7 +341,7 @@ def train(
         )
         why = ""
         try:
-            trainer.fit(Task(model, run, dataset), ckpt_path=start)
+            trainer.fit(Task(model, run, objective), ckpt_path=start)
         # At the second signal anything may come out: Lightning's own exit, or a process group that has lost its others.
         except BaseException as error:
             if len(interrupt.came) < 2 and not (interrupt.came and isinstance(error, SystemExit)):

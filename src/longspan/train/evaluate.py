@@ -1,12 +1,19 @@
-"""Evaluation: bits per dimension or byte of a model on a split."""
+"""Evaluation: bits per dimension, byte or token of a model on a split, and how many targets it writes exactly."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ..data import Dataset
+from ..beams import beam_search
+from ..data import Dataset, Pairs
+from ..data.pairs import Batch
+from ..generate import generate
 from ..model import Decoder
+from ..seq2seq import Seq2Seq
 
 
 def bits(model: Decoder, dataset: Dataset, split: str, batch: int = 64, *, examples: int = 0) -> float:
@@ -30,21 +37,73 @@ def total(
     model: Decoder, dataset: Dataset, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
 ) -> Tensor:
     """Negative log-likelihood in nats and number of tokens, ``-> (2,) float64``, of ``rank``'s part of the examples."""
-    count = dataset.count(split)
+    indices = _chosen(dataset.count(split), examples, rank, world)
+    with _evaluating(model):
+        nats = torch.zeros((), dtype=torch.float64, device=model.device)
+        for part in indices.split(batch):
+            tokens = dataset.take(split, part).to(model.device)
+            outputs, _ = model(model.shift(tokens))
+            nats -= model.likelihood.log_prob(outputs, tokens).double().sum()
+    return torch.tensor([nats.item(), len(indices) * dataset.length], dtype=torch.float64)
+
+
+@torch.no_grad()
+def transduced(
+    model: Seq2Seq,
+    dataset: Pairs,
+    split: str,
+    batch: int,
+    examples: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    beams: int = 0,
+    length_penalty: float = 0.0,
+) -> Tensor:
+    """Negative log-likelihood in nats, tokens, targets that are written exactly, and pairs: ``-> (4,) float64``.
+
+    Of ``rank``'s part of the pairs. Exactly means token for token, the stop token with them, by greedy decoding or,
+    with ``beams``, by a beam search of that width.
+    """
+    indices = _chosen(dataset.count(split), examples, rank, world)
+    with _evaluating(model):
+        sums = torch.zeros(3, dtype=torch.float64, device=model.device)
+        for part in indices.split(batch):
+            pairs = Batch(*(t.to(model.device) for t in dataset.take(split, part)))
+            outputs = model(pairs.source, model.shift(pairs.target), source_mask=pairs.source_mask, mask=pairs.mask)
+            likelihood = model.likelihood.log_prob(outputs, pairs.target).double()
+            written = _written(model, pairs, dataset.stop, beams, length_penalty)
+            exact = ((written == pairs.target) | ~pairs.mask).all(1)
+            sums += torch.stack([-likelihood[pairs.mask].sum(), pairs.mask.sum().double(), exact.sum().double()])
+    return torch.tensor([*sums.tolist(), len(indices)], dtype=torch.float64)
+
+
+def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty: float) -> Tensor:
+    """The targets (B,N) that the model writes, as many tokens as the longest true one has."""
+    given = {"source": pairs.source, "source_mask": pairs.source_mask, "tokens": pairs.target.shape[1], "stop": stop}
+    if beams:
+        found = beam_search(model, **given, beams=beams, length_penalty=length_penalty).tokens[:, 0]
+    else:
+        found = torch.stack(list(generate(model, **given, temperature=0.0)), 1)
+    # Where all have ended early, the stop token is what would follow.
+    return F.pad(found, (0, pairs.target.shape[1] - found.shape[1]), value=stop)
+
+
+def _chosen(count: int, examples: int, rank: int, world: int) -> Tensor:
+    """The evenly spaced examples of ``rank``, of ``examples`` or 0 for all."""
     chosen = min(examples or count, count)
-    indices = (torch.arange(chosen) * count).div(max(1, chosen), rounding_mode="floor")[rank::world]
-    device = next(model.parameters()).device
+    return (torch.arange(chosen) * count).div(max(1, chosen), rounding_mode="floor")[rank::world]
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, and afterwards in the mode in which it was."""
     training = model.training
     model.eval()
     try:
-        nats = torch.zeros((), dtype=torch.float64, device=device)
-        for part in indices.split(batch):
-            tokens = dataset.take(split, part).to(device)
-            outputs, _ = model(model.shift(tokens))
-            nats -= model.likelihood.log_prob(outputs, tokens).double().sum()
+        yield
     finally:
         model.train(training)
-    return torch.tensor([nats.item(), len(indices) * dataset.length], dtype=torch.float64)
 
 
 def roomy(length: int) -> int:

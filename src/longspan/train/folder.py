@@ -9,13 +9,14 @@ from typing import Any
 import yaml
 
 from .. import checkpoint
-from ..config import Config
 from ..lock import alone
 from .run import Run
 
 CONFIG, LOCK = "config.yaml", ".lock"
 # A resumed run may change these: they say where and how long, not what.
 FREE = ("steps", "devices", "out", "seconds", "save_every", "keep")
+# With streams the number of rows is that of all devices, and each has a state.
+FREE_OF_STREAMS = tuple(name for name in FREE if name != "devices")
 
 
 def begun(folder: str | Path) -> bool:
@@ -116,12 +117,15 @@ def _same(folder: Path, recipe: dict[str, Any]) -> None:
     try:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
         # A field that an older version did not have was as its default is.
-        usual = {"model": asdict(Config()), "run": asdict(Run())}
+        kind = recipe["model"].get("kind", "decoder")
+        usual = {"model": {"kind": "decoder"} | asdict(checkpoint.KINDS[kind][0]()), "run": asdict(Run())}
+        now = {"model": {"kind": kind} | recipe["model"], "run": recipe["run"]}
+        free = FREE_OF_STREAMS if recipe["run"].get("stream") else FREE
         differ = [
             f"{part}.{name} ({old.get(name, 'absent')} -> {new.get(name, 'absent')})"
-            for part, old, new in ((part, usual[part] | before[part], recipe[part]) for part in ("model", "run"))
+            for part, old, new in ((part, usual[part] | before[part], now[part]) for part in ("model", "run"))
             for name in dict.fromkeys((*old, *new))
-            if old.get(name) != new.get(name) and not (part == "run" and name in FREE)
+            if old.get(name) != new.get(name) and not (part == "run" and name in free)
         ]
         fewer = recipe["run"]["steps"] < before["run"]["steps"]
     except (yaml.YAMLError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:

@@ -18,8 +18,8 @@ from .. import progress
 from ..checkpoint import write_text
 
 COLUMNS: tuple[str, ...] = (
-    "step", "loss", "bits", "validation_bits", "penalty", "learning_rate", "gradient_norm", "tokens_per_second",
-    "seconds",
+    "step", "loss", "bits", "validation_bits", "validation_exact", "penalty", "auxiliary", "span", "ponder",
+    "learning_rate", "gradient_norm", "tokens_per_second", "seconds",
 )  # fmt: skip
 EVERY = 10
 
@@ -119,7 +119,7 @@ class Bar:
 class Clock:
     """Seconds spent on steps and nothing else, and tokens per second, both smoothed over some twenty steps."""
 
-    def __init__(self, tokens: int):
+    def __init__(self, tokens: float):
         """``tokens``: how many one step takes in, on all devices together."""
         self.tokens, self.begin, self.mark, self.step = tokens, time.monotonic(), time.monotonic(), 0.0
 

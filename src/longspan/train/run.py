@@ -17,9 +17,13 @@ class Run:
     """A training run. Together with a model's config it determines every bit of the result on one machine."""
 
     data: str = "digits"
-    """digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER; paths are kept absolute"""
+    """digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER | pairs:dates | pairs:reverse |
+    pairs:FILE; paths are kept absolute"""
     length: int = 0
-    """tokens per example of a text; 0: 256"""
+    """tokens per example of a text, or the most that a source or a target of pairs may have; 0: 256"""
+    stream: bool = False
+    """read a text in its order: each row of the batch goes on where it was, with the state that it had, through which
+    no gradient goes back; documents (files of a folder) begin anew; for attentions with a state of bounded size"""
     steps: int = 1000
     """optimiser steps"""
     batch: int = 32
@@ -41,6 +45,10 @@ class Run:
     penalty: float = 0.0
     """weight of the loss that mechanisms add of their own, such as the spans of adaptive_span, summed over layers, and
     of that by which picks, such as those of sac, learn from each row's likelihood"""
+    intermediate: bool = False
+    """layer l of n predicts too, by a head that only training has, until l / 2n of the training is done"""
+    targets: int = 1
+    """tokens that each position predicts; those after the next one by heads that only training has, with weight 0.5"""
     clip: float = 1.0
     """largest norm of a step's gradient; 0: no limit"""
     precision: str = "32"
@@ -64,7 +72,7 @@ class Run:
 
     def __post_init__(self):
         check_fields(self)
-        for name in ("steps", "batch", "accumulate", "evaluate_every", "save_every", "keep", "devices"):
+        for name in ("steps", "batch", "accumulate", "evaluate_every", "save_every", "keep", "devices", "targets"):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         for name in ("length", "warmup", "drop_at", "weight_decay", "penalty", "clip", "evaluate_examples", "seconds"):
             value = getattr(self, name)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator
 
 from ...spec import split
 from ..parser import Parser, positive
+from .depth import KIND as DEPTH
 from .kind import Kind, numbers, seconds
 
 
@@ -175,6 +176,7 @@ KINDS = {
         _members_options,
         _members,
     ),
+    "depth": DEPTH,
     "transformers": Kind(
         "whole hybrid models of transformers, by its own code and on longspan's kernels: prompts, training, decoding",
         (

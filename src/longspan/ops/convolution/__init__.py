@@ -85,7 +85,7 @@ def convolve(
 ) -> tuple[Tensor, Tensor]:
     """The same for arguments that fit, which are not checked. Raises ValueError where a forced backend cannot serve."""
     if state is None:
-        sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+        sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=widen(x[:0]).dtype)
     elif segments is None and cu_seqlens is None:
         found = _token(x, weight, bias, state, activation, donate)

@@ -11,7 +11,7 @@ from ..native import call
 from ..operands import check_donation, hidden, resolved, same_device, transformed
 from ..packed import check_packed
 from ..tensors import widen
-from . import chunks
+from . import chunks, exported
 from . import native as kernels
 from .decays import LOWEST
 from .prepared import NORMS, prepared
@@ -155,8 +155,12 @@ def recur(
     cannot serve the call.
     """
     if state is None:
-        sequences = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+        sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=widen(v[:0]).dtype)
+    if torch.compiler.is_exporting():
+        factor, options = q.shape[-1] ** -0.5 if scale is None else scale, {"mask": mask, "segments": segments}
+        options |= {"log_decay": log_decay, "beta": beta, "cu_seqlens": cu_seqlens, "state": state}
+        return exported.attend(q, k, v, scale=factor, normalise=normalise is not None, **options)
     if mask is None and cu_seqlens is None and q.shape[2] == 1:
         found = _token(q, k, v, log_decay, beta, scale, normalise, state, donate)
         if found is not None:

@@ -104,6 +104,11 @@ def named(
     q (B,H,N,D), k (B,H,M,D), v (B,H,M,E), of any strides -> o (B,H,N,E) in v's dtype, state (B,H,D,E+1).
     Raises ValueError where a forced backend cannot serve the call.
     """
+    if causal and torch.compiler.is_exporting():
+        phi = MAPS[feature_map]
+        return attend(
+            phi(widen(q)), phi(widen(k)), v, causal=True, eps=eps, mask=mask, segments=segments, state=state
+        )
     token = causal and mask is None and state is not None and q.shape[2] == 1
     if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
         return found

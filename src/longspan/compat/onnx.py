@@ -1,0 +1,265 @@
+"""A decoder or an attention as an ONNX file: prefill and step in one graph, and a recurrence is one node of it."""
+
+import contextlib
+import json
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from .. import files
+from ..attention import Attention
+from ..extras import need
+from ..model import Decoder
+from ..spec import known
+from ..version import VERSION
+
+DOMAINS = {
+    "com.microsoft": "onnxruntime's own operator, which has a kernel",
+    "ai.onnx": "the standard's operator of opset 27, which onnxruntime expands to a loop",
+}
+OPSET = 27  # of ai.onnx, the first with LinearAttention
+LENGTHS, ROWS, BEFORE = (1, 9, 300), 3, 5
+TOLERANCE = 1e-5
+
+
+def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str = "com.microsoft") -> dict[str, Any]:
+    """Write a causal ``model`` in float32 as an ONNX file, after onnxruntime has given the same answers by it.
+
+    Inputs: ``tokens`` (B,N) int64 of a decoder, where ``vocab`` is the start token, or ``x`` (B,N,dim) of an attention,
+    and the parts of the state, ``state.*``. Outputs: ``outputs`` (B,N,size) or ``y`` (B,N,dim), and the next state,
+    ``next.*``, in the same order. B, N and the slots of keys and values are free: N = 1 is a step. The state before the
+    first token is zeros; the metadata of the file say of which shapes (-1: B; 0: it grows), as JSON. Rows are of equal
+    length: there is no mask.
+
+    ``domain``: where the node ``LinearAttention`` is from, com.microsoft or ai.onnx. The answers at 1, 9 and 300 tokens
+    of 3 rows, from the first state and from another, may differ by 1e-5 of the largest number of an output, or of 1.
+    -> what was written: inputs, outputs, nodes by operator, the largest difference.
+
+    Raises ValueError for a model that cannot be exported, a place that cannot be written, and answers that differ; no
+    file is written then. ImportError where onnx, onnxruntime or onnxscript is missing.
+    """
+    need("the export to ONNX", "onnx", "onnxruntime", "onnxscript")
+    known(domain, DOMAINS, "domain")
+    _check(model)
+    training = model.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            graph = Graph(model.eval())
+            proto = _proto(graph, domain)
+            worst = _compare(graph, proto.SerializeToString())
+    finally:
+        model.train(training)
+    try:
+        files.write(Path(os.path.abspath(path)), proto.SerializeToString())
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+    nodes = Counter(f"{node.domain}::{node.op_type}".removeprefix("::") for node in proto.graph.node)
+    return {"inputs": graph.inputs, "outputs": graph.outputs, "nodes": dict(nodes.most_common()), "difference": worst}
+
+
+class Graph(nn.Module):
+    """The model with the leaves of its state side by side, as a graph has them."""
+
+    def __init__(self, model: Decoder | Attention):
+        super().__init__()
+        self.model, self.called = model, model.spec if isinstance(model, Attention) else model.config.attention
+        paths, self.spec = pytree.tree_flatten_with_path(model.init_state(1, 0))
+        self.names = [_name(path) for path, _ in paths]
+        self.shapes = [tuple(leaf.shape) for _, leaf in paths]
+        self.first = "tokens" if isinstance(model, Decoder) else "x"
+        self.inputs = [self.first, *(f"state.{name}" for name in self.names)]
+        self.outputs = ["outputs" if isinstance(model, Decoder) else "y", *(f"next.{name}" for name in self.names)]
+
+    def forward(self, given: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        y, end = self.model(given, pytree.tree_unflatten(list(state), self.spec))
+        return y, *pytree.tree_leaves(end)
+
+    def example(self, rows: int, tokens: int, before: int = BEFORE) -> tuple[Tensor, ...]:
+        """Something to read, and the leaves of a state that has read ``before`` tokens."""
+        state = self.model.init_state(rows)
+        if before:
+            _, state = self.model(self._given(rows, before), state)
+        return self._given(rows, tokens), *pytree.tree_leaves(state)
+
+    def _given(self, rows: int, tokens: int) -> Tensor:
+        if isinstance(self.model, Decoder):
+            return torch.randint(self.model.start + 1, (rows, tokens))
+        return torch.randn(rows, tokens, self.model.dim)
+
+    def free(self) -> dict[str, Any]:
+        """The free dimensions, as torch.export has them."""
+        batch, tokens = Dim("B", min=1), Dim("N", min=1)
+        # Keys and values of a layer have as many slots.
+        slots = {name.rpartition(".")[0]: Dim(f"M{i}", min=0) for i, name in enumerate(self.names)}
+        state = tuple(
+            {0: batch} | {i: slots[name.rpartition(".")[0]] for i, size in enumerate(shape) if i and not size}
+            for name, shape in zip(self.names, self.shapes, strict=True)
+        )
+        return {"given": {0: batch, 1: tokens}, "state": state}
+
+    def facts(self) -> dict[str, str]:
+        """What a reader of the file needs beside the graph."""
+        shapes = {name: [-1, *shape[1:]] for name, shape in zip(self.inputs[1:], self.shapes, strict=True)}
+        model, said = self.model, {"longspan": VERSION, "state": json.dumps(shapes)}
+        if isinstance(model, Decoder):
+            return said | {"start": str(model.start), "config": json.dumps(model.config.to_dict())}
+        return said | {"attention": model.spec, "heads": str(model.heads)}
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, Decoder | Attention):
+        raise ValueError(f"export takes a Decoder or an attention, not {type(model).__name__}")
+    if isinstance(model, Attention) and not model.causal:
+        raise ValueError(f"a bidirectional {model.name} has no step; export takes a causal one")
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point() and (tensor.dtype != torch.float32 or tensor.device.type != "cpu"):
+            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; export takes float32 on the CPU: "
+                             f"model.float().cpu()")  # fmt: skip
+
+
+def _name(path: tuple) -> str:
+    parts = (getattr(key, "name", getattr(key, "idx", getattr(key, "key", key))) for key in path)
+    return ".".join(str(part) for part in parts if part != "layers")
+
+
+def _proto(graph: Graph, domain: str) -> Any:
+    """The file's content."""
+    import onnx
+
+    options = {"opset_version": OPSET} if domain == "ai.onnx" else {}
+    with _quiet():
+        try:
+            program = torch.onnx.export(
+                graph, graph.example(2, 7), dynamo=True, dynamic_shapes=graph.free(), input_names=graph.inputs,
+                output_names=graph.outputs, verbose=False,
+                custom_translation_table={torch.ops.longspan.recurrence.default: _translation(domain)}, **options,
+            )  # fmt: skip
+        except Exception as error:
+            # torch says it over many pages; what comes first is the cause.
+            said = " ".join(str(error.__cause__ or error).split())[:400]
+            raise ValueError(f"{graph.called} cannot be exported: {said}") from error
+    assert program is not None
+    proto = program.model_proto
+    if domain == "ai.onnx":
+        # The converter knows no way up to this opset; of what the graph has, nothing has changed on it.
+        del proto.opset_import[:]
+        proto.opset_import.extend([onnx.helper.make_opsetid("", OPSET)])
+    proto.producer_name, proto.producer_version = "longspan", VERSION
+    onnx.helper.set_model_props(proto, graph.facts())
+    for value in proto.graph.input:
+        if not value.type.tensor_type.shape.dim[0].dim_param:
+            raise ValueError(f"{graph.called} cannot be exported: its {value.name} has a fixed number of rows")
+    return proto
+
+
+def _translation(domain: str) -> Any:
+    """What stands for the recurrence in the graph."""
+    import onnxscript
+
+    own = domain == "com.microsoft"
+    if own:
+        _register(domain)
+    attention = onnxscript.values.Opset("com.microsoft" if own else "", 1 if own else OPSET)
+    op = onnxscript.opset18
+
+    def packed(x: Any) -> Any:  # (B,H,N,D) -> (B,N,H*D)
+        return op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
+
+    def unit(x: Any) -> Any:
+        squares = op.ReduceSum(op.Mul(x, x), op.Constant(value_ints=[-1]), keepdims=1)
+        return op.Div(x, op.Sqrt(op.Add(squares, op.Constant(value_float=1e-6))))
+
+    def recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalise):
+        if mask is not None or segments is not None or cu_seqlens is not None:
+            raise ValueError("the operator LinearAttention has neither masks nor packed sequences")
+        groups, heads = int(q.shape[1]), int(v.shape[1])
+
+        def keys(x: Any) -> Any:
+            size, x = int(x.shape[3]), unit(x) if normalise else x
+            if own or groups == heads:
+                return packed(x)
+            # The standard's operator shares values among queries, and not keys among values: they are repeated.
+            x = op.Unsqueeze(x, op.Constant(value_ints=[2]))
+            x = op.Expand(x, op.Constant(value_ints=[1, 1, heads // groups, 1, 1]))
+            return op.Reshape(op.Transpose(x, perm=[0, 3, 1, 2, 4]), op.Constant(value_ints=[0, 0, heads * size]))
+
+        rule = ("gated_delta" if beta is not None else "gated") if log_decay is not None else (
+            "delta" if beta is not None else "linear")  # fmt: skip
+        decay = log_decay
+        if decay is not None:
+            decay = op.Transpose(decay, perm=[0, 2, 1]) if len(decay.shape) == 3 else packed(decay)
+        rate = None if beta is None else op.Transpose(beta, perm=[0, 2, 1])
+        o, end = attention.LinearAttention(
+            keys(q), keys(k), packed(v), state, decay, rate, q_num_heads=groups if own else heads, kv_num_heads=heads,
+            update_rule=rule, scale=scale,
+        )  # fmt: skip
+        return op.Transpose(op.Reshape(o, op.Constant(value_ints=[0, 0, heads, -1])), perm=[0, 2, 1, 3]), end
+
+    return recurrence
+
+
+def _register(domain: str) -> None:
+    """Tell onnx of onnxruntime's operator, which has the inputs, outputs and attributes of the standard's."""
+    import onnx
+
+    if onnx.defs.has("LinearAttention", domain):
+        return
+    standard = onnx.defs.get_schema("LinearAttention", OPSET, "")
+    onnx.defs.register_schema(
+        onnx.defs.OpSchema(
+            "LinearAttention", domain, 1, inputs=list(standard.inputs), outputs=list(standard.outputs),
+            attributes=list(standard.attributes.values()),
+            type_constraints=[(c.type_param_str, list(c.allowed_type_strs), "") for c in standard.type_constraints],
+        )
+    )  # fmt: skip
+
+
+def _compare(graph: Graph, content: bytes) -> float:
+    """The largest difference between the model and onnxruntime. Raises ValueError where it is too large."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    config, worst = getattr(graph.model, "config", None), 0.0
+    most = config.length if config is not None and config.positions == "learned" else LENGTHS[-1] + BEFORE
+    for tokens in LENGTHS:
+        for before in (0, BEFORE):
+            given = graph.example(ROWS, max(1, min(tokens, most - before)), before)
+            named = {name: t.numpy() for name, t in zip(graph.inputs, given, strict=True)}
+            for name, ours, theirs in zip(graph.outputs, graph(*given), session.run(None, named), strict=True):
+                off = 0.0
+                if ours.numel():
+                    off = float((ours - torch.as_tensor(theirs)).abs().max() / ours.abs().max().clamp(min=1.0))
+                if not off <= TOLERANCE:
+                    raise ValueError(
+                        f"onnxruntime's {name} differs from the model's by {off:.1e} at {tokens} tokens after "
+                        f"{before}; at most {TOLERANCE:.0e} is right"
+                    )
+                worst = max(worst, off)
+    return worst
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch and its exporter say on the way."""
+    logs = {name: logging.getLogger(name).level for name in ("torch.onnx", "onnxscript")}
+    for name in logs:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), open(os.devnull, "w") as nobody, contextlib.redirect_stdout(nobody):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in logs.items():
+            logging.getLogger(name).setLevel(level)

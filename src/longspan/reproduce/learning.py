@@ -1,0 +1,64 @@
+"""A training of a small model on what a seed draws, which goes on where it was stopped."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..config import Config
+from ..model import Decoder
+from ..train import Run, rate
+from .experiment import Place, Row, generator
+
+KEEP = 100  # updates between two looks at the tests, after each of which what there is is kept
+
+
+class Learning(NamedTuple):
+    """One training: ``loss(model, step)`` is that of one update, ``look(model)`` what the curve is to tell."""
+
+    name: str
+    steps: int
+    rate: float
+    loss: Callable[[Decoder, int], Tensor]
+    look: Callable[[Decoder], Any]
+
+
+def fresh(config: Config, seed: int) -> Decoder:
+    """A decoder as it is born, the same for the same seed, with PyTorch's own first weights.
+
+    Ours, of deviation 0.02, are made for wider models.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "weights").initial_seed())
+        model = Decoder(config)
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.reset_parameters()
+    return model
+
+
+def learn(model: Decoder, learning: Learning, place: Place) -> list[Row]:
+    """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
+    run = Run(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
+    first, curve = 0, []
+    kept = place.load(learning.name)
+    if kept:
+        first, curve = kept["step"], kept["curve"]
+        model.load_state_dict(kept["model"])
+        optimiser.load_state_dict(kept["optimiser"])
+    for step in place.track(range(first, learning.steps), learning.steps - first, learning.name):
+        optimiser.param_groups[0]["lr"] = rate(run, step)
+        found = learning.loss(model, step)
+        optimiser.zero_grad()
+        found.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        done = step + 1
+        if done % KEEP == 0 or done == learning.steps:
+            with torch.no_grad():
+                curve.append({"step": done, **learning.look(model)})
+            now = {"step": done, "curve": curve, "model": model.state_dict(), "optimiser": optimiser.state_dict()}
+            place.save(learning.name, now)
+    return curve

@@ -1,0 +1,144 @@
+"""ONNX files: one graph for prompts and steps, in which onnxruntime gives the model's answers."""
+
+import json
+
+import pytest
+import torch
+
+import longspan
+from longspan import cli
+from longspan.compat import onnx as ours
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+SPECS = ("gated_deltanet", "gated_deltanet(key_heads=1)", "kda", "gla", "ssd", "deltanet", "retention", "linear")
+
+
+class Session:
+    """A file, read with nothing of longspan: its metadata say which states there are."""
+
+    def __init__(self, path):
+        self.run = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        self.facts = self.run.get_modelmeta().custom_metadata_map
+        self.names = [one.name for one in self.run.get_inputs()]
+        kinds = {"tensor(float)": torch.float32, "tensor(int64)": torch.int64}
+        self.kinds = {one.name: kinds[one.type] for one in self.run.get_inputs()}
+
+    def start(self, batch):
+        shapes = json.loads(self.facts["state"])
+        return [torch.zeros([batch, *shapes[name][1:]], dtype=self.kinds[name]) for name in self.names[1:]]
+
+    def __call__(self, x, state):
+        given = dict(zip(self.names, [x.numpy(), *(t.numpy() for t in state)], strict=True))
+        y, *state = map(torch.as_tensor, self.run.run(None, given))
+        return y, state
+
+
+def close(a, b):
+    return float((a - b).abs().max()) <= 1e-5 * max(1.0, float(b.abs().max()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", SPECS)
+def test_an_attention_is_one_node(spec, tmp_path):
+    torch.manual_seed(0)
+    attention = longspan.build(spec, dim=16, heads=2)
+    found = ours.export(attention, tmp_path / "a.onnx")
+    assert found["nodes"]["com.microsoft::LinearAttention"] == 1
+    assert found["difference"] <= 1e-5
+    session, attention = Session(tmp_path / "a.onnx"), attention.eval()
+    for n in (1, 9, 300):
+        x = torch.randn(3, n, 16)
+        y, state = attention(x, attention.init_state(3))
+        theirs, after = session(x, session.start(3))
+        assert close(theirs, y)
+        token = torch.randn(3, 1, 16)
+        y, state = attention(token, state)
+        theirs, after = session(token, after)
+        assert close(theirs, y)
+        assert all(close(a, b) for a, b in zip(after, state, strict=True) if b.numel())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["gated_deltanet(key_heads=1)", "linear"])
+def test_the_standards_operator(spec, tmp_path):
+    torch.manual_seed(0)
+    attention = longspan.build(spec, dim=16, heads=2).eval()
+    found = ours.export(attention, tmp_path / "a.onnx", domain="ai.onnx")
+    assert found["nodes"]["LinearAttention"] == 1
+    assert [(one.domain, one.version) for one in onnx.load(tmp_path / "a.onnx").opset_import] == [("", 27)]
+    onnx.checker.check_model(str(tmp_path / "a.onnx"))
+    session, x = Session(tmp_path / "a.onnx"), torch.randn(3, 9, 16)
+    assert close(session(x, session.start(3))[0], attention(x)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("specs", "positions", "nodes"),
+    # Rotary sums have a numerator and a denominator.
+    [("gated_deltanet(key_heads=1); softmax; linear", "learned", 2), ("softmax(kv_heads=1); linear", "rotary", 2)],
+)
+def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tmp_path, capsys):
+    torch.manual_seed(0)
+    model = longspan.Decoder(
+        longspan.Config(
+            dim=16,
+            depth=specs.count(";") + 1,
+            heads=2,
+            feedforward=32,
+            vocab=11,
+            attention=specs,
+            positions=positions,
+            length=60,
+        )
+    ).eval()
+    longspan.save(tmp_path / "model", model)
+    assert cli.main(["export", str(tmp_path / "model"), str(tmp_path / "m.onnx")]) == 0
+    assert f"{nodes} of them LinearAttention" in capsys.readouterr().out
+    session = Session(tmp_path / "m.onnx")
+    assert int(session.facts["start"]) == 11
+    prompt = torch.randint(11, (3, 9))
+    y, state = session(torch.cat([torch.full((3, 1), 11), prompt], 1), session.start(3))
+    drawn = []
+    for _ in range(20):
+        drawn.append(y[:, -1].argmax(-1))
+        y, state = session(drawn[-1][:, None], state)
+    expected = list(longspan.generate(model, prompt, tokens=20, temperature=0))
+    assert torch.equal(torch.stack(drawn, 1), torch.stack(expected, 1))
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    path = tmp_path / "a.onnx"
+    with pytest.raises(ValueError, match="export takes a Decoder or an attention, not Linear"):
+        ours.export(torch.nn.Linear(2, 2), path)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a bidirectional linear has no step; export takes a causal one"):
+        ours.export(longspan.build("linear", dim=8, heads=2, causal=False), path)
+    with pytest.raises(ValueError, match=r"query.weight is torch.float64 on cpu; .*model.float\(\).cpu\(\)"):
+        ours.export(longspan.build("linear", dim=8, heads=2).double(), path)
+    with pytest.raises(ValueError, match="domain 'onnx'"):
+        ours.export(longspan.build("linear", dim=8, heads=2), path, domain="onnx")
+    with pytest.raises(ValueError, match="reformer.* cannot be exported: "):
+        ours.export(longspan.build("reformer", dim=8, heads=2), path)
+    assert not path.exists()
+
+
+def test_a_file_that_answers_otherwise_is_not_written(tmp_path, monkeypatch):
+    class Other(ours.Graph):
+        def forward(self, given, *state):
+            y, *end = super().forward(given, *state)
+            # The graph has been made by then.
+            return y + (0.0 if torch.compiler.is_compiling() else 1e-3), *end
+
+    monkeypatch.setattr(ours, "Graph", Other)
+    with pytest.raises(ValueError, match="onnxruntime's y differs from the model's by 1.0e-03 at 1 tokens after 0"):
+        ours.export(longspan.build("gla", dim=8, heads=2), tmp_path / "a.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_encoder_has_no_step(tmp_path, capsys):
+    encoder = longspan.Encoder(longspan.EncoderConfig(dim=8, heads=2, depth=1, feedforward=8, vocab=5))
+    longspan.save(tmp_path / "encoder", encoder)
+    assert cli.main(["export", str(tmp_path / "encoder"), str(tmp_path / "m.onnx")]) == 2
+    assert "holds a Encoder; only a decoder has a step" in capsys.readouterr().err

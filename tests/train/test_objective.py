@@ -1,0 +1,72 @@
+"""Objectives: what one brings of its own, weights or carried tensors, is trained, saved and resumed with the run."""
+
+import pytest
+import torch
+from test_resume import press_at
+from torch import nn
+
+import longspan
+from longspan import checkpoint
+from longspan.config import Config
+from longspan.model import Decoder
+from longspan.train import Run, fit, objective
+from training_process import TINY, tiny, weights
+
+
+class Carrying(objective.NextToken):
+    """The loss weighed by a mean of the losses before it, and by a weight of its own."""
+
+    def __init__(self, run, dataset):
+        super().__init__(run, dataset)
+        self.weight = nn.Parameter(torch.ones(2, 1))
+        self.register_buffer("before", torch.zeros(()))
+
+    def loss(self, model, batch):
+        loss, parts = super().loss(model, batch)
+        total = loss * (1 + self.before) + (self.weight.sum() - loss.detach()) ** 2
+        self.before = (self.before + loss.detach()) / 2
+        return objective.Loss(total, parts)
+
+
+@pytest.fixture(autouse=True)
+def carrying(monkeypatch):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    monkeypatch.setitem(objective.OBJECTIVES, Decoder, Carrying)
+    yield
+    torch.set_num_threads(threads)
+
+
+def own(folder):
+    return checkpoint.load_training(checkpoint.resolve(folder / "run", prefer="last"))["objective"]
+
+
+def test_interrupted_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    fit(TINY, tiny(whole), progress=False)
+    with monkeypatch.context() as patch:
+        press_at(patch, 4)
+        with pytest.raises(KeyboardInterrupt):
+            fit(TINY, tiny(cut), progress=False)
+    fit(TINY, tiny(cut), resume=True, progress=False)
+    assert weights(cut) == weights(whole)
+    assert set(own(cut)) == {"objective.weight", "objective.before"}
+    assert all(torch.equal(value, own(whole)[name]) for name, value in own(cut).items())
+
+
+def test_it_is_trained_and_no_weight_of_the_model(tmp_path):
+    fit(TINY, tiny(tmp_path), progress=False)
+    assert (own(tmp_path)["objective.weight"] != 1).all()
+    assert own(tmp_path)["objective.before"] > 1
+    assert set(longspan.load(tmp_path / "run").state_dict()) == set(Decoder(TINY).state_dict())
+
+
+def test_a_run_that_brings_nothing_saves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setitem(objective.OBJECTIVES, Decoder, objective.NextToken)
+    fit(TINY, tiny(tmp_path, steps=1), progress=False)
+    assert "objective" not in checkpoint.load_training(checkpoint.resolve(tmp_path / "run", prefer="last"))
+
+
+def test_each_kind_of_model_has_one():
+    built = objective.build(Decoder(Config(dim=8, depth=1, heads=2, feedforward=8, vocab=17)), Run(), None)
+    assert isinstance(built, Carrying)

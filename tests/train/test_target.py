@@ -1,0 +1,296 @@
+"""Encoder-decoders in training: the loss of real tokens alone, exact matches, and runs that resume to the same bits."""
+
+import csv
+import itertools
+import math
+import signal
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import yaml
+from test_resume import finish, press_at, start, wait_for
+
+import longspan
+from longspan import checkpoint
+from longspan.config import Config, EncoderConfig, Seq2SeqConfig
+from longspan.data.pairs import Batch
+from longspan.seq2seq import Seq2Seq
+from longspan.train import Run, engine, fit, objective
+from longspan.train.evaluate import transduced
+from training_process import TINY, tiny, weights
+
+WORDS = ["".join(word) for n in (1, 2, 3, 4) for word in itertools.product("abc", repeat=n)]
+SMALL = Seq2SeqConfig(
+    dim=10, depth=1, heads=2, feedforward=14, vocab=257, length=8, dropout=0.1, smoothing=0.2,
+    attention="linear", encoder_attention="softmax",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "words.tsv"
+    path.write_text("".join(f"{word}\t{word[::-1]}\n" for word in WORDS))
+    return f"pairs:{path}"
+
+
+@pytest.fixture(scope="module")
+def dataset(file):
+    return longspan.data.load(file)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, file):
+    folder = tmp_path_factory.mktemp("whole")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    fit(SMALL, tiny(folder, data=file), progress=False)
+    torch.set_num_threads(threads)
+    return folder
+
+
+def build(**fields):
+    torch.manual_seed(0)
+    model = Seq2Seq(replace(SMALL, **fields)).double().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    return model
+
+
+def rows(folder):
+    with (folder / "run" / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+KINDS = (
+    {},
+    {"cross_attention": "linear", "attention": "softmax"},
+    {"attention": "gated_deltanet", "stack": "reversible"},
+)
+
+
+class TestLoss:
+    @pytest.mark.parametrize("fields", KINDS, ids=str)
+    @pytest.mark.parametrize("smoothing", [0.0, 0.3])
+    def test_padding_never_changes_it(self, dataset, fields, smoothing):
+        """The loss of a batch is the mean over the tokens of its pairs, each alone and without any padding."""
+        model = build(**fields, smoothing=smoothing)
+        target = objective.Target(Run(batch=5), dataset)
+        indices = torch.tensor([0, 7, 50, 70, 33])
+        batch = dataset.take("train", indices)
+        assert not batch.mask.all()
+        assert not batch.source_mask.all()
+        alone = [dataset.take("train", i[None]) for i in indices]
+        counts = [one.mask.sum() for one in alone]
+        for take in (lambda b: target.loss(model, b).total, lambda b: target.loss(model, b).parts["loss"]):
+            expected = sum(take(one) * count for one, count in zip(alone, counts, strict=True)) / sum(counts)
+            torch.testing.assert_close(take(batch), expected, rtol=1e-6, atol=1e-6)
+
+    def test_what_the_padding_holds_never_changes_it(self, dataset):
+        model, target = build(), objective.Target(Run(), dataset)
+        batch = dataset.take("train", torch.tensor([0, 7, 50]))
+        other = Batch(
+            batch.source.masked_fill(~batch.source_mask, 99), batch.source_mask,
+            batch.target.masked_fill(~batch.mask, 98), batch.mask,
+        )  # fmt: skip
+        torch.testing.assert_close(target.loss(model, other), target.loss(model, batch), rtol=1e-9, atol=1e-9)
+
+    def test_a_step_goes_down_the_smoothed_loss_and_the_weighted_penalties(self, tmp_path, file, dataset, monkeypatch):
+        """The gradient of one step, against all of it written out."""
+        found = {}
+
+        def kept(task, optimizer, *_, **__):
+            found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
+            found["model"] = task.model
+
+        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
+        config = replace(SMALL, stack="act(steps=2)", positions="none", dropout=0.0)
+        run = tiny(tmp_path, data=file, steps=1, penalty=0.25, learning_rate=1e-30, warmup=0, evaluate_examples=1)
+        fit(config, run, progress=False)
+        model = found.pop("model").train()
+        batch = objective.Target(run, dataset).batch(0, 0, 1)
+        record = {"penalty": None}
+        logs = model(
+            batch.source, model.shift(batch.target), source_mask=batch.source_mask, mask=batch.mask, record=record
+        )
+        logs = logs.log_softmax(-1)[batch.mask]
+        nats = -logs.gather(1, batch.target[batch.mask][:, None]).mean()
+        ponder = [record[name]["penalty"] for name in ("encoder", "decoder")]
+        assert all(cost > 0.1 for cost in ponder)
+        loss = 0.8 * nats + 0.2 * -logs.mean() + 0.25 * sum(ponder)
+        for name, grad in zip(found, torch.autograd.grad(loss, model.parameters()), strict=True):
+            torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+        (row,) = rows(tmp_path)
+        assert float(row["loss"]) == pytest.approx(nats.item(), rel=1e-5)
+        assert float(row["penalty"]) == pytest.approx(sum(ponder).item(), rel=1e-5)
+
+    def test_statistics_of_both_stacks_move(self, tmp_path, file):
+        routing = "routing(clusters=3, window=5)"
+        config = replace(SMALL, attention=f"softmax; {routing}", encoder_attention=routing, depth=2, encoder_depth=1)
+        fit(config, tiny(tmp_path, data=file, steps=2), progress=False)
+        model = longspan.load(tmp_path / "run")
+        fresh = [3 * 0.999**2] * 2
+        for layer in (model.encoder.attentions()[0], model.stack.attentions()[1]):
+            assert (layer.counts.sum(-1) > torch.tensor(fresh)).all()
+
+
+class TestEvaluation:
+    @pytest.mark.parametrize("fields", KINDS, ids=str)
+    def test_it_is_what_each_pair_alone_gives(self, dataset, fields):
+        model, stop = build(**fields), dataset.stop
+        # So that the answers are neither all right nor all wrong, and some end early.
+        with torch.no_grad():
+            model.head.bias[[97, 98, 99, stop]] += 30.0
+        nats = tokens = exact = 0.0
+        for i in range(dataset.count("validation")):
+            one = dataset.take("validation", torch.tensor([i]))
+            written, target = [], one.target[0].tolist()
+            with torch.no_grad():
+                nats -= model.likelihood.log_prob(model(one.source, model.shift(one.target)), one.target).sum().item()
+                while len(written) < len(target) and stop not in written:
+                    inputs = model.shift(torch.tensor([[*written, 0]]))
+                    written.append(int(model(one.source, inputs)[0, -1].argmax()))
+            tokens, exact = tokens + len(target), exact + (written == target)
+        for batch in (1, 3, 64):
+            found = transduced(model, dataset, "validation", batch)
+            assert found.tolist() == pytest.approx([nats, tokens, exact, dataset.count("validation")], rel=1e-5)
+        beams = transduced(model, dataset, "validation", 3, beams=1)
+        assert beams.tolist() == pytest.approx(found.tolist())
+
+    def test_beams_find_at_least_as_likely_targets(self, dataset):
+        """As wide a beam as the tree finds the likeliest one, so that it is exact where that is the true one."""
+        model = build(smoothing=0.0)
+        found = transduced(model, dataset, "test", 2, 4, beams=300)
+        exact = 0
+        count = dataset.count("test")
+        for i in [j * count // 4 for j in range(4)]:
+            one = dataset.take("test", torch.tensor([i]))
+            best = longspan.beam_search(
+                model, source=one.source, tokens=one.target.shape[1], beams=300, stop=dataset.stop
+            )
+            exact += best.tokens[0, 0, : best.lengths[0, 0]].tolist() == one.target[0].tolist()
+        assert found[2] == exact
+
+    def test_exact_means_every_token_and_the_stop_token(self, dataset, monkeypatch):
+        """What is written where the padding is does not matter; one wrong token does, and so does a missing end."""
+
+        def written(model, pairs, stop, *_):
+            found = pairs.target.masked_fill(~pairs.mask, 97)
+            found[0, 0] += 1
+            found[1, pairs.target[1] == stop] = 97
+            return found
+
+        monkeypatch.setattr("longspan.train.evaluate._written", written)
+        assert transduced(build(), dataset, "test", 1000)[2] == dataset.count("test") - 2
+
+    def test_the_ranks_shares_make_the_whole(self, dataset):
+        model = build()
+        parts = [transduced(model, dataset, "test", 5, 4, rank, 3) for rank in range(3)]
+        torch.testing.assert_close(sum(parts), transduced(model, dataset, "test", 5, 4), rtol=1e-6, atol=0)
+
+    @pytest.mark.parametrize("training", [True, False])
+    def test_dropout_is_off_and_the_mode_as_before(self, dataset, training):
+        model = build().train(training)
+        assert torch.equal(transduced(model, dataset, "test", 5), transduced(model, dataset, "test", 5))
+        assert model.training is training
+
+
+class TestRuns:
+    def test_the_folder_has_all_that_is_needed(self, whole, file, dataset):
+        recipe = yaml.safe_load((whole / "run" / "config.yaml").read_text())
+        assert recipe["model"] == {"kind": "seq2seq"} | asdict(SMALL)
+        assert checkpoint.config_of(recipe["model"]) == SMALL
+        assert longspan.load(whole / "run").config == SMALL
+        assert Run(**recipe["run"]).data == file
+        evaluated = [row for row in rows(whole) if row["validation_bits"]]
+        assert [int(row["step"]) for row in evaluated] == [4, 8, 11]
+        assert all(0 <= float(row["validation_exact"]) <= 1 for row in evaluated)
+        assert all(float(row["bits"]) == pytest.approx(float(row["loss"]) / math.log(2)) for row in rows(whole))
+
+    def test_result_is_the_best_models(self, tmp_path, file, dataset):
+        result = fit(SMALL, tiny(tmp_path, data=file, steps=3), progress=False)
+        model = longspan.load(tmp_path / "run")
+        for split in ("validation", "test"):
+            nats, tokens, exact, pairs = transduced(model, dataset, split, 64, 7).tolist()
+            assert result.bits[split] == pytest.approx(nats / tokens / math.log(2), rel=1e-6)
+            assert (result.exact[split], result.examples[split]) == (exact / pairs, pairs)
+
+    def test_it_learns(self, tmp_path, file):
+        config = replace(SMALL, dropout=0.0, dim=32, feedforward=64, attention="softmax", smoothing=0.0)
+        run = tiny(
+            tmp_path, data=file, steps=200, batch=32, learning_rate=0.01, evaluate_every=200, save_every=200,
+            evaluate_examples=0,
+        )  # fmt: skip
+        result = fit(config, run, progress=False)
+        assert result.bits["validation"] < 0.5
+        assert result.exact["validation"] > 0.5
+
+    @pytest.mark.parametrize("step", [5, 8])
+    def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, file, whole, monkeypatch, step):
+        with monkeypatch.context() as patch:
+            press_at(patch, step - 1)
+            with pytest.raises(KeyboardInterrupt):
+                fit(SMALL, tiny(tmp_path, data=file), progress=False)
+        fit(SMALL, tiny(tmp_path, data=file), resume=True, progress=False)
+        assert weights(tmp_path) == weights(whole)
+        assert rows(tmp_path)[-1]["validation_exact"] == rows(whole)[-1]["validation_exact"]
+
+    def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, file):
+        fields = {"data": file, "steps": 30, "accumulate": 2, "batch": 3, "model": {"kind": "seq2seq"} | asdict(SMALL)}
+        folders = whole, killed = tmp_path / "whole", tmp_path / "killed"
+        finish(start(whole, **fields), whole)
+        process = start(killed, pause=0.05, **fields)
+        wait_for(killed, process, 9)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        assert int((killed / "run/checkpoints/last").read_text()[5:]) < 30
+        finish(start(killed, resume=True, **fields), killed)
+        assert weights(killed) == weights(whole)
+        states = [
+            checkpoint.load_training(checkpoint.resolve(folder / "run", prefer="last"))["optimizer_states"][0]["state"]
+            for folder in folders
+        ]
+        for index, moments in states[0].items():
+            for key, value in moments.items():
+                assert torch.equal(value, states[1][index][key])
+
+    def test_other_settings_are_named(self, whole, file):
+        with pytest.raises(ValueError, match=r"with other settings: model.smoothing \(0.2 -> 0.1\)"):
+            fit(replace(SMALL, smoothing=0.1), tiny(whole, data=file), resume=True, progress=False)
+        with pytest.raises(ValueError, match=r"with other settings: model.kind \(seq2seq -> decoder\), "):
+            fit(TINY, tiny(whole, data=file), resume=True, progress=False)
+
+
+class TestRefused:
+    def test_a_decoder_on_pairs(self, tmp_path, file):
+        with pytest.raises(ValueError, match="which a decoder does not tell apart; it takes an encoder-decoder, model"):
+            fit(Config(vocab=257), tiny(tmp_path, data=file), progress=False)
+
+    @pytest.mark.parametrize("config", [SMALL, EncoderConfig()])
+    def test_what_is_no_decoder_on_images(self, tmp_path, config):
+        with pytest.raises(ValueError, match="digits has no sources, so it trains a decoder and not a"):
+            fit(config, tiny(tmp_path), progress=False)
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"vocab": 256}, "vocab=256 does not fit pairs:.*, whose tokens have 257 levels"),
+            ({"source_vocab": 200}, "source_vocab=200 is too small for pairs:.*, whose sources have 256 levels"),
+            ({"length": 4}, "length=4 learned positions are too few for pairs:.*: 5 tokens per example"),
+        ],
+    )
+    def test_what_does_not_fit_the_pairs(self, tmp_path, file, fields, message):
+        with pytest.raises(ValueError, match=message):
+            fit(replace(SMALL, **fields), tiny(tmp_path, data=file), progress=False)
+
+    def test_a_penalty_that_nothing_adds(self, tmp_path, file):
+        with pytest.raises(ValueError, match="penalty=0.5 weighs losses .* and linear, softmax adds none"):
+            fit(SMALL, tiny(tmp_path, data=file, penalty=0.5), progress=False)
