@@ -9,7 +9,7 @@ import torch
 
 from hybrids import KINDS, file, model, tokens
 from longspan.compat import transformers as on_cpu
-from longspan.compat.transformers import families, replace
+from longspan.compat.transformers import families, record, replace
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ def test_what_is_missing_or_too_old_is_said(monkeypatch):
     monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "4.57.6")
     with pytest.raises(ValueError, match=r"transformers 4\.57\.6 is older than 5\.5"):
         on_cpu.accelerate()
-    monkeypatch.setattr(replace, "need", lambda *_: (_ for _ in ()).throw(ImportError("pip install")))
+    monkeypatch.setattr(record, "need", lambda *_: (_ for _ in ()).throw(ImportError("pip install")))
     with pytest.raises(ImportError, match="pip install"):
         on_cpu.accelerate()
 

@@ -39,8 +39,7 @@ def borders(kwargs: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
     if _expected.get() is not None:
         raise ValueError(
             "rows are packed, but this version of the model does not tell its recurrent layers where sequences begin, "
-            "which would leak from one into the next; use a later transformers (5.15 at least), or rows of one sequence "
-            "each"
+            "which would leak from one into the next; use a later transformers (5.15 at least), or rows of one sequence"
         )
     return None
 

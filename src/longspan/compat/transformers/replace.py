@@ -4,43 +4,21 @@ import functools
 import importlib
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...extras import need
 from . import packing
 from .counting import counted
 from .families import ATTRIBUTES, FUNCTIONS, LEAKING, METHODS, TYPES, UNSERVED, Ours
-
-OLDEST = (5, 5)  # of transformers
-
-
-@dataclass
-class Replaced:
-    """One attribute of a module, a class or a layer that has been replaced, and what its calls were served by."""
-
-    model: str
-    name: str
-    owner: Any
-    attribute: str
-    original: Any
-    counts: bool = False
-    put: Any = None
-    active: bool = True
-    calls: Counter[str] = field(default_factory=Counter)
+from .record import Replaced, replaced, untouched, version
+from .report import Status, status
 
 
-_replaced: list[Replaced] = []
-_untouched: dict[str, str] = {}
-
-
-def accelerate(model: nn.Module | None = None):
+def accelerate(model: nn.Module | None = None) -> Status:
     """Put longspan's kernels under the recurrent layers of transformers, for calls on the CPU -> ``status()``.
 
     Without a ``model`` for all model types that longspan knows, before or after models are loaded; with one for its
@@ -51,12 +29,10 @@ def accelerate(model: nn.Module | None = None):
     Raises ImportError without transformers, and ValueError for transformers before 5.5 and for something that is no
     model.
     """
-    from .report import status
-
     version()
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(f"accelerate takes a model, or nothing for all model types, not {type(model).__name__}")
-    _untouched.update(UNSERVED if model is None else {})
+    untouched.update(UNSERVED if model is None else {})
     for module in _modules(model):
         _module(module)
     for layer in () if model is None else model.modules():
@@ -66,45 +42,23 @@ def accelerate(model: nn.Module | None = None):
                 _replace(kind, f"{type(layer).__name__}.{name}", layer, name, found, ours)
     if model is not None and not any(_model(type(m).__module__) in TYPES for m in model.modules()):
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        _untouched[kind] = UNSERVED.get(kind, "it has no recurrent layer that longspan knows")
+        untouched[kind] = UNSERVED.get(kind, "it has no recurrent layer that longspan knows")
     return status()
 
 
 def restore() -> None:
     """Put back all that ``accelerate`` has replaced; without it nothing changes."""
-    for one in reversed(_replaced):
+    for one in reversed(replaced):
         # What somebody else has put there since stays.
         if one.owner.__dict__.get(one.attribute) is one.put:
             setattr(one.owner, one.attribute, one.original)
         one.active = False  # for whoever has kept the function
-    _replaced.clear()
-    _untouched.clear()
-
-
-def version() -> tuple[int, int]:
-    """Of transformers: the first two numbers. Raises ImportError without it, and ValueError where it is too old."""
-    need("longspan.compat.transformers", "transformers")
-    import transformers
-
-    words = transformers.__version__.split(".")
-    found = int(words[0]), int(words[1])
-    if found < OLDEST:
-        raise ValueError(f"transformers {transformers.__version__} is older than 5.5, the oldest that longspan knows")
-    return found
-
-
-def replaced() -> list[Replaced]:
-    """What has been replaced, in this order."""
-    return _replaced
-
-
-def untouched() -> dict[str, str]:
-    """Model types that were left as they are, and why."""
-    return _untouched
+    replaced.clear()
+    untouched.clear()
 
 
 def _types() -> set[str]:
-    return {one.model for one in _replaced}
+    return {one.model for one in replaced}
 
 
 def _model(module: str) -> str:
@@ -121,7 +75,7 @@ def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
         try:
             yield importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         except ImportError:
-            _untouched[name] = "this version of transformers does not have it"
+            untouched[name] = "this version of transformers does not have it"
 
 
 def _module(module: ModuleType) -> None:
@@ -129,7 +83,7 @@ def _module(module: ModuleType) -> None:
     kind = _model(module.__name__)
     if kind not in TYPES:
         return
-    before = len(_replaced)
+    before = len(replaced)
     for name, ours in FUNCTIONS.items():
         if callable(found := module.__dict__.get(name)):
             _replace(kind, name, module, name, found, ours)
@@ -137,11 +91,11 @@ def _module(module: ModuleType) -> None:
         if (owner := module.__dict__.get(layer)) is not None:
             _replace(kind, f"{layer}.{name}", owner, name, owner.__dict__[name], ours)
     refused = LEAKING.get(kind, "")
-    if len(_replaced) == before:
+    if len(replaced) == before:
         if kind in _types():
             return
         # Nothing of it is served, but its packed rows would leak all the same.
-        _untouched[kind] = refused = "this version of transformers has its recurrence in one piece; from 5.15 on not"
+        untouched[kind] = refused = "this version of transformers has its recurrence in one piece; from 5.15 on not"
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if name in module.__dict__:
             original = module.__dict__[name]
@@ -168,7 +122,7 @@ def _replace(kind: str, name: str, owner: Any, attribute: str, original: Callabl
     wanted, known = (inspect.signature(f).parameters for f in (original, ours.run))
     more = [p.name for p in wanted.values() if p.name not in known and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if more and not any(p.kind == p.VAR_POSITIONAL for p in known.values()):
-        _untouched[f"{kind}.{name}"] = f"it takes {', '.join(more)}, which longspan does not know"
+        untouched[f"{kind}.{name}"] = f"it takes {', '.join(more)}, which longspan does not know"
         return
     one = Replaced(kind, name, owner, attribute, original, ours.counts)
     _put(one, _dispatch(one, ours))
@@ -180,7 +134,7 @@ def _put(one: Replaced, new: Callable) -> None:
     new.__longspan__ = True  # type: ignore[attr-defined]
     one.put = new
     setattr(one.owner, one.attribute, new)
-    _replaced.append(one)
+    replaced.append(one)
 
 
 def _dispatch(one: Replaced, ours: Ours) -> Callable:

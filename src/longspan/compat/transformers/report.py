@@ -4,7 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from . import softmax
-from .replace import replaced, untouched
+from .record import replaced, untouched
 
 
 class Status(NamedTuple):
@@ -31,12 +31,12 @@ class Status(NamedTuple):
 def status() -> Status:
     """What is replaced now, with what its calls were served by since then, and what is untouched."""
     functions: dict[str, dict[str, Counter[str]]] = {}
-    for one in replaced():
+    for one in replaced:
         if one.counts:
             # Layers of one class that keep the function themselves are told of as one.
             functions.setdefault(one.model, {}).setdefault(one.name, Counter()).update(one.calls)
     told = {model: {name: dict(calls) for name, calls in names.items()} for model, names in functions.items()}
-    return Status(told, dict(untouched()), dict(softmax.calls))
+    return Status(told, dict(untouched), dict(softmax.calls))
 
 
 def summary() -> str:

@@ -13,7 +13,7 @@ from ...ops.tensors import widen
 from . import masks
 from .counting import counted
 from .masks import Seen
-from .replace import version
+from .record import version
 
 NAME = "longspan"
 BLOCK = 512  # queries at once where scores are capped
