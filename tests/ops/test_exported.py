@@ -8,7 +8,6 @@ from torch.utils import _pytree as pytree
 
 import longspan
 from longspan.ops import gated
-from longspan.ops.gated import exported
 
 SPECS = ("linear", "gated_deltanet(key_heads=1)", "retention", "kda(convolution=0)")
 
@@ -73,11 +72,13 @@ def test_the_operation_is_the_recurrence():
     mask = torch.arange(70) % 7 != 3
     for options in (
         {"log_decay": decay, "beta": beta, "mask": mask.expand(2, 70)},
-        {"log_decay": decay, "beta": None, "segments": (torch.arange(70) // 17).expand(2, 70)},
-        {"log_decay": None, "beta": beta, "normalise": "l2"},
+        {"log_decay": decay, "segments": (torch.arange(70) // 17).expand(2, 70)},
+        {"beta": beta, "normalise": "l2"},
     ):
-        named = {"mask": None, "segments": None, "cu_seqlens": None, "normalise": None, **options}
-        found = exported.attend(q, k, v, scale=0.3, state=state, **{**named, "normalise": bool(named["normalise"])})
+        given = (options.get(name) for name in ("mask", "segments", "cu_seqlens"))
+        found = gated.recurrence(
+            q, k, v, options.get("log_decay"), options.get("beta"), state, *given, 0.3, "normalise" in options
+        )
         ours = gated.recur(q, k, v, scale=0.3, state=state, **options)
         assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(found, ours, strict=True))
 
@@ -86,7 +87,7 @@ def test_the_operation_keeps_the_rules_of_torch():
     given = operands(1, 4)
     given = [t.requires_grad_() for t in given]
     wanted = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(exported.operation, (*given, None, None, None, 0.5, True), test_utils=wanted)
+    torch.library.opcheck(gated.recurrence, (*given, None, None, None, 0.5, True), test_utils=wanted)
 
 
 @pytest.mark.parametrize("normalise", [None, "l2"])

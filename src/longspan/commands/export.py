@@ -7,7 +7,8 @@ def parser() -> Parser:
     parser = make(
         "export",
         "A trained decoder as an ONNX file that reads prompts and makes steps, with any number of rows and tokens. "
-        "Each recurrent layer is one LinearAttention node; onnxruntime must give the model's answers before it is written.",
+        "Each recurrent layer is one LinearAttention node; onnxruntime must give the model's answers before it is "
+        "written.",
         "longspan export runs/digits digits.onnx",
         "longspan export mnist mnist.onnx --domain ai.onnx",
     )

@@ -136,7 +136,7 @@ def _proto(graph: Graph, domain: str) -> Any:
     """The file's content."""
     import onnx
 
-    options = {"opset_version": OPSET} if domain == "ai.onnx" else {}
+    options: dict[str, Any] = {"opset_version": OPSET} if domain == "ai.onnx" else {}
     with _quiet():
         try:
             program = torch.onnx.export(
@@ -164,7 +164,7 @@ def _proto(graph: Graph, domain: str) -> Any:
 
 def _translation(domain: str) -> Any:
     """What stands for the recurrence in the graph."""
-    import onnxscript
+    import onnxscript  # pyright: ignore[reportMissingImports]
 
     own = domain == "com.microsoft"
     if own:
@@ -226,7 +226,7 @@ def _register(domain: str) -> None:
 
 def _compare(graph: Graph, content: bytes) -> float:
     """The largest difference between the model and onnxruntime. Raises ValueError where it is too large."""
-    import onnxruntime
+    import onnxruntime  # pyright: ignore[reportMissingImports]
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3

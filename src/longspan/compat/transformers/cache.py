@@ -38,6 +38,7 @@ class LongspanCache(Cache):
         By the decode engine where that serves the decoder and the text is long enough to be worth its preparation. It
         has the weights of its first step: after a change of the weights, begin a new cache.
         """
+        assert self.state is not None
         self._steps += 1
         if self._steps == FEW and not Engine.why_not(decoder):
             self._engine = Engine(decoder)

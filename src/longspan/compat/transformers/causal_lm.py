@@ -95,7 +95,8 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """As in transformers. Raises ValueError for weights that do not fit the config, where it would invent them."""
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        model, info = found
         odd = {
             what: sorted(str(one) for one in info.get(key) or ())
             for what, key in (("missing", "missing_keys"), ("unexpected", "unexpected_keys"),

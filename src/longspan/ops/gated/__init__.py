@@ -158,9 +158,8 @@ def recur(
         sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=widen(v[:0]).dtype)
     if torch.compiler.is_exporting():
-        factor, options = q.shape[-1] ** -0.5 if scale is None else scale, {"mask": mask, "segments": segments}
-        options |= {"log_decay": log_decay, "beta": beta, "cu_seqlens": cu_seqlens, "state": state}
-        return exported.attend(q, k, v, scale=factor, normalise=normalise is not None, **options)
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        return recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalise is not None)
     if mask is None and cu_seqlens is None and q.shape[2] == 1:
         found = _token(q, k, v, log_decay, beta, scale, normalise, state, donate)
         if found is not None:
@@ -189,6 +188,10 @@ def recur(
             return prepared(chunks.composed, q, k, v, **options)
         case _:
             return prepared(chunks.attend, q, k, v, **options)
+
+
+# What a program that is exported has in its place.
+recurrence = exported.operation(recur)
 
 
 def _token(q, k, v, log_decay, beta, scale, normalise, state, donate):
