@@ -61,15 +61,15 @@ class Relative(Attention):
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept = state is not None
         if state is None:
-            sight = cache.look(k, v, causal=self.causal, **arguments)
+            view = cache.within(k, v, causal=self.causal, **arguments)
         else:
-            sight, state = cache.extend(state, k, v, **arguments, donate=donate)
-        allowed, m = sight.allowed(q.shape[2]), sight.keys.shape[2]
+            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+        allowed, m = view.allowed(q.shape[2]), view.keys.shape[2]
         places = scores.key_positions(at, m, kept=kept, packed=segments is not None)
-        p = scores.weights(scores.products(content, sight.keys) + self._apart(position, at, places), allowed)
+        p = scores.weights(scores.products(content, view.keys) + self._apart(position, at, places), allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)
-        return self.out(merge(similarity.attend(p, sight.values))), state
+        return self.out(merge(similarity.attend(p, view.values))), state
 
     def _whole(self, content, position, k, v):
         """A whole sequence, in which a row's products with all distances are shifted: O(N) memory."""

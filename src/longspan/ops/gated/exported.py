@@ -32,7 +32,7 @@ def operation(recur: Callable[..., tuple[Tensor, Tensor]]) -> Any:
         out, end = again(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalise)
         return out.contiguous(), end.contiguous()
 
-    def again(*given: Any) -> tuple[Tensor, Tensor]:
+    def again(*given) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalise = given
         options = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "mask": mask}
         options |= {"segments": segments, "cu_seqlens": cu_seqlens, "normalise": "l2" if normalise else None}
