@@ -1,0 +1,75 @@
+"""The two types whose softmax layers have an indexer, and which are part of larger models: their text models."""
+
+import importlib
+
+import pytest
+import torch
+
+from hybrids import COMMON, DELTA, EXPERTS, file, tokens
+from longspan.compat import transformers as on_cpu
+
+LAYERS = ["linear_attention", "indexed_attention", "linear_attention", "linear_attention"]
+BARE = {
+    "qwen4_exp": (
+        "Qwen4Exp",
+        {
+            **DELTA, **EXPERTS, "num_hidden_layers": 4, "layer_types": LAYERS, "hc_lowrank": 8, "hc_count": 2,
+            "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
+            "indexer_compress_ratio": 4,
+        },
+    ),
+    "glm5_next": (
+        "Glm5Next",
+        {
+            "num_hidden_layers": 4, "layer_types": LAYERS, "mlp_layer_types": ["dense"] * 4, "num_key_value_heads": 4,
+            "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "kv_lora_rank": 16,
+            "q_lora_rank": 16, "v_head_dim": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 0, "linear_head_dim": 8,
+            "linear_num_heads": 4, "index_topk": 64, "index_kpool": 4, "index_head_dim": 8, "index_n_heads": 2,
+            "hc_mult": 2,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=BARE)
+def made(request):
+    """A tiny text model; nothing stays replaced."""
+    kind, (prefix, own) = request.param, BARE[request.param]
+    module = file(kind)
+    config = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
+    given = COMMON | own
+    if kind == "qwen4_exp":
+        del given["intermediate_size"]
+    torch.manual_seed(0)
+    model = getattr(module, f"{prefix}TextModel")(getattr(config, f"{prefix}TextConfig")(**given)).eval()
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.normal_(0.0, 0.6 / p.shape[-1] ** 0.5)
+    yield kind, model
+    on_cpu.restore()
+
+
+def test_sequences_and_steps_are_those_of_the_original_code(made):
+    kind, model = made
+    x, found = tokens(2, 70), []
+    for ours in (False, True):
+        if ours:
+            on_cpu.accelerate(model)
+        with torch.no_grad():
+            whole = model(x, use_cache=False).last_hidden_state
+            cache = model(x[:, :20], use_cache=True).past_key_values
+            found.append((whole, model(x[:, 20:21], past_key_values=cache, use_cache=True).last_hidden_state))
+    for theirs, other in zip(*found, strict=True):
+        assert float((other - theirs).abs().max() / theirs.abs().max()) < 1e-4
+    assert all(what.startswith("native (") for by in on_cpu.status().functions[kind].values() for what in by)
+    assert all(on_cpu.status().functions[kind].values())
+
+
+def test_packed_rows_are_refused(made):
+    _, model = made
+    on_cpu.accelerate(model)
+    at = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    with pytest.raises(ValueError, match="cannot take packed rows: its layers with an indexer"):
+        model(tokens(1, 7), position_ids=at)
+    with pytest.raises(ValueError, match="cannot take packed rows: its layers with an indexer"):
+        model(tokens(1, 7), position_ids=at.expand(4, 1, -1))
