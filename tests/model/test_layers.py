@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from longspan import causal_convolution
 from longspan.config import ACTIVATIONS
 from longspan.layers import FeedForward, HeadNorm, ShortConvolution, norm, rotate, sinusoid, time_steps
+from longspan.ops import watch
 from longspan.ops.tensors import merge, positions, split, unit, visible
 
 
@@ -233,6 +235,21 @@ class TestShortConvolution:
     def test_widths_that_reach_nothing_are_refused(self):
         with pytest.raises(ValueError, match="a convolution of width=1 reaches no earlier token; 2 is the least"):
             ShortConvolution(3, 1)
+
+    def test_is_the_public_operation_and_says_what_ran(self):
+        layer = ShortConvolution(6, 4)
+        x, mask = torch.randn(2, 9, 6), torch.rand(2, 9) > 0.3
+        with watch() as seen:
+            y, state = layer(x, activation="silu")
+        assert [served.op for served in seen] == ["the causal convolution"]
+        expected, last = causal_convolution(x, layer.weight, activation="silu")
+        assert y.equal(expected)
+        assert state.equal(last)
+        for row in range(2):
+            y, state = layer(x, mask=mask)
+            alone, last = layer(x[row, mask[row]][None])
+            torch.testing.assert_close(y[row, mask[row]][None], alone)
+            torch.testing.assert_close(state[row][None], last)
 
 
 class TestHeadNorm:

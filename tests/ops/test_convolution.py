@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck, gradgradcheck
 
-import longspan
 from longspan import backend, causal_convolution
-from longspan.ops import convolution
 from longspan.ops.convolution import native as kernels
 from longspan.ops.native.call import available
 
@@ -310,20 +308,32 @@ def test_compiled_in_one_graph():
     assert_close(found, run(call), ROUNDED)
 
 
-def test_the_layer_takes_the_same_state_and_says_what_ran():
-    layer = longspan.layers.ShortConvolution(6, 4)
-    x, mask = torch.randn(2, 9, 6), torch.rand(2, 9) > 0.3
-    with longspan.ops.watch() as seen:
-        y, state = layer(x, activation="silu")
-    assert [served.op for served in seen] == [convolution.OP]
-    expected, last = causal_convolution(x, layer.weight, activation="silu")
-    assert y.equal(expected)
-    assert state.equal(last)
-    for row in range(2):
-        y, state = layer(x, mask=mask)
-        alone, last = layer(x[row, mask[row]][None])
-        torch.testing.assert_close(y[row, mask[row]][None], alone)
-        torch.testing.assert_close(state[row][None], last)
+# torch compiles some rules on first use, by what it calls deprecated itself.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_transforms_take_plain_forms(tokens):
+    """Rows by vmap are rows of a batch, and forward mode agrees with backward mode."""
+    given = to(arguments(tokens, 5), torch.float32)
+
+    def call(x, state):
+        return causal_convolution(x, given["weight"], given["bias"], state, activation="silu")
+
+    inputs = given["x"], given["state"]
+    rows = torch.func.vmap(lambda x, state: [t[0] for t in call(x[None], state[None])])(*inputs)
+    assert_close(rows, call(*inputs), ROUNDED)
+    tangents = tuple(t.cos() for t in inputs)
+    (y, _), (slope, _) = torch.func.jvp(call, inputs, tangents)
+    grads = torch.func.grad(lambda *both: call(*both)[0].square().sum(), argnums=(0, 1))(*inputs)
+    assert_close([2 * (y * slope).sum()], [sum((g * t).sum() for g, t in zip(grads, tangents, strict=True))], ROUNDED)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_sign_that_is_still_to_be_changed(tokens):
+    given = to(arguments(tokens, 5), torch.float32)
+    expected = causal_convolution(**given)
+    for which in given:
+        found = causal_convolution(**given | {which: torch._neg_view(-given[which])})
+        assert_close(found, expected, ROUNDED)
 
 
 @needs_kernels

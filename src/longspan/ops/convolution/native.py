@@ -149,12 +149,14 @@ def step(
         return None
     if state.shape != (batch, rows, channels) or weight.shape[0] != channels:
         return None
-    if weight.dtype is not torch.float32 and weight.dtype in HALVES:
-        weight = weight.float()
+    if weight.dtype not in HALVES or (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    # Parameters are no plain tensors; without their gradients they are.
+    weight = weight.detach().float()
     if bias is not None:
-        if bias.shape != (channels,) or bias.dtype not in HALVES:
+        if bias.shape != (channels,) or bias.dtype not in HALVES or (torch.is_grad_enabled() and bias.requires_grad):
             return None
-        bias = bias.float().contiguous()
+        bias = bias.detach().float().contiguous()
     if not readable(weight, bias) or (library := build.loaded()) is None:
         return None
     # A clone of a state that does not overlap itself keeps its strides.

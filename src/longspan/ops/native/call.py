@@ -11,7 +11,6 @@ from . import build
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
 HALVES = TYPES | {torch.float16: 2}  # what token steps and convolutions take, too
 MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in linear/maps.h
-PLAIN = (Tensor, torch.nn.Parameter)  # classes without rules of their own
 LARGEST = 1024  # channels of a head, plus one; below the limits of linear/step.cpp and gated/step.cpp
 
 
@@ -85,6 +84,6 @@ def readable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> boo
     for t in tensors:
         if t is None:
             continue
-        if type(t) not in PLAIN or t.dtype is not dtype or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
+        if type(t) is not Tensor or t.dtype is not dtype or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
             return False
     return True
