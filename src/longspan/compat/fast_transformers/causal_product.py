@@ -13,7 +13,7 @@ def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
 
     Source: Katharopoulos et al. 2020 (2006.16236), algorithm 1. Raises ValueError for shapes that do not fit.
     """
-    gated.check(Q, K, V, None, None, None, None, None)
+    gated.check(Q, K, V, None, None, None, None, None, None, None)
     if K.shape[1] != V.shape[1]:
         raise ValueError(f"K has {K.shape[1]} heads and V has {V.shape[1]}; they must have as many")
     # Autocast converts some of three operands that came from different layers.
