@@ -13,7 +13,17 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-SPECS = ("gated_deltanet", "gated_deltanet(key_heads=1)", "kda", "gla", "ssd", "deltanet", "retention", "linear")
+SPECS = (
+    "gated_deltanet",
+    "gated_deltanet(key_heads=1)",
+    "kda",
+    "kda(convolution=0)",
+    "gla",
+    "ssd",
+    "deltanet",
+    "retention",
+    "linear",
+)
 
 
 class Session:
@@ -121,6 +131,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         ours.export(longspan.build("linear", dim=8, heads=2), path, domain="onnx")
     with pytest.raises(ValueError, match="reformer.* cannot be exported: "):
         ours.export(longspan.build("reformer", dim=8, heads=2), path)
+    with pytest.raises(ValueError, match="local.* cannot be exported: the graph keeps the example's number of tokens"):
+        ours.export(longspan.build("local(window=5)", dim=8, heads=2), path)
     assert not path.exists()
 
 

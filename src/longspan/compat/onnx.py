@@ -96,16 +96,20 @@ class Graph(nn.Module):
             return torch.randint(self.model.start + 1, (rows, tokens))
         return torch.randn(rows, tokens, self.model.dim)
 
-    def free(self) -> dict[str, Any]:
-        """The free dimensions, as torch.export has them."""
+    def free(self, state: tuple[Tensor, ...]) -> dict[str, Any]:
+        """The free dimensions, as torch.export has them, of a state that has read something."""
         batch, tokens = Dim("B", min=1), Dim("N", min=1)
         # Keys and values of a layer have as many slots.
         slots = {name.rpartition(".")[0]: Dim(f"M{i}", min=0) for i, name in enumerate(self.names)}
-        state = tuple(
-            {0: batch} | {i: slots[name.rpartition(".")[0]] for i, size in enumerate(shape) if i and not size}
-            for name, shape in zip(self.names, self.shapes, strict=True)
+        grown = [
+            [i for i, size in enumerate(shape) if i and size != leaf.shape[i]]
+            for shape, leaf in zip(self.shapes, state, strict=True)
+        ]
+        sizes = (
+            {0: batch} | dict.fromkeys(which, slots[name.rpartition(".")[0]])
+            for name, which in zip(self.names, grown, strict=True)
         )
-        return {"given": {0: batch, 1: tokens}, "state": state}
+        return {"given": {0: batch, 1: tokens}, "state": tuple(sizes)}
 
     def facts(self) -> dict[str, str]:
         """What a reader of the file needs beside the graph."""
@@ -137,10 +141,11 @@ def _proto(graph: Graph, domain: str) -> Any:
     import onnx
 
     options: dict[str, Any] = {"opset_version": OPSET} if domain == "ai.onnx" else {}
+    given = graph.example(2, 7)
     with _quiet():
         try:
             program = torch.onnx.export(
-                graph, graph.example(2, 7), dynamo=True, dynamic_shapes=graph.free(), input_names=graph.inputs,
+                graph, given, dynamo=True, dynamic_shapes=graph.free(given[1:]), input_names=graph.inputs,
                 output_names=graph.outputs, verbose=False,
                 custom_translation_table={torch.ops.longspan.recurrence.default: _translation(domain)}, **options,
             )  # fmt: skip
@@ -157,8 +162,11 @@ def _proto(graph: Graph, domain: str) -> Any:
     proto.producer_name, proto.producer_version = "longspan", VERSION
     onnx.helper.set_model_props(proto, graph.facts())
     for value in proto.graph.input:
-        if not value.type.tensor_type.shape.dim[0].dim_param:
-            raise ValueError(f"{graph.called} cannot be exported: its {value.name} has a fixed number of rows")
+        sizes = value.type.tensor_type.shape.dim[: 2 if value.name == graph.first else 1]
+        if fixed := [what for what, size in zip(("rows", "tokens"), sizes, strict=False) if not size.dim_param]:
+            raise ValueError(
+                f"{graph.called} cannot be exported: the graph keeps the example's number of {fixed[0]} in {value.name}"
+            )
     return proto
 
 
