@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 README, SOURCE = ROOT / "README.md", ROOT / "src" / "longspan"
 BEGIN, END = "<!-- tree:begin -->", "<!-- tree:end -->"
-DEEPEST = 2  # folders below that are on the page alone
+DEEPEST = 1  # folders below that are on the page alone
 SUFFIXES = (".py", ".cpp", ".h")
 
 

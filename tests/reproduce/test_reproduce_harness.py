@@ -368,30 +368,6 @@ def test_the_figures_of_the_page_are_those_of_the_results():
     assert script["_measured"]({"scale": "gpu", "commit": "", "longspan": "0.1.0"}) == "scale gpu, longspan 0.1.0"
 
 
-def test_a_row_of_the_paper_has_what_every_result_found_of_it(tmp_path):
-    found = importlib.util.spec_from_file_location("reproduction_script", DOCS / "reproduction.py")
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
-    script.RESULTS = tmp_path
-    assert script.drawn("mnist", "lsh-1") == ("open", "open")
-    one, four = "reformer(rounds=1)", "reformer(chunk=29, rounds=4)"
-    training = {"what": "training", "curve": [[50, 1.0, 2.5], [2000, 9.0, 2.0]]}
-    rows = [
-        {**training, "attention": one, "test": 1.2345},
-        {**training, "attention": four, "test": 1.5},
-        {"what": "images", "batch": 8, "images_per_second": {one: 2.5, f"{one}, prefix recomputed": 0.25, four: 9.0}},
-    ]
-    for name, data in (("images_lsh", "mnist:x"), ("images_other", "cifar10")):
-        result = {"settings": {"data": data}, "rows": rows}
-        (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    assert script.drawn("mnist", "lsh-1") == (
-        "1.234 after 2,000 steps",
-        "2.5, 8 at once, from a state; 0.25, 8 at once, prefix recomputed",
-    )
-    assert script.drawn("cifar10", "lsh-4") == ("1.500 after 2,000 steps", "9, 8 at once, from a state")
-    assert any("| lsh-1, mnist | 0.745 | 0.68 | 46.0 | 19.2 | 1.234 after" in line for line in script.of_the_paper())
-
-
 def test_results_with_other_settings_are_kept_under_a_name_of_their_own(tmp_path):
     found = importlib.util.spec_from_file_location("reproduction_script", DOCS / "reproduction.py")
     script = importlib.util.module_from_spec(found)

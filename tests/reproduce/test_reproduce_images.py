@@ -344,32 +344,6 @@ def test_ours_stand_beside_what_was_published():
     assert together[1:] == [["4", "1 ms", "4 ms", "4.00", "2.00"], ["10", "1 ms", "left out", "", "5.00"]]
 
 
-def test_a_reformer_of_x_rounds_is_the_publications_lsh_x():
-    names = {"reformer(rounds=1)": "lsh-1", "reformer": "lsh-4", "reformer(chunk=8, rounds=7)": "lsh-7", "gla": "gla"}
-    assert {name: paper.called(name) for name in names} == names
-    assert [paper.recomputed(name) for name in ("softmax", "reformer", "linear", "gla")] == [True, True, False, False]
-    row = {"curve": [[4, 2.0, 1.7]], "parameters": 12, "validation": 1.7, "test": 1.75}
-    one, again = "reformer(rounds=1)", "reformer(rounds=1), prefix recomputed"
-    result = {
-        "settings": {"data": "mnist", "attentions": f"linear; {one}", "batches": []},
-        "rows": [
-            {"what": "training", "attention": one, **row},
-            {"what": "images", "batch": 1, "seconds": {"linear": 2.0, one: 4.0, again: 8.0},
-             "images_per_second": {"linear": 0.5, one: 0.25, again: 0.125}},
-        ],
-    }  # fmt: skip
-    bits, speed, *_ = images_report.tables(result)
-    assert [line[0] for line in bits[1:]] == [f"lsh-1, {one}", "lsh-4"]
-    assert bits[1][1:] == ["12", "4", "2 s", "1.700", "1.700", "1.750", "0.745"]
-    # The published speed is that of reading the prefix again.
-    assert speed[1:] == [
-        ["linear", "0.5", "142.8", "0.182"],
-        [f"lsh-1, {one}", "0.25 (2x)"],
-        [f"lsh-1, {again}", "0.125 (4x)", "0.68", "0.0217"],
-        ["lsh-4", "not measured yet", "0.27", "0.00893"],
-    ]
-
-
 def test_nothing_published_is_shown_beside_other_data():
     result = {**RESULT, "settings": {**RESULT["settings"], "data": "digits"}}
     bits, speed, *_ = images_report.tables(result)
