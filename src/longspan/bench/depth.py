@@ -1,7 +1,5 @@
 """Peak memory of a training step by depth: blocks as they are, checkpointed, and reversible."""
 
-import contextlib
-import ctypes
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -13,6 +11,7 @@ import torch.nn.functional as F
 from ..attention import build, plugins
 from ..config import Config
 from ..model import Decoder
+from ..ops.memory import MAPPED, return_pages
 from ..spec import split
 from . import case, figures
 from .candidates import Process, Refused
@@ -26,7 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointing": True},
     "reversible": {"stack": "reversible"},
 }
-M_MMAP_THRESHOLD, MAPPED = -3, 65536  # glibc: from so many bytes on, what is freed goes back to the system
 ROOM = 0.8  # part of the memory that is free that a step may be expected to take
 
 
@@ -56,9 +54,7 @@ def find(kind: str) -> Makers:
     """The makers of one kind, as a worker asks for them."""
 
     def train(task: Task) -> Call:
-        # Otherwise glibc takes to keeping freed tensors for later ones of another size, and what is measured is that.
-        with contextlib.suppress(AttributeError, OSError):
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED)
+        return_pages()  # as train does for what is to need less memory
         torch.manual_seed(0)
         model = Decoder(Config(**task["config"])).train()
         tokens = torch.randint(0, 256, (task["batch"], task["length"]))

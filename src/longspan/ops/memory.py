@@ -1,5 +1,6 @@
 """Memory that is used again, or fetched in large pages: fresh pages cost a CPU more than many an operation."""
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 KEPT = 32 * 2**20  # bytes: the largest block that the C library can be made to keep
+THRESHOLD, MAPPED = -3, 65536  # glibc's M_MMAP_THRESHOLD; bytes from which ``return_pages`` gives blocks back
 ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # known on Linux only
 
 
@@ -20,6 +22,16 @@ def reuse_pages() -> None:
     freed once; then it keeps such blocks. So one is taken and freed, untouched. Elsewhere this does nothing.
     """
     torch.empty(KEPT - 2**16, dtype=torch.uint8)
+
+
+def return_pages() -> None:
+    """Have the C library give freed blocks back to the system at once, in this process, from now on: the opposite.
+
+    It costs time, and is for what must fit: glibc keeps freed blocks in pieces that others do not fit, so that resident
+    memory grows with the depth of a model even where nothing is kept (docs/lab.md). Elsewhere this does nothing.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(THRESHOLD, MAPPED)
 
 
 def fresh_like(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from .. import checkpoint, data, signals
 from ..config import Config, Seq2SeqConfig
 from ..data import Dataset, Pairs
 from ..describe import parts
-from ..ops.memory import reuse_pages
+from ..ops.memory import return_pages, reuse_pages
 from ..stacks import kind_of
 from . import carry
 from . import folder as runs
@@ -78,7 +78,7 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
     run = replace(run, data=data.absolute(run.data))
     folder, first = Path(run.out), signals.first_rank()
     engine = _engine()
-    reuse_pages()
+    (return_pages if config.checkpointing or config.stack == "reversible" else reuse_pages)()
     with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(runs.held(folder))
