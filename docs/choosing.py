@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from longspan.attention.base import REGISTRY
+from longspan.attention.base import REGISTRY, names
 from longspan.bench import figures, members
 from longspan.bench.report import duration
 from longspan.spec import head
@@ -217,7 +217,15 @@ def left(found: Figures) -> str:
     """What was left out, and why."""
     result = found.result
     lines = [f"* `{one['candidate']}`: {one['reason']}" for one in (*result["refused"], *result["left_out"])]
+    if missing := unmeasured(result):
+        lines.append(f"* Newer than this run, and not measured yet: {', '.join(map(link, missing))}")
     return "\n".join(lines) or "Nothing was left out."
+
+
+def unmeasured(result: Result) -> list[str]:
+    """The mechanisms that a run of all of them did not know yet, or refused."""
+    known = {one["candidate"] for one in result["growth"]}
+    return [name for name in names() if name not in known]
 
 
 def picture(found: Figures) -> str:

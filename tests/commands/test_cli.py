@@ -256,7 +256,7 @@ def test_check_prints_each_law_and_fails_with_code_1(capsys, monkeypatch):
     assert "does not apply" in shown
     seeds = []
 
-    def fail(law, spec, *, seed):
+    def fail(law, spec, *, seed, stack):
         seeds.append(seed)
         return checks.Row(law, "failed", 0.5, 0.1, "broken")
 

@@ -22,6 +22,7 @@ def served(spec, causal=True):
 
 
 PATTERN, SOFTMAX, WRITTEN = "attention under a pattern", "softmax attention", "attention from written-out scores"
+MIXED = [("the causal convolution", "native"), ("the delta rule", "native")]
 
 
 @needs_kernels
@@ -30,7 +31,8 @@ PATTERN, SOFTMAX, WRITTEN = "attention under a pattern", "softmax attention", "a
     [
         ("local(window=64)", [(PATTERN, "native")], [(SOFTMAX, "torch")]),
         ("performer", [("decay attention", "native")], [("decay attention", "native")]),
-        ("deltanet", [("the delta rule", "native")], [("the delta rule", "native")]),
+        ("deltanet(convolution=0)", [("the delta rule", "native")], [("the delta rule", "native")]),
+        ("deltanet", MIXED, MIXED),
         ("talking_heads", [(WRITTEN, "torch")], [(WRITTEN, "torch")]),
         # A period of 16 has classes, and nothing else is left for the kernels.
         ("sparse(pattern='strided(16)')", [(PATTERN, "torch")], [(SOFTMAX, "torch")]),

@@ -35,7 +35,7 @@ class Linear(Attention):
     ``Linear(dim, heads, feature_map=f)``.
 
     ``eps``: $\epsilon$, added to the denominator. ``rotary``: base of rotary positions, applied to $\phi(q)$ and
-    $\phi(k)$ in the numerator only, as the denominator must stay positive (0: none), ``rotary_layout``:
+    $\phi(k)$ in the numerator only, as the denominator must stay positive (0: none). ``rotary_layout``:
     halves or interleaved. ``context_dim``: width of the context of cross attention (0: dim).
 
     Source: Katharopoulos et al. 2020, section 3.2-3.4; rotary positions as in Su et al. 2021, eq. 19.

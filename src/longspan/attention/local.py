@@ -14,7 +14,7 @@ class Local(Attention):
 
     ``window``: w; a bidirectional one sees as many to the right, $2 w - 1$ keys. ``kv_heads``: heads of keys and
     values, each shared by heads / kv_heads query heads (0: as many as heads). ``rotary``: base of rotary positions (0:
-    none), ``rotary_layout``: halves or interleaved.
+    none). ``rotary_layout``: halves or interleaved.
 
     Source: Beltagy et al. 2020, section 3.1 (sliding window).
     """

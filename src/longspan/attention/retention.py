@@ -29,7 +29,7 @@ class Retention(Attention):
 
     The norm takes mean and variance of each head's channels away.
 
-    ``rotary``: base of the rotary positions of queries and keys (0: none), ``rotary_layout``: halves or
+    ``rotary``: base of the rotary positions of queries and keys (0: none). ``rotary_layout``: halves or
     interleaved. ``expand_v``: width of the values as a multiple of dim; the paper doubles it. The rates are the paper's
     for any number of heads: each head remembers twice as long as the one before it. Pairs of channels turn at rates
     $b^{-2j/D}$ with the base b, where the authors' code spaces them from 1 to 1/base inclusive. Its rescaling of the

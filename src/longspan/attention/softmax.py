@@ -14,7 +14,7 @@ class Softmax(Attention):
     """Softmax over all keys: exact, quadratic in the length, with a state of keys and values that grows.
 
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
-    ``dropout``: probability of dropping a weight in training. ``rotary``: base of rotary positions (0: none),
+    ``dropout``: probability of dropping a weight in training. ``rotary``: base of rotary positions (0: none).
     ``rotary_layout``: halves or interleaved.
     ``context_dim``: width of the context of cross attention (0: dim).
 

@@ -15,7 +15,7 @@ class Sparse(Attention):
 
     ``pattern``: an expression of ``longspan.patterns``, intersected with ``causal`` where the attention is causal.
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
-    ``rotary``: base of rotary positions (0: none), ``rotary_layout``: halves or interleaved.
+    ``rotary``: base of rotary positions (0: none). ``rotary_layout``: halves or interleaved.
 
     Its state is a ring of the last keys and values where the pattern has a look-back, else all of them.
 

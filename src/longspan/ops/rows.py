@@ -48,7 +48,8 @@ def ending(tokens: Tensor, mask: Tensor | None, slots: int) -> Tensor:
 
 def pick(x: Tensor, tokens: Tensor, axis: int = 1) -> Tensor:
     """Row by row the tokens of these numbers: x (B,...,N,...) with N at the axis, tokens (B,M) -> (B,...,M,...)."""
-    places = tokens.view(len(tokens), *(1,) * (axis - 1), -1, *(1,) * (x.dim() - axis - 1))
+    rows, count = tokens.shape
+    places = tokens.view(rows, *(1,) * (axis - 1), count, *(1,) * (x.dim() - axis - 1))
     return x.gather(axis, places.expand(*x.shape[:axis], -1, *x.shape[axis + 1 :]))
 
 

@@ -57,7 +57,7 @@ class Settings:
         return Config(**size, depth=1, attention=self.attention, vocab=2, positions="none", stack=stack)
 
 
-QUICK = Settings(penalties=(0.01,), bits=3, cap=3, dim=8, feedforward=8, batch=3, steps=4, free=2, tests=5)
+QUICK = Settings(penalties=(0.01, 0.1), bits=3, cap=3, dim=8, feedforward=8, batch=3, steps=4, free=2, tests=5)
 
 
 def points(settings: Settings) -> list[Row]:

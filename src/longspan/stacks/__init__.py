@@ -107,7 +107,7 @@ class Stack(nn.Module):
         if mask is not None:
             check_mask("mask", mask, tuple(x.shape[:2]))
         if state is not None:
-            self._check_state(state, len(x))
+            self._check_state(state, x.shape[0])
         elif donate:
             raise ValueError("donate=True gives a state away, but no state came")
         if record is not None:
