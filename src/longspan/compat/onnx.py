@@ -177,8 +177,10 @@ def _translation(domain: str) -> Any:
     own = domain == "com.microsoft"
     if own:
         _register(domain)
-    attention = onnxscript.values.Opset("com.microsoft" if own else "", 1 if own else OPSET)
-    op = onnxscript.opset18
+    # Its operators are typed for scripts that are compiled, not for ones that are traced.
+    script: Any = onnxscript
+    attention = script.values.Opset("com.microsoft" if own else "", 1 if own else OPSET)
+    op = script.opset18
 
     def packed(x: Any) -> Any:  # (B,H,N,D) -> (B,N,H*D)
         return op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
