@@ -28,6 +28,7 @@ KINDS = {
     "generate": "decoding",
     "gated": "gated",
     "depth": "depth",
+    "transformers": "hybrids",
     "pattern": "pattern",
 }
 BLOCK = "<!-- {}:begin -->\n{}<!-- {}:end -->"
