@@ -312,7 +312,8 @@ def main(folders: list[str]) -> None:
     for text in folders:
         folder, _, word = text.partition("=")
         place.mkdir(parents=True, exist_ok=True)
-        for ending in (".json", ".csv", ".png"):
+        # A run at one length is a table here and no picture.
+        for ending in (".json", ".csv") if word else (".json", ".csv", ".png"):
             kept = f"{NAME}_{word}" if word else NAME
             shutil.copyfile(Path(folder) / f"members{ending}", place / f"{kept}{ending}")
     result = json.loads((place / f"{NAME}.json").read_text(encoding="utf-8"))

@@ -140,7 +140,8 @@ def test_a_run_is_copied_and_the_page_written(script, result, tmp_path, monkeypa
     ]  # fmt: skip
     assert "* `sac`: forward from N 32768 on: long" in script.PAGE.read_text()
     script.main([f"{folder}=budget"])
-    assert (tmp_path / "results" / script.MACHINE / "every_budget.json").exists()
+    place = tmp_path / "results" / script.MACHINE
+    assert {path.name for path in place.glob("every_budget*")} == {"every_budget.csv", "every_budget.json"}
     assert re.findall(r"`(\w+)`", script.budget(None)) == ["softmax", "star", "linear", "sac"]
     assert script.link("local(window=8)") == "[`local(window=8)`](mechanisms/sparse.md#local)"
     script.PAGE.write_text("<!-- lift:begin -->\n<!-- lift:end -->\n")
