@@ -178,8 +178,13 @@ def _pattern(plt: Any, result: dict[str, Any]) -> Any:
 
 
 def _members(plt: Any, result: dict[str, Any]) -> Any:
-    """A row for each family, time on the left and memory on the right; softmax is in every one of them, in black."""
+    """A row for each family, time on the left and memory on the right; softmax is in every one of them, in black.
+
+    Where all were measured at one length, there are no lines to draw: a bar for each then, slowest on top.
+    """
     mode = MODES[int(result["options"]["backward"])]
+    if len({row["length"] for row in result["rows"]}) == 1:
+        return _bars(plt, [row for row in result["rows"] if row["mode"] == mode], mode)
     families = list(dict.fromkeys(one["family"] for one in result["growth"]))
     figure, axes = plt.subplots(
         len(families), 2, figsize=(11.0, 4.8 * len(families)), layout="constrained", squeeze=False
@@ -194,6 +199,22 @@ def _members(plt: Any, result: dict[str, Any]) -> Any:
         ]
         _lines(left, rows, "length", "ms", f"{family}: {mode}", "tokens", "ms")
         _lines(right, rows, "length", "mb", f"{family}: peak memory, {mode}", "tokens", "MB beyond the inputs")
+    return figure
+
+
+def _bars(plt: Any, rows: list[dict[str, Any]], mode: str) -> Any:
+    """Time and peak memory of each candidate at one length, side by side."""
+    rows = sorted(rows, key=lambda row: row["seconds"])
+    size = {"figsize": (11.0, 1.5 + 0.3 * len(rows)), "layout": "constrained", "sharey": True}
+    figure, (left, right) = plt.subplots(1, 2, **size)
+    places, names = range(len(rows)), [row["candidate"] for row in rows]
+    left.barh(places, [1e3 * row["seconds"] for row in rows], color="C0")
+    right.barh(places, [row.get("mb", 0.0) for row in rows], color="C1")
+    left.set_yticks(places, names, fontsize=8)
+    left.set(title=f"{mode}, {rows[0]['length']} tokens", xlabel="ms")
+    right.set(title=f"peak memory, {mode}", xlabel="MB beyond the inputs")
+    for axis in (left, right):
+        axis.grid(alpha=0.3, axis="x")
     return figure
 
 
