@@ -183,8 +183,9 @@ def _members(plt: Any, result: dict[str, Any]) -> Any:
     Where all were measured at one length, there are no lines to draw: a bar for each then, slowest on top.
     """
     mode = MODES[int(result["options"]["backward"])]
-    if len({row["length"] for row in result["rows"]}) == 1:
-        return _bars(plt, [row for row in result["rows"] if row["mode"] == mode], mode)
+    measured = [row for row in result["rows"] if row["mode"] == mode]
+    if len({row["length"] for row in measured}) == 1:
+        return _bars(plt, measured, mode)
     families = list(dict.fromkeys(one["family"] for one in result["growth"]))
     figure, axes = plt.subplots(
         len(families), 2, figsize=(11.0, 4.8 * len(families)), layout="constrained", squeeze=False
@@ -194,8 +195,8 @@ def _members(plt: Any, result: dict[str, Any]) -> Any:
         figure.__dict__["looks"] = {"softmax": ("k", ".")}
         rows = [
             {**row, "ms": 1e3 * row["seconds"]} | ({"mb": max(row["mb"], 0.1)} if "mb" in row else {})
-            for row in result["rows"]
-            if row["mode"] == mode and (row["family"] == family or row["candidate"] == "softmax")
+            for row in measured
+            if row["family"] == family or row["candidate"] == "softmax"
         ]
         _lines(left, rows, "length", "ms", f"{family}: {mode}", "tokens", "ms")
         _lines(right, rows, "length", "mb", f"{family}: peak memory, {mode}", "tokens", "MB beyond the inputs")
@@ -205,7 +206,7 @@ def _members(plt: Any, result: dict[str, Any]) -> Any:
 def _bars(plt: Any, rows: list[dict[str, Any]], mode: str) -> Any:
     """Time and peak memory of each candidate at one length, side by side."""
     rows = sorted(rows, key=lambda row: row["seconds"])
-    size = {"figsize": (11.0, 1.5 + 0.3 * len(rows)), "layout": "constrained", "sharey": True}
+    size = {"figsize": (11.0, max(3.0, 1.5 + 0.3 * len(rows))), "layout": "constrained", "sharey": True}
     figure, (left, right) = plt.subplots(1, 2, **size)
     places, names = range(len(rows)), [row["candidate"] for row in rows]
     left.barh(places, [1e3 * row["seconds"] for row in rows], color="C0")
