@@ -21,6 +21,7 @@ from .ops.sparse import blockwise
 from .patterns import Pattern
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
+STEPWISE = 16  # operations a token from which on a mechanism goes from token to token
 LOOKED_AT = 4096  # tokens up to which all pairs are written out
 
 
@@ -142,10 +143,10 @@ def counts(attention: Attention, *, inner: int = 0, tokens: Sequence[int] = TOKE
     """Count the FLOPs of an attention's parallel form, and of a feed-forward network with ``inner`` units (0: 4 dim).
 
     PyTorch's own counter watches a call on tensors without contents, at each length up to 4096; beyond, the quadratic
-    through the three longest counts is continued, which is exact wherever time is a polynomial up to N^2. A mechanism
-    whose course depends on its input is run for real, up to 1024 tokens. The fused softmax kernels count as the
-    products that they stand for, without the half that a causal mask spares some of them; attention under a pattern as
-    the products of the blocks that it works off.
+    through the three longest counts is continued, which is exact wherever time is a polynomial up to N^2. What goes
+    from token to token is watched up to 1024; so is what depends on its input, which is run for real. The fused softmax
+    kernels count as the products that they stand for, without the half that a causal mask spares some of them;
+    attention under a pattern as the products of the blocks that it works off.
     """
     network = _feedforward(attention.dim, inner or 4 * attention.dim)
     # The most tokens of a sequence, where that is a size of the weights.
@@ -172,9 +173,12 @@ def _feedforward(dim: int, inner: int) -> FeedForward:
 def _measure(attention: Attention, few: int) -> tuple[Callable[[int], tuple[int, int]], int]:
     """-> a function that counts (projections, mixing) for a number of tokens, and the largest number that it is for."""
     found: dict[int, tuple[int, int]] = {}
+    calls = _calls()
     try:
-        found[few] = _flops(attention, few)
-        fake, longest = True, 4096
+        with calls:
+            found[few] = _flops(attention, few)
+        # Whoever goes from token to token would be watched for minutes.
+        fake, longest = True, 4096 if calls.made < STEPWISE * few else 1024
     except RuntimeError:
         fake, longest = False, 1024
 
@@ -184,6 +188,20 @@ def _measure(attention: Attention, few: int) -> tuple[Callable[[int], tuple[int,
         return found[n]
 
     return measure, longest
+
+
+def _calls() -> Any:
+    """A context that counts PyTorch's operations in ``made``."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Calls(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.made += 1
+            return func(*args, **(kwargs or {}))
+
+    return Calls()
 
 
 def _flops(module: nn.Module, n: int, *, fake: bool = True) -> tuple[int, int]:

@@ -113,6 +113,20 @@ def test_continued_counts_equal_measured_ones(spec):
     assert (count.projections, count.mixing) == describe._flops(attention, 16384)
 
 
+def test_what_goes_from_token_to_token_is_watched_up_to_1024(monkeypatch):
+    attention = longspan.build("softmax", 8, 2)
+    watched = describe.counts(attention, tokens=(256, 4096))
+    monkeypatch.setattr(describe, "STEPWISE", 0)
+    continued = describe.counts(attention, tokens=(256, 4096))
+    assert [count.measured for count in continued] == [True, False]
+    assert [count.mixing for count in continued] == [count.mixing for count in watched]
+    monkeypatch.undo()
+    calls = describe._calls()
+    with calls:
+        longspan.build("sac", 8, 2)(torch.randn(1, 64, 8))
+    assert calls.made >= describe.STEPWISE * 64
+
+
 def test_a_pattern_counts_the_products_of_its_blocks():
     # Blocks of 32: each of 16 rows meets its own block and, but for the first, the one before.
     (count,) = describe.counts(longspan.build("local(window=20)", 24, 3), tokens=(512,))
