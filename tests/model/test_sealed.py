@@ -254,7 +254,6 @@ class TestWhatIsLeft:
         self.aside(folder, 1, 2)
         assert same(checkpoint.load(folder), decoder(2))
 
-
     def test_one_that_has_stepped_aside_may_be_half_removed(self, folder):
         self.aside(folder, 1, 1)
         files.remove(self.aside(folder, 2, 2) / "model.safetensors")
