@@ -77,6 +77,14 @@ def test_a_nul_in_an_argument_and_a_full_output_are_one_line(capsys):
         assert (done.returncode, done.stderr) == (2, "longspan: error: standard output: No space left on device\n")
 
 
+def test_what_python_thinks_of_a_spec_is_not_said():
+    words = [sys.executable, "-W", "default", "-m", "longspan", "show", "linear(eps=1or 2)"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == cli.WRONG
+    assert done.stderr.splitlines()[-1].startswith("longspan: error: cannot read '1 or 2' in spec")
+    assert "SyntaxWarning" not in done.stderr
+
+
 class TestTraining:
     @pytest.fixture(autouse=True)
     def one_thread(self):
