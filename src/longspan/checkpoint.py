@@ -106,8 +106,7 @@ def load(folder: str | Path) -> Any:
     Raises ValueError for a folder that is missing or no checkpoint, another format or kind, a file that was changed or
     damaged or is another checkpoint's, and weights that do not fit the config, have other kinds of numbers or are NaN.
     """
-    with _opened(resolve(folder), WEIGHTS) as (folder, header, content):
-        weights = _tensors(folder, content(WEIGHTS))
+    folder, header, weights = _read(folder)
     config_class, model_class = KINDS[header["kind"]]
     try:
         config = config_class.from_dict(header["config"])
@@ -153,27 +152,23 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def resolve(folder: str | Path, prefer: str = "best") -> Path:
     """The checkpoint that ``folder`` means: itself, or of a training run the ``best`` or the ``last`` one.
 
-    A run that has no pointer of the preferred name answers with the other one.
+    A run that has no pointer of the preferred name answers with the other one. It is a name: where a kill has left the
+    files under another one, which only this module knows, :func:`load` and the others find them.
 
     Raises ValueError for a missing folder, one that is neither, and a pointer that is damaged or whose checkpoint is
     gone.
     """
     place = _place(folder)
     with files.reading(place):
-        folder = sealed.settled(place)
-        if (folder / CONFIG).exists():
-            return folder
-        if not folder.is_dir():
-            raise ValueError(f"no checkpoint at {folder}: there is no such folder")
-        checkpoints = folder / "checkpoints"
+        if sealed.there(place):
+            return place
+        if not place.is_dir():
+            raise ValueError(f"no checkpoint at {place}: there is no such folder")
         for name in dict.fromkeys((prefer, "best", "last")):
-            pointer = checkpoints / name
+            pointer = place / "checkpoints" / name
             if pointer.is_file():
-                target = sealed.settled(checkpoints / _pointed(pointer))
-                if not (target / CONFIG).exists():
-                    raise ValueError(f"{pointer} points to {target.name!r}, and there is no such checkpoint beside it")
-                return target
-    raise ValueError(f"{folder} is no checkpoint (no {CONFIG}) and no training run (no checkpoints/last)")
+                return _target(pointer)
+    raise ValueError(f"{place} is no checkpoint (no {CONFIG}) and no training run (no checkpoints/last)")
 
 
 def tidy(folder: str | Path) -> None:
@@ -328,6 +323,30 @@ def _compare(path: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) ->
     said = [f"{len(p)} {what}: {', '.join(p[:3])}{', ...' if len(p) > 3 else ''}" for what, p in parts.items() if p]
     if said:
         raise ValueError(f"{path} does not fit the model; weights {'; '.join(said)}")
+
+
+def _read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """Where what ``folder`` means is, its config.json and its weights, of one moment. Raises ValueError."""
+    name = resolve(folder)
+    while True:
+        try:
+            with _opened(name, WEIGHTS) as (at, header, content):
+                return at, header, _tensors(at, content(WEIGHTS))
+        except ValueError:
+            # A training that goes on removes the checkpoint that its pointer has left.
+            before, name = name, resolve(folder)
+            if name == before:
+                raise
+
+
+def _target(pointer: Path) -> Path:
+    """The checkpoint beside it that a pointer names. Raises ValueError for a pointer that is damaged or to nothing."""
+    name = _pointed(pointer)
+    while not sealed.there(target := pointer.with_name(name)):
+        before, name = name, _pointed(pointer)
+        if name == before:
+            raise ValueError(f"{pointer} points to {name!r}, and there is no such checkpoint beside it")
+    return target
 
 
 def _pointed(pointer: Path) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 from . import signals
@@ -49,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words, modules = _imports([word for word in words if word != "--debug"])
     try:
-        with signals.raised():
+        with signals.raised(), warnings.catch_warnings():
+            # Python's parser has its own opinion of a spec, beside the line that refuses it.
+            warnings.simplefilter("ignore", SyntaxWarning)
             code = _run(words, modules)
             sys.stdout.flush()
         return code

@@ -35,6 +35,16 @@ def reading(path: Path) -> Iterator[None]:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
 
 
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of the system know the file that they are about, also where it was open already."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write(path: Path, content: bytes) -> None:
     """Write a file so that it has its old content or the new one, never a part of it; no link is followed.
 

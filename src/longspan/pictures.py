@@ -1,11 +1,13 @@
 """Pictures: many small images in one PNG."""
 
-import os
+import io
 import tempfile
 from pathlib import Path
 
 import numpy as np
 from torch import Tensor
+
+from . import files
 
 
 def save(path: str | Path, images: Tensor, *, columns: int = 0, size: int = 64) -> None:
@@ -21,14 +23,12 @@ def save(path: str | Path, images: Tensor, *, columns: int = 0, size: int = 64) 
     canvas = _grid(images, columns, size)
     from PIL import Image
 
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    content = io.BytesIO()
+    Image.fromarray(canvas).save(content, format="PNG")
     try:
-        Image.fromarray(canvas).save(temporary, format="PNG")
-        os.replace(temporary, path)
+        files.write(path, content.getvalue())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check(path: str | Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from . import checkpoint, data
+from . import checkpoint, data, sealed
 from .spec import known
 
 CONFIG, METRICS = "config.yaml", "metrics.csv"
@@ -84,5 +84,5 @@ def _recipe(folder: Path) -> dict[str, Any]:
 def _parameters(folder: Path) -> int:
     from safetensors import safe_open
 
-    with safe_open(folder / checkpoint.WEIGHTS, "pt") as file:
+    with safe_open(sealed.settled(folder) / checkpoint.WEIGHTS, "pt") as file:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())

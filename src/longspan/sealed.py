@@ -80,13 +80,28 @@ def tidy(folder: Path) -> None:
 
 def settled(folder: Path) -> Path:
     """``folder``, or the newest that has stepped aside from there, if a kill has left nothing but that."""
-    if folder.exists():
-        return folder
+    return folder if folder.exists() else next(iter(_aside(folder)), folder)
+
+
+def _aside(folder: Path) -> list[Path]:
+    """Those that have stepped aside from there, the newest first; some may be half removed."""
     written = {}
     for path in files.all_beside(folder, "old"):
         with contextlib.suppress(OSError):
             written[path] = (path / CONFIG).stat().st_mtime_ns
-    return max(written, key=lambda path: written[path], default=folder)
+    return sorted(written, key=lambda path: written[path], reverse=True)
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    yield folder
+    # Looked for only where there is none of the name.
+    yield from _aside(folder)
+
+
+def there(folder: Path) -> bool:
+    """Whether there is a sealed folder of this name, which may have stepped aside."""
+    # At any moment a writer may exchange what has just been found, so that only a row of failures is an answer.
+    return any((settled(folder) / CONFIG).exists() for _ in range(TRIES))
 
 
 @contextlib.contextmanager
@@ -127,10 +142,8 @@ def digest(header: dict[str, Any]) -> str:
 
 
 def _open(folder: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, BinaryIO]]:
-    at = folder
     with files.reading(folder):
-        for _ in range(TRIES):
-            at = settled(folder)
+        for at in (place for _ in range(TRIES) for place in _places(folder)):
             with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
                 found: dict[str, BinaryIO] = {CONFIG: stack.enter_context(open(at / CONFIG, "rb"))}
                 for name in names:
@@ -142,7 +155,7 @@ def _open(folder: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, BinaryI
                 if same and (at == folder or len(found) > len(names)):
                     stack.pop_all()
                     return at, found
-        if not at.is_dir():
+        if not folder.is_dir():
             raise ValueError(f"no checkpoint at {folder}: there is no such folder")
     raise ValueError(f"{folder} is no checkpoint: it has no {CONFIG}")
 

@@ -10,10 +10,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 
 import longspan
-from longspan import checkpoint
+from longspan import checkpoint, pictures
+from longspan.bench import plots
 from longspan.config import Config
 from longspan.model import Decoder
 
@@ -23,10 +26,10 @@ SHORT, LONG = 25, 3000
 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
-    checkpoint.save(folder / "c", _model(1), training=_training(1))
-    longspan.save_state(folder / "state", _state(1))
-    checkpoint.write_text(folder / "text", "1" * 9000)
-    largest = {"c": 60_000, "state": 4000, "text": 9000}
+    # As large as the largest file of each.
+    largest = {"c": 60_000, "state": 4000, "text": 9000, "picture.png": 700, "figure.png": 1400}
+    for name in largest:
+        _write(folder, name, 1)
     for number in range(count):
         choice = random.Random(f"{seed}/{number}")
         name = choice.choice(sorted(largest))
@@ -46,7 +49,7 @@ def _attack(folder: Path, name: str, limit: int) -> str | None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-    if sorted(os.listdir(folder)) != ["c", "state", "text"]:
+    if sorted(os.listdir(folder)) != ["c", "figure.png", "picture.png", "state", "text"]:
         return f"it left {sorted(os.listdir(folder))}"
     if said and (str(folder / name) not in said or "\n" in said or "File too large" not in said):
         return f"it said {said!r}"
@@ -63,6 +66,13 @@ def _write(folder: Path, name: str, number: int) -> None:
             checkpoint.save(folder / name, _model(number), training=_training(number))
         case "state":
             longspan.save_state(folder / name, _state(number))
+        case "picture.png":
+            pictures.save(folder / name, _images(number), size=1)
+        case "figure.png":
+            plt = plots.pyplot()
+            figure = plt.figure(figsize=(1, 1), facecolor=(number / 2, 0.0, 0.0))
+            figure.text(0, 0, "longspan")
+            plots.save(plt, figure, folder / name)
         case _:
             checkpoint.write_text(folder / name, str(number) * 9000)
 
@@ -75,9 +85,24 @@ def _number(folder: Path, name: str) -> int:
             values |= set(checkpoint.load_training(folder / name)["moments"].unique().tolist())
         case "state":
             values = set(longspan.load_state(folder / name, _state(0)).sums.unique().tolist())
+        case "picture.png":
+            values = {_pixels(folder / name)[4:28, 4:28].mean() / 100}
+        case "figure.png":
+            values = {round(_pixels(folder / name)[0, 0, 0] / 127.5)}
         case _:
             values = set(map(int, (folder / name).read_text()))
     return int(values.pop()) if len(values) == 1 else -1
+
+
+def _images(number: int) -> torch.Tensor:
+    """One whose mean is 100 times the number, in so many levels that it does not become a small file."""
+    noise = torch.randint(50, (1, 24, 12), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+    return (100 * number + torch.cat([noise, -noise], 2)).to(torch.uint8)
+
+
+def _pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as image:
+        return np.asarray(image)
 
 
 def _model(number: int) -> Decoder:

@@ -241,12 +241,23 @@ class TestWhatIsLeft:
         checkpoint.save(folder, decoder(1))
         assert not aside.exists()
 
+    def aside(self, folder, token, number):
+        """A checkpoint that was written at that time and has stepped aside."""
+        files.remove(folder)
+        path = folder.with_name(f".a.{token:016x}.old")
+        checkpoint.save(path, decoder(number))
+        os.utime(path / "config.json", (number, number))
+        return path
+
     def test_of_several_that_have_stepped_aside_the_newest_counts(self, folder):
-        for number in (1, 2):
-            checkpoint.save(folder, decoder(number))
-            os.utime(folder / "config.json", (number, number))
-            os.rename(folder, folder.with_name(f".a.{3 - number:016x}.old"))
+        self.aside(folder, 2, 1)
+        self.aside(folder, 1, 2)
         assert same(checkpoint.load(folder), decoder(2))
+
+    def test_one_that_has_stepped_aside_may_be_half_removed(self, folder):
+        self.aside(folder, 1, 1)
+        files.remove(self.aside(folder, 2, 2) / "model.safetensors")
+        assert same(checkpoint.load(folder), decoder(1))
 
 
 class TestAtOnce:
@@ -265,6 +276,51 @@ class TestAtOnce:
         model = decoder()
         assert checkpoint.restore(folder, model)["of"] == 3
         assert same(model, decoder(3))
+
+    def test_a_reader_that_found_it_aside_gets_what_has_come_in_its_place(self, folder, monkeypatch):
+        os.rename(folder, folder.with_name(f".a.{1:016x}.old"))
+        opened = sealed.opened
+
+        def late(path, *names):
+            checkpoint.save(folder, decoder(1))
+            return opened(path, *names)
+
+        monkeypatch.setattr(sealed, "opened", late)
+        assert checkpoint.read_config(checkpoint.resolve(folder))["kind"] == "decoder"
+        assert same(checkpoint.load(folder), decoder(1))
+
+    def test_a_checkpoint_is_there_while_it_steps_aside_and_another_comes(self, folder, monkeypatch):
+        settled, times = sealed.settled, [0]
+
+        def late(path):
+            os.rename(folder, aside := folder.with_name(f".a.{times[0]:016x}.old"))
+            found, times[0] = settled(path), times[0] + 1
+            os.rename(aside, folder)
+            if times[0] > 3:
+                monkeypatch.setattr(sealed, "settled", settled)
+            return found
+
+        monkeypatch.setattr(sealed, "settled", late)
+        assert checkpoint.resolve(folder) == folder
+        assert times == [4]
+
+    @pytest.mark.parametrize("when", ["found", "opened"])
+    def test_a_reader_of_a_run_whose_pointer_moves(self, when, tmp_path, monkeypatch):
+        at = tmp_path / "run" / "checkpoints"
+        for number in (1, 2):
+            checkpoint.save(at / f"step-{number}", decoder(number))
+        (at / "best").write_text("step-1\n")
+        name = {"found": "there", "opened": "opened"}[when]
+        before = getattr(sealed, name)
+
+        def late(path, *names):
+            if path.name == "step-1":
+                (at / "best").write_text("step-2\n")
+                files.remove(at / "step-1")
+            return before(path, *names)
+
+        monkeypatch.setattr(sealed, name, late)
+        assert same(checkpoint.load(tmp_path / "run"), decoder(2))
 
     def test_threads_write_one_file(self, tmp_path):
         failed = []

@@ -56,6 +56,21 @@ def ran(*words: str, code: int = OK) -> dict:
     return json.loads(Path(folder, f"{words[0]}.json").read_text(encoding="utf-8"))
 
 
+def test_a_disk_that_is_full_when_all_is_measured(monkeypatch, capsys):
+    def full(path, *_):
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(experiment, "picture", full)
+        ran("approximation", code=WRONG)
+    kept = f"{Path('reproduce', 'approximation')}.json; the same command goes on from there"
+    first, last = capsys.readouterr().err.splitlines()[-1].split("; ", 1)
+    assert first == f"longspan: error: {Path('reproduce', 'approximation')}.png: No space left on device"
+    assert last.endswith(f" points are in {kept}")
+    ran("approximation")
+    assert {path.suffix for path in Path("reproduce").iterdir()} == {".json", ".md", ".png"}
+
+
 @pytest.mark.parametrize("name", WHOLE)
 def test_an_experiment_in_whole(name, capsys):
     result = ran(name)

@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,6 +108,13 @@ class TestDiary:
             file.write('{"step": 8, "pon')
         Diary(tmp_path, 8).write(12, {"ponder": [2.0]})
         assert [one["step"] for one in history(tmp_path)] == [4, 12]
+
+    @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+    def test_a_full_disk_is_named(self, tmp_path):
+        diary = Diary(tmp_path, 0)
+        (tmp_path / FILE).symlink_to("/dev/full")
+        with pytest.raises(OSError, match=r"No space left on device: .*learned\.jsonl"):
+            diary.write(4, {"ponder": [1.0]})
 
     def test_nothing_is_no_file(self, tmp_path):
         Diary(tmp_path, 0).write(4, {})

@@ -5,6 +5,7 @@ import io
 import json
 import lzma
 import math
+import os
 import tarfile
 import zipfile
 from pathlib import Path
@@ -179,6 +180,21 @@ def test_compare_has_a_table_and_a_picture(home, tmp_path, capsys):
     assert last == f"curves: {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [each["folder"] for each in json.loads(said(capsys, "compare", one, two, "--json"))] == [one, two]
+
+
+def test_a_full_disk_leaves_the_older_curves(home, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib", reason="the curves are drawn: pip install longspan[plot]")
+    picture = tmp_path / "curves.png"
+    picture.write_bytes(b"older")
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    said = refused(capsys, "compare", str(home / "one"), "--out", str(picture))
+    assert said == f"longspan: error: {picture}: No space left on device\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+    assert picture.read_bytes() == b"older"
 
 
 def test_what_is_no_run_is_refused(home, tmp_path, capsys):

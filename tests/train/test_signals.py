@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan import checkpoint, cli, lock, progress, signals
+from longspan import checkpoint, cli, files, lock, progress, signals
 from longspan.bench import candidates, report
 from longspan.cli import main
 from longspan.train import begun, engine, fit, folder
@@ -75,6 +75,14 @@ def test_a_nul_in_an_argument_and_a_full_output_are_one_line(capsys):
         with open("/dev/full", "w") as full:
             done = subprocess.run([sys.executable, "-m", "longspan", "list"], stdout=full, stderr=-1, text=True)
         assert (done.returncode, done.stderr) == (2, "longspan: error: standard output: No space left on device\n")
+
+
+def test_what_python_thinks_of_a_spec_is_not_said():
+    words = [sys.executable, "-W", "default", "-m", "longspan", "show", "linear(eps=1or 2)"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == cli.WRONG
+    assert done.stderr.splitlines()[-1].startswith("longspan: error: cannot read '1 or 2' in spec")
+    assert "SyntaxWarning" not in done.stderr
 
 
 class TestTraining:
@@ -226,6 +234,31 @@ def test_a_benchmark_keeps_what_it_has(tmp_path, monkeypatch):
     assert "partial" not in json.loads((tmp_path / "limits.json").read_text())
     with pytest.raises(signals.Interrupted, match="before the first figure"):
         report.collect(tmp_path, "limits", growing(0, KeyboardInterrupt()))
+
+
+@pytest.mark.parametrize(("writes", "kept"), [
+    (0, "before the first figure; nothing was written"),
+    (2, "2 figures so far are in .*limits.partial.json"),
+    (3, "3 figures so far are in .*limits.partial.json"),  # the one that is full is limits.json
+    (5, "3 figures so far are in .*limits.partial.json"),  # and here the picture
+])  # fmt: skip
+def test_a_full_disk_leaves_a_benchmark_what_it_has(writes, kept, tmp_path, monkeypatch):
+    write, done = files.write, []
+
+    def fills(path, content):
+        done.append(path)
+        if len(done) > writes:
+            raise OSError(28, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(files, "write", fills)
+    monkeypatch.setattr("longspan.bench.plots.draw", lambda path, result: files.write(path, b""))
+    with pytest.raises(ValueError, match=f"limits[.a-z]+: No space left on device; {kept}$"):
+        report.collect(tmp_path, "limits", growing(3, None))
+    names = {0: [], 2: ["limits.partial.json"], 3: ["limits.partial.json"]}
+    assert sorted(path.name for path in tmp_path.iterdir()) == names.get(
+        writes, ["limits.csv", "limits.json", "limits.partial.json"]
+    )
 
 
 def test_one_writer_at_a_time(tmp_path, capsys):

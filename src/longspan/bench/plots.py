@@ -1,9 +1,11 @@
 """Pictures of measurements, on double logarithmic axes."""
 
-import os
+import io
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from .. import files
 
 MODES = ("forward", "forward+backward")
 MARKS = "osD^vP*X<>"
@@ -33,16 +35,12 @@ def draw(path: Path, result: dict[str, Any]) -> None:
 
 def save(plt: Any, figure: Any, path: Path) -> None:
     """Write a figure as one PNG, whole or not at all. Raises OSError, with the file's name."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    content = io.BytesIO()
     try:
-        figure.savefig(temporary, dpi=120, format="png")
-        os.replace(temporary, path)
-    except OSError as error:
-        error.filename = str(path)
-        raise
+        figure.savefig(content, dpi=120, format="png")
     finally:
         plt.close(figure)
-        temporary.unlink(missing_ok=True)
+    files.write(path, content.getvalue())
 
 
 def _panels(plt: Any, count: int) -> tuple[Any, list[Any]]:

@@ -34,23 +34,30 @@ def collect(out: Path, benchmark: str, results: Generator[Result, None, None]) -
     """The last of ``results``, which grow, written as ``BENCHMARK.json``, ``.csv`` and ``.png``, each whole or not at
     all; until then what there is of it is in ``BENCHMARK.partial.json``, which has the entry ``"partial": true``.
 
-    Raises ``signals.Interrupted``, which says what is there, ValueError where a file cannot be written.
+    Raises ``signals.Interrupted``, and ValueError where the disk is full; both say what is there.
     """
     path = out / f"{benchmark}.partial.json"
     result: Result = {"rows": []}
+    count = 0  # of the figures that are in that file
     try:
         with contextlib.closing(results):
             for result in results:
                 _write(path, {"partial": True, **result})
+                count = len(result["rows"])
+        _write(out / f"{benchmark}.json", result)
+        checkpoint.write_text(out / f"{benchmark}.csv", rows_csv(result["rows"]))
+        plots.draw(out / f"{benchmark}.png", result)
     except KeyboardInterrupt as error:
-        count = len(result["rows"])
-        kept = f"{count} figures so far are in {path}" if count else "before the first figure; nothing was written"
-        raise signals.told(error, f"interrupted: {kept}") from error
-    _write(out / f"{benchmark}.json", result)
-    checkpoint.write_text(out / f"{benchmark}.csv", rows_csv(result["rows"]))
-    plots.draw(out / f"{benchmark}.png", result)
+        raise signals.told(error, f"interrupted: {_kept(path, count)}") from error
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ValueError(f"{where}{error.strerror or error}; {_kept(path, count)}") from error
     path.unlink(missing_ok=True)
     return result
+
+
+def _kept(path: Path, count: int) -> str:
+    return f"{count} figures so far are in {path}" if count else "before the first figure; nothing was written"
 
 
 def _write(path: Path, result: Result) -> None:

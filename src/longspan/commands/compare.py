@@ -79,9 +79,9 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def draw(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
     """Validation bits and exact targets of each run by step and by time, as one PNG, whole or not at all."""
-    from ..bench.plots import pyplot
+    from ..bench import plots
 
-    plt = pyplot()
+    plt = plots.pyplot()
     labels = {"validation_bits": "validation bits", "validation_exact": "targets written exactly"}
     labels = {name: label for name, label in labels.items() if any(_scored(rows, name) for rows in curves.values())}
     count = max(1, len(labels))
@@ -98,10 +98,7 @@ def draw(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
     for panel, label in zip(panels[-1], ("step", "seconds"), strict=True):
         panel.set(xlabel=label)
     panels[0, 0].legend(fontsize=8)
-    temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, dpi=120, format="png")
-    plt.close(figure)
-    temporary.replace(path)
+    plots.save(plt, figure, path)
 
 
 def _scored(rows: list[dict[str, float]], name: str) -> list[dict[str, float]]:

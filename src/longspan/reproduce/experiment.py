@@ -4,7 +4,6 @@ import hashlib
 import importlib.metadata
 import io
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import checkpoint, extras, pictures, signals
+from .. import checkpoint, extras, files, pictures, signals
 from ..bench import plots
 from ..bench.report import Table
 from ..lock import alone
@@ -54,15 +53,9 @@ class Place(NamedTuple):
     def save(self, name: str, values: Mapping[str, Any]) -> None:
         """Keep plain values and tensors, whole or not at all. Raises OSError, with the file's name."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, temporary = self.folder / f"{name}.pt", self.folder / f".{name}.pt.part"
         content = io.BytesIO()
         torch.save(dict(values), content)
-        try:
-            temporary.write_bytes(content.getbuffer())
-            os.replace(temporary, path)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise OSError(error.errno, error.strerror, str(path)) from error
+        files.write(self.folder / f"{name}.pt", content.getvalue())
 
 
 def synthetic(settings: Any) -> dict[str, str]:
@@ -136,13 +129,13 @@ def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path
             rows.append({**point, **experiment.measure(settings, point, place)})
             result["cpu_seconds"] = round(result["cpu_seconds"] + time.process_time() - begin, 2)
             _write(path, result)
+        picture(path.with_suffix(".png"), experiment, result)
+        checkpoint.write_text(path.with_suffix(".md"), page.fragment(experiment, result, page.pictures(out, name)))
     except KeyboardInterrupt as error:
         raise signals.told(error, f"interrupted: {_kept(path, points)}") from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ValueError(f"{where}{error.strerror or error}; {_kept(path, points)}") from error
-    picture(path.with_suffix(".png"), experiment, result)
-    checkpoint.write_text(path.with_suffix(".md"), page.fragment(experiment, result, page.pictures(out, name)))
     return result
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..attention.adaptive_span import AdaptiveSpan
 from ..checkpoint import write_text
 from ..data import Dataset
+from ..files import named
 from ..model import Decoder
 from ..stacks import Act
 
@@ -89,7 +90,7 @@ class Diary:
     def write(self, step: int, found: dict[str, Any]) -> None:
         """Add a line. Raises OSError, with the file's name."""
         if found:
-            with self.path.open("a", encoding="utf-8") as file:
+            with named(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps({'step': step} | found)}\n")
 
 

@@ -1,12 +1,10 @@
 """Reports of a run: the bar and the lines that people read, the CSV and TensorBoard files that programs read."""
 
-import contextlib
 import csv
 import io
 import os
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from .. import progress
 from ..checkpoint import write_text
+from ..files import named
 
 COLUMNS: tuple[str, ...] = (
     "step", "loss", "bits", "validation_bits", "validation_exact", "penalty", "auxiliary", "span", "ponder",
@@ -50,7 +49,7 @@ class Table:
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a row. Raises OSError, with the file's name."""
-        with _named(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
+        with named(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n").writerow(row)
 
 
@@ -61,7 +60,7 @@ class Events:
         """``start``: the step where the run goes on; TensorBoard drops what an earlier file has of later ones."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        with _named(self.path):
+        with named(self.path):
             # Without a buffer, which a full disk would keep from being closed.
             self.file = self.path.open("wb", buffering=0)
             self.records = RecordWriter(self.file)
@@ -73,7 +72,7 @@ class Events:
     def write(self, row: dict[str, Any], step: int) -> None:
         """Add scalars. Raises OSError, with the file's name."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
-        with _named(self.path):
+        with named(self.path):
             self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
@@ -137,16 +136,6 @@ class Clock:
     def seconds(self) -> float:
         """Since the clock was made."""
         return time.monotonic() - self.begin
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Errors of the system know the file that they are about, also where it was open already."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 def _complete(row: dict) -> bool:
