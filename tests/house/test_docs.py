@@ -65,6 +65,18 @@ def test_no_formula_of_the_pages_is_left_as_it_is_typed(site):
         assert "$" not in re.sub(r"<[^>]*>", "", text), page.name
 
 
+def test_formulas_are_set_by_the_browser_alone(site):
+    """As MathML, so that a page without a network has its formulas too: nothing is fetched from anywhere else."""
+    elsewhere = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]*')
+    for page in site.rglob("*.html"):
+        html = page.read_text(encoding="utf-8")
+        assert elsewhere.findall(html) == [], page.name
+        assert html.count('class="math notranslate') == html.count("<math "), page.name
+    # TeX has a space between a function and what it is of.
+    html = (site / "mechanisms" / "linear.html").read_text(encoding="utf-8")
+    assert re.search(r'<mi>cos</mi>\s*<mo lspace="0" rspace="0.1667em">&ApplyFunction;</mo>\s*<m(i|sub)>', html)
+
+
 def test_every_file_is_on_the_page_of_files(site):
     page = (site / "files.html").read_text(encoding="utf-8")
     source = ROOT / "src" / "longspan"

@@ -265,6 +265,9 @@ def test_the_command_of_a_result_has_its_settings_again():
     # Whatever a later version makes of its defaults, the line names what differs from them.
     older = {"experiment": "mqar", "settings": json.loads(json.dumps(asdict(one.scales["laptop"])))}
     assert page.command(one, older) == "longspan reproduce mqar --scale laptop"
+    # Flags are spelt as they are everywhere.
+    copy = {"experiment": "copy", "settings": asdict(EXPERIMENTS["copy"].scales["laptop"]) | {"drop_at": 7}}
+    assert page.command(EXPERIMENTS["copy"], copy) == "longspan reproduce copy --scale laptop --drop-at 7"
 
 
 # Where results come from

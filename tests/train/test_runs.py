@@ -121,6 +121,14 @@ def test_more_specs_than_layers_are_refused(kind):
     assert kind(depth=4, attention="linear; linear; softmax").depth == 4
 
 
+def test_a_mechanism_without_the_positions_is_refused_with_the_flag_that_helps(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", *SMALL, "--model.attention", "kernel", "--run.data", "digits", "--run.steps", "1"]
+    said = refused(capsys, *words, "--model.positions", "rotary", "--run.out", "r")
+    assert "any mechanism goes with none, sinusoidal or learned: positions=, of a training --model.positions" in said
+    assert not list(tmp_path.iterdir())
+
+
 def test_help_says_how_to_train_on_a_text(capsys):
     shown = said(capsys, "train", "--help")
     assert "text:FILE" in shown

@@ -353,7 +353,7 @@ def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) ->
         able = ", ".join(name for name in names() if _able(REGISTRY[name], placed.kind))
         raise ValueError(
             f"{cls.name} has no {placed.kind} positions: {ASKED[placed.kind]}; {able} have them, and any mechanism "
-            f"goes with none, sinusoidal or learned"
+            f"goes with none, sinusoidal or learned: positions=, of a training --model.positions"
         )
     given |= options
     if odd := [name for name in given if name not in (known := own_options(kind))]:

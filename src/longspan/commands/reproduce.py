@@ -8,7 +8,7 @@ from typing import Any
 import jsonargparse
 
 from ..spec import known
-from .parser import Parser, make
+from .parser import Parser, kebab, make
 
 COMMON = (
     "Writes NAME.json after every point that is measured, and at the end NAME.png and NAME.md, all of it as Markdown. "
@@ -116,4 +116,4 @@ def _value(args: Any, name: str, settings: Any) -> Any:
         return tuple(dict.fromkeys(kind(word.strip()) for word in value.split(",")))
     except ValueError as error:
         example = ",".join(map(str, default[:2]))
-        raise ValueError(f"--{name}={value}: expected numbers, separated by commas: {example}") from error
+        raise ValueError(f"--{kebab(name)}={value}: expected numbers, separated by commas: {example}") from error

@@ -54,7 +54,7 @@ def command(experiment: "Experiment", result: "Result") -> str:
     usual = {field.name: words(getattr(usual, field.name)) for field in fields(usual)}
     for name, value in result["settings"].items():
         if words(value) != usual.get(name):
-            parts += [f"--{name}", words(value)]
+            parts += [f"--{name.replace('_', '-')}", words(value)]
     return shlex.join(parts)
 
 
