@@ -20,8 +20,9 @@ class Learning(NamedTuple):
     name: str
     steps: int
     rate: float
-    loss: Callable[[Decoder, int], Tensor]
-    look: Callable[[Decoder], Any]
+    loss: Callable[[Any, int], Tensor]
+    look: Callable[[Any], Any]
+    every: int = KEEP
 
 
 def fresh(config: Config, seed: int) -> Decoder:
@@ -38,7 +39,7 @@ def fresh(config: Config, seed: int) -> Decoder:
     return model
 
 
-def learn(model: Decoder, learning: Learning, place: Place) -> list[Row]:
+def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
     """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
     run = Run(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
@@ -56,7 +57,7 @@ def learn(model: Decoder, learning: Learning, place: Place) -> list[Row]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         done = step + 1
-        if done % KEEP == 0 or done == learning.steps:
+        if done % learning.every == 0 or done == learning.steps:
             with torch.no_grad():
                 curve.append({"step": done, **learning.look(model)})
             now = {"step": done, "curve": curve, "model": model.state_dict(), "optimiser": optimiser.state_dict()}
