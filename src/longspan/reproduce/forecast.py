@@ -50,11 +50,11 @@ class Settings:
     depth: int = _setting(2, "blocks of the encoder; the decoder has one")
     feedforward: int = _setting(128, "inner width of the feed-forward networks")
     steps: int = _setting(150, "training steps")
-    tokens: int = _setting(8000, "hours of a training step: as many windows as that makes, at least 4")
-    rate: float = _setting(1e-3, "the highest learning rate; a cosine down to 0")
+    tokens: int = _setting(4000, "hours of a training step: as many windows as that makes, at least 4")
+    rate: float = _setting(3e-3, "the highest learning rate; a cosine down to 0")
     every: int = _setting(25, "steps between two looks at validation windows, of which the best weights are kept")
-    looked: int = _setting(64, "validation windows of such a look, evenly spaced; 0: all")
-    tests: int = _setting(256, "test windows, evenly spaced; 0: all")
+    looked: int = _setting(32, "validation windows of such a look, evenly spaced; 0: all")
+    tests: int = _setting(128, "test windows, evenly spaced; 0: all")
 
     def __post_init__(self):
         for name in ("horizons", "dim", "heads", "depth", "feedforward", "steps", "tokens", "every"):
