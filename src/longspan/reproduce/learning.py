@@ -1,7 +1,7 @@
 """A training of a small model on what a seed draws, which goes on where it was stopped."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from ..model import Decoder
 from ..train import Run, rate
 from .experiment import Place, Row, generator
 
+M = TypeVar("M", bound=nn.Module)
 KEEP = 100  # updates between two looks at the tests, after each of which what there is is kept
 
 
@@ -26,13 +27,18 @@ class Learning(NamedTuple):
 
 
 def fresh(config: Config, seed: int) -> Decoder:
-    """A decoder as it is born, the same for the same seed, with PyTorch's own first weights.
+    """A decoder as ``born`` makes it."""
+    return born(lambda: Decoder(config), seed)
+
+
+def born(make: Callable[[], M], seed: int) -> M:
+    """A model as it is made, the same for the same seed, with PyTorch's own first weights.
 
     Ours, of deviation 0.02, are made for wider models.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "weights").initial_seed())
-        model = Decoder(config)
+        model = make()
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.reset_parameters()
