@@ -68,21 +68,27 @@ def load(name: str, seed: int = 0) -> Proteins:
 
     Raises ValueError for an unknown name, without a file, for a missing file, and for one that is no FASTA of proteins.
     """
-    kind, colon, source = name.partition(":")
-    known(kind, {"protein": 0, "synthetic": 0}, "protein data")
+    kind, source = parsed(name)
     if kind == "synthetic":
-        if colon:
-            raise ValueError(f"data={name}: synthetic proteins are made from the seed, and come from no file")
         return synthetic(seed)
-    if not source:
-        raise ValueError(
-            "data=protein needs a file, protein:FILE.fasta or .fasta.gz: UniProt's own changes with its releases, so "
-            "none is downloaded. Proteome UP000000625 of uniprot.org is that of E. coli K-12, of 4.4 thousand proteins"
-        )
     path = Path(source).expanduser()
     content = read(path)
     sequences = tuple(fasta(content, str(path)))
     return Proteins(name, sequences, families(sequences), hashlib.sha256(content).hexdigest())
+
+
+def parsed(name: str) -> tuple[str, str]:
+    """Kind and path of a name in the table above. Raises ValueError for another, and without a file."""
+    kind, colon, source = name.partition(":")
+    known(kind, {"protein": 0, "synthetic": 0}, "protein data")
+    if kind == "synthetic" and colon:
+        raise ValueError(f"data={name}: synthetic proteins are made from the seed, and come from no file")
+    if kind == "protein" and not source:
+        raise ValueError(
+            "data=protein needs a file, protein:FILE.fasta or .fasta.gz: UniProt's own changes with its releases, so "
+            "none is downloaded. Proteome UP000000625 of uniprot.org is that of E. coli K-12, of 4.4 thousand proteins"
+        )
+    return kind, source
 
 
 def fasta(content: bytes, where: str) -> list[Tensor]:

@@ -77,10 +77,7 @@ def load(name: str, seed: int = 0) -> Series:
     Raises ValueError for an unknown name, a missing or foreign file, and a download that fails; ImportError where pooch
     is missing for a download.
     """
-    kind, colon, source = name.partition(":")
-    known(kind, {"ett": 0, "synthetic": 0}, "series data")
-    if colon and (kind == "synthetic" or not source):
-        raise ValueError(f"data={name}: write ett, ett:FILE, ett:FOLDER or synthetic")
+    kind, source = parsed(name)
     if kind == "synthetic":
         return synthetic(seed)
     if source:
@@ -91,6 +88,15 @@ def load(name: str, seed: int = 0) -> Series:
     return table(name, path)
 
 
+def parsed(name: str) -> tuple[str, str]:
+    """Kind and path of a name in the table above. Raises ValueError for another."""
+    kind, colon, source = name.partition(":")
+    known(kind, {"ett": 0, "synthetic": 0}, "series data")
+    if colon and (kind == "synthetic" or not source):
+        raise ValueError(f"data={name}: write ett, ett:FILE, ett:FOLDER or synthetic")
+    return kind, source
+
+
 def table(name: str, path: Path) -> Series:
     """The series of a file of comma-separated values, whose first column is a date and the others numbers.
 
@@ -98,7 +104,7 @@ def table(name: str, path: Path) -> Series:
     another, a series that never changes in training, and fewer hours than the three parts have.
     """
     data = read(path, ETT_SHA256)
-    heading, *rows = csv.reader(data.decode("utf-8", errors="replace").splitlines())
+    heading, *rows = csv.reader(data.decode("utf-8", errors="replace").splitlines() or [""])
     if len(heading) < 2 or heading[0] != "date":
         raise ValueError(f"{path} begins with {','.join(heading)[:40]!r}; expected date,NAME,NAME,...")
     if len(rows) < ETT_ENDS[-1]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -62,6 +63,7 @@ class Settings:
         at_least(0, reads=self.reads, label=self.label, seeds=self.seeds, looked=self.looked, tests=self.tests)
         if not self.rate > 0:
             raise ValueError(f"rate={self.rate} must be positive")
+        series.parsed(self.data)
         if self.data == "synthetic" and len(self.seeds) > 1:
             raise ValueError("data=synthetic is made from the seed, so that several seeds would have several data")
         for horizon in self.horizons:
@@ -116,8 +118,10 @@ def loaded(name: str, only: str, seed: int) -> Series:
 
 
 def data(settings: Settings) -> dict[str, str]:
-    """The checksum of the file; nothing for what the seed makes."""
+    """The checksum of the file; nothing for what the seed makes. Raises ValueError where windows have no room in it."""
     found = loaded(settings.data, settings.series, settings.seeds[0])
+    for horizon, split in product(settings.horizons, series.SPLITS):
+        found.windows(split, settings.window(horizon)[0], horizon)
     return {"ett": found.checksum} if found.checksum else {}
 
 

@@ -263,9 +263,9 @@ EXPERIMENT = Experiment(
     source=f"{published.PROTEIN_SOURCE}; figure 6 has the curves",
     differs=(
         "Published models have 36 layers, are 512 wide, and learn TrEMBL, a hundred million proteins, on TPUs; here "
-        "they are as small as minutes allow, and learn the proteins of one bacterium, a hundredth of a per cent of "
-        "that. Proteins stand side by side in rows and do not see each other; longer ones are cut, as in the paper "
-        "at 1024. Families are not known here: proteins of which one shares a hundredth of its words of six "
+        "they are as small as minutes allow, and learn the few thousand of one bacterium. Proteins stand side by side "
+        "in rows and do not see each other; what is longer than a row is cut, in the paper what is longer than "
+        "1024. Families are not known here: proteins of which one shares a hundredth of its words of six "
         "residues with the other, and at least two, are of one family, and so are all that are connected so. That "
         "finds relatives of which about half the residues agree, and not those of the far past, so families here "
         "are narrower than the Pfam families that the paper holds out. In training residues are masked as in BERT; "
