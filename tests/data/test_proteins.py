@@ -91,6 +91,15 @@ def test_pairs_share_words_as_the_letters_say():
     assert expected == [(i, i + 1) for i in range(2, 12, 2)]
 
 
+def test_a_word_that_comes_again_counts_once():
+    one, two = (half + sequence % 10 for half, sequence in zip((0, 10), drawn(2, 5), strict=True))
+    word = torch.tensor([0, 1, 2, 0, 3, 4], dtype=torch.uint8)
+    # So far apart that no word but this is in both twice.
+    one[0:6], one[30:36], two[10:16], two[40:46] = word, word, word, word
+    assert shared_words(one, two)[0] == 1
+    assert proteins.shares((one, two)) == []
+
+
 def test_long_proteins_need_a_hundredth_of_their_words():
     # Of ten kinds of residues each, so that they share nothing by chance.
     one, two = (half + sequence % 10 for half, sequence in zip((0, 10), drawn(2, 2, 1000), strict=True))

@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 import torch
 
 from longspan.cli import OK, WRONG, main
+from longspan.data import proteins
 from longspan.data.proteins import RESIDUES
 from longspan.reproduce import protein, residues
 from longspan.reproduce.experiment import Place, generator
@@ -170,16 +171,25 @@ def test_frequencies_are_counted_in_training():
     assert found["accuracy"] == 0.75
 
 
+def test_the_frequencies_are_those_of_training(monkeypatch):
+    seen = []
+    monkeypatch.setattr(protein, "unigram", lambda counts, rows, questions: seen.append(counts) or {})
+    protein.measure(protein.QUICK, {"task": CAUSAL, "model": UNIGRAM}, NOWHERE)
+    found = proteins.load("synthetic", 0)
+    train = torch.cat([found.sequences[i] for i in found.splits["train"].tolist()]).long()
+    assert all(torch.equal(counts, torch.bincount(train, minlength=LEVELS)) for counts in seen)
+
+
 def test_a_model_that_learns_beats_the_frequencies(tmp_path):
     """The synthetic proteins' residues depend on the one before, which one block can learn."""
-    sizes: dict = {"dim": 32, "steps": 150, "batch": 8, "rate": 1e-2, "every": 150}
+    sizes: dict = {"dim": 16, "steps": 60, "batch": 8, "rate": 1e-2, "every": 60}
     settings, place = replace(protein.QUICK, specs="linear", **sizes), Place(tmp_path, NOWHERE.track)
     frequencies, learned = (
         protein.measure(settings, point, place)
         for point in ({"task": CAUSAL, "model": UNIGRAM}, {"task": CAUSAL, "model": "linear", "seed": 0})
     )
     assert frequencies["perplexity"] < LEVELS
-    assert learned["perplexity"] < 0.8 * frequencies["perplexity"]
+    assert learned["perplexity"] < 0.9 * frequencies["perplexity"]
     assert learned["accuracy"] > frequencies["accuracy"]
 
 
