@@ -1,7 +1,7 @@
 """A training of a small model on what a seed draws, which goes on where it was stopped."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from ..model import Decoder
 from ..train import Run, rate
 from .experiment import Place, Row, generator
 
+M = TypeVar("M", bound=nn.Module)
 KEEP = 100  # updates between two looks at the tests, after each of which what there is is kept
 
 
@@ -20,25 +21,31 @@ class Learning(NamedTuple):
     name: str
     steps: int
     rate: float
-    loss: Callable[[Decoder, int], Tensor]
-    look: Callable[[Decoder], Any]
+    loss: Callable[[Any, int], Tensor]
+    look: Callable[[Any], Any]
+    every: int = KEEP
 
 
 def fresh(config: Config, seed: int) -> Decoder:
-    """A decoder as it is born, the same for the same seed, with PyTorch's own first weights.
+    """A decoder as ``born`` makes it."""
+    return born(lambda: Decoder(config), seed)
+
+
+def born(make: Callable[[], M], seed: int) -> M:
+    """A model as it is made, the same for the same seed, with PyTorch's own first weights.
 
     Ours, of deviation 0.02, are made for wider models.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "weights").initial_seed())
-        model = Decoder(config)
+        model = make()
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.reset_parameters()
     return model
 
 
-def learn(model: Decoder, learning: Learning, place: Place) -> list[Row]:
+def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
     """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
     run = Run(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
@@ -56,7 +63,7 @@ def learn(model: Decoder, learning: Learning, place: Place) -> list[Row]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         done = step + 1
-        if done % KEEP == 0 or done == learning.steps:
+        if done % learning.every == 0 or done == learning.steps:
             with torch.no_grad():
                 curve.append({"step": done, **learning.look(model)})
             now = {"step": done, "curve": curve, "model": model.state_dict(), "optimiser": optimiser.state_dict()}
