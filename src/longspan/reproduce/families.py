@@ -46,8 +46,9 @@ FAMILIES = {
 class LSTM(nn.Module):
     """A long short-term memory over bytes, trained and read as a ``Decoder`` is.
 
-    ``outputs, state = lstm(tokens, state)``: tokens (B,N) int64, where ``vocab`` is the start token, to outputs (B,N,vocab); the state is (hidden, cell), each
-    (depth,B,dim). The gates of forgetting begin with a bias of 1 (Jozefowicz et al. 2015, section 2).
+    ``outputs, state = lstm(tokens, state)``: tokens (B,N) int64, where ``vocab`` is the start token, to outputs
+    (B,N,vocab); the state is (hidden, cell), each (depth,B,dim). The gates of forgetting begin with a bias of 1
+    (Jozefowicz et al. 2015, section 2).
 
     Source: Hochreiter and Schmidhuber 1997, with the gate of forgetting of Gers et al. 2000.
     """
@@ -149,7 +150,8 @@ def state_bytes(model: Model, prompt: Tensor) -> int:
     """What must be kept of a sequence (1,P) to go on with it."""
     if isinstance(model, LSTM):
         return nbytes(model(prompt)[1])
-    return nbytes(prefill(model, prompt, capacity=prompt.shape[1])[1].layers)
+    # One more for the start token.
+    return nbytes(prefill(model, prompt, capacity=prompt.shape[1] + 1)[1].layers)
 
 
 def written(model: Model, prompt: Tensor, tokens: int) -> Iterator[Tensor]:
