@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def dataset(text):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_are_of_equal_size(name, size):
     target = families.parameters(families._shapes(families.config("softmax", size)))
-    model = families.weights.shapes(lambda: families.build(name, size))
+    model: Any = families.weights.shapes(lambda: families.build(name, size))
     assert abs(families.parameters(model) / target - 1) < 0.02
     if isinstance(model, LSTM):
         # The width is chosen by a formula.

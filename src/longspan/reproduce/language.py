@@ -147,7 +147,9 @@ class Reader:
     def loss(self, step: int) -> torch.Tensor:
         """Mean nats per byte of batch number ``step``."""
         if self.stream is not None:
-            return self.stream.loss(self.model, self.stream.batch(step, 0, 1)).total
+            decoder: Any = self.model
+            batch: Any = self.stream.batch(step, 0, 1)
+            return self.stream.loss(decoder, batch).total
         chosen = batch_indices(self.dataset.count("train"), self.settings.seed, step, self.settings.batch)
         tokens = self.dataset.take("train", chosen)
         outputs, _ = self.model(self.model.shift(tokens))
@@ -254,16 +256,17 @@ def draw(plt: Any, result: Result) -> Any:
     order, batches = sorted(rows, key=lambda name: -rows[name]["training"]), result["settings"]["batches"]
     kinds = {"trained": [rows[name]["training"] for name in order]}
     kinds |= {f"generated, {b} at once": [rows[name]["generation"][str(b)] for name in order] for b in batches}
-    height = 0.8 / len(kinds)
     for i, (label, rates) in enumerate(kinds.items()):
-        fast.barh([y + i * height for y in range(len(order))], rates, height, label=label)
-    fast.set_yticks([y + 0.4 - height / 2 for y in range(len(order))], order)
-    fast.invert_yaxis()
+        fast.plot(rates, range(len(order)), "osD^v"[i % 5], color=f"C{i}", label=label)
+    fast.set_yticks(range(len(order)), order)
+    # Room for the legend below the last.
+    fast.set_ylim(len(order) + 0.2, -0.5)
     fast.set(title="how fast", xlabel="bytes per second", xscale="log")
-    for axis in (by_time, by_step, fast):
+    fast.legend(fontsize=8, loc="lower center", ncols=len(kinds))
+    for axis in (by_time, by_step):
         axis.legend(fontsize=8)
     for axis in axes.flat:
-        axis.grid(alpha=0.3, axis="x" if axis is fast else "both")
+        axis.grid(alpha=0.3)
     equal = "time" if result["settings"]["budget"] == "seconds" else "steps"
     figure.suptitle(f"byte models of as many weights, trained for equal {equal}", fontsize=10)
     return figure
