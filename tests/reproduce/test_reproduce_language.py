@@ -99,6 +99,9 @@ def test_an_lstm_writes_as_a_decoder_does():
     """One prompt in one call, then a token a call; the draws are those of the outputs that all calls together have."""
     torch.manual_seed(0)
     model, prompt = LSTM(5, 1), torch.tensor([[3, 1, 4], [1, 5, 9]])
+    with torch.no_grad():
+        # Sure of itself, so that what it draws depends on all that it has read.
+        model.head.weight.mul_(100)
     drawn = torch.stack(list(families.written(model, prompt, 7)), 1)
     assert drawn.shape == (2, 7)
     read = torch.cat([torch.full((2, 1), model.start), prompt, drawn], 1)
