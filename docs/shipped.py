@@ -4,8 +4,11 @@
     python docs/shipped.py runs/mnist --data mnist
 
 writes ``src/longspan/models/mnist``: the weights in bfloat16, and ``record.json``, which holds what they were trained
-with, the curve of the training (steps, seconds, validation bits per dim) and what they score. To be run where the run
-was made, since the record names the machine.
+with, the curve of the training (steps, seconds, validation bits per dim or byte) and what they score. To be run where
+the run was made, since the record names the machine. A model of a text likewise:
+
+    longspan train --config text --run.data text:FILE
+    python docs/shipped.py runs/text --data text:FILE --about "Tolstoy, War and Peace, in English"
 """
 
 import argparse
@@ -23,6 +26,7 @@ import yaml
 from torch import Tensor
 
 from longspan import checkpoint, data, recipes, shipped
+from longspan.attention.state import nbytes
 from longspan.bench import throughput
 from longspan.config import Config
 from longspan.data import Dataset
@@ -32,23 +36,28 @@ from longspan.train import Run, bits
 from longspan.train.evaluate import roomy
 
 SAMPLES, SEED, STEPPED, TRAIN, BROKEN, SURE = 500, 0, 100, 20_000, 2000, 0.5
+BYTES, TEMPERATURE = 400, 0.7
+PROMPTS = ("The prince ", '"My dear," said ', "On the morning of the battle ")
 SIZES = (1, 4, 7)  # pixels of a side of the pieces of broken images
 # What a run may say otherwise than its recipe: where it reads and writes, not what.
 PLACES = ("data", "out")
 
 
-def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES) -> dict[str, Any]:
+def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: str = "") -> dict[str, Any]:
     """Write the model that a run's best checkpoint is, under ``name`` (that of its recipe) -> its record.
 
-    ``source``: the data, as ``longspan.data.load`` takes it. Raises ValueError for a folder without a training run and
-    for data that it was not trained on.
+    ``source``: the data, as ``longspan.data.load`` takes it; ``about``: which they are, in words, where their kind does
+    not say it. Raises ValueError for a folder without a training run, for data that it was not trained on, and for a
+    text of which nothing is said.
     """
     header = checkpoint.read_config(checkpoint.resolve(run))
     kind = source.partition(":")[0]
     trained_on = header.get("run", {}).get("data", "")
     if trained_on.partition(":")[0] != kind:
         raise ValueError(f"{run} was trained on {trained_on!r}, not on {kind}")
-    name, dataset = name or kind, data.load(source)
+    if kind == "text" and not about:
+        raise ValueError("which text was it? Name it by --about, in words; its checksum alone tells nobody")
+    name, dataset = name or kind, data.load(source, header["run"]["length"])
     commit = provenance.commit()  # before what is written below changes the folder
     settings = {**header["run"], "data": kind, "out": f"runs/{name}"}
     # What is in the package must not know the folders of the machine that made it.
@@ -58,9 +67,9 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES) -> dict
         extra={"run": settings, "step": header["step"]},
     )
     model, curve = shipped.load(name), images.curve(run)
-    drawn = torch.stack(list(generate(model, tokens=dataset.length, batch=samples, seed=SEED)), 1)
     record = {
         "command": command(header["config"], settings, name),
+        **({"about": about} if about else {}),
         "seed": settings["seed"],
         "commit": commit,
         "versions": provenance.versions(),
@@ -70,24 +79,44 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES) -> dict
         "steps": header["step"],
         "seconds": next(seconds for step, seconds, _ in curve if step == header["step"]),
         "curve": curve,
-        "bits_per_dim": {
+        f"bits_per_{dataset.unit}": {
             "validation": min(value for _, _, value in curve),
             "test": round(bits(model, dataset, "test", roomy(dataset.length)), 5),
         },
         "stepping": stepping(model, dataset, STEPPED),
-        "images_per_second": {
-            str(batch): round(batch / throughput.whole(model, dataset.length, batch), 3) for batch in (1, 64)
-        },
-        "samples": {"count": samples, "seed": SEED, **recognised(drawn, dataset)},
+        **(drawing(model, dataset, samples) if dataset.grid else writing(model)),
     }
     checkpoint.write_text(shipped.FOLDER / name / shipped.RECORD, json.dumps(record, indent=2) + "\n")
     return record
 
 
+def drawing(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
+    """What a model of images draws, how fast, and what classifiers see in it."""
+    drawn = torch.stack(list(generate(model, tokens=dataset.length, batch=count, seed=SEED)), 1)
+    rates = {str(batch): round(batch / throughput.whole(model, dataset.length, batch), 3) for batch in (1, 64)}
+    return {"images_per_second": rates, "samples": {"count": count, "seed": SEED, **recognised(drawn, dataset)}}
+
+
+def writing(model: Any) -> dict[str, Any]:
+    """How fast a model of text writes, what it keeps of a text of any length, and what comes of some beginnings."""
+    rates = {str(batch): round(batch * BYTES / throughput.whole(model, BYTES, batch), 1) for batch in (1, 64)}
+    texts = [continued(model, prompt) for prompt in PROMPTS]
+    same = {"seed": SEED, "temperature": TEMPERATURE}
+    state = nbytes(model.init_state(1, BYTES).layers)
+    return {"bytes_per_second": rates, "state_bytes": state, "samples": {**same, "texts": texts}}
+
+
+def continued(model: Any, prompt: str) -> str:
+    """A beginning and what the model writes after it, as ``longspan generate`` does with the same seed."""
+    tokens = torch.tensor([list(prompt.encode())])
+    drawn = generate(model, tokens, tokens=BYTES, temperature=TEMPERATURE, seed=SEED)
+    return prompt + bytes(int(token) for token in drawn).decode("utf-8", "replace")
+
+
 def command(config: dict[str, Any], run: dict[str, Any], name: str) -> str:
-    """The line that trains the model: its recipe, and what differs from it as flags."""
+    """The line that trains the model: its recipe, and what differs from it as flags; a text is a file of one's own."""
     recipe = yaml.safe_load(recipes.find(name).read_text(encoding="utf-8"))
-    words = ["longspan", "train", "--config", name]
+    words = ["longspan", "train", "--config", name, *(["--run.data", "text:FILE"] if run["data"] == "text" else [])]
     for part, fields, asked in (
         ("model", config, asdict(Config(**recipe["model"]))),
         ("run", run, asdict(Run(**recipe["run"]))),
@@ -99,10 +128,11 @@ def command(config: dict[str, Any], run: dict[str, Any], name: str) -> str:
 
 
 def stepping(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
-    """Log-likelihoods of test images in one parallel pass against those of the RNN: nats per image."""
+    """Log-likelihoods of test examples in one parallel pass against those of the RNN: nats per example."""
     tokens = images.examples(dataset, "test", count)
     whole, stepped = score(model, tokens), score(model, tokens, chunk=1)
-    return {"images": count, "largest_difference": (whole - stepped).abs().max().item(), "mean": -whole.mean().item()}
+    what = "images" if dataset.grid else "examples"
+    return {what: count, "largest_difference": (whole - stepped).abs().max().item(), "mean": -whole.mean().item()}
 
 
 def recognised(drawn: Tensor, dataset: Dataset) -> dict[str, Any]:
@@ -165,9 +195,10 @@ def pixels(rows: Tensor) -> np.ndarray:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the training run")
-    parser.add_argument("--data", default="mnist", help="the data it was trained on: mnist or mnist:FOLDER")
+    parser.add_argument("--data", default="mnist", help="the data it was trained on: mnist, mnist:FOLDER or text:FILE")
+    parser.add_argument("--about", default="", help="of a text: which it is, in words")
     parsed = parser.parse_args(arguments)
-    print(json.dumps(ship(parsed.run, parsed.data), indent=2))
+    print(json.dumps(ship(parsed.run, parsed.data, about=parsed.about), indent=2))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def test_a_model_is_small_and_says_how_it_was_made(name, script):
     assert (record["seed"], record["steps"]) == (header["run"]["seed"], header["step"])
     steps, seconds, bits = zip(*record["curve"], strict=True)
     assert (list(steps), list(seconds)) == (sorted(steps), sorted(seconds))
-    assert record["bits_per_dim"]["validation"] == min(bits) == bits[steps.index(record["steps"])]
+    unit = data.unit(header["run"]["data"])
+    assert record[f"bits_per_{unit}"]["validation"] == min(bits) == bits[steps.index(record["steps"])]
     assert record["seconds"] == seconds[steps.index(record["steps"])]
     assert record["parameters"] == sum(p.numel() for p in shipped.load(name).parameters())
     assert re.fullmatch(r"[0-9a-f]{40}\+?", record["commit"])
@@ -78,10 +79,10 @@ def test_a_model_is_small_and_says_how_it_was_made(name, script):
     )
 
 
-def test_mnist_is_there_and_every_model_is_in_the_wheel_and_in_the_help():
+def test_models_are_there_and_every_one_is_in_the_wheel_and_in_the_help():
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     packed = {file.distribution_path for file in builder.recurse_included_files()}
-    assert "mnist" in shipped.names()
+    assert shipped.names() == ("mnist", "text")
     assert command.HELP.endswith(f": {', '.join(shipped.names())}")
     for name in shipped.names():
         files = {path.relative_to(ROOT / "src").as_posix() for path in shipped.path(name).iterdir()}

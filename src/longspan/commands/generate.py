@@ -9,7 +9,7 @@ from pathlib import Path
 from .. import signals
 from .parser import Parser, make, positive
 
-HELP = "a training run (its best checkpoint), a checkpoint, or a model that comes with longspan: mnist"
+HELP = "a training run (its best checkpoint), a checkpoint, or a model that comes with longspan: mnist, text"
 
 
 def parser() -> Parser:
@@ -17,9 +17,11 @@ def parser() -> Parser:
         "generate",
         "Pictures, text or the targets of sources from a trained model, one step per token. Images go into a PNG; text "
         "streams to stdout; a model of pairs writes a line for each source, greedily unless --temperature is given. "
-        "The model mnist comes with longspan; completing images needs the data: a download, or --data mnist:FOLDER.",
+        "The models mnist and text come with longspan; completing images needs the data: a download, or "
+        "--data mnist:FOLDER.",
         "longspan generate mnist",
         "longspan generate mnist --complete test --top 0.5 --count 16",
+        'longspan generate text --prompt "The prince " --temperature 0.7',
         "longspan generate runs/digits --out samples.png --count 64",
         'longspan generate runs/text --prompt "def " --tokens 500 --temperature 0.8',
         'longspan generate runs/dates --source "3rd of March, 2021" --beams 4 --n-best 2',

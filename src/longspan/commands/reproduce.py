@@ -15,9 +15,11 @@ COMMON = (
     "The same command goes on where an earlier one was stopped. Published figures, where there are any, stand beside "
     "ours."
 )
+ALL = "all"
 EXAMPLES = {
     "approximation": "longspan reproduce approximation --estimators positive,trigonometric --size 64",
     "capacity": "longspan reproduce capacity --kinds dpfp1,softmax --keys 60,100,200",
+    "language": "longspan reproduce language --models 'gla; lstm' --budget steps --data text:book.txt",
     "mqar": "longspan reproduce mqar --specs 'linear; gla; kda' --dims 16,32",
     "transfer": "longspan reproduce transfer --features 32,128 --finetune 300",
 }
@@ -29,8 +31,9 @@ class _Reproduce(Parser):
             return super().read(words)
         from ..reproduce import EXPERIMENTS
 
-        name = known(words[0], EXPERIMENTS, "experiment")
-        args = subparser(name, _scale(words)).read(words[1:])
+        name = known(words[0], {**EXPERIMENTS, ALL: None}, "experiment")
+        made = series() if name == ALL else subparser(name, _scale(words))
+        args = made.read(words[1:])
         args.name = name
         return args
 
@@ -50,12 +53,53 @@ def parser() -> Parser:
     parser = make(
         "reproduce",
         f"Have a published result again. {COMMON} longspan reproduce NAME --help has the options of each.",
-        *(f"longspan reproduce {name} --quick" for name in EXPERIMENTS),
+        *(f"longspan reproduce {name} --quick" for name in (ALL, *EXPERIMENTS)),
         cls=_Reproduce,
     )
     lines = ";\n".join(f"{name}: {experiment.about}" for name, experiment in EXPERIMENTS.items())
-    parser.add_argument("name", type=str, help=f"one of: {lines}")
+    every = f"{ALL}: each of them, one after the other"
+    parser.add_argument("name", type=str, help=f"one of: {lines};\n{every}")
     return parser
+
+
+def series() -> Parser:
+    """The parser of ``longspan reproduce all``."""
+    from ..reproduce import EXPERIMENTS
+
+    scales = dict.fromkeys(scale for one in EXPERIMENTS.values() for scale in one.scales)
+    parser = make(
+        f"reproduce {ALL}",
+        "Run every experiment that has the scale, one after the other, and write reproduction.md, one page of all "
+        "results, from their JSON files. What the folder holds already is skipped, so the same command goes on where "
+        "an earlier one was stopped. One that cannot run, for want of data say, is told and the next begins; the exit "
+        "code is then 1. On a laptop of two cores it takes about three hours.",
+        f"longspan reproduce {ALL} --scale laptop --out results",
+        f"longspan reproduce {ALL} --data FOLDER --skip images,scaling",
+        f"longspan reproduce {ALL} --quick",
+    )
+    parser.add_argument("--scale", type=str, default="laptop", help=f"{' | '.join(scales)}: how large they are")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny sizes, in a minute, that only show that all of it works"
+    )
+    parser.add_argument("--out", type=str, default="reproduce", help="folder for the files")
+    parser.add_argument(
+        "--data", type=str, default="", metavar="FOLDER",
+        help="where data are that would otherwise be downloaded or missing: a folder that holds some of the folders "
+        f"{', '.join(_kinds())}; what needs no files, as text:stdlib, is read as ever",
+    )  # fmt: skip
+    parser.add_argument("--only", type=str, default="", help="these experiments alone, separated by commas")
+    parser.add_argument("--skip", type=str, default="", help="not these, separated by commas")
+    return parser
+
+
+def _kinds() -> list[str]:
+    """The names of folders that experiments take from ``--data``."""
+    from ..reproduce import EXPERIMENTS
+
+    settings = [(one, each) for one in EXPERIMENTS.values() for each in one.scales.values()]
+    values = [getattr(each, field.name) for one, each in settings for field in fields(each) if field.name in one.takes]
+    # cifar10 is the other data of the images, and the default of no scale.
+    return sorted({word.strip() for value in values for word in value.split(";") if ":" not in word} | {"cifar10"})
 
 
 def subparser(name: str, scale: str = "laptop") -> Parser:
@@ -94,6 +138,8 @@ def run(args) -> int:
     from ..progress import track
     from ..reproduce import EXPERIMENTS, experiment, page
 
+    if args.name == ALL:
+        return _all(args)
     one, out = EXPERIMENTS[args.name], Path(args.out)
     scale = "quick" if args.quick else args.scale
     usual = one.settings(scale)
@@ -103,6 +149,25 @@ def run(args) -> int:
     files = [f"{args.name}.json", *page.pictures(out, args.name), f"{args.name}.md"]
     print(f"Files: {', '.join(str(out / file) for file in files)}")
     return 0
+
+
+def _all(args: Any) -> int:
+    from ..progress import say, track
+    from ..reproduce import EXPERIMENTS, every
+
+    if args.quick and args.scale != "laptop":
+        raise ValueError(f"--quick is a scale of its own, so --scale {args.scale} beside it is one too many")
+    chosen, left = ([word.strip() for word in text.split(",") if word.strip()] for text in (args.only, args.skip))
+    for name in (*chosen, *left):
+        known(name, EXPERIMENTS, "experiment")
+    if args.data and not Path(args.data).is_dir():
+        raise ValueError(f"--data={args.data}: no such folder")
+    scale, out = "quick" if args.quick else args.scale, Path(args.out)
+    names = every.names(scale, chosen, left)
+    found = every.run(names, scale, out, Path(args.data) if args.data else None, track, say)
+    print(every.summary(found))
+    print(f"Page: {out / every.PAGE}")
+    return int(any(one.failed for one in found))
 
 
 def _value(args: Any, name: str, settings: Any) -> Any:

@@ -54,6 +54,8 @@ def _header(folder: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
 
 def dataset(model: Any, name: str, length: int) -> Any:
     """Load a data set for a model. Raises ValueError where the two do not fit and where the data cannot be had."""
+    if name == "text":
+        raise ValueError("the text that this model has read does not come with it; name one: --data text:FILE")
     try:
         found = load(name, length)
     except ValueError as error:

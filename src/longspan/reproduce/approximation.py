@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..bench.report import Table
 from ..ops.linear import random_features, stabilised
 from ..ops.softmax import dense
 from ..spec import known
-from .experiment import Experiment, Place, Result, Row, at_least, generator
+from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
 
 Features = Callable[[Tensor, Tensor], random_features.Parts]
 # name -> (feature map, features of one row)
@@ -27,25 +27,19 @@ COLOURS = dict(zip(ESTIMATORS, ("C0", "C2", "C3"), strict=True))
 EPS = 1e-6
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    estimators: tuple[str, ...] = _setting(tuple(ESTIMATORS), f"of {', '.join(ESTIMATORS)}")
-    features: tuple[int, ...] = _setting((16, 32, 64, 128, 256, 512, 1024), "numbers of features, even ones")
-    size: int = _setting(16, "channels of a head, D")
-    length: int = _setting(512, "queries, keys and values, all Gaussian, whose attention is compared")
-    spreads: tuple[float, ...] = _setting((0.5, 1.0), "standard deviations of queries and keys")
-    draws: int = _setting(20, "independent sets of rows for the output")
-    pairs: int = _setting(1000, "independent sets of rows for the kernel of single pairs")
-    angles: tuple[int, ...] = _setting(
-        tuple(range(0, 181, 15)), "degrees between a query and a key, scaled to length 1"
-    )
-    seed: int = _setting(0, "of queries, keys, values and rows")
+    estimators: tuple[str, ...] = setting(tuple(ESTIMATORS), f"of {', '.join(ESTIMATORS)}")
+    features: tuple[int, ...] = setting((16, 32, 64, 128, 256, 512, 1024), "numbers of features, even ones")
+    size: int = setting(16, "channels of a head, D")
+    length: int = setting(512, "queries, keys and values, all Gaussian, whose attention is compared")
+    spreads: tuple[float, ...] = setting((0.5, 1.0), "standard deviations of queries and keys")
+    draws: int = setting(20, "independent sets of rows for the output")
+    pairs: int = setting(1000, "independent sets of rows for the kernel of single pairs")
+    angles: tuple[int, ...] = setting(tuple(range(0, 181, 15)), "degrees between a query and a key, scaled to length 1")
+    seed: int = setting(0, "of queries, keys, values and rows")
 
     def __post_init__(self):
         for name in self.estimators:
@@ -231,4 +225,5 @@ EXPERIMENT = Experiment(
         "features that they make, one or two each, since that is what time and state grow with. The published "
         "pictures come without printed figures."
     ),
+    minutes=1.1,
 )

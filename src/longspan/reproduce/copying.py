@@ -1,6 +1,6 @@
 """A first task: to say a sequence of symbols once more. How fast do transformers learn it, by their attention?"""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,37 +15,33 @@ from ..model import Decoder
 from ..spec import known
 from ..train import Run, rate
 from . import paper
-from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator
+from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator, setting
 
 EVERY, KEEP = 50, 200
 GOAL = 1e-2
-
-
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
 
 
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    specs: str = _setting(
+    specs: str = setting(
         f"softmax; linear; {paper.LSH}", "attentions, separated by semicolons; each makes a whole model"
     )
-    seeds: tuple[int, ...] = _setting((0, 1), "of weights and sequences; one training of each attention for each")
-    length: int = _setting(128, "tokens: twice a separator and the symbols, so an even number")
-    symbols: int = _setting(10, "different symbols; the separator comes on top of them")
-    dim: int = _setting(128, "width of the models")
-    depth: int = _setting(4, "blocks")
-    heads: int = _setting(8, "heads of each attention")
-    feedforward: int = _setting(256, "inner width of their feed-forward networks")
-    positions: str = _setting("sinusoidal", "none, sinusoidal, learned or rotary")
-    batch: int = _setting(16, "sequences of an update")
-    steps: int = _setting(2000, "updates")
-    rate: float = _setting(1e-3, "learning rate of RAdam at first")
-    drop_at: int = _setting(1500, "updates after which it drops to a tenth")
-    tests: int = _setting(64, f"test sequences, every {EVERY} updates")
-    device: str = _setting("cpu", "cpu or cuda")
+    seeds: tuple[int, ...] = setting((0, 1), "of weights and sequences; one training of each attention for each")
+    length: int = setting(128, "tokens: twice a separator and the symbols, so an even number")
+    symbols: int = setting(10, "different symbols; the separator comes on top of them")
+    dim: int = setting(128, "width of the models")
+    depth: int = setting(4, "blocks")
+    heads: int = setting(8, "heads of each attention")
+    feedforward: int = setting(256, "inner width of their feed-forward networks")
+    positions: str = setting("sinusoidal", "none, sinusoidal, learned or rotary")
+    batch: int = setting(16, "sequences of an update")
+    steps: int = setting(2000, "updates")
+    rate: float = setting(1e-3, "learning rate of RAdam at first")
+    drop_at: int = setting(1500, "updates after which it drops to a tenth")
+    tests: int = setting(64, f"test sequences, every {EVERY} updates")
+    device: str = setting("cpu", "cpu or cuda")
 
     def __post_init__(self):
         at_least(0, seeds=self.seeds)
@@ -198,4 +194,5 @@ EXPERIMENT = Experiment(
         "lsh-1 and lsh-4, is ours, whose causal chunks are counted inside a bucket, so that nothing leaks; a figure "
         "says which attentions it has."
     ),
+    minutes=28.2,
 )

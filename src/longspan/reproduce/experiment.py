@@ -6,7 +6,7 @@ import io
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +58,11 @@ class Place(NamedTuple):
         files.write(self.folder / f"{name}.pt", content.getvalue())
 
 
+def setting(default: Any, what: str) -> Any:
+    """A field of an experiment's settings: its default, and what the help of its flag says."""
+    return field(default=default, metadata={"help": what})
+
+
 def synthetic(settings: Any) -> dict[str, str]:
     """No data but what the seed makes."""
     return {}
@@ -83,6 +88,8 @@ class Experiment(NamedTuple):
     source: str  # what is reproduced, and where the published figures, if there are any, are from
     differs: str  # what is not as published, and why, in sentences
     data: Callable[[Any], dict[str, str]] = synthetic  # settings -> name -> sha256 of the data used
+    takes: tuple[str, ...] = ("data",)  # settings, where there are such, that name data; see ``beside``
+    minutes: float = 0.0  # of processor time that the scale of a laptop took, measured; 0: not known
 
     def settings(self, scale: str) -> Any:
         """The settings of a scale, or the quick ones. Raises ValueError for a scale that there is not."""
@@ -91,6 +98,19 @@ class Experiment(NamedTuple):
         if scale not in self.scales:
             raise ValueError(f"this experiment has no scale {scale!r}; it has: {', '.join(self.scales)}")
         return self.scales[scale]
+
+    def beside(self, settings: Any, folder: Path) -> Any:
+        """The settings with the data that ``folder`` has: a setting of ``takes`` that is the bare name of a folder in
+        it, as ``mnist`` or one of several words with semicolons between, becomes ``mnist:FOLDER/mnist``.
+
+        What names its source itself stays, as ``text:stdlib`` does.
+        """
+
+        def placed(word: str) -> str:
+            return f"{word}:{folder / word}" if word.isidentifier() and (folder / word).is_dir() else word
+
+        words = {one.name: getattr(settings, one.name).split(";") for one in fields(settings) if one.name in self.takes}
+        return replace(settings, **{name: "; ".join(placed(one.strip()) for one in words[name]) for name in words})
 
 
 def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path, track: Track) -> Result:
@@ -119,7 +139,7 @@ def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path
     place = Place(out / f"{name}-work", track)
     result = _begun(path, name, experiment, scale, settings, place.folder)
     rows, points = result["rows"], experiment.points(settings)
-    todo = [point for point in points if not any(point.items() <= row.items() for row in rows)]
+    todo = _left(points, rows)
     if todo:
         _took_part(result)
         _write(path, result)
@@ -129,14 +149,34 @@ def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path
             rows.append({**point, **experiment.measure(settings, point, place)})
             result["cpu_seconds"] = round(result["cpu_seconds"] + time.process_time() - begin, 2)
             _write(path, result)
-        picture(path.with_suffix(".png"), experiment, result)
-        checkpoint.write_text(path.with_suffix(".md"), page.fragment(experiment, result, page.pictures(out, name)))
+        show(name, experiment, result, out)
     except KeyboardInterrupt as error:
         raise signals.told(error, f"interrupted: {_kept(path, points)}") from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ValueError(f"{where}{error.strerror or error}; {_kept(path, points)}") from error
     return result
+
+
+def show(name: str, experiment: Experiment, result: Result, out: Path) -> None:
+    """Write ``out/NAME.png`` and ``out/NAME.md`` of a whole result."""
+    picture(out / f"{name}.png", experiment, result)
+    checkpoint.write_text(out / f"{name}.md", page.fragment(experiment, result, page.pictures(out, name)))
+
+
+def missing(path: Path, experiment: Experiment, settings: Any) -> list[Row]:
+    """The points that ``path`` does not hold with these settings, whatever data they were measured on."""
+    points = experiment.points(settings)
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        asked = [json.loads(json.dumps(asdict(settings))), importlib.metadata.version("longspan")]
+        return _left(points, result["rows"] if [result["settings"], result["longspan"]] == asked else [])
+    except (OSError, ValueError, KeyError, TypeError):
+        return points
+
+
+def _left(points: list[Row], rows: list[Row]) -> list[Row]:
+    return [point for point in points if not any(point.items() <= row.items() for row in rows)]
 
 
 def _kept(path: Path, points: list[Row]) -> str:

@@ -1,7 +1,7 @@
 """Informer's experiment: an electricity transformer's loads and oil temperature, foretold by hours to a month."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from statistics import mean
@@ -16,7 +16,7 @@ from ..data import series
 from ..data.order import batch_indices
 from ..data.series import Series
 from . import published
-from .experiment import Experiment, Place, Result, Row, at_least, generator
+from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
 from .forecaster import PENALTIES, Forecaster, Ridge, last_day, last_value
 from .learning import Learning, learn
 
@@ -31,31 +31,27 @@ WINDOWS = {
 TESTED = 2**15
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    data: str = _setting("ett", "ett (ETTh1, downloaded once), ett:FILE, ett:FOLDER, or synthetic")
-    series: str = _setting("all", "all: each series from all; or the name of one, from itself: OT as published")
-    specs: str = _setting("informer; softmax; linear; gla", "attentions, separated by semicolons; each makes a model")
-    horizons: tuple[int, ...] = _setting((24, 48, 168, 336, 720), "hours to be foretold")
-    reads: int = _setting(0, "hours that the encoder reads; 0: as published for each horizon")
-    label: int = _setting(0, "the last of these, with which the decoder begins; 0: as published")
-    seeds: tuple[int, ...] = _setting((0,), "of weights and order of the windows, and of synthetic series")
-    dim: int = _setting(64, "width of the models")
-    heads: int = _setting(4, "heads of each attention")
-    depth: int = _setting(2, "blocks of the encoder; the decoder has one")
-    feedforward: int = _setting(128, "inner width of the feed-forward networks")
-    steps: int = _setting(150, "training steps")
-    tokens: int = _setting(4000, "hours of a training step: as many windows as that makes, at least 4")
-    rate: float = _setting(3e-3, "the highest learning rate; a cosine down to 0")
-    every: int = _setting(25, "steps between two looks at validation windows, of which the best weights are kept")
-    looked: int = _setting(32, "validation windows of such a look, evenly spaced; 0: all")
-    tests: int = _setting(128, "test windows, evenly spaced; 0: all")
+    data: str = setting("ett", "ett (ETTh1, downloaded once), ett:FILE, ett:FOLDER, or synthetic")
+    series: str = setting("all", "all: each series from all; or the name of one, from itself: OT as published")
+    specs: str = setting("informer; softmax; linear; gla", "attentions, separated by semicolons; each makes a model")
+    horizons: tuple[int, ...] = setting((24, 48, 168, 336, 720), "hours to be foretold")
+    reads: int = setting(0, "hours that the encoder reads; 0: as published for each horizon")
+    label: int = setting(0, "the last of these, with which the decoder begins; 0: as published")
+    seeds: tuple[int, ...] = setting((0,), "of weights and order of the windows, and of synthetic series")
+    dim: int = setting(64, "width of the models")
+    heads: int = setting(4, "heads of each attention")
+    depth: int = setting(2, "blocks of the encoder; the decoder has one")
+    feedforward: int = setting(128, "inner width of the feed-forward networks")
+    steps: int = setting(150, "training steps")
+    tokens: int = setting(4000, "hours of a training step: as many windows as that makes, at least 4")
+    rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
+    every: int = setting(25, "steps between two looks at validation windows, of which the best weights are kept")
+    looked: int = setting(32, "validation windows of such a look, evenly spaced; 0: all")
+    tests: int = setting(128, "test windows, evenly spaced; 0: all")
 
     def __post_init__(self):
         for name in ("horizons", "dim", "heads", "depth", "feedforward", "steps", "tokens", "every"):

@@ -2,7 +2,7 @@
 
 import csv
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,9 @@ from ..model import Decoder
 from ..train import Run, begun, bits, fit
 from ..train.evaluate import roomy
 from . import images_report, images_speed, paper
-from .experiment import Experiment, Place, Row, at_least
+from .experiment import Experiment, Place, Row, at_least, setting
 
 DATA = ("digits", "mnist", "cifar10")
-
-
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
 
 
 def slug(attention: str) -> str:
@@ -41,32 +37,32 @@ def slug(attention: str) -> str:
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    data: str = _setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
-    attentions: str = _setting(
+    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
+    attentions: str = setting(
         f"linear; softmax; {paper.LSH}",
         "attentions, separated by semicolons; each makes a whole model, the first is compared",
     )
-    dim: int = _setting(128, "width of the models")
-    depth: int = _setting(4, "blocks")
-    heads: int = _setting(4, "heads of each attention")
-    likelihood: str = _setting("categorical", "of a pixel: categorical, or a mixture such as logistics(mixtures=10)")
-    steps: int = _setting(1000, "training steps, the same for each")
-    batch: int = _setting(10, "images of a training step")
-    optimizer: str = _setting("adamw", "adamw | radam")
-    learning_rate: float = _setting(3e-3, "the highest learning rate")
-    schedule: str = _setting("cosine", "of the learning rate: cosine | constant")
-    warmup: int = _setting(100, "steps in which the learning rate rises")
-    weight_decay: float = _setting(0.05, "of matrices and embeddings")
-    precision: str = _setting("32", "of the training: 32 | bf16")
-    evaluate_every: int = _setting(125, "steps between two tests on validation images")
-    evaluate_examples: int = _setting(250, "validation images of such a test; 0: all")
-    tests: int = _setting(2000, "test images at the end, evenly spaced; 0: all")
-    samples: int = _setting(64, "images drawn by each model, and about half as many completed")
-    top: float = _setting(0.5, "the part of each completed image that is given")
-    batches: tuple[int, ...] = _setting((1, 64), "images generated at once, where speed is measured")
-    lengths: tuple[int, ...] = _setting((98, 196, 392, 784, 1568, 3072), "tokens before the one that is timed")
-    rounds: int = _setting(3, "rounds of each timing")
-    seed: int = _setting(0, "of weights, order of the images and samples")
+    dim: int = setting(128, "width of the models")
+    depth: int = setting(4, "blocks")
+    heads: int = setting(4, "heads of each attention")
+    likelihood: str = setting("categorical", "of a pixel: categorical, or a mixture such as logistics(mixtures=10)")
+    steps: int = setting(1000, "training steps, the same for each")
+    batch: int = setting(10, "images of a training step")
+    optimizer: str = setting("adamw", "adamw | radam")
+    learning_rate: float = setting(3e-3, "the highest learning rate")
+    schedule: str = setting("cosine", "of the learning rate: cosine | constant")
+    warmup: int = setting(100, "steps in which the learning rate rises")
+    weight_decay: float = setting(0.05, "of matrices and embeddings")
+    precision: str = setting("32", "of the training: 32 | bf16")
+    evaluate_every: int = setting(125, "steps between two tests on validation images")
+    evaluate_examples: int = setting(250, "validation images of such a test; 0: all")
+    tests: int = setting(2000, "test images at the end, evenly spaced; 0: all")
+    samples: int = setting(64, "images drawn by each model, and about half as many completed")
+    top: float = setting(0.5, "the part of each completed image that is given")
+    batches: tuple[int, ...] = setting((1, 64), "images generated at once, where speed is measured")
+    lengths: tuple[int, ...] = setting((98, 196, 392, 784, 1568, 3072), "tokens before the one that is timed")
+    rounds: int = setting(3, "rounds of each timing")
+    seed: int = setting(0, "of weights, order of the images and samples")
 
     def __post_init__(self):
         at_least(1, samples=self.samples, batches=self.batches, lengths=self.lengths, rounds=self.rounds)
@@ -231,4 +227,5 @@ EXPERIMENT = Experiment(
     "ours are counted inside a bucket, so that nothing leaks and pixels are drawn from a state of fixed size. Buckets "
     "and chunks are 32 and 32, at larger scales the published 64 and 29.",
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data).checksum},
+    minutes=87.4,
 )

@@ -1,6 +1,6 @@
 """Beyond the lengths of the training: copying, by a Universal Transformer and by a plain one of the same size."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +13,32 @@ from ..config import Config
 from ..model import Decoder, DecoderState
 from ..positions import parse
 from ..stacks.universal import UniversalState
-from .experiment import Experiment, Place, Result, Row, at_least, generator
+from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
 from .learning import Learning, fresh, learn
 
 UNIVERSAL, TIED, DEEP = "universal", "plain, as many weights", "plain, as wide"
 KINDS = (UNIVERSAL, TIED, DEEP)
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    attention: str = _setting("softmax", "of all models")
-    positions: str = _setting("sinusoidal; relative", "positions, separated by semicolons; each with every model")
-    longest: int = _setting(8, "symbols of the longest training sequence; lengths are drawn from 1 on")
-    tests: tuple[int, ...] = _setting((4, 8, 12, 16, 24), "symbols of the test sequences")
-    symbols: int = _setting(10, "different symbols")
-    offset: int = _setting(32, "sinusoidal positions begin at a random number below this in training")
-    steps: int = _setting(4, "times that the universal block is repeated; blocks of the plain models")
-    dim: int = _setting(64, "width of the universal model and of the plain one that is as wide")
-    narrow: int = _setting(32, "width of the plain model of as many weights")
-    heads: int = _setting(4, "heads of each attention")
-    batch: int = _setting(32, "sequences of an update")
-    updates: int = _setting(700, "updates")
-    rate: float = _setting(3e-3, "the highest learning rate; a cosine down to 0")
-    count: int = _setting(64, "test sequences of each length")
-    seed: int = _setting(0, "of weights and sequences")
+    attention: str = setting("softmax", "of all models")
+    positions: str = setting("sinusoidal; relative", "positions, separated by semicolons; each with every model")
+    longest: int = setting(8, "symbols of the longest training sequence; lengths are drawn from 1 on")
+    tests: tuple[int, ...] = setting((4, 8, 12, 16, 24), "symbols of the test sequences")
+    symbols: int = setting(10, "different symbols")
+    offset: int = setting(32, "sinusoidal positions begin at a random number below this in training")
+    steps: int = setting(4, "times that the universal block is repeated; blocks of the plain models")
+    dim: int = setting(64, "width of the universal model and of the plain one that is as wide")
+    narrow: int = setting(32, "width of the plain model of as many weights")
+    heads: int = setting(4, "heads of each attention")
+    batch: int = setting(32, "sequences of an update")
+    updates: int = setting(700, "updates")
+    rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
+    count: int = setting(64, "test sequences of each length")
+    seed: int = setting(0, "of weights and sequences")
 
     def __post_init__(self):
         at_least(0, seed=self.seed)
@@ -202,4 +198,5 @@ EXPERIMENT = Experiment(
         "many symbols; what comes before each symbol is given, so that one mistake makes no others. As published, "
         "sinusoidal positions begin at a random offset in training."
     ),
+    minutes=1.5,
 )

@@ -1,6 +1,6 @@
 """How much a state of given size recalls: accuracy of multi-query associative recall, mechanism by mechanism."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..attention import build
 from ..bench.report import Table
 from ..train import Run, rate
 from . import recall
-from .experiment import Experiment, Place, Result, Row, at_least, generator
+from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
 
 SPECS = (
     "softmax", "linear", "polynomial(taylor=True)", "performer", "rfa(gate=True)", "fast_weights", "retention", "gla",
@@ -21,26 +21,22 @@ EVERY, DONE = 50, 0.995
 MARKS = "osDv^<>PXph*"
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    specs: str = _setting("; ".join(SPECS), "attentions, separated by semicolons; each makes a whole model")
-    dims: tuple[int, ...] = _setting((8, 16, 32), "widths of the models, which set the size of their states")
-    rates: tuple[float, ...] = _setting((1e-2, 3e-2), "learning rates; of several, the best counts")
-    heads: int = _setting(1, "heads of each attention")
-    depth: int = _setting(1, "blocks of a model")
-    pairs: tuple[int, ...] = _setting((2, 4, 8, 16), "keys with values in a sequence, taken in turn in training")
-    tokens: int = _setting(4, "tokens of a sequence for each of its pairs; more than 4 leave blanks between queries")
-    vocab: int = _setting(32, "tokens: half of them keys, half values")
-    steps: int = _setting(500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled")
-    batch: int = _setting(32, "sequences of a training step")
-    tests: int = _setting(256, "test sequences for each number of pairs")
-    seed: int = _setting(0, "of weights and sequences")
+    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; each makes a whole model")
+    dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of their states")
+    rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; of several, the best counts")
+    heads: int = setting(1, "heads of each attention")
+    depth: int = setting(1, "blocks of a model")
+    pairs: tuple[int, ...] = setting((2, 4, 8, 16), "keys with values in a sequence, taken in turn in training")
+    tokens: int = setting(4, "tokens of a sequence for each of its pairs; more than 4 leave blanks between queries")
+    vocab: int = setting(32, "tokens: half of them keys, half values")
+    steps: int = setting(500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled")
+    batch: int = setting(32, "sequences of a training step")
+    tests: int = setting(256, "test sequences for each number of pairs")
+    seed: int = setting(0, "of weights and sequences")
 
     def __post_init__(self):
         for name in ("dims", "heads", "depth", "pairs", "steps", "batch", "tests"):
@@ -167,4 +163,5 @@ EXPERIMENT = Experiment(
         "network, and a task small enough for a laptop: 16 keys and 16 values, 4 tokens for each pair, 500 steps at "
         "most."
     ),
+    minutes=12.1,
 )

@@ -2,7 +2,7 @@
 
 import statistics
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,30 @@ from ..bench.report import Table
 from ..config import Config
 from ..train import Run, bits, fit
 from ..train.evaluate import roomy
-from .experiment import Experiment, Place, Result, Row, at_least
+from .experiment import Experiment, Place, Result, Row, at_least, setting
 from .images import DATA, curve, slug, trained
-
-
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
 
 
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    data: str = _setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
-    patterns: str = _setting(
+    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
+    patterns: str = setting(
         "band(28); band(14) | columns(28); causal",
         "patterns, separated by semicolons, each joined with causal; the others are compared with the first",
     )
-    seeds: tuple[int, ...] = _setting((0, 1, 2), "of weights and order of the images; a training of each pattern each")
-    dim: int = _setting(64, "width of the models")
-    depth: int = _setting(2, "blocks")
-    heads: int = _setting(4, "heads of each attention")
-    steps: int = _setting(400, "training steps")
-    batch: int = _setting(10, "images of a training step")
-    learning_rate: float = _setting(3e-3, "the highest learning rate; a cosine down to 0")
-    warmup: int = _setting(50, "steps in which the learning rate rises")
-    evaluate_every: int = _setting(100, "steps between two tests on validation images")
-    evaluate_examples: int = _setting(250, "validation images of such a test; 0: all")
-    tests: int = _setting(1000, "test images at the end, evenly spaced; 0: all")
+    seeds: tuple[int, ...] = setting((0, 1, 2), "of weights and order of the images; a training of each pattern each")
+    dim: int = setting(64, "width of the models")
+    depth: int = setting(2, "blocks")
+    heads: int = setting(4, "heads of each attention")
+    steps: int = setting(400, "training steps")
+    batch: int = setting(10, "images of a training step")
+    learning_rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
+    warmup: int = setting(50, "steps in which the learning rate rises")
+    evaluate_every: int = setting(100, "steps between two tests on validation images")
+    evaluate_examples: int = setting(250, "validation images of such a test; 0: all")
+    tests: int = setting(1000, "test images at the end, evenly spaced; 0: all")
 
     def __post_init__(self):
         at_least(0, seeds=self.seeds, tests=self.tests)
@@ -174,4 +170,5 @@ EXPERIMENT = Experiment(
         "of as many keys a query, and all keys beside them, learn MNIST in a small model for as long as minutes allow."
     ),
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data).checksum},
+    minutes=22.2,
 )

@@ -1,6 +1,6 @@
 """Time to think: how many steps adaptive computation time takes for parities of more and more bits."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,34 +10,30 @@ from torch import Tensor
 from ..bench.report import Table
 from ..config import Config
 from ..model import Decoder
-from .experiment import Experiment, Place, Result, Row, at_least, generator
+from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
 from .learning import Learning, fresh, learn
 
 FIXED = "all steps"
-
-
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
 
 
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    attention: str = _setting("local(window=2)", "of the block that is repeated; window=2 reads one bit more a step")
-    penalties: tuple[float, ...] = _setting((0.002, 0.02), "weights of the ponder cost, one training for each")
-    bits: int = _setting(6, "bits of a sequence; token t is asked for the parity of the first t")
-    cap: int = _setting(8, "steps at most")
-    bias: float = _setting(-2.0, "of the halting unit at first: sigmoid(-2) a step is about eight steps")
-    dim: int = _setting(64, "width of the model")
-    heads: int = _setting(2, "heads of its attention")
-    feedforward: int = _setting(128, "inner width of its feed-forward network")
-    batch: int = _setting(64, "sequences of an update")
-    steps: int = _setting(600, "updates")
-    free: int = _setting(300, "updates before steps have a price: first the task, then how to save")
-    rate: float = _setting(2e-3, "the highest learning rate; a cosine down to 0")
-    tests: int = _setting(512, "test sequences")
-    seed: int = _setting(0, "of weights and sequences")
+    attention: str = setting("local(window=2)", "of the block that is repeated; window=2 reads one bit more a step")
+    penalties: tuple[float, ...] = setting((0.002, 0.02), "weights of the ponder cost, one training for each")
+    bits: int = setting(6, "bits of a sequence; token t is asked for the parity of the first t")
+    cap: int = setting(8, "steps at most")
+    bias: float = setting(-2.0, "of the halting unit at first: sigmoid(-2) a step is about eight steps")
+    dim: int = setting(64, "width of the model")
+    heads: int = setting(2, "heads of its attention")
+    feedforward: int = setting(128, "inner width of its feed-forward network")
+    batch: int = setting(64, "sequences of an update")
+    steps: int = setting(600, "updates")
+    free: int = setting(300, "updates before steps have a price: first the task, then how to save")
+    rate: float = setting(2e-3, "the highest learning rate; a cosine down to 0")
+    tests: int = setting(512, "test sequences")
+    seed: int = setting(0, "of weights and sequences")
 
     def __post_init__(self):
         at_least(0, seed=self.seed, free=self.free)
@@ -171,4 +167,5 @@ EXPERIMENT = Experiment(
         "with two, from which a token had to find out that more of them would help; and steps have no price until the "
         "half of the training."
     ),
+    minutes=1.5,
 )

@@ -1,7 +1,7 @@
 """The proteins of a bacterium, residue by residue: from those before it, and from those around it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..data.order import batch_indices
 from ..data.proteins import Proteins
 from ..model import Decoder, Encoder
 from . import published, residues
-from .experiment import Experiment, Place, Result, Row, at_least, generator
+from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
 from .learning import Learning, born, learn
 from .residues import Asked, Rows
 
@@ -27,27 +27,23 @@ UNIGRAM = "frequencies alone"
 SPECS = ("softmax", "performer(map='relu', features=64)", "performer(features=64)", "linear")
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    data: str = _setting("protein", "protein:FILE, a FASTA file of proteins; or synthetic")
-    specs: str = _setting("; ".join(SPECS), "attentions, separated by semicolons; each makes a whole model")
-    length: int = _setting(512, "residues of a row, in which several proteins stand; longer ones are cut")
-    dim: int = _setting(64, "width of the models")
-    depth: int = _setting(2, "blocks")
-    heads: int = _setting(4, "heads of each attention")
-    steps: int = _setting(150, "training steps")
-    batch: int = _setting(8, "rows of a training step")
-    rate: float = _setting(3e-3, "the highest learning rate; a cosine down to 0")
-    every: int = _setting(25, "steps between two looks at validation proteins")
-    looked: int = _setting(16, "validation rows of such a look, evenly spaced; 0: all")
-    draws: int = _setting(2, f"of {residues.SHARES} parts of the test's residues as many are masked, each in its turn")
-    seeds: tuple[int, ...] = _setting((0,), "of weights, order and masks, and of synthetic proteins")
+    data: str = setting("protein", "protein:FILE, a FASTA file of proteins; or synthetic")
+    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; each makes a whole model")
+    length: int = setting(512, "residues of a row, in which several proteins stand; longer ones are cut")
+    dim: int = setting(64, "width of the models")
+    depth: int = setting(2, "blocks")
+    heads: int = setting(4, "heads of each attention")
+    steps: int = setting(150, "training steps")
+    batch: int = setting(8, "rows of a training step")
+    rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
+    every: int = setting(25, "steps between two looks at validation proteins")
+    looked: int = setting(16, "validation rows of such a look, evenly spaced; 0: all")
+    draws: int = setting(2, f"of {residues.SHARES} parts of the test's residues as many are masked, each in its turn")
+    seeds: tuple[int, ...] = setting((0,), "of weights, order and masks, and of synthetic proteins")
 
     def __post_init__(self):
         for name in ("length", "dim", "depth", "heads", "steps", "batch", "every", "draws"):

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..bench.report import Table
 from ..bench.worker import timed
 from ..spec import known
 from . import paper
-from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device
+from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, setting
 
 # Exponents are fitted from here on: below, what does not grow with the length still counts.
 FROM = 4096
@@ -26,10 +26,6 @@ SHORT = 64
 LEAST = 1e-3  # ms and MB: nothing at all has no logarithm
 LONG = 5.0  # seconds
 ROOM = 0.8  # part of the free memory that may be expected to be taken
-
-
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
 
 
 def layer(name: str, dim: int, heads: int, seed: int) -> tuple[torch.nn.Module, str]:
@@ -46,18 +42,18 @@ def layer(name: str, dim: int, heads: int, seed: int) -> tuple[torch.nn.Module, 
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    specs: str = _setting(
+    specs: str = setting(
         f"softmax; softmax@reference; linear; {paper.LSH}",
         "attentions, separated by semicolons, with @BACKEND where one is forced",
     )
-    lengths: tuple[int, ...] = _setting(tuple(2**power for power in range(9, 17)), "tokens of a sequence, N")
-    tokens: int = _setting(2**13, "tokens of a batch: so many divided by N are its sequences, but one at least")
-    heads: int = _setting(8, "heads of the layer")
-    size: int = _setting(32, "channels of a head")
-    rounds: int = _setting(3, "samples of each time, of which the median counts")
-    limit: float = _setting(60.0, "seconds that one sequence may be expected to take, by the length before it")
-    device: str = _setting("cpu", "cpu or cuda")
-    seed: int = _setting(0, "of weights and inputs")
+    lengths: tuple[int, ...] = setting(tuple(2**power for power in range(9, 17)), "tokens of a sequence, N")
+    tokens: int = setting(2**13, "tokens of a batch: so many divided by N are its sequences, but one at least")
+    heads: int = setting(8, "heads of the layer")
+    size: int = setting(32, "channels of a head")
+    rounds: int = setting(3, "samples of each time, of which the median counts")
+    limit: float = setting(60.0, "seconds that one sequence may be expected to take, by the length before it")
+    device: str = setting("cpu", "cpu or cuda")
+    seed: int = setting(0, "of weights and inputs")
 
     def __post_init__(self):
         at_least(SHORT, lengths=self.lengths)
@@ -258,4 +254,5 @@ EXPERIMENT = Experiment(
         "without a feed-forward network. Reformer, the publication's lsh-1 and lsh-4, is ours, whose causal chunks are "
         "counted inside a bucket, so that nothing leaks; a figure says which attentions it has."
     ),
+    minutes=8,
 )

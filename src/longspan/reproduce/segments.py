@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,7 +18,7 @@ from ..model import Decoder
 from ..train import Run, along, begun, fit
 from ..train.evaluate import roomy, total
 from ..train.learned import history
-from .experiment import Experiment, Place, Result, Row, at_least
+from .experiment import Experiment, Place, Result, Row, at_least, setting
 from .images import curve, trained
 
 VANILLA, XL, SPANS, AUXILIARY = "vanilla", "Transformer-XL", "XL + adaptive span", "vanilla + auxiliary losses"
@@ -27,36 +27,32 @@ STREAMS = (XL, SPANS)
 WAYS = {"alone": "segments by themselves", "sliding": "a window that slides", "carried": "states carried"}
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    data: str = _setting("text:stdlib", "a text: text:stdlib or text:PATH")
-    length: int = _setting(128, "bytes of a segment")
-    memory: int = _setting(128, "bytes of earlier segments that a layer with a memory sees")
-    span: int = _setting(256, "longest span that a head can learn")
-    ramp: int = _setting(32, "tokens over which weights fall at the end of a span")
-    initial: float = _setting(96.0, "span with which all heads begin")
-    penalty: float = _setting(1e-5, "weight of the spans in the loss: nats for a token of mean span, in each layer")
-    targets: int = _setting(2, "tokens that each position predicts where there are auxiliary losses")
-    dim: int = _setting(96, "width of the models")
-    depth: int = _setting(4, "blocks")
-    heads: int = _setting(4, "heads of each attention")
-    steps: int = _setting(1000, "training steps, of as many bytes for each model")
-    batch: int = _setting(8, "segments of a training step")
-    learning_rate: float = _setting(3e-3, "the highest learning rate; a cosine down to 0")
-    warmup: int = _setting(50, "steps in which the learning rate rises")
-    evaluate_every: int = _setting(100, "steps between two looks at validation text")
-    evaluate_examples: int = _setting(64, "validation segments of such a look; 0: all")
-    tests: int = _setting(256, "test segments at the end; 0: all")
-    stride: int = _setting(8, "by how many bytes the window of the test moves on")
-    attended: tuple[int, ...] = _setting((128, 256, 512, 1024, 2048), "tokens in view, where speed is measured")
-    rounds: int = _setting(3, "rounds of each timing")
-    seed: int = _setting(0, "of weights and order of the examples")
+    data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
+    length: int = setting(128, "bytes of a segment")
+    memory: int = setting(128, "bytes of earlier segments that a layer with a memory sees")
+    span: int = setting(256, "longest span that a head can learn")
+    ramp: int = setting(32, "tokens over which weights fall at the end of a span")
+    initial: float = setting(96.0, "span with which all heads begin")
+    penalty: float = setting(1e-5, "weight of the spans in the loss: nats for a token of mean span, in each layer")
+    targets: int = setting(2, "tokens that each position predicts where there are auxiliary losses")
+    dim: int = setting(96, "width of the models")
+    depth: int = setting(4, "blocks")
+    heads: int = setting(4, "heads of each attention")
+    steps: int = setting(1000, "training steps, of as many bytes for each model")
+    batch: int = setting(8, "segments of a training step")
+    learning_rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
+    warmup: int = setting(50, "steps in which the learning rate rises")
+    evaluate_every: int = setting(100, "steps between two looks at validation text")
+    evaluate_examples: int = setting(64, "validation segments of such a look; 0: all")
+    tests: int = setting(256, "test segments at the end; 0: all")
+    stride: int = setting(8, "by how many bytes the window of the test moves on")
+    attended: tuple[int, ...] = setting((128, 256, 512, 1024, 2048), "tokens in view, where speed is measured")
+    rounds: int = setting(3, "rounds of each timing")
+    seed: int = setting(0, "of weights and order of the examples")
 
     def __post_init__(self):
         at_least(1, attended=self.attended, rounds=self.rounds, stride=self.stride, targets=self.targets)

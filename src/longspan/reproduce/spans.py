@@ -2,7 +2,7 @@
 
 import math
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -15,38 +15,34 @@ from ..config import Config
 from ..model import Decoder
 from ..train import Run, bits, fit
 from ..train.evaluate import roomy
-from .experiment import Experiment, Place, Result, Row, at_least
+from .experiment import Experiment, Place, Result, Row, at_least, setting
 from .images import curve, trained
 
 FREE, PRICED, WINDOW = "spans, no penalty", "spans, penalty", "fixed window"
 KINDS = {FREE: "free", PRICED: "priced", WINDOW: "window"}
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    data: str = _setting("text:stdlib", "a text: text:stdlib or text:PATH")
-    length: int = _setting(256, "bytes of an example")
-    span: int = _setting(128, "longest span, in tokens")
-    ramp: int = _setting(16, "tokens over which weights fall at the end of a span")
-    initial: float = _setting(64.0, "span with which all heads begin")
-    penalty: float = _setting(3e-5, "weight of the spans in the loss: nats for a token of mean span, in each layer")
-    dim: int = _setting(64, "width of the models")
-    depth: int = _setting(3, "blocks")
-    heads: int = _setting(4, "heads of each attention")
-    steps: int = _setting(400, "training steps")
-    batch: int = _setting(8, "examples of a training step")
-    learning_rate: float = _setting(3e-3, "the highest learning rate; a cosine down to 0")
-    warmup: int = _setting(50, "steps in which the learning rate rises")
-    evaluate_every: int = _setting(40, "steps between two looks at the spans and at validation text")
-    evaluate_examples: int = _setting(64, "validation examples of such a look; 0: all")
-    tests: int = _setting(256, "test examples at the end, evenly spaced; 0: all")
-    seed: int = _setting(0, "of weights and order of the examples")
+    data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
+    length: int = setting(256, "bytes of an example")
+    span: int = setting(128, "longest span, in tokens")
+    ramp: int = setting(16, "tokens over which weights fall at the end of a span")
+    initial: float = setting(64.0, "span with which all heads begin")
+    penalty: float = setting(3e-5, "weight of the spans in the loss: nats for a token of mean span, in each layer")
+    dim: int = setting(64, "width of the models")
+    depth: int = setting(3, "blocks")
+    heads: int = setting(4, "heads of each attention")
+    steps: int = setting(400, "training steps")
+    batch: int = setting(8, "examples of a training step")
+    learning_rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
+    warmup: int = setting(50, "steps in which the learning rate rises")
+    evaluate_every: int = setting(40, "steps between two looks at the spans and at validation text")
+    evaluate_examples: int = setting(64, "validation examples of such a look; 0: all")
+    tests: int = setting(256, "test examples at the end, evenly spaced; 0: all")
+    seed: int = setting(0, "of weights and order of the examples")
 
     def __post_init__(self):
         at_least(0, tests=self.tests)
@@ -203,4 +199,5 @@ EXPERIMENT = Experiment(
         "of a layer as the widest one needs. The window is as long as the mean of these keys."
     ),
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data, settings.length).checksum},
+    minutes=4.5,
 )

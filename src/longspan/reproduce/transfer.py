@@ -1,6 +1,6 @@
 """A performer that starts from a softmax transformer's weights: the loss right after the swap, and after a finetune."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..data import Dataset
 from ..data.order import batch_indices
 from ..model import Decoder
 from ..train import Run, bits, rate
-from .experiment import Experiment, Place, Result, Row, at_least
+from .experiment import Experiment, Place, Result, Row, at_least, setting
 
 STARTS = ("swapped", "scratch")
 # Weights that a performer has of its own: the random rows, which its seed determines.
@@ -28,27 +28,23 @@ MARKS = {
 }
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    dim: int = _setting(64, "width of the models")
-    depth: int = _setting(3, "blocks")
-    heads: int = _setting(4, "heads of each attention")
-    steps: int = _setting(600, "training steps of the softmax transformer")
-    rate: float = _setting(3e-3, "its highest learning rate; a cosine down to 0, as in the finetune")
-    finetune: int = _setting(150, "steps after the swap, and of the performer that starts from scratch")
-    finetune_rate: float = _setting(1e-3, "highest learning rate after the swap")
-    batch: int = _setting(32, "images of a step")
-    features: tuple[int, ...] = _setting((16, 64, 256), "random rows of each head of the performers")
-    draws: int = _setting(5, "independent sets of rows with which the swapped weights are tested")
-    every: int = _setting(10, "steps between two tests on the validation images")
-    images: int = _setting(0, "images of such a test; 0: all")
-    seed: int = _setting(0, "of weights, rows and order of the images")
+    dim: int = setting(64, "width of the models")
+    depth: int = setting(3, "blocks")
+    heads: int = setting(4, "heads of each attention")
+    steps: int = setting(600, "training steps of the softmax transformer")
+    rate: float = setting(3e-3, "its highest learning rate; a cosine down to 0, as in the finetune")
+    finetune: int = setting(150, "steps after the swap, and of the performer that starts from scratch")
+    finetune_rate: float = setting(1e-3, "highest learning rate after the swap")
+    batch: int = setting(32, "images of a step")
+    features: tuple[int, ...] = setting((16, 64, 256), "random rows of each head of the performers")
+    draws: int = setting(5, "independent sets of rows with which the swapped weights are tested")
+    every: int = setting(10, "steps between two tests on the validation images")
+    images: int = setting(0, "images of such a test; 0: all")
+    seed: int = setting(0, "of weights, rows and order of the images")
 
     def __post_init__(self):
         for name in ("dim", "depth", "heads", "steps", "finetune", "batch", "features", "draws", "every"):
@@ -256,4 +252,5 @@ EXPERIMENT = Experiment(
         "as minutes allow. The publication shows curves without printed figures."
     ),
     data=lambda _: {"digits": digits().checksum},
+    minutes=6.1,
 )
