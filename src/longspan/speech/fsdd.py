@@ -148,7 +148,7 @@ def _strings(
 
 
 def string(spoken: list[Tensor], random: np.random.Generator, *, varied: bool) -> Tensor:
-    """Recordings one after the other, with 0.05 to 0.4 s of silence around each.
+    """Recordings one after the other, with 0.05 to 0.4 s of silence after each, and 0 to 0.4 s before the first.
 
     ``varied``: at one of ten speeds, pitch with it (Ko et al. 2015), up to 12 dB louder or softer, in white noise of
     -80 to -40 dB, or none; otherwise as they are.
@@ -156,9 +156,9 @@ def string(spoken: list[Tensor], random: np.random.Generator, *, varied: bool) -
     if varied:
         speed = SPEEDS[random.integers(len(SPEEDS))]
         spoken = [resampled(one, round(speed * RATE), RATE) for one in spoken]
-    pieces = [_silence(random)]
+    pieces = [_silence(random, 0)]
     for one in spoken:
-        pieces += [one, _silence(random)]
+        pieces += [one, _silence(random, RATE // 20)]
     samples = torch.cat(pieces)
     if varied:
         samples = samples * float(10 ** (random.uniform(-12, 12) / 20))
@@ -168,5 +168,5 @@ def string(spoken: list[Tensor], random: np.random.Generator, *, varied: bool) -
     return samples
 
 
-def _silence(random: np.random.Generator) -> Tensor:
-    return torch.zeros(int(random.integers(RATE // 20, 2 * RATE // 5)))
+def _silence(random: np.random.Generator, least: int) -> Tensor:
+    return torch.zeros(int(random.integers(least, 2 * RATE // 5)))
