@@ -3,12 +3,16 @@
 import itertools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 BLANK = 0
+# Tokens after which a beam does not take a label back: without a language model, what comes that much later says
+# nothing about it.
+LAG = 15
 
 
 def loss(logits: Tensor, tokens: Tensor, targets: Sequence[Sequence[int]]) -> Tensor:
@@ -67,6 +71,14 @@ class Greedy:
         return []
 
 
+class Ends(NamedTuple):
+    """What is known of a prefix."""
+
+    blank: float  # log-probability of its alignments that end in a blank
+    label: float  # and of those that end in its last label
+    heard: tuple[int, ...]  # the token at which each of its labels came up
+
+
 class PrefixBeam:
     """The likeliest labels, each with the probability of all its alignments, of ``beams`` prefixes followed.
 
@@ -77,7 +89,9 @@ class PrefixBeam:
     [((1,), 0.64), ((), 0.36)]
 
     With as many beams as there are prefixes the result is exact. Labels on which all followed prefixes agree are told
-    and forgotten, so that the memory of a stream does not grow; ``best`` has what comes after them.
+    and forgotten; so are those that came up ``LAG`` tokens ago, as the likeliest prefix has them, and prefixes without
+    them are not followed any more. Thus a stream waits for no word longer than that, and its memory does not grow.
+    ``best`` has what comes after the labels that were told.
 
     Source: Graves 2012, section 7.5.3, as a beam; Hannun et al. 2014 (1408.2873), algorithm 1, no language model.
     Raises ValueError for less than one beam.
@@ -86,18 +100,18 @@ class PrefixBeam:
     def __init__(self, beams: int):
         if beams < 1:
             raise ValueError(f"beams={beams} must be at least 1")
-        self.beams = beams
-        # prefix -> log-probability of its alignments that end in a blank, and of those that do not
-        self.prefixes: dict[tuple[int, ...], tuple[float, float]] = {(): (0.0, -math.inf)}
+        self.beams, self.tokens = beams, 0
+        # Of the labels that were told the last one stays: what follows decides whether it is repeated.
+        self.told = 0
+        self.prefixes = {(): Ends(0.0, -math.inf, ())}
 
     def feed(self, scores: Tensor) -> list[int]:
-        """Log-probabilities (N,C) of the next tokens -> the labels that no followed prefix disputes any more.
-
-        The last label of a prefix stays, since what follows it decides whether it is repeated.
-        """
+        """Log-probabilities (N,C) of the next tokens -> the labels that are settled by now and were not told yet."""
+        found = []
         for row in scores.tolist():
             self._step(row)
-        return self._settled()
+            found += self._decided()
+        return found + self._agreed()
 
     def finish(self) -> list[int]:
         """The labels of the likeliest prefix that were not told yet."""
@@ -105,35 +119,55 @@ class PrefixBeam:
 
     def best(self) -> list[tuple[tuple[int, ...], float]]:
         """(labels, log-probability) of each followed prefix, the likeliest first."""
-        found = [(prefix, _add(*ends)) for prefix, ends in self.prefixes.items()]
-        return sorted(found, key=lambda one: -one[1])
+        return [(prefix[self.told :], _add(ends.blank, ends.label)) for prefix, ends in self.prefixes.items()]
 
     def _step(self, row: list[float]) -> None:
-        new: dict[tuple[int, ...], tuple[float, float]] = {}
-        none = (-math.inf, -math.inf)
-        for prefix, (blank, other) in self.prefixes.items():
+        new: dict[tuple[int, ...], Ends] = {}
+        none = -math.inf
+        for prefix, (blank, other, heard) in self.prefixes.items():
             total, last = _add(blank, other), prefix[-1] if prefix else BLANK
-            before = new.get(prefix, none)
-            new[prefix] = (
-                _add(before[0], total + row[BLANK]),
-                _add(before[1], other + row[last] if prefix else -math.inf),
-            )
+            before = new.get(prefix)
+            new[prefix] = Ends(total + row[BLANK], other + row[last] if prefix else none, heard)
+            if before:
+                new[prefix] = new[prefix]._replace(label=_add(new[prefix].label, before.label))
             for label in range(len(row)):
                 if label != BLANK:
                     longer = (*prefix, label)
-                    before = new.get(longer, none)
+                    before = new.get(longer, Ends(none, none, (*heard, self.tokens)))
                     # After a label that ends a prefix, the same one is its repetition unless a blank came between.
-                    new[longer] = before[0], _add(before[1], (blank if label == last else total) + row[label])
-        kept = sorted(new, key=lambda prefix: -_add(*new[prefix]))[: self.beams]
+                    more = (blank if label == last else total) + row[label]
+                    new[longer] = before._replace(label=_add(before.label, more))
+        kept = sorted(new, key=lambda prefix: -_add(new[prefix].blank, new[prefix].label))[: self.beams]
         self.prefixes = {prefix: new[prefix] for prefix in kept}
+        self.tokens += 1
 
-    def _settled(self) -> list[int]:
+    def _decided(self) -> list[int]:
+        """The likeliest prefix's labels that came up long ago; the others must have them, too."""
+        best = next(iter(self.prefixes))
+        old = [i for i, token in enumerate(self.prefixes[best].heard) if self.tokens - token > LAG]
+        known = max(len(old), self.told)
+        found, self.told = best[self.told : known], known
+        self.prefixes = {prefix: ends for prefix, ends in self.prefixes.items() if prefix[:known] == best[:known]}
+        self._forget()
+        return list(found)
+
+    def _agreed(self) -> list[int]:
+        """The labels that all prefixes begin with."""
         first, *others = self.prefixes
-        same = max(min(map(len, self.prefixes)) - 1, 0)
+        same = min(map(len, self.prefixes))
         for prefix in others:
             same = next((i for i in range(same) if prefix[i] != first[i]), same)
-        self.prefixes = {prefix[same:]: ends for prefix, ends in self.prefixes.items()}
-        return list(first[:same])
+        found, self.told = first[self.told : same], same
+        self._forget()
+        return list(found)
+
+    def _forget(self) -> None:
+        """All labels that were told but the last."""
+        gone = max(self.told - 1, 0)
+        self.told -= gone
+        self.prefixes = {
+            prefix[gone:]: ends._replace(heard=ends.heard[gone:]) for prefix, ends in self.prefixes.items()
+        }
 
 
 def _add(a: float, b: float) -> float:
