@@ -73,7 +73,7 @@ class Settings:
             "rounds",
         )
         at_least(1, **{name: getattr(self, name) for name in names})
-        corpora.check(self.data)
+        corpora.check(self.data, self.units)
         spec.known(self.direction, dict.fromkeys(DIRECTIONS), "direction")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate} must be positive")

@@ -3,12 +3,14 @@
 from ..spec import known
 from . import an4, fsdd, tones
 from .corpus import Corpus
+from .labels import UNITS
 
 NAMES = ("an4", "fsdd", "tones")
 
 
-def check(name: str) -> None:
-    """Raise ValueError unless ``load`` knows the name; whether its files are there is not asked."""
+def check(name: str, units: str) -> None:
+    """Raise ValueError unless ``load`` knows name and units; whether its files are there is not asked."""
+    known(units, dict.fromkeys(UNITS), "unit of labels")
     kind, colon, source = name.partition(":")
     known(kind, dict.fromkeys(NAMES), "corpus of speech")
     if colon and not source:
@@ -28,7 +30,7 @@ def load(name: str, *, units: str, speaker: str = "", longest: int = 10, seed: i
     Raises ValueError for an unknown name, a speaker where there is none to choose, and files that are missing or wrong;
     ImportError where an optional package is missing.
     """
-    check(name)
+    check(name, units)
     kind, _, source = name.partition(":")
     if speaker and kind != "fsdd":
         raise ValueError(f"speaker={speaker}: {kind} has test speakers of its own; only of fsdd one is chosen")

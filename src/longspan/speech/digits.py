@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from ..spec import known
 from .labels import LETTERS, encode
 
 SPOKEN = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -18,8 +17,8 @@ _LABELS = {
 
 
 def labels_of(units: str) -> str:
-    """The labels of digits in letters, phonemes or words. Raises ValueError for other units."""
-    return _LABELS[known(units, _LABELS, "unit")]
+    """The labels of digits in letters, phonemes or words, ``labels.UNITS``."""
+    return _LABELS[units]
 
 
 def target(digits: Sequence[int], units: str) -> list[int]:
