@@ -167,6 +167,11 @@ def test_the_tables_have_ours_beside_the_published(result):
     assert epochs[3] == ["linear", "7", "900", "2 s", "0.50", "824 s", f"{824 / 2711:.2f}"]
     assert steps[2] == ["linear", "2 s", "2 s"]
     assert relative[1:] == [["linear", "2.00", "0.50"]]
+    words = {**result, "settings": result["settings"] | {"units": "words"}}
+    assert speech_report.errors(words)[:2] == [
+        ["unseen speakers", "parameters", "word errors, %", "word errors, 8 beams", "published phoneme errors, %"],
+        ["lstm", "1,000", "12.50", "12.50", "10.94"],
+    ]
     result["rows"] = [row for row in result["rows"] if row.get("encoder") != "softmax"]
     for row in result["rows"][2:]:
         del row["seconds"]["softmax"]

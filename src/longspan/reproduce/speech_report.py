@@ -28,6 +28,12 @@ def rows(result: Result, what: str) -> list[Row]:
     return [row for row in result["rows"] if row["what"] == what]
 
 
+def kinds(result: Result) -> dict[str, str]:
+    """What errors are counted -> what they are errors of: labels, and words where these are something else."""
+    unit = result["settings"]["units"].removesuffix("s")
+    return {"labels": unit} | ({} if unit == "word" else {"words": "word"})
+
+
 def tables(result: Result) -> list[Table]:
     """Errors of unseen speakers; of other held-out utterances; seconds of an epoch; of a step by length."""
     return [errors(result), *others(result), epochs(result), *steps(result)]
@@ -35,14 +41,12 @@ def tables(result: Result) -> list[Table]:
 
 def errors(result: Result) -> Table:
     """Errors on unseen speakers, greedily and by the beam."""
-    settings = result["settings"]
-    unit = settings["units"].removesuffix("s")
-    head = ["unseen speakers", "parameters", f"{unit} errors, %", "word errors, %"]
-    beam = f"{settings['beams']} beams"
-    table = [[*head, f"{unit} errors, {beam}", f"word errors, {beam}", "published phoneme errors, %"]]
+    counted, beam = kinds(result), f"{result['settings']['beams']} beams"
+    head = [f"{unit} errors, {how}" for how in ("%", beam) for unit in counted.values()]
+    table = [["unseen speakers", "parameters", *head, "published phoneme errors, %"]]
     for row in rows(result, "training"):
         found = row["errors"]["test"]
-        shown = [percent(found[how][what]) for how in ("greedy", "beam") for what in ("labels", "words")]
+        shown = [percent(found[how][what]) for how in ("greedy", "beam") for what in counted]
         theirs = [f"{one.errors:.2f}" for one in published.SPEECH if one.name == called(row["encoder"])]
         table.append([row["encoder"], f"{row['parameters']:,}", *shown, *theirs])
     return table
@@ -54,11 +58,10 @@ def others(result: Result) -> list[Table]:
     parts = [part for part in (found[0]["errors"] if found else {}) if part != "test"]
     tables = []
     for part in parts:
-        unit = result["settings"]["units"].removesuffix("s")
-        table = [[PARTS[part], f"{unit} errors, %", "word errors, %"]]
+        counted = kinds(result)
+        table = [[PARTS[part], *(f"{unit} errors, %" for unit in counted.values())]]
         for row in found:
-            rates = row["errors"][part]["greedy"]
-            table.append([row["encoder"], percent(rates["labels"]), percent(rates["words"])])
+            table.append([row["encoder"], *(percent(row["errors"][part]["greedy"][what]) for what in counted)])
         tables.append(table)
     return tables
 
