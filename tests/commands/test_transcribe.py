@@ -153,10 +153,12 @@ def test_without_filter_banks_it_says_what_to_install(model, files, capsys, monk
     assert 'missing for filter banks: kaldi_native_fbank; pip install "longspan[speech]"' in line
 
 
-def test_silence_follows_every_recording(model):
-    """0.3 s of it, in which a causal model tells what it heard last; in a stream, too."""
+def test_silence_is_around_every_recording(model):
+    """0.2 s before, and 0.3 s after, in which a causal model tells what it heard last; in a stream, too."""
     samples = torch.from_numpy(noise(4000, 7) / 32768.0).float()
     sound = sys.modules["longspan.speech.transcribe"].Sound(model, 16000)
     frames = torch.cat([sound.feed(samples), sound.finish()])
-    # 0.25 s of sound and 0.3 s of silence at 8000 samples per second, a frame of 200 of them every 80.
-    assert len(frames) == 1 + (2000 + 2400 - 200) // 80
+    # 0.25 s of sound and 0.5 s of silence at 8000 samples per second, a frame of 200 of them every 80.
+    assert len(frames) == 1 + (1600 + 2000 + 2400 - 200) // 80
+    assert torch.equal(frames[0], frames[-1])
+    assert len(set(frames[:18, 0].tolist())) == 1 < len(set(frames[18:, 0].tolist()))

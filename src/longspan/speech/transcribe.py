@@ -9,8 +9,9 @@ from .labels import Speller
 from .model import Transcriber
 from .resample import Resampler
 
-# Seconds of silence after the end, in which a causal transcriber tells what it heard last.
-TAIL = 0.3
+# Seconds of silence before the beginning, since models are trained on words that begin out of it, and after the end, in
+# which a causal transcriber tells what it heard last.
+HEAD, TAIL = 0.2, 0.3
 
 
 class Sound:
@@ -26,11 +27,12 @@ class Sound:
         if rate < wanted:
             raise ValueError(f"the recording has {rate} samples per second; this model needs at least {wanted}")
         self.resampler, self.bank = Resampler(rate, wanted), FilterBank(wanted, model.config.features)
-        self.tail = torch.zeros(round(TAIL * rate))
+        self.head, self.tail = (torch.zeros(round(seconds * rate)) for seconds in (HEAD, TAIL))
 
     def feed(self, samples: Tensor) -> Tensor:
-        """The next samples (N,) -> frames (T,features)."""
-        return self.bank.feed(self.resampler.feed(samples))
+        """The next samples (N,) -> frames (T,features); those of a short silence before the first."""
+        before, self.head = self.head, self.head[:0]
+        return self.bank.feed(self.resampler.feed(torch.cat([before, samples])))
 
     def finish(self) -> Tensor:
         """The last frames, those of a short silence after the end among them."""
@@ -70,7 +72,8 @@ class Listener:
 def transcribe(model: Transcriber, samples: Tensor, rate: int, beams: int = 0) -> list[str]:
     """The words of a recording: samples (N,) from -1 to 1, ``rate`` of them a second, any from the model's own on.
 
-    ``beams``: prefixes that a beam search follows; 0 is greedy decoding. After the end comes a silence of 0.3 s.
+    ``beams``: prefixes that a beam search follows; 0 is greedy decoding. The model hears a silence of 0.2 s before the
+    beginning and of 0.3 s after the end.
 
     Raises ValueError for a model whose frames are no recordings', a rate below its own and a negative number of beams;
     ImportError without kaldi-native-fbank.
