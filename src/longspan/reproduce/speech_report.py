@@ -119,9 +119,8 @@ def draw(plt: Any, result: Result) -> Any:
     axes[0].set(title="training", xlabel="epochs", ylabel=f"{unit} errors on validation utterances, %", ylim=(0, None))
     axes[1].set(
         title="speakers that are not in the training", xlabel="seconds of an epoch", ylabel=f"{unit} errors, %",
-        xlim=(0, None), ylim=(0, None),
+        xlim=(0, 1.3 * axes[1].get_xlim()[1]), ylim=(0, 1.3 * axes[1].get_ylim()[1]),
     )  # fmt: skip
-    axes[1].margins(0.25)
     found = sorted(rows(result, "step"), key=lambda row: row["frames"])
     relative = bool(found) and SOFTMAX in found[0]["seconds"]
     for name in found[0]["seconds"] if found else []:
