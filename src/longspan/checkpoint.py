@@ -23,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from . import files, sealed
-from .config import Config, EncoderConfig, Seq2SeqConfig
+from .config import Config, EncoderConfig, Seq2SeqConfig, TranscriberConfig
 from .kinds import shown
 from .model import Decoder, Encoder
 from .sealed import CONFIG
 from .seq2seq import Seq2Seq
 from .spec import known
+from .speech.model import Transcriber
 from .stacks import weigh
 from .version import VERSION
 
@@ -36,13 +37,14 @@ KINDS: dict[str, tuple[Any, Any]] = {
     "decoder": (Config, Decoder),
     "encoder": (EncoderConfig, Encoder),
     "seq2seq": (Seq2SeqConfig, Seq2Seq),
+    "transcriber": (TranscriberConfig, Transcriber),
 }
 WEIGHTS, TRAINING = "model.safetensors", "training.pt"
 
 
 def save(
     folder: str | os.PathLike,
-    model: Decoder | Encoder | Seq2Seq,
+    model: Decoder | Encoder | Seq2Seq | Transcriber,
     *,
     training: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -100,8 +102,8 @@ def load(folder: str | Path) -> Any:
     >>> again.config == model.config
     True
 
-    It is a ``Decoder``, an ``Encoder`` or a ``Seq2Seq``, ``model.config`` is its config. The global random number
-    generator is left alone.
+    It is a ``Decoder``, an ``Encoder``, a ``Seq2Seq`` or a ``Transcriber``; ``model.config`` is its config. The global
+    random number generator is left alone.
 
     Raises ValueError for a folder that is missing or no checkpoint, another format or kind, a file that was changed or
     damaged or is another checkpoint's, and weights that do not fit the config, have other kinds of numbers or are NaN.

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": ("train", "train a model from a recipe or from flags"),
     "eval": ("evaluate", "bits per dimension, byte or token of a trained model, and exact targets"),
     "generate": ("generate", "pictures, text or targets of sources from a trained model"),
+    "transcribe": ("transcribe", "the words of recordings, whole or while they are read"),
     "export": ("export", "a trained model as an ONNX file: prefill and step in one graph"),
     "list": ("listing", "the mechanisms that there are"),
     "show": ("show", "one mechanism: options, parameters, FLOPs, state, backend; or a training run"),

@@ -188,3 +188,46 @@ class Seq2SeqConfig(Config):
         for field, depth in (("encoder_attention", self.encoder_depth or self.depth), ("cross_attention", self.depth)):
             count = len(split(getattr(self, field)))
             _require(count <= depth, f"{field}={getattr(self, field)!r} names {count} layers, more than depth={depth}")
+
+
+@dataclass(frozen=True)
+class TranscriberConfig(StackConfig):
+    """A transcriber: frames of speech in, and for every few of them the label that is heard there, or none.
+
+    >>> import longspan
+    >>> longspan.TranscriberConfig(dim=64, heads=4, attention="gla", causal=True, labels="one two").stride
+    2
+    """
+
+    labels: str = "| a b c d e f g h i j k l m n o p q r s t u v w x y z"
+    """names with spaces between; with '|' among them, which stands between words, the others are parts of words"""
+    features: int = 40
+    """numbers that a frame has"""
+    stride: int = 2
+    """frames from one token to the next"""
+    context: int = 8
+    """frames that a token reads: its own ones and those before"""
+    causal: bool = False
+    """whether a token sees earlier tokens only, so that the speech can be transcribed while it is heard"""
+    rate: int = 8000
+    """samples per second of the recordings whose filter banks the frames are; 0: no recordings' frames, other ones"""
+    positions: str = "sinusoidal"
+    """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
+    length: int = 1024
+    """tokens in the table of learned positions; other positions have no limit and do not read it"""
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("features", "stride", "length"):
+            _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
+        _require(self.rate >= 0, f"rate={self.rate} must not be negative")
+        _require(
+            self.context >= self.stride,
+            f"context={self.context} must be at least stride={self.stride}, so that every frame is read",
+        )
+        found = self.labels.split()
+        _require(
+            0 < len(found) == len(set(found)),
+            f"labels={self.labels!r} must be names with spaces between, each of them once",
+        )
+        positions.parse(self.positions)

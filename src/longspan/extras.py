@@ -15,6 +15,7 @@ EXTRAS = {
     "pooch": "data",
     "transformers": "transformers",
     "peft": "lora",
+    "kaldi_native_fbank": "speech",
 }
 
 

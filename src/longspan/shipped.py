@@ -4,16 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from . import checkpoint, files, sealed
-from .model import Decoder
 from .spec import known
 
 FOLDER = Path(__file__).parent / "models"
 RECORD = "record.json"
 
 
-def names() -> tuple[str, ...]:
-    """The models that are here."""
-    return tuple(sorted(path.parent.name for path in FOLDER.glob(f"*/{checkpoint.CONFIG}")))
+def names(*kinds: str) -> tuple[str, ...]:
+    """The models that are here: of these kinds, ``decoder`` and so on, or all."""
+    found = sorted(path.parent for path in FOLDER.glob(f"*/{checkpoint.CONFIG}"))
+    return tuple(path.name for path in found if not kinds or checkpoint.read_config(path)["kind"] in kinds)
 
 
 def path(name: str) -> Path:
@@ -22,7 +22,7 @@ def path(name: str) -> Path:
     return FOLDER / name
 
 
-def load(name: str) -> Decoder:
+def load(name: str) -> Any:
     """A model in eval mode on the CPU: in float32, with the values of the bfloat16 weights that its checkpoint holds.
 
     Raises ValueError for a name that none has.

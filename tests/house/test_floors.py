@@ -36,6 +36,7 @@ FLOORS = (
         "pictures",
         "shipped",
         "recipes",
+        "speech",
     ),
     ("train", "bench", "reproduce", "demo", "describe", "dispatch", "compat", "runs"),
     ("cli", "commands", "__main__"),
@@ -44,7 +45,7 @@ FLOORS = (
 FLOOR = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
 LINES, MECHANISM_LINES = 400, 200
 # Packages that `import longspan` must not need.
-HEAVY = ("lightning", "matplotlib", "sklearn", "triton", "PIL", "pooch", "tensorboard")
+HEAVY = ("lightning", "matplotlib", "sklearn", "triton", "PIL", "pooch", "tensorboard", "kaldi_native_fbank")
 
 
 def sources(folder: Path) -> list[Path]:

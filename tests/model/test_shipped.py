@@ -16,6 +16,7 @@ from data_files import mnist_folder, shared
 from longspan import checkpoint, data, recipes, shipped
 from longspan.cli import WRONG, main
 from longspan.commands import generate as command
+from longspan.commands import trained, transcribe
 from longspan.config import Config
 from longspan.data import images as sources
 from longspan.engine import Engine
@@ -54,7 +55,7 @@ def some(mnist):
 # What is in the package
 
 
-@pytest.mark.parametrize("name", shipped.names())
+@pytest.mark.parametrize("name", shipped.names("decoder"))
 def test_a_model_is_small_and_says_how_it_was_made(name, script):
     folder = shipped.path(name)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -82,8 +83,9 @@ def test_a_model_is_small_and_says_how_it_was_made(name, script):
 def test_models_are_there_and_every_one_is_in_the_wheel_and_in_the_help():
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     packed = {file.distribution_path for file in builder.recurse_included_files()}
-    assert shipped.names() == ("mnist", "text")
-    assert command.HELP.endswith(f": {', '.join(shipped.names())}")
+    assert shipped.names() == ("digits", "mnist", "text")
+    assert command.HELP.endswith(f": {', '.join(shipped.names(*trained.WRITERS))}")
+    assert transcribe.HELP.endswith(f": {', '.join(shipped.names(trained.TRANSCRIBER))}")
     for name in shipped.names():
         files = {path.relative_to(ROOT / "src").as_posix() for path in shipped.path(name).iterdir()}
         assert len(files) == 3

@@ -16,6 +16,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "text": ((), 256),
 }
 PAIRS = "pairs"
+# Kinds of models that write tokens, and the kind that reads speech.
+WRITERS, TRANSCRIBER = ("decoder", "seq2seq"), "transcriber"
 DOWNLOADED = ("mnist", "cifar10")
 
 
@@ -26,7 +28,7 @@ def model(folder: str, data: str) -> tuple[Any, str, int]:
     was trained on. Raises ValueError for a folder that is no checkpoint, an encoder, a checkpoint that does not say on
     which data it was trained, and for data of another kind than the model's.
     """
-    path, header = _header(folder, "decoder", "seq2seq")
+    path, header = _header(folder, *WRITERS)
     run = header.get("run") or {}
     name = data or run.get("data", "")
     if not name:
@@ -38,17 +40,31 @@ def model(folder: str, data: str) -> tuple[Any, str, int]:
     return shipped.load(folder) if shipped.means(folder) else checkpoint.load(path), name, length
 
 
+def transcriber(folder: str) -> Any:
+    """A transcriber in eval mode; ``folder`` may also name one that comes with the package.
+
+    Raises ValueError for a folder that is no checkpoint, and for a model of another kind.
+    """
+    path, _ = _header(folder, TRANSCRIBER)
+    return shipped.load(folder) if shipped.means(folder) else checkpoint.load(path)
+
+
 def sizes(folder: str, *fields: str) -> dict[str, Any]:
     """Some fields of a trained decoder's config; ``folder`` as for ``model``, which says what is raised."""
     return {field: _header(folder, "decoder")[1]["config"][field] for field in fields}
 
 
 def _header(folder: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
-    path = shipped.path(folder) if shipped.means(folder) else _resolve(folder)
+    path = shipped.path(folder) if shipped.means(folder) else _resolve(folder, *kinds)
     header = checkpoint.read_config(path)
     if header["kind"] not in kinds:
         article = "an" if header["kind"] == "encoder" else "a"
-        raise ValueError(f"{folder} holds {article} {header['kind']}; only a decoder predicts and generates tokens")
+        able = "a decoder predicts and generates tokens"
+        if TRANSCRIBER in kinds:
+            able = "a transcriber tells what is said, such as longspan reproduce speech trains"
+        elif header["kind"] == TRANSCRIBER:
+            able += f"; what is said in a recording is told by longspan transcribe {folder} FILE.wav"
+        raise ValueError(f"{folder} holds {article} {header['kind']}; only {able}")
     return path, header
 
 
@@ -74,13 +90,13 @@ def shape(model: Any, name: str) -> Dataset:
     return Dataset(name, vocab, length, grid, "dim" if grid else "byte", "", {}, {})
 
 
-def _resolve(folder: str) -> Path:
+def _resolve(folder: str, *kinds: str) -> Path:
     try:
         return checkpoint.resolve(folder)
     except ValueError as error:
-        if Path(folder).exists() or Path(folder).name != folder or not shipped.names():
+        if Path(folder).exists() or Path(folder).name != folder or not (names := shipped.names(*kinds)):
             raise
-        raise ValueError(f"{error}, nor is it a model inside longspan: {', '.join(shipped.names())}") from error
+        raise ValueError(f"{error}, nor is it a model inside longspan: {', '.join(names)}") from error
 
 
 def kind(name: str) -> str:

@@ -15,6 +15,7 @@ from . import (
     scaling,
     segments,
     spans,
+    speech,
     transfer,
 )
 from .experiment import Experiment
@@ -34,5 +35,6 @@ EXPERIMENTS: dict[str, Experiment] = {
     "scaling": scaling.EXPERIMENT,
     "segments": segments.EXPERIMENT,
     "spans": spans.EXPERIMENT,
+    "speech": speech.EXPERIMENT,
     "transfer": transfer.EXPERIMENT,
 }

@@ -74,7 +74,8 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
                 decoder = checkpoint.load(path)
             header = checkpoint.read_config(path)
             if not isinstance(decoder, Decoder):
-                raise ValueError(f"{name} holds an {header['kind']}; only a decoder is a causal language model")
+                article = "an" if header["kind"] == "encoder" else "a"
+                raise ValueError(f"{name} holds {article} {header['kind']}; only a decoder is a causal language model")
             source, run = decoder, header.get("run")
         training, dtype = source.training, next(source.parameters()).dtype
         model = cls(LongspanConfig.of(source.config, run), source).train(training)

@@ -1,0 +1,81 @@
+"""``longspan transcribe``: recordings to words, whole or while they are read."""
+
+from .. import signals
+from .parser import Parser, make
+
+HELP = "a checkpoint of a transcriber, or a model that comes with longspan: digits"
+CHUNK = 0.1  # seconds that are read at a time
+
+
+def parser() -> Parser:
+    parser = make(
+        "transcribe",
+        "The words of recordings, by a model that was trained with CTC. Recordings are wav files of one channel and 16 "
+        "bits, with at least as many samples per second as the model was trained on; more are converted. The model "
+        "digits comes with longspan: it knows the English words from zero to nine. Of several files each one's words "
+        "follow its name and a tab.",
+        "longspan transcribe digits FILE.wav",
+        "longspan transcribe digits FILE.wav --beam 8",
+        "longspan transcribe digits FILE.wav --stream",
+        "longspan transcribe reproduce/speech-work/linear FILE.wav",
+    )
+    parser.add_argument("folder", type=str, help=HELP)
+    parser.add_argument("files", nargs="+", type=str, metavar="FILE.wav", help="the recordings")
+    parser.add_argument(
+        "--beam", type=int, default=0, metavar="N",
+        help="follow the N likeliest beginnings, each with all its alignments; 0: the likeliest label of each token",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stream", action="store_true",
+        help="read a tenth of a second at a time and print words as soon as they are heard, in memory that does not "
+        "grow with the recording; for causal models, with the same words as without",
+    )  # fmt: skip
+    return parser
+
+
+def run(args) -> int:
+    from . import trained
+
+    if args.beam < 0:
+        raise ValueError(f"--beam={args.beam} must not be negative; 0 is greedy decoding")
+    model = trained.transcriber(args.folder)
+    if args.stream and not model.config.causal:
+        raise ValueError(f"--stream needs a causal model; {args.folder} sees whole recordings")
+    told = _streamed if args.stream else _whole
+    done = 0
+    try:
+        for path in args.files:
+            if len(args.files) > 1:
+                _write(f"{path}\t")
+            told(model, path, args.beam)
+            done += 1
+    except KeyboardInterrupt as error:
+        _write("\n")
+        raise signals.told(error, f"interrupted: {done} of {len(args.files)} recordings are transcribed") from error
+    return 0
+
+
+def _whole(model, path: str, beams: int) -> None:
+    from ..speech import transcribe, wav
+
+    samples, rate = wav.read(path)
+    _write(" ".join(transcribe(model, samples, rate, beams)) + "\n")
+
+
+def _streamed(model, path: str, beams: int) -> None:
+    from ..speech import Listener, wav
+
+    listener, between = None, ""
+    for samples, rate in wav.chunks(path, CHUNK):
+        listener = listener or Listener(model, rate, beams)
+        for word in listener.feed(samples):
+            _write(between + word)
+            between = " "
+    for word in listener.finish() if listener else []:
+        _write(between + word)
+        between = " "
+    _write("\n")
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

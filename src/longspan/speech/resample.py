@@ -1,0 +1,78 @@
+"""Another number of samples per second: interpolation by a windowed sinc, also a little at a time."""
+
+import math
+
+import torch
+from torch import Tensor
+
+ZEROS = 16  # of the sinc on each side
+ROOM = 0.95  # where the pass band ends, as a part of half the lower rate
+
+
+class Resampler:
+    """Samples at ``source`` per second -> the same sound at ``target`` per second, the same for any cut into calls.
+
+    >>> import torch
+    >>> resampler = Resampler(16000, 8000)
+    >>> heard = torch.cat([resampler.feed(torch.zeros(90)), resampler.feed(torch.zeros(70)), resampler.finish()])
+    >>> len(heard)
+    80
+
+    Output m is the sum of the samples around the time m / target, weighted by a sinc of the lower rate's bandwidth in
+    a Hann window of ``ZEROS`` of its zeros on each side (Smith, Digital Audio Resampling, sections "theory" and
+    "implementation"). Before the first and after the last sample there is silence.
+
+    Raises ValueError for rates below 1.
+    """
+
+    def __init__(self, source: int, target: int):
+        if source < 1 or target < 1:
+            raise ValueError(f"source={source} and target={target} samples per second must be at least 1")
+        common = math.gcd(source, target)
+        self.up, self.down = target // common, source // common
+        self.same = source == target
+        self.half = math.ceil(ZEROS * max(1.0, source / target))
+        # Weights of the samples -half+1 ... half around a time that lies phase / up after sample 0.
+        time = torch.arange(-self.half + 1, self.half + 1) - torch.arange(self.up)[:, None] / self.up
+        band = ROOM * min(1.0, target / source)
+        window = 0.5 + 0.5 * torch.cos(math.pi * (time / self.half).clamp(-1, 1).double())
+        weights = band * torch.special.sinc(band * time.double()) * window
+        self.weights = (weights / weights.sum(1, keepdim=True)).float()  # (up, 2 half)
+        self.kept = torch.zeros(self.half - 1)  # the samples that are still needed
+        self.first = 1 - self.half  # the number of the first of them
+        self.read = self.made = 0
+
+    def feed(self, samples: Tensor) -> Tensor:
+        """The next samples (N,) -> all that can be told of the result by now, (M,)."""
+        self.read += len(samples)
+        if self.same:
+            return samples
+        self.kept = torch.cat([self.kept, samples])
+        # An output whose time lies in [t, t+1) reads up to sample t + half.
+        seen = self.read - self.half
+        return self._until(-(-seen * self.up // self.down) if seen > 0 else 0)
+
+    def finish(self) -> Tensor:
+        """What is left: silence follows."""
+        if self.same:
+            return self.kept[:0]
+        self.kept = torch.cat([self.kept, torch.zeros(self.half + 1)])
+        return self._until(-(-self.read * self.up // self.down))
+
+    def _until(self, count: int) -> Tensor:
+        """The outputs before number ``count``."""
+        if count <= self.made:
+            return self.kept[:0]
+        place = torch.arange(self.made, count) * self.down
+        begin = place // self.up - self.half + 1 - self.first
+        rows = self.kept.unfold(0, 2 * self.half, 1)[begin]  # (M, 2 half)
+        self.made = count
+        needed = count * self.down // self.up - self.half + 1
+        self.kept, self.first = self.kept[needed - self.first :], needed
+        return (rows * self.weights[place % self.up]).sum(1)
+
+
+def resampled(samples: Tensor, source: int, target: int) -> Tensor:
+    """All samples (N,) at once -> (M,), M the least whole number that is not below N target / source."""
+    resampler = Resampler(source, target)
+    return torch.cat([resampler.feed(samples), resampler.finish()])

@@ -1,0 +1,99 @@
+"""Recordings to words: whole ones, or a few samples at a time by a causal transcriber."""
+
+import torch
+from torch import Tensor
+
+from .ctc import Greedy, PrefixBeam
+from .features import FilterBank
+from .labels import Speller
+from .model import Transcriber
+from .resample import Resampler
+
+# Seconds of silence before the beginning, since models are trained on words that begin out of it, and after the end, in
+# which a causal transcriber tells what it heard last.
+HEAD, TAIL = 0.2, 0.3
+
+
+class Sound:
+    """Samples at any rate from the model's on -> the frames that it reads, a few at a time.
+
+    Raises ValueError for a model whose frames are no recordings', and a rate below its own.
+    """
+
+    def __init__(self, model: Transcriber, rate: int):
+        wanted = model.config.rate
+        if not wanted:
+            raise ValueError("this model reads frames of another kind than recordings have, such as AN4's cepstra")
+        if rate < wanted:
+            raise ValueError(f"the recording has {rate} samples per second; this model needs at least {wanted}")
+        self.resampler, self.bank = Resampler(rate, wanted), FilterBank(wanted, model.config.features)
+        self.head, self.tail = (torch.zeros(round(seconds * rate)) for seconds in (HEAD, TAIL))
+
+    def feed(self, samples: Tensor) -> Tensor:
+        """The next samples (N,) -> frames (T,features); those of a short silence before the first."""
+        before, self.head = self.head, self.head[:0]
+        return self.bank.feed(self.resampler.feed(torch.cat([before, samples])))
+
+    def finish(self) -> Tensor:
+        """The last frames, those of a short silence after the end among them."""
+        return torch.cat([self.feed(self.tail), self.bank.feed(self.resampler.finish())])
+
+
+class Listener:
+    """Words while they are said: samples (N,) at ``rate`` per second, a few at a time, by a causal transcriber.
+
+    ``words = listener.feed(samples)``, then ``listener.finish()``. Together they are the words of ``transcribe``, for
+    any cut of the samples. Memory does not grow where the attention's state does not. ``beams``: of a beam of prefixes
+    those words are told on which all agree; 0 is greedy decoding.
+
+    Raises ValueError for a transcriber that is not causal, and as ``transcribe`` does.
+    """
+
+    def __init__(self, model: Transcriber, rate: int, beams: int = 0):
+        self.model, self.state = model, model.init_state(1)
+        self.sound, self.decoder = Sound(model, rate), PrefixBeam(beams) if beams else Greedy()
+        self.speller = Speller(model.config.labels)
+
+    def feed(self, samples: Tensor) -> list[str]:
+        """The next samples (N,) -> the words that are complete by now and were not told yet."""
+        return self._read(self.sound.feed(samples))
+
+    def finish(self) -> list[str]:
+        """The words that were not told yet."""
+        found = self._read(self.sound.finish())
+        return found + self.speller.feed(self.decoder.finish()) + self.speller.finish()
+
+    def _read(self, frames: Tensor) -> list[str]:
+        with torch.no_grad():
+            logits, self.state = self.model.step(frames[None], self.state)
+        return self.speller.feed(self.decoder.feed(logits[0].log_softmax(-1)))
+
+
+def transcribe(model: Transcriber, samples: Tensor, rate: int, beams: int = 0) -> list[str]:
+    """The words of a recording: samples (N,) from -1 to 1, ``rate`` of them a second, any from the model's own on.
+
+    ``beams``: prefixes that a beam search follows; 0 is greedy decoding. The model hears a silence of 0.2 s before the
+    beginning and of 0.3 s after the end.
+
+    Raises ValueError for a model whose frames are no recordings', a rate below its own and a negative number of beams;
+    ImportError without kaldi-native-fbank.
+    """
+    if beams < 0:
+        raise ValueError(f"beams={beams} must not be negative; 0 is greedy decoding")
+    sound = Sound(model, rate)
+    frames = torch.cat([sound.feed(samples), sound.finish()])
+    with torch.no_grad():
+        logits, _ = model(frames[None])
+    return decoded(logits[0].log_softmax(-1), model.config.labels, beams)
+
+
+def decoded(scores: Tensor, labels: str, beams: int = 0) -> list[str]:
+    """Log-probabilities (N,classes) -> words."""
+    speller = Speller(labels)
+    return speller.feed(classes(scores, beams)) + speller.finish()
+
+
+def classes(scores: Tensor, beams: int = 0) -> list[int]:
+    """Log-probabilities (N,classes) -> the labels' classes, greedily or by a beam of prefixes."""
+    decoder = PrefixBeam(beams) if beams else Greedy()
+    return decoder.feed(scores) + decoder.finish()
