@@ -20,8 +20,8 @@ class Learning(NamedTuple):
     name: str
     steps: int
     rate: float
-    loss: Callable[[Decoder, int], Tensor]
-    look: Callable[[Decoder], Any]
+    loss: Callable[[Any, int], Tensor]
+    look: Callable[[Any], Any]
 
 
 def fresh(config: Config, seed: int) -> Decoder:
@@ -38,7 +38,7 @@ def fresh(config: Config, seed: int) -> Decoder:
     return model
 
 
-def learn(model: Decoder, learning: Learning, place: Place) -> list[Row]:
+def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
     """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
     run = Run(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))

@@ -4,7 +4,7 @@
 |---|---|---|
 | ``listops`` | 15 symbols of a nested expression; its value is one of 10 classes | ``made``, or a folder of TSV files |
 | ``text`` | bytes of a review; is it a good one? | ``imdb`` (downloaded), ``imdb:FOLDER`` |
-| ``image`` | grey pixels, row by row; 10 classes | ``digits``, ``mnist``, ``cifar10``, the latter also with ``:FOLDER`` |
+| ``image`` | grey pixels, row by row; 10 classes | ``digits``, ``mnist``, ``cifar10``, ``mnist:FOLDER`` ... |
 | ``retrieval`` | bytes of two passages; are they of one document? | ``text:stdlib``, ``text:FOLDER`` |
 | ``pathfinder`` | pixels; do the two discs lie on one dashed path? | ``made`` |
 

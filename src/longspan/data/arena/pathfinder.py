@@ -18,7 +18,7 @@ PERIOD = 3  # of dashes: two pixels, then one that is dark
 REACH = 2  # pixels so near belong together: a dash and the next one
 TURN = 0.35  # radians that a path may turn at each pixel
 ROUNDS = 60  # trials of a path before its picture is given up
-POOL = 1024  # pictures drawn at once
+POOL = 1024  # pictures drawn at once, at most
 LEAST = 12
 
 
@@ -42,7 +42,8 @@ def draw(count: int, size: int, generator: torch.Generator) -> tuple[Tensor, Ten
     """Pictures (count,size,size) uint8 of the levels 0, PATH and DISC, and classes (count,): 1, then 0, in turn."""
     pictures, labels, have = [], [], 0
     while have < count:
-        found, classes, apart = _scenes(size, generator)
+        # About one in eight is kept.
+        found, classes, apart = _scenes(min(POOL, 16 * count), size, generator)
         one, other = _alike(classes, apart)
         pairs = torch.stack([one, other], 1).flatten()
         pictures.append(found[pairs])
@@ -65,13 +66,13 @@ def connected(pictures: Tensor) -> Tensor:
     return (seen | ~disc).flatten(1).all(1)
 
 
-def _scenes(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """Pictures, their classes, and how far apart the two discs are, in whole pixels: fewer than POOL of them."""
+def _scenes(pool: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Pictures, their classes, and how far apart the two discs are, in whole pixels: ``pool`` of them at most."""
     # Published pictures of 32 x 32 have paths of 14 dashes and 5 distractors of a third of that.
     steps, distractors = size * 3 // 4, round(5 * size**2 / 32**2)
-    free = torch.ones(POOL, size, size, dtype=torch.bool)
+    free = torch.ones(pool, size, size, dtype=torch.bool)
     lit = torch.zeros_like(free)
-    good = torch.ones(POOL, dtype=torch.bool)
+    good = torch.ones(pool, dtype=torch.bool)
     paths = []
     for length in (steps, steps, *[max(steps // 3, 4)] * distractors):
         path, placed = _placed(free, length, generator)
@@ -80,8 +81,8 @@ def _scenes(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tens
         lit |= _pixels(path[:, shown], size)
         free &= ~_wide(_pixels(path, size), REACH)
         paths.append(path)
-    classes = torch.arange(POOL) % 2
-    turned = torch.randint(2, (POOL, 2), generator=generator)
+    classes = torch.arange(pool) % 2
+    turned = torch.randint(2, (pool, 2), generator=generator)
     # A path's first or last pixel; those of one path, or one of each.
     begin = _end(paths[0], turned[:, 0])
     end = torch.where(classes[:, None] == 1, _end(paths[0], 1 - turned[:, 0]), _end(paths[1], turned[:, 1]))

@@ -118,5 +118,3 @@ def _archive(path: Path) -> dict[str, list[Review]]:
     except (OSError, EOFError, tarfile.TarError) as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}){describe(path, SHA256)}") from error
     return {part: [reviews[name] for name in sorted(reviews)] for part, reviews in found.items()}
-
-
