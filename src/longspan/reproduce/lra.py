@@ -48,22 +48,22 @@ class Settings:
     retrieval: str = _setting("text:stdlib", "a text of many documents: text:stdlib or text:FOLDER")
     pathfinder: str = _setting("made", "made: drawn with the seed")
     listops_length: int = _setting(128, "most tokens of an expression; the shortest have a quarter of them")
-    text_length: int = _setting(512, "bytes of a review, from its beginning")
+    text_length: int = _setting(1024, "bytes of a review, from its beginning")
     retrieval_length: int = _setting(256, "bytes of a passage")
     pathfinder_length: int = _setting(256, "pixels of a picture, a square number")
-    listops_steps: int = _setting(300, "updates")
-    image_steps: int = _setting(300, "updates")
-    text_steps: int = _setting(400, "updates")
-    retrieval_steps: int = _setting(300, "updates")
-    pathfinder_steps: int = _setting(400, "updates")
+    listops_steps: int = _setting(500, "updates")
+    image_steps: int = _setting(400, "updates")
+    text_steps: int = _setting(300, "updates")
+    retrieval_steps: int = _setting(400, "updates")
+    pathfinder_steps: int = _setting(500, "updates")
     examples: int = _setting(10000, "training examples at most")
     tests: int = _setting(1000, "test examples at most, and validation examples")
     dim: int = _setting(64, "width of the models")
     depth: int = _setting(2, "blocks")
     heads: int = _setting(2, "heads of each attention")
     feedforward: int = _setting(128, "inner width of the feed-forward networks")
-    batch: int = _setting(32, "examples of an update")
-    rate: float = _setting(1e-3, "the highest learning rate; a cosine down to 0, after a warm-up of a tenth")
+    batch: int = _setting(16, "examples of an update")
+    rate: float = _setting(2e-3, "the highest learning rate; a cosine down to 0, after a warm-up of a tenth")
     cost_length: int = _setting(2048, "tokens of a sequence whose training steps are timed and weighed")
     cost_batch: int = _setting(1, "such sequences at once")
     rounds: int = _setting(5, "samples of the time of such a step")
@@ -115,7 +115,7 @@ PAPER = Settings(
     tasks=("listops", "text", "retrieval", "image", "pathfinder"), more=(lra_report.NONE,), image="cifar10",
     listops_length=2000, text_length=4000, retrieval_length=4000, pathfinder_length=1024, listops_steps=5000,
     text_steps=20000, retrieval_steps=5000, image_steps=35000, pathfinder_steps=62400, examples=160000, tests=20000,
-    dim=256, depth=4, heads=4, feedforward=1024, cost_length=4000, cost_batch=32, device="cuda",
+    dim=256, depth=4, heads=4, feedforward=1024, batch=32, rate=1e-3, cost_length=4000, cost_batch=32, device="cuda",
 )  # fmt: skip
 GPU = replace(
     PAPER, listops_steps=2000, text_steps=2000, retrieval_steps=2000, image_steps=2000, pathfinder_steps=4000,

@@ -36,7 +36,7 @@ SIZES: dict[str, str] = {
     "longformer": "window={sixteenth}",
     "lowrank_band": "window={sixteenth}",
     "nystrom": "landmarks={eighth}",
-    "poolingformer": "window={sixteenth}, far_window={quarter}",
+    "poolingformer": "window={sixteenth}, far_window={far}",
     "reformer": "chunk={sixteenth}, buckets={even}",
     "routing": "clusters=8, window={eighth}",
     "set_transformer": "points={eighth}",
@@ -62,9 +62,10 @@ def sized(text: str, length: int) -> str:
     if text not in SIZES:
         return text
     side = math.isqrt(length)
-    parts = {"n": length, "quarter": length // 4, "eighth": length // 8, "sixteenth": length // 16, "side": side}
-    even = 2 * max(length // 16, 2)
-    fitting = SIZES[text].format(even=even, **{name: max(part, 2) for name, part in parts.items()})
+    parts = {"n": length, "eighth": length // 8, "sixteenth": length // 16, "side": side}
+    # Buckets come in pairs, and seven tokens are the fewest that can be pooled.
+    own = {"even": 2 * max(length // 16, 2), "far": max(length // 4, 8)}
+    fitting = SIZES[text].format(**own, **{name: max(part, 2) for name, part in parts.items()})
     return f"{text}({fitting})"
 
 
