@@ -118,7 +118,11 @@ class TestListOps:
             symbols = [listops.SYMBOLS[i] for i in tokens[:length]]
             assert value(symbols) == label
             assert not symbols
-        assert len(set(contents(task, "train"))) == 200
+
+    def test_no_expression_comes_twice(self):
+        # So short that most would.
+        task = drawn("listops", length=8, examples=300, tests=100)
+        assert len({one for split in SPLITS for one in contents(task, split)}) == 500
 
     def test_trees_are_drawn_by_the_published_rules(self):
         """Nodes have 2 to 10 children and one of four operators, equally often; one child in four is a node."""
