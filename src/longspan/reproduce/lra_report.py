@@ -125,14 +125,14 @@ def _costs(result: Result) -> Table:
     what = f"a training step, {settings['cost_batch']} x {settings['cost_length']} tokens"
     table = [[what, "built", "steps a second", "of softmax's speed", "peak MB", "of softmax's memory"]]
     for row in (row for row in result["rows"] if row["what"] == "cost"):
+        built = "" if row["spec"] == row["mechanism"] else row["spec"].removeprefix(row["mechanism"])
         if "refused" in row:
-            table.append([row["mechanism"], row["spec"], "", "", "", row["refused"]])
+            table.append([row["mechanism"], built, "", "", "", row["refused"]])
             continue
         speed, memory = row["steps_per_second"], row["mb"]
         beside = f"{speed / base['steps_per_second']:.2f}" if base else ""
         less = f"{memory / base['mb']:.2f}" if base and memory is not None and base["mb"] else ""
         weight = "" if memory is None else f"{memory:.0f}"
-        built = "" if row["spec"] == row["mechanism"] else row["spec"].removeprefix(row["mechanism"])
         table.append([row["mechanism"], built, f"{speed:.2f}", beside, weight, less])
     return table
 
@@ -170,8 +170,11 @@ def _arena(axis: Any, result: Result) -> None:
         title="better: up and to the right, and small; hollow: sees the past alone",
     )
     axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("{x:g}")
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, labelspacing=1.4, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    # Room for the largest mark.
+    room = {"labelspacing": 1.6, "handlelength": 4.0, "borderpad": 1.6}
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), **room)
 
 
 def _ordering(axis: Any, result: Result) -> None:
