@@ -54,7 +54,7 @@ class Settings:
     listops_steps: int = _setting(500, "updates")
     image_steps: int = _setting(400, "updates")
     text_steps: int = _setting(300, "updates")
-    retrieval_steps: int = _setting(400, "updates")
+    retrieval_steps: int = _setting(300, "updates")
     pathfinder_steps: int = _setting(500, "updates")
     examples: int = _setting(10000, "training examples at most")
     tests: int = _setting(1000, "test examples at most, and validation examples")
