@@ -21,14 +21,14 @@ from PIL import Image
 from longspan.cli import INTERRUPTED, OK, WRONG, main
 from longspan.commands import reproduce
 from longspan.commands.parser import kebab
-from longspan.reproduce import EXPERIMENTS, experiment, page, provenance, published, scaling
+from longspan.reproduce import EXPERIMENTS, experiment, lra_cost, page, provenance, published, scaling
 from longspan.reproduce.experiment import Place
 
 DOCS = Path(__file__).parents[2] / "docs"
 # test_reproduce_images.py has the images in whole.
 WHOLE = [name for name in EXPERIMENTS if name != "images"]
 # What is timed is never the same twice.
-TIMED = ("language", "lra", "scaling", "segments", "speech")  # which tell times
+TIMED = ("language", "lra", "scaling", "segments", "speech")
 REPEATABLE = [name for name in WHOLE if name not in TIMED]
 NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
 
@@ -48,6 +48,7 @@ def undrawn(monkeypatch):
 def unweighed(monkeypatch):
     """Memory is weighed in processes, which take longer than everything else together."""
     monkeypatch.setattr(scaling, "weighed", lambda settings, name, length: 0.5)
+    monkeypatch.setattr(lra_cost, "weighed", lambda shape, batch, device: 0.5)
 
 
 def ran(*words: str, code: int = OK) -> dict:

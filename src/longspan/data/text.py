@@ -29,10 +29,8 @@ def load(source: str, length: int) -> Dataset:
     Raises ValueError without a source, for a missing or unreadable path, a packed file, a folder without text, and a
     text that is too short for one window in each held-out part.
     """
-    if not source:
-        raise ValueError("text needs a source: text:stdlib, or text:PATH with a file or a folder of .txt files")
     length = length or 256
-    files = _modules() if source == STDLIB else _read(Path(source).expanduser())
+    files = documents_of(source)
     data = b"".join(files)
     held = len(data) // 20
     if held < length:
@@ -51,6 +49,13 @@ def load(source: str, length: int) -> Dataset:
         documents[split] = torch.cat([inside.new_zeros(1), inside.unique()])
         begin += len(part)
     return Dataset(f"text:{source}", 256, length, (), "byte", sha256([content]), splits, {}, documents)
+
+
+def documents_of(source: str) -> list[bytes]:
+    """The contents of the files of ``source``, in the order in which a text has them; what is raised as in ``load``."""
+    if not source:
+        raise ValueError("text needs a source: text:stdlib, or text:PATH with a file or a folder of .txt files")
+    return _modules() if source == STDLIB else _read(Path(source).expanduser())
 
 
 def _modules() -> list[bytes]:
