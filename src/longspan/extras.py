@@ -15,6 +15,9 @@ EXTRAS = {
     "pooch": "data",
     "transformers": "transformers",
     "peft": "lora",
+    "gymnasium": "reinforcement",
+    "popgym": "reinforcement",
+    "minigrid": "reinforcement",
 }
 
 

@@ -90,6 +90,7 @@ class Experiment(NamedTuple):
     source: str  # what is reproduced, and where the published figures, if there are any, are from
     differs: str  # what is not as published, and why, in sentences
     data: Callable[[Any], dict[str, str]] = synthetic  # settings -> name -> sha256 of the data used
+    needs: tuple[str, ...] = ()  # packages besides those that draw, whose versions are written down
 
     def settings(self, scale: str) -> Any:
         """The settings of a scale, or the quick ones. Raises ValueError for a scale that there is not."""
@@ -110,9 +111,9 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
 
     Raises ``signals.Interrupted``, which says what is kept, after Ctrl-C and SIGTERM; ValueError where the files cannot
     be written (any more), another process is at it, or the folder holds the experiment with other settings, data or
-    version; ImportError without matplotlib.
+    version; ImportError without matplotlib or what the experiment needs.
     """
-    extras.need("the experiments", "matplotlib", "PIL")
+    extras.need("the experiments", "matplotlib", "PIL", *experiment.needs)
     pictures.claim_folder(out)
     pictures.check(out / f"{name}.png")
     plots.pyplot()
@@ -128,7 +129,7 @@ def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path
     rows, points = result["rows"], experiment.points(settings)
     todo = [point for point in points if not any(point.items() <= row.items() for row in rows)]
     if todo:
-        _took_part(result)
+        _took_part(result, experiment.needs)
         _write(path, result)
     try:
         for point in track(todo, len(todo), name):
@@ -203,9 +204,9 @@ def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: 
     return {**result, "source": experiment.source}
 
 
-def _took_part(result: Result) -> None:
+def _took_part(result: Result, packages: tuple[str, ...]) -> None:
     """Write down with what the rows to come are measured, beside what the others were measured with."""
-    commit, versions, machine = provenance.commit(), provenance.versions(), provenance.machine()
+    commit, versions, machine = provenance.commit(), provenance.versions(packages), provenance.machine()
     if result["rows"]:
         commit = provenance.joined(result.get("commit", provenance.MISSING), commit)
         versions = provenance.merged(result.get("versions", {}), versions)
