@@ -26,7 +26,8 @@ from longspan.reproduce.experiment import Place
 
 DOCS = Path(__file__).parents[2] / "docs"
 # test_reproduce_images.py has the images in whole.
-WHOLE = [name for name in EXPERIMENTS if name != "images"]
+HERE = [name for name, one in EXPERIMENTS.items() if all(map(importlib.util.find_spec, one.needs))]
+WHOLE = [name for name in HERE if name != "images"]
 # What is timed is never the same twice.
 REPEATABLE = [name for name in WHOLE if name not in ("scaling", "segments")]  # which tell times
 NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
@@ -230,7 +231,7 @@ def test_random_numbers_depend_on_the_names_alone():
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_has_the_scale_of_a_laptop_and_settings_of_one_kind(name):
     one = EXPERIMENTS[name]
-    assert set(one.scales) in ({"laptop"}, {"laptop", "gpu", "paper"}, {"laptop", "paper"})
+    assert set(one.scales) in ({"laptop"}, {"laptop", "gpu"}, {"laptop", "gpu", "paper"}, {"laptop", "paper"})
     assert {type(settings) for settings in one.scales.values()} == {type(one.quick)}
     assert one.differs.endswith(".")
 
