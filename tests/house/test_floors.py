@@ -44,7 +44,18 @@ FLOORS = (
 FLOOR = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
 LINES, MECHANISM_LINES = 400, 200
 # Packages that `import longspan` must not need.
-HEAVY = ("lightning", "matplotlib", "sklearn", "triton", "PIL", "pooch", "tensorboard", "gymnasium", "popgym", "minigrid")
+HEAVY = (
+    "lightning",
+    "matplotlib",
+    "sklearn",
+    "triton",
+    "PIL",
+    "pooch",
+    "tensorboard",
+    "gymnasium",
+    "popgym",
+    "minigrid",
+)
 
 
 def sources(folder: Path) -> list[Path]:

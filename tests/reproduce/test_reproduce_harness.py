@@ -68,6 +68,7 @@ def test_an_experiment_in_whole(name, capsys):
     assert result["scale"] == "quick"
     assert result["longspan"] == result["versions"]["longspan"]
     assert result["versions"]["torch"] == torch.__version__
+    assert set(one.needs) <= set(result["versions"])
     assert result["commit"] == provenance.commit()
     assert result["data"] == one.data(one.quick)
     out, err = capsys.readouterr()
