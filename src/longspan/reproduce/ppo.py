@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from .tasks import Batch
 
@@ -45,7 +46,7 @@ class Rollout(NamedTuple):
 
     def rows(self, rows: Tensor) -> "Rollout":
         """The given rows of everything."""
-        return torch.utils._pytree.tree_map(lambda t: t[rows], self)
+        return pytree.tree_map(lambda t: t[rows], self)
 
 
 @torch.no_grad()
@@ -67,8 +68,8 @@ def play(
         kept.append((seen, first, actions[:, 0], taken, values[:, 0], rewards * scale, batch.first))
         returns += done
     _, after, _ = agent(batch.observations[:, None], batch.first[:, None], state)
-    columns = (torch.stack(column, 1) for column in zip(*kept, strict=True))
-    return Rollout(*columns, begun, after[:, 0]), state, returns
+    seen, first, actions, taken, values, rewards, ended = (torch.stack(column, 1) for column in zip(*kept, strict=True))
+    return Rollout(seen, first, actions, taken, values, rewards, ended, begun, after[:, 0]), state, returns
 
 
 def advantages(rollout: Rollout, discount: float, trace: float) -> Tensor:
