@@ -325,6 +325,12 @@ class TestTasks:
             with pytest.raises(KeyboardInterrupt):
                 memory.measure(settings, point, Place(tmp_path / "cut", killed))
             assert memory.measure(settings, point, Place(tmp_path / "cut", unwatched)) == whole
+            # Figures are of few episodes; weights tell more.
+            name = f"repeat_previous-{point['agent']}-0"
+            one, other = (Place(tmp_path / folder, unwatched).load(name) for folder in ("whole", "cut"))
+            assert one is not None
+            assert other is not None
+            assert all(torch.equal(weight, other["agent"][key]) for key, weight in one["agent"].items())
 
     def test_the_figures_are_those_of_the_episodes(self, tmp_path, monkeypatch):
         found = []
