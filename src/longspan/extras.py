@@ -16,6 +16,9 @@ EXTRAS = {
     "transformers": "transformers",
     "peft": "lora",
     "kaldi_native_fbank": "speech",
+    "gymnasium": "reinforcement",
+    "popgym": "reinforcement",
+    "minigrid": "reinforcement",
 }
 
 

@@ -30,6 +30,10 @@ COMMANDS = {
     "demo": ("missing for the demo: lightning, tensorboard, sklearn, matplotlib, PIL", "data,plot,train"),
     "bench limits": ("missing for the benchmarks: matplotlib, PIL", "data,plot"),
     "reproduce approximation": ("missing for the experiments: matplotlib, PIL", "data,plot"),
+    "reproduce memory": (
+        "missing for the experiments: matplotlib, PIL, gymnasium, popgym, minigrid",
+        "data,plot,reinforcement",
+    ),
 }
 
 

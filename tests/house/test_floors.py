@@ -45,7 +45,19 @@ FLOORS = (
 FLOOR = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
 LINES, MECHANISM_LINES = 400, 200
 # Packages that `import longspan` must not need.
-HEAVY = ("lightning", "matplotlib", "sklearn", "triton", "PIL", "pooch", "tensorboard", "kaldi_native_fbank")
+HEAVY = (
+    "lightning",
+    "matplotlib",
+    "sklearn",
+    "triton",
+    "PIL",
+    "pooch",
+    "tensorboard",
+    "gymnasium",
+    "popgym",
+    "minigrid",
+    "kaldi_native_fbank",
+)
 
 
 def sources(folder: Path) -> list[Path]:

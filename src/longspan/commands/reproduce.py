@@ -20,6 +20,7 @@ EXAMPLES = {
     "approximation": "longspan reproduce approximation --estimators positive,trigonometric --size 64",
     "capacity": "longspan reproduce capacity --kinds dpfp1,softmax --keys 60,100,200",
     "language": "longspan reproduce language --models 'gla; lstm' --budget steps --data text:book.txt",
+    "memory": "longspan reproduce memory --tasks memory_s7 --agents LSTM,GTrXL --discount 0.99",
     "mqar": "longspan reproduce mqar --specs 'linear; gla; kda' --dims 16,32",
     "transfer": "longspan reproduce transfer --features 32,128 --finetune 300",
 }

@@ -90,6 +90,7 @@ class Experiment(NamedTuple):
     data: Callable[[Any], dict[str, str]] = synthetic  # settings -> name -> sha256 of the data used
     takes: tuple[str, ...] = ("data",)  # settings, where there are such, that name data; see ``beside``
     minutes: float = 0.0  # of processor time that the scale of a laptop took, measured; 0: not known
+    needs: tuple[str, ...] = ()  # packages besides those that draw, whose versions are written down
 
     def settings(self, scale: str) -> Any:
         """The settings of a scale, or the quick ones. Raises ValueError for a scale that there is not."""
@@ -123,9 +124,9 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
 
     Raises ``signals.Interrupted``, which says what is kept, after Ctrl-C and SIGTERM; ValueError where the files cannot
     be written (any more), another process is at it, or the folder holds the experiment with other settings, data or
-    version; ImportError without matplotlib.
+    version; ImportError without matplotlib or what the experiment needs.
     """
-    extras.need("the experiments", "matplotlib", "PIL")
+    extras.need("the experiments", "matplotlib", "PIL", *experiment.needs)
     pictures.claim_folder(out)
     pictures.check(out / f"{name}.png")
     plots.pyplot()
@@ -141,7 +142,7 @@ def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path
     rows, points = result["rows"], experiment.points(settings)
     todo = _left(points, rows)
     if todo:
-        _took_part(result)
+        _took_part(result, experiment.needs)
         _write(path, result)
     try:
         for point in track(todo, len(todo), name):
@@ -236,9 +237,9 @@ def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: 
     return {**result, "source": experiment.source}
 
 
-def _took_part(result: Result) -> None:
+def _took_part(result: Result, packages: tuple[str, ...]) -> None:
     """Write down with what the rows to come are measured, beside what the others were measured with."""
-    commit, versions, machine = provenance.commit(), provenance.versions(), provenance.machine()
+    commit, versions, machine = provenance.commit(), provenance.versions(packages), provenance.machine()
     if result["rows"]:
         commit = provenance.joined(result.get("commit", provenance.MISSING), commit)
         versions = provenance.merged(result.get("versions", {}), versions)

@@ -34,10 +34,10 @@ def _git(folder: Path, *words: str) -> str:
     return "" if done.returncode else done.stdout.strip()
 
 
-def versions() -> dict[str, str]:
-    """Name -> version of Python and of what of PACKAGES is installed."""
+def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
+    """Name -> version of Python and of what of PACKAGES, and of ``more``, is installed."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in (*PACKAGES, *more):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,133 @@
+"""Proximal policy optimisation for agents with a state: acting step by step, learning from whole rows in one call."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .tasks import Batch
+
+# logits (B,N,actions), values (B,N), state = agent(observations (B,N,observed), first (B,N) bool, state)
+Agent = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
+
+
+class Learning(NamedTuple):
+    """How an agent learns from a rollout."""
+
+    discount: float  # of the rewards to come, for each step
+    trace: float  # lambda of the generalised advantage estimate
+    clip: float  # how far the ratio of probabilities counts
+    entropy: float  # weight of the entropy in the loss
+    value: float  # weight of the values' squared error
+    epochs: int  # how often all of a rollout is learned from
+    parts: int  # into how many updates an epoch is cut, each of whole rows
+    norm: float = 0.5  # the longest gradient
+
+
+class Rollout(NamedTuple):
+    """What B environments and the agent did in N steps.
+
+    ``first``: an episode begins with this observation; ``ended``: one ends with this action. ``state`` is the agent's
+    before the first step, ``after`` (B,) the value of what comes after the last one.
+    """
+
+    observations: Tensor  # (B,N,observed)
+    first: Tensor  # (B,N) bool
+    actions: Tensor  # (B,N) int64
+    log_probs: Tensor  # (B,N)
+    values: Tensor  # (B,N)
+    rewards: Tensor  # (B,N)
+    ended: Tensor  # (B,N) bool
+    state: Any
+    after: Tensor
+
+    def rows(self, rows: Tensor) -> "Rollout":
+        """The given rows of everything."""
+        return pytree.tree_map(lambda t: t[rows], self)
+
+
+@torch.no_grad()
+def play(
+    agent: Agent, batch: Batch, state: Any, steps: int, generator: torch.Generator, scale: float = 1.0
+) -> tuple[Rollout, Any, list[float]]:
+    """Act for some steps, by chance as the agent's probabilities say -> what was done, the agent's state after it, and
+    the returns of all episodes that have ended. The rollout's rewards are multiplied by ``scale``, the returns not.
+    """
+    begun, kept, returns = state, [], []
+    for _ in range(steps):
+        seen, first = batch.observations, batch.first
+        logits, values, state = agent(seen[:, None], first[:, None], state)
+        chances = logits[:, 0].log_softmax(-1)
+        # The same chance on every device.
+        actions = torch.multinomial(chances.exp().cpu(), 1, generator=generator).to(chances.device)
+        rewards, done = batch.step(actions[:, 0].tolist())
+        taken = chances.gather(1, actions)[:, 0]
+        kept.append((seen, first, actions[:, 0], taken, values[:, 0], rewards * scale, batch.first))
+        returns += done
+    _, after, _ = agent(batch.observations[:, None], batch.first[:, None], state)
+    seen, first, actions, taken, values, rewards, ended = (torch.stack(column, 1) for column in zip(*kept, strict=True))
+    return Rollout(seen, first, actions, taken, values, rewards, ended, begun, after[:, 0]), state, returns
+
+
+def advantages(rollout: Rollout, discount: float, trace: float) -> Tensor:
+    """How much better each action was than the value of where it was taken, (B,N): the generalised estimate.
+
+    A_t = delta_t + discount trace A_{t+1}, delta_t = r_t + discount V_{t+1} - V_t; nothing follows the last action of
+    an episode.
+
+    Source: Schulman et al. 2015 (1506.02438), eq. 16.
+    """
+    found, value, advantage = [], rollout.after, torch.zeros_like(rollout.after)
+    for t in reversed(range(rollout.rewards.shape[1])):
+        goes_on = discount * (~rollout.ended[:, t]).to(value.dtype)
+        delta = rollout.rewards[:, t] + goes_on * value - rollout.values[:, t]
+        advantage = delta + goes_on * trace * advantage
+        value = rollout.values[:, t]
+        found.append(advantage)
+    return torch.stack(found[::-1], 1)
+
+
+def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """-min(ratio A, clamp(ratio, 1 - clip, 1 + clip) A), for each action.
+
+    Source: Schulman et al. 2017 (1707.06347), eq. 7.
+    """
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+
+
+def objective(agent: Agent, rollout: Rollout, advantage: Tensor, learning: Learning) -> Tensor:
+    """The loss of some rows: what they did is read in one call, from the state before it, episode after episode.
+
+    ``advantage`` (B,N); it is brought to mean 0 and deviation 1 here. The values learn advantage + old value.
+
+    Source: Schulman et al. 2017 (1707.06347), eq. 9.
+    """
+    logits, values, _ = agent(rollout.observations, rollout.first, rollout.state)
+    chances = logits.log_softmax(-1)
+    taken = chances.gather(-1, rollout.actions[..., None])[..., 0]
+    even = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+    policy = clipped((taken - rollout.log_probs).exp(), even, learning.clip).mean()
+    error = F.mse_loss(values, advantage + rollout.values) / 2
+    entropy = -(chances.exp() * chances).sum(-1).mean()
+    return policy + learning.value * error - learning.entropy * entropy
+
+
+def learn(
+    agent: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    rollout: Rollout,
+    learning: Learning,
+    generator: torch.Generator,
+) -> None:
+    """All updates from one rollout. The state at its beginning stays that of acting, whatever the weights become."""
+    advantage = advantages(rollout, learning.discount, learning.trace)
+    for _ in range(learning.epochs):
+        for rows in torch.randperm(len(advantage), generator=generator).chunk(learning.parts):
+            loss = objective(agent, rollout.rows(rows), advantage[rows], learning)
+            optimiser.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(agent.parameters(), learning.norm)
+            optimiser.step()
