@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import runpy
 import shlex
 import subprocess
 from dataclasses import asdict, fields
@@ -21,7 +20,7 @@ from PIL import Image
 from longspan.cli import INTERRUPTED, OK, WRONG, main
 from longspan.commands import reproduce
 from longspan.commands.parser import kebab
-from longspan.reproduce import EXPERIMENTS, experiment, lra_cost, page, provenance, published, scaling
+from longspan.reproduce import EXPERIMENTS, experiment, lra_cost, page, provenance, scaling
 from longspan.reproduce.experiment import Place
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -371,37 +370,3 @@ def test_a_gpu_is_asked_for_only_where_there_is_one(monkeypatch, capsys):
         assert main(["reproduce", name, "--quick", "--device", "tpu"]) == WRONG
         assert "unknown device 'tpu' (did you mean 'cpu'?); known: cpu, cuda" in capsys.readouterr().err
     assert not list(Path("reproduce").iterdir())
-
-
-# The page
-
-
-def test_the_figures_of_the_page_are_those_of_the_results():
-    """Nothing is typed in by hand: the page is what its script writes."""
-    script = runpy.run_path(str(DOCS / "reproduction.py"), run_name="reproduction")
-    text = script["PAGE"].read_text(encoding="utf-8")
-    assert script["written"](text) == text
-    assert all(f"<!-- {name}:begin -->" in text for name in EXPERIMENTS)
-    spoilt = text.replace("bound by rank", "bound by hand")
-    assert spoilt != text
-    assert script["written"](spoilt) == text
-    assert all(str(row.errors) in text and str(row.epoch) in text for row in published.SPEECH)
-    assert script["_measured"](None) == "open"
-    assert script["_measured"]({"scale": "gpu", "commit": "", "longspan": "0.1.0"}) == "scale gpu, longspan 0.1.0"
-
-
-def test_results_with_other_settings_are_kept_under_a_name_of_their_own(tmp_path):
-    found = importlib.util.spec_from_file_location("reproduction_script", DOCS / "reproduction.py")
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
-    script.PAGE, script.RESULTS = tmp_path / "page.md", tmp_path / "kept"
-    script.PAGE.write_text(
-        "<!-- scaling:begin -->\n<!-- scaling:end -->\n<!-- scaling_few:begin -->\n<!-- scaling_few:end -->"
-    )
-    assert main(["reproduce", "scaling", "--quick"]) == 0
-    script.main(["reproduce=few"])
-    assert sorted(path.name for path in script.RESULTS.iterdir()) == ["scaling_few.json", "scaling_few.png"]
-    first, second = script.PAGE.read_text().split("<!-- scaling:end -->")
-    assert "Not measured yet: `longspan reproduce scaling`" in first
-    assert "![scaling_few](kept/scaling_few.png)" in second
-    assert "longspan reproduce scaling --quick" in second

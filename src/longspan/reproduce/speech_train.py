@@ -139,7 +139,8 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
 
 def update(model: Any, optimiser: Any, frames: Tensor, lengths: Tensor, targets: list[list[int]]) -> float:
     """One step of the optimiser -> the loss before it."""
-    loss = ctc.loss(*model(frames, lengths), targets)
+    logits, counts = model(frames, lengths)
+    loss = ctc.loss(logits, counts, targets)
     optimiser.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -125,7 +125,8 @@ class Transcriber(nn.Module):
 
     def loss(self, frames: Tensor, lengths: Tensor, targets: list[list[int]]) -> Tensor:
         """Mean nats per label by CTC; see ``ctc.loss``, which says what is raised."""
-        return ctc.loss(*self(frames, lengths), targets)
+        logits, counts = self(frames, lengths)
+        return ctc.loss(logits, counts, targets)
 
 
 def tokens_of(
