@@ -73,7 +73,7 @@ def series() -> Parser:
         "Run every experiment that has the scale, one after the other, and write reproduction.md, one page of all "
         "results, from their JSON files. What the folder holds already is skipped, so the same command goes on where "
         "an earlier one was stopped. One that cannot run, for want of data say, is told and the next begins; the exit "
-        "code is then 1. On a laptop of two cores it takes about three hours.",
+        "code is then 1.",
         f"longspan reproduce {ALL} --scale laptop --out results",
         f"longspan reproduce {ALL} --data FOLDER --skip images,scaling",
         f"longspan reproduce {ALL} --quick",
