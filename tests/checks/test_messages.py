@@ -15,7 +15,7 @@ def test_options_that_messages_name_exist():
     """Whatever --option a text inside the package names, some command has it, or the tool that the text is about."""
     parsers = [importlib.import_module(f"longspan.commands.{module}").parser() for module, _ in cli.COMMANDS.values()]
     parsers += [bench.subparser(name) for name in bench.KINDS]
-    parsers += [reproduce.subparser(name) for name in EXPERIMENTS]
+    parsers += [reproduce.series(), *(reproduce.subparser(name) for name in EXPERIMENTS)]
     known = {spelling for parser in parsers for o in parser._option_string_actions for spelling in (o, kebab(o))}
     known |= {"--debug", "--import", "--version"}
     foreign = {"--porcelain", "--spec"}  # git's, and that of the process that weighs a mechanism

@@ -23,7 +23,7 @@ class Learning(NamedTuple):
     rate: float
     loss: Callable[[Any, int], Tensor]
     look: Callable[[Any], Any]
-    every: int = KEEP
+    every: int = 0  # updates between two looks; 0: KEEP
 
 
 def fresh(config: Config, seed: int) -> Decoder:
@@ -49,7 +49,7 @@ def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
     """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
     run = Run(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
-    first, curve = 0, []
+    first, curve, every = 0, [], learning.every or KEEP
     kept = place.load(learning.name)
     if kept:
         first, curve = kept["step"], kept["curve"]
@@ -63,7 +63,7 @@ def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         done = step + 1
-        if done % learning.every == 0 or done == learning.steps:
+        if done % every == 0 or done == learning.steps:
             with torch.no_grad():
                 curve.append({"step": done, **learning.look(model)})
             now = {"step": done, "curve": curve, "model": model.state_dict(), "optimiser": optimiser.state_dict()}

@@ -82,7 +82,7 @@ class Ends(NamedTuple):
 class PrefixBeam:
     """The likeliest labels, each with the probability of all its alignments, of ``beams`` prefixes followed.
 
-    >>> beam = PrefixBeam(4)
+    >>> beam = PrefixBeam(2)
     >>> beam.feed(torch.tensor([[0.6, 0.4], [0.6, 0.4]]).log())
     []
     >>> [(labels, round(math.exp(score), 2)) for labels, score in beam.best()]
