@@ -6,11 +6,13 @@
 copies the JSON and PNG files of the experiments that FOLDER has to ``docs/reproduction`` and writes what the JSON files
 hold between the page's markers. ``FOLDER=WORD`` keeps them beside those with other settings: of ``images`` come
 ``images_WORD.json`` and its pictures, for the marker of that name. Without an argument the page is only written again.
+So is docs/choosing.md, which tells of the same files.
 """
 
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,3 +135,4 @@ def main(folders: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    subprocess.run([sys.executable, DOCS / "choosing.py"], check=True)

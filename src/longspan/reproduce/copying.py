@@ -28,7 +28,7 @@ class Settings:
     specs: str = setting(
         f"softmax; linear; {paper.LSH}", "attentions, separated by semicolons; each makes a whole model"
     )
-    seeds: tuple[int, ...] = setting((0, 1), "of weights and sequences; one training of each attention for each")
+    seeds: tuple[int, ...] = setting((0,), "of weights and sequences; one training of each attention for each")
     length: int = setting(128, "tokens: twice a separator and the symbols, so an even number")
     symbols: int = setting(10, "different symbols; the separator comes on top of them")
     dim: int = setting(128, "width of the models")
@@ -194,5 +194,5 @@ EXPERIMENT = Experiment(
         "lsh-1 and lsh-4, is ours, whose causal chunks are counted inside a bucket, so that nothing leaks; a figure "
         "says which attentions it has."
     ),
-    minutes=28.2,
+    minutes=49.4,
 )

@@ -46,15 +46,15 @@ class Settings:
     depth: int = setting(4, "blocks")
     heads: int = setting(4, "heads of each attention")
     likelihood: str = setting("categorical", "of a pixel: categorical, or a mixture such as logistics(mixtures=10)")
-    steps: int = setting(1000, "training steps, the same for each")
+    steps: int = setting(400, "training steps, the same for each")
     batch: int = setting(10, "images of a training step")
     optimizer: str = setting("adamw", "adamw | radam")
     learning_rate: float = setting(3e-3, "the highest learning rate")
     schedule: str = setting("cosine", "of the learning rate: cosine | constant")
-    warmup: int = setting(100, "steps in which the learning rate rises")
+    warmup: int = setting(50, "steps in which the learning rate rises")
     weight_decay: float = setting(0.05, "of matrices and embeddings")
     precision: str = setting("32", "of the training: 32 | bf16")
-    evaluate_every: int = setting(125, "steps between two tests on validation images")
+    evaluate_every: int = setting(50, "steps between two tests on validation images")
     evaluate_examples: int = setting(250, "validation images of such a test; 0: all")
     tests: int = setting(2000, "test images at the end, evenly spaced; 0: all")
     samples: int = setting(64, "images drawn by each model, and about half as many completed")
@@ -227,5 +227,5 @@ EXPERIMENT = Experiment(
     "ours are counted inside a bucket, so that nothing leaks and pixels are drawn from a state of fixed size. Buckets "
     "and chunks are 32 and 32, at larger scales the published 64 and 29.",
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data).checksum},
-    minutes=87.4,
+    minutes=50.0,
 )
