@@ -44,10 +44,14 @@ def attend(
 def _before(q: Tensor, k: Tensor, text: str, layer: int, way: str) -> int:
     """How many queries are made up before those that there are: none where the kernels serve all."""
     before = k.shape[2] - q.shape[2]
-    heads = range(q.shape[1] if patterns.parse(text).per_head else 1)
-    if before and way == "native" and not any(plan(text, k.shape[2], head, layer, True)[1] for head in heads):
-        return 0
-    return before
+    return 0 if before and way == "native" and not _classes(q.shape[1], k.shape[2], text, layer) else before
+
+
+@torch.compiler.assume_constant_result
+def _classes(heads: int, tokens: int, text: str, layer: int) -> bool:
+    """Whether a head has classes of tokens beside its blocks."""
+    alike = not patterns.parse(text).per_head
+    return any(plan(text, tokens, head, layer, True)[1] for head in range(1 if alike else heads))
 
 
 def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int, softcap: float) -> tuple[str, str]:
