@@ -3,11 +3,13 @@
     python docs/lora.py
     python docs/lora.py --model Qwen/Qwen3.5-0.8B --text my.txt --out runs/lora --steps 200
 
-Without ``--model`` it makes a tiny Qwen3.5 with random weights, whose tokens are bytes; without ``--text`` it takes
-this file. Needs: pip install "longspan[lora]"
+Without ``--model`` it makes a tiny Qwen3.5 with random weights, whose tokens are bytes; ``--width`` makes it larger.
+Without ``--text`` it takes this file. ``--stock`` trains by transformers' own code, to compare time and memory: its
+recurrent layers then read across the paragraphs of a row. Needs: pip install "longspan[lora]"
 """
 
 import argparse
+import resource
 import time
 from pathlib import Path
 
@@ -24,6 +26,8 @@ parser.add_argument("--text", default=__file__, help="a file whose paragraphs ar
 parser.add_argument("--out", default="runs/lora", help="folder for checkpoints and the adapter")
 parser.add_argument("--steps", type=int, default=20, help="of training, in all")
 parser.add_argument("--rows", type=int, default=8, help="paragraphs that are packed into a row")
+parser.add_argument("--width", type=int, default=64, help="of the model with random weights; a multiple of 64")
+parser.add_argument("--stock", action="store_true", help="train by transformers' own code")
 parser.add_argument("--rank", type=int, default=8, help="of the adapter")
 args = parser.parse_args()
 
@@ -39,16 +43,18 @@ else:
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
 
+    width = args.width
     model = Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
-            linear_key_head_dim=16, linear_value_head_dim=16, eos_token_id=None,
+            vocab_size=256, hidden_size=width, intermediate_size=width * 3, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=width // 4, linear_num_key_heads=4, linear_num_value_heads=4,
+            linear_key_head_dim=width // 4, linear_value_head_dim=width // 4, eos_token_id=None,
         )
     )  # fmt: skip
     sequences = [{"input_ids": list(text.encode())} for text in paragraphs]
 
-on_cpu.accelerate(model)
+if not args.stock:
+    on_cpu.accelerate(model)
 # Adapters on all projections; the recurrent layers' are among them.
 model = get_peft_model(model, LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 model.print_trainable_parameters()
@@ -62,8 +68,11 @@ trainer = Trainer(
     train_dataset=sequences,
     data_collator=DataCollatorWithFlattening(),
 )  # fmt: skip
+last = get_last_checkpoint(args.out) if Path(args.out).is_dir() else None
 begin = time.perf_counter()
-trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if Path(args.out).is_dir() else None)
-print(f"{time.perf_counter() - begin:.1f} s, adapter in {args.out}")
+done = trainer.train(resume_from_checkpoint=last)
 model.save_pretrained(args.out)
-print(on_cpu.status())
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(f"loss {done.training_loss:.3f}, {time.perf_counter() - begin:.1f} s, peak {peak:,.0f} MB, adapter in {args.out}")
+if not args.stock:
+    print(on_cpu.status())

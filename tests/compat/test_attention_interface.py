@@ -41,7 +41,11 @@ MODELS = {
         },
         {f"causal & block({WINDOW})", "causal"},
     ),
-    "gemma2": ("Gemma2", {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}, set()),
+    "gemma2": (
+        "Gemma2",
+        {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+        {"causal & band(6)", "causal"},
+    ),
 }  # fmt: skip
 
 
@@ -144,7 +148,7 @@ def test_packed_rows_are_served_by_their_borders(kind):
     assert not any("sdpa" in what for what in softmax.calls)
 
 
-@pytest.mark.parametrize("kind", ["mistral", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mistral", "gemma3", "gpt_oss", "qwen3", "gemma2"])
 def test_a_prompt_in_pieces(kind):
     made, x = model(kind), tokens(1, 29)
     found = []
@@ -152,12 +156,14 @@ def test_a_prompt_in_pieces(kind):
         made.set_attn_implementation(name)
         cache, out = None, []
         with torch.no_grad():
-            for part in x.split([10, 12, 7], 1):
+            for part in x.split([10, 12, 5, 2], 1):
                 one = made(part, past_key_values=cache, use_cache=True)
                 cache = one.past_key_values
                 out.append(one.logits)
         found.append(torch.cat(out, 1))
     close(found[1], found[0])
+    by_sdpa = {what for what in softmax.calls if "sdpa" in what}
+    assert by_sdpa <= ({"sdpa, for plain causal attention"} if available() else by_sdpa)
 
 
 def test_masks_that_no_pattern_describes_go_to_sdpa_and_are_told():

@@ -5,11 +5,11 @@ import torch
 
 import longspan
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from transformers.utils import logging
 
-from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
+from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM, byte_tokenizer
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -81,3 +81,17 @@ def test_adapters_train_alone_and_merge(tmp_path):
     assert not torch.equal(ours.stack.blocks[0].attention.query.weight, before["stack.blocks.0.attention.query.weight"])
     drawn = torch.stack(list(longspan.generate(ours, tokens()[:, :5], tokens=12, temperature=0)), 1)
     assert torch.equal(found[:, 5:], drawn)
+
+
+def test_a_model_of_bytes_has_its_tokenizer(tmp_path):
+    text = "Ünïcode, \n\ttabs  and\x00 0 \x7f 河"
+    ours = byte_tokenizer()
+    assert ours(text).input_ids == list(text.encode())
+    assert ours.decode(ours(text).input_ids) == text
+    assert [ours.bos_token_id, ours.eos_token_id, ours.pad_token_id] == [256] * 3
+    assert ours([text, "a"], padding=True).input_ids[1][1:] == [256] * (len(text.encode()) - 1)
+    ours.save_pretrained(tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again(text + "<start>").input_ids == [*text.encode(), 256]
+    # Every byte is a token, and no two are the same.
+    assert sorted(ours.convert_tokens_to_ids(ours.get_vocab())) == list(range(257))

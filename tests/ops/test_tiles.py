@@ -298,8 +298,9 @@ def test_nothing_to_see_is_nothing_under_a_score():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"key": torch.zeros(1, 2, 5, 4)}, r"key must be \(B,G,N,D\)"),
-        ({"value": torch.zeros(1, 3, 7, 4)}, r"key must be \(B,G,N,D\)"),
+        ({"key": torch.zeros(1, 2, 5, 4), "value": torch.zeros(1, 2, 5, 4)}, "at least as many keys as queries"),
+        ({"key": torch.zeros(1, 2, 7, 5)}, r"key must be \(B,G,M,D\)"),
+        ({"value": torch.zeros(1, 3, 7, 4)}, r"key must be \(B,G,M,D\)"),
         ({"query": torch.zeros(2, 7, 4)}, r"query must be \(B,H,N,D\)"),
         ({"mask": torch.zeros(1, 7)}, r"mask must be bool \(1, 7\)"),
         ({"pattern": "bond(3)"}, "unknown name 'bond'"),

@@ -6,6 +6,7 @@
     on_cpu.register()                   # attn_implementation="longspan": windows, chunks and padding of softmax layers
     print(on_cpu.status())              # what was replaced, what served each call, and what stays untouched
     on_cpu.LongspanForCausalLM          # a decoder of longspan's with their generate, Trainer and save_pretrained
+    on_cpu.byte_tokenizer()             # the tokenizer of its models of bytes
 
 transformers (5.5 or later) is imported when one of these is asked for, not before: it is an optional extra of longspan.
 """
@@ -18,10 +19,14 @@ from .replace import accelerate, restore
 from .report import Status, status
 from .softmax import register
 
-_WHERE = {"LongspanCache": "cache", "LongspanConfig": "config", "LongspanForCausalLM": "causal_lm"}
+_WHERE = {
+    "LongspanCache": "cache", "LongspanConfig": "config", "LongspanForCausalLM": "causal_lm",
+    "byte_tokenizer": "byte_tokens",
+}  # fmt: skip
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    "LongspanCache", "LongspanConfig", "LongspanForCausalLM", "Status", "accelerate", "register", "restore", "status",
+    "LongspanCache", "LongspanConfig", "LongspanForCausalLM", "Status", "accelerate", "byte_tokenizer", "register", "restore",
+    "status",
 ]  # fmt: skip
 
 

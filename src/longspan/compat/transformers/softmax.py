@@ -26,9 +26,10 @@ def register(name: str = NAME) -> None:
 
     A model loaded with it, or told by ``model.set_attn_implementation("longspan")``, has the masks of its softmax
     layers served by longspan's kernels where a pattern describes them: causal, windows, chunks, both directions,
-    padding at either end, packed rows, learned sinks. Others, single tokens, dropout and other devices are served by
-    transformers' ``sdpa``, plain causal attention too; ``status()`` counts which and why. Scores that are capped by
-    tanh (Gemma 2) are served by torch in blocks of queries, which ``sdpa`` would refuse.
+    padding at either end, packed rows, learned sinks, scores capped by tanh (Gemma 2), a prompt that is read in parts.
+    Others, single tokens, dropout and other devices are served by transformers' ``sdpa``, plain causal attention of a
+    whole prompt too; ``status()`` counts which and why. Capped scores that no pattern serves are served by torch in
+    blocks of queries, which ``sdpa`` would refuse.
 
     Raises as ``accelerate``.
     """
@@ -56,18 +57,28 @@ def mask(
         if not use_vmap and offsets[0] + q_length == offsets[1] + kv_length:
             padding = None if attention_mask is None else attention_mask.bool()
             found = masks.read(function, batch_size, q_length, kv_length, offsets, padding, local_size, whole)
-        if isinstance(found, Seen) and (q_length == kv_length or _short(found, q_length, kv_length)):
+        if isinstance(found, Seen):
             return found
-        calls[f"mask by sdpa, since {found if isinstance(found, str) else 'there are fewer queries than keys'}"] += 1
+        calls[f"mask by sdpa, since {found}"] += 1
     return sdpa_mask(
         batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, local_size,
         allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **kwargs,
     )  # fmt: skip
 
 
-def _short(found: Seen, n: int, m: int) -> bool:
-    """Whether the keys before the queries are few and the pattern looks back little, so that they may be rows too."""
-    return found.pattern.lookback is not None and m <= 2 * n
+def _why_not(seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float, alone: bool) -> str:
+    """Why ``sdpa`` serves a call better, or must; "" where the kernels do. ``alone``: neither sinks nor a cap."""
+    n, m = q.shape[2], k.shape[2]
+    if dropout:
+        return "dropout"
+    if seen is None:
+        return "one token" if n == 1 else "its mask"
+    if seen.plain and alone and n == m:
+        return "plain causal attention"
+    # Elsewhere than in the kernels there are as many queries as keys, of which most would be made up.
+    if m > 2 * n and (seen.mask is not None or seen.segments is not None or sparse.unserved(q, k, v)):
+        return "far fewer queries than keys"
+    return ""
 
 
 def attend(
@@ -78,38 +89,39 @@ def attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     n, m = query.shape[2], key.shape[2]
     seen = attention_mask if isinstance(attention_mask, Seen) else None
-    if softcap or (s_aux is not None and (seen is None or dropout)):
+    why = _why_not(seen, query, key, value, dropout, s_aux is None and not softcap)
+    if why and (softcap or s_aux is not None):
         calls[f"torch, in blocks of queries, since {'scores are capped' if softcap else 'there are sinks'}"] += 1
         allowed: Any = attention_mask if seen is None else seen.dense(n, m)
         if allowed is None and n > 1 and kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False:
             allowed = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(m - n)[None, None]
         out = _in_blocks(query, key, value, allowed, scale, softcap, s_aux, dropout if module.training else 0.0)
         return out.transpose(1, 2).contiguous(), None
-    if seen is None or dropout or (seen.plain and s_aux is None):
-        why = "dropout" if dropout else "one token" if n == 1 else "plain causal attention" if seen else "its mask"
+    if why or seen is None:
         calls[f"sdpa, for {why}"] += 1
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        attention_mask = attention_mask if seen is None else None if seen.plain else seen.dense(n, m)
+        attention_mask = attention_mask if seen is None else None if seen.plain and n == m else seen.dense(n, m)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    if n < m:
-        query = torch.cat([query.new_zeros(*query.shape[:2], m - n, query.shape[-1]), query], 2)
     with counted(calls, f", under {seen.pattern}"):
-        out = _pattern(query, key, value, seen, scale, s_aux)[:, :, m - n :]
+        out = _pattern(query, key, value, seen, scale, s_aux, softcap or 0.0)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _pattern(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, sink: Tensor | None) -> Tensor:
+def _pattern(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, sink: Tensor | None, softcap: float) -> Tensor:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if sink is None:
-            return sparse.attend(q, k, v, seen.pattern, scale=scale)
-        return sums.with_sink(*sums.attend(q, k, v, seen.pattern, scale=scale), sink)
+            return sparse.attend(q, k, v, seen.pattern, scale=scale, softcap=softcap)
+        return sums.with_sink(*sums.attend(q, k, v, seen.pattern, scale=scale, softcap=softcap), sink)
 
     if seen.mask is None and seen.segments is None:
         return run(q, k, v)
-    return sparse.ragged(q, k, v, run, seen.mask, seen.segments, exact=seen.pattern.lookahead != 0)
+    before = k.shape[2] - q.shape[2]
+    q = torch.nn.functional.pad(q, (0, 0, before, 0))
+    out = sparse.ragged(q, k, v, run, seen.mask, seen.segments, exact=seen.pattern.lookahead != 0)
+    return out[:, :, before:]
 
 
 def _in_blocks(

@@ -1,5 +1,6 @@
 """Softmax attention under a pattern: which rows go where, and the public function."""
 
+import math
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +16,9 @@ from ..rows import ragged
 from ..softmax import dense as softmax
 from ..tensors import positions
 from . import blockwise
+from . import native as kernels
 from .schedule import Tiles, plan
+from .tiles import capped
 
 
 class Score(Protocol):
@@ -38,6 +41,7 @@ def sparse_attention(
     mask: Tensor | None = None,
     bias: Bias | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     r"""Softmax attention in which each query sees the keys that a pattern allows, in O(N keys-per-query).
 
@@ -46,23 +50,28 @@ def sparse_attention(
     >>> longspan.sparse_attention(q, k, v, "causal & (band(15) | globals(4))").shape
     torch.Size([1, 2, 100, 8])
 
-    query (B,H,N,D), key (B,G,N,D), value (B,G,N,E), where G divides H -> (B,H,N,E). ``pattern`` is a value of
-    ``longspan.patterns`` or its spec, such as ``"band(255) | globals(4)"``; a query that sees no key gets 0.
+    query (B,H,N,D), key (B,G,M,D), value (B,G,M,E), where G divides H -> (B,H,N,E). Queries are the last N of M tokens,
+    as where a prompt is read in parts; N = M with a mask or a bias. ``pattern`` is a value of ``longspan.patterns`` or
+    its spec, such as ``"band(255) | globals(4)"``; a query that sees no key gets 0.
     ``mask`` (B,N) bool: True = a real token; a masked one does not exist, whatever it holds: positions count the real
     tokens before, and its output is 0. ``bias``: an object whose ``score(q_tile, i, j)`` is added to the logits, or a
-    tensor (H|1,N,N) that is. ``scale`` multiplies $q_i \cdot k_j$; None: $1 / \sqrt D$. ``torch.compile`` takes a spec
-    in a call with neither mask nor bias, and a value in any. Transforms of ``torch.func`` and forward-mode derivatives
-    take plain forms: block by block without a mask, O(N^2) with one.
+    tensor (H|1,N,N) that is. ``scale`` multiplies $q_i \cdot k_j$; None: $1 / \sqrt D$. ``softcap``
+    c > 0 makes $c \tanh(s / c)$ of each logit s, before any bias (Gemma Team 2024, 2408.00118, section 2).
+    ``torch.compile`` takes a spec in a call with neither mask nor bias, and a value in any. Transforms of ``torch.func``
+    and forward-mode derivatives take plain forms: block by block without a mask, O(N^2) with one.
 
-    Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern.
+    Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern, a softcap
+    that is not positive.
     """
-    _check(query, key, value, mask)
+    _check(query, key, value, mask, bias)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap} must be positive and finite; None caps no logit")
     if isinstance(bias, Tensor):
         _check_bias(query, bias)
     # A compiler cannot take the value that a spec makes into its graph, but the spec itself.
     if not torch.compiler.is_compiling() or mask is not None or bias is not None:
         pattern = patterns.parse(pattern)
-    return attend(query, key, value, pattern, mask=mask, bias=bias, scale=scale)  # type: ignore[arg-type]
+    return attend(query, key, value, pattern, mask=mask, bias=bias, scale=scale, softcap=softcap or 0.0)  # type: ignore[arg-type]
 
 
 def attend(
@@ -76,8 +85,12 @@ def attend(
     bias: Bias | None = None,
     scale: float | None = None,
     layer: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
-    """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too."""
+    """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too.
+
+    With a mask or segments of all M tokens, fewer queries than keys become as many.
+    """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     q, k, v = resolved(q, k, v)
     way, plain = wanted(blockwise.OP, blockwise.SERVED, ""), transformed()
@@ -86,41 +99,53 @@ def attend(
     reference, packed = way == "reference", mask is not None or segments is not None
     traced = torch.compiler.is_compiling()
     dense_form = (packed and (traced or plain)) or (traced and bias is not None and not reference)
-    if reference or bias is not None or dense_form or plain:
+    composed = reference or bias is not None or dense_form or plain
+    if composed:
         k, v = softmax.repeat(k, q.shape[1]), softmax.repeat(v, q.shape[1])
+    if not q.numel():
+        return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * v.sum()
+    before = k.shape[2] - q.shape[2] if composed or packed else 0
+    if before:
+        q = torch.nn.functional.pad(q, (0, 0, before, 0))
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if reference:
             tell(blockwise.OP, "reference")
-            return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer)[0]
+            return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer, softcap=softcap)[0]
         if bias is not None or plain:
             tell(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else TRANSFORMED)
-            return _scored(q, k, v, pattern, bias, scale, layer)
-        return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale)[0]
+            return _scored(q, k, v, pattern, bias, scale, layer, softcap)
+        return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale, softcap=softcap)[0]
 
-    if not q.numel():
-        return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * v.sum()
-    if not packed and not dense_form:
-        return run(q, k, v)
-    if isinstance(bias, Tensor):
+    if isinstance(bias, Tensor) and (packed or dense_form):
         bias = _Table(bias)
     if dense_form:
-        return _masked(q, k, v, pattern, mask, segments, bias, scale, layer)
-    return ragged(q, k, v, run, mask, segments, exact=pattern.lookahead != 0)
+        out = _masked(q, k, v, pattern, mask, segments, bias, scale, layer, softcap)
+    elif packed:
+        out = ragged(q, k, v, run, mask, segments, exact=pattern.lookahead != 0)
+    else:
+        out = run(q, k, v)
+    return out[:, :, before:] if before else out
+
+
+def unserved(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why the C++ kernels cannot serve these operands; "" where they can."""
+    return kernels.why_not(q, k, v)
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, bias: Bias | None = None, scale: float, layer: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, bias: Bias | None = None, scale: float, layer: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The definition: -> output (B,H,N,E), attention matrix (B,H,N,N), log of each row's sum (B,H,N)."""
     n = q.shape[2]
     allowed = pattern.dense(n, heads=q.shape[1], layer=layer, device=q.device)
     at = torch.arange(n, device=q.device)
-    return _softmax(q, k, v, allowed, bias, at, at, scale)
+    return _softmax(q, k, v, allowed, bias, at, at, scale, softcap)
 
 
-def _softmax(q, k, v, allowed, bias, i, j, scale) -> tuple[Tensor, Tensor, Tensor]:
-    logits = _logits(q, k, scale)
+def _softmax(q, k, v, allowed, bias, i, j, scale, softcap=0.0) -> tuple[Tensor, Tensor, Tensor]:
+    logits = _logits(q, k, scale, softcap)
     if bias is not None:
         logits = logits + _score(bias, q, i, j)
     return _weighted(logits, v, allowed)
@@ -135,8 +160,8 @@ def _weighted(logits: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tenso
     return p.to(v.dtype) @ v, p, lse
 
 
-def _logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    return (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+def _logits(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
+    return capped((q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale, softcap)
 
 
 def _score(bias: Bias, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -154,7 +179,7 @@ class _Table:
         return self.table[:, i.clamp(max=last)[:, None], j.clamp(max=last)[None]]
 
 
-def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
+def _masked(q, k, v, pattern, mask, segments, bias, scale, layer, softcap) -> Tensor:
     """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
     at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
     q, k, v = hidden(mask, q, k, v)
@@ -163,7 +188,7 @@ def _masked(q, k, v, pattern, mask, segments, bias, scale, layer) -> Tensor:
         allowed = allowed & mask[:, None, None, :]
     if segments is not None:
         allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
-    out = by_rows(q, k, v, allowed, bias, at, at, scale)
+    out = by_rows(q, k, v, allowed, bias, at, at, scale, softcap)
     return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
 
 
@@ -175,13 +200,15 @@ def allowed_at(pattern: Pattern, i: Tensor, j: Tensor, heads: int, layer: int) -
     return torch.stack([pattern.allow(i, j, head=head, layer=layer) for head in range(heads)], 1)
 
 
-def by_rows(q, k, v, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float) -> Tensor:
+def by_rows(
+    q, k, v, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float, softcap: float = 0.0
+) -> Tensor:
     """Attention under a mask (B,H|1,N,M), with a score at positions i (B,N), j (B,M) of each row's own."""
-    if bias is None:
+    if bias is None and not softcap:
         return softmax.attend(q * (scale * q.shape[-1] ** 0.5), k, v, mask=allowed)
-    tell(blockwise.OP, "torch", "they add nothing to the logits")
+    tell(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else "the mask is dense")
     rows = [
-        _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], bias, i[b], j[b], scale)[0]
+        _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], bias, i[b], j[b], scale, softcap)[0]
         for b in range(len(q))
     ]
     return torch.cat(rows) if rows else q.new_zeros(*q.shape[:3], v.shape[-1])
@@ -196,7 +223,9 @@ def matrix(q, k, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale
     return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 
 
-def _scored(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias | None, scale: float, layer: int) -> Tensor:
+def _scored(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias | None, scale: float, layer: int, softcap: float
+) -> Tensor:
     """With a score, whose gradient torch finds: block by block of queries, each computed again in the backward."""
     # Transforms cannot follow what is computed again.
     block = _block if transformed() else partial(checkpoint, _block, use_reentrant=False)
@@ -205,16 +234,16 @@ def _scored(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias | None
         own = slice(head, head + 1) if pattern.per_head else slice(None)
         pieces, order = [v[:, own, :0]], [torch.zeros(0, dtype=torch.int64, device=q.device)]
         for i, j, allowed in _blocks(repr(pattern), n, head, layer, q.device):
-            pieces.append(block(q[:, :, i], k[:, own, j], v[:, own, j], allowed, bias, i, j, scale, own))
+            pieces.append(block(q[:, :, i], k[:, own, j], v[:, own, j], allowed, bias, i, j, scale, softcap, own))
             order.append(i)
         out = torch.cat(pieces, 2)
         outs.append(out.new_zeros(*out.shape[:2], n, v.shape[-1]).index_copy(2, torch.cat(order), out))
     return torch.cat(outs, 1)
 
 
-def _block(q, k, v, allowed, bias, i, j, scale, own) -> Tensor:
+def _block(q, k, v, allowed, bias, i, j, scale, softcap, own) -> Tensor:
     """Some queries of all heads, of which the ``own`` ones meet their keys: a score may depend on the others' too."""
-    logits = _logits(q[:, own], k, scale)
+    logits = _logits(q[:, own], k, scale, softcap)
     if bias is not None:
         score = _score(bias, q, i, j)
         logits = logits + (score[..., own, :, :] if score.dim() > 2 and score.shape[-3] > 1 else score)
@@ -244,17 +273,20 @@ def _check_bias(query: Tensor, bias: Tensor) -> None:
     same_device(query=query, bias=bias)
 
 
-def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias: Bias | None) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4 or not x.is_floating_point() or x.dtype != query.dtype:
             raise ValueError(f"{name} must be (B,H,N,D) in {query.dtype}, not {x.dtype} {tuple(x.shape)}")
     same_device(query=query, key=key, value=value, mask=mask)
     batch, heads, n, dim = query.shape
-    groups = key.shape[1]
-    if key.shape != (batch, groups, n, dim) or value.shape[:3] != key.shape[:3] or not groups or heads % groups:
+    groups, m = key.shape[1:3]
+    if key.shape != (batch, groups, m, dim) or value.shape[:3] != key.shape[:3] or not groups or heads % groups:
         raise ValueError(
-            f"key must be (B,G,N,D) and value (B,G,N,E) with G dividing H, for query {tuple(query.shape)}; "
+            f"key must be (B,G,M,D) and value (B,G,M,E) with G dividing H, for query {tuple(query.shape)}; "
             f"they are {tuple(key.shape)} and {tuple(value.shape)}"
         )
+    if m < n or (m > n and (mask is not None or bias is not None)):
+        least = "at least as many keys as queries" if m < n else "as many keys as queries with a mask or a bias"
+        raise ValueError(f"there must be {least}; query is {tuple(query.shape)}, key {tuple(key.shape)}")
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, n)):
         raise ValueError(f"mask must be bool {(batch, n)}, True on real tokens, not {mask.dtype} {tuple(mask.shape)}")

@@ -14,34 +14,53 @@ from .schedule import Classes, listed, plan
 OP, SERVED = "attention under a pattern", ("reference", "torch", "native", "flex")
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pattern: patterns.Pattern | str, *, layer: int, scale: float):
-    """softmax over the keys that the pattern allows: q (B,H,N,D), k (B,G,N,D), v (B,G,N,E), G dividing H, -> (B,H,N,E),
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: patterns.Pattern | str, *, layer: int, scale: float, softcap: float = 0.0
+):
+    """softmax over the keys that the pattern allows: q (B,H,N,D), k (B,G,M,D), v (B,G,M,E), G dividing H, -> (B,H,N,E),
     log-sums (B,H,N), float32 at least.
 
-    Queries and keys stand at positions 0 ... N-1. A row that sees nothing gives 0 and -inf. The log-sums carry no
-    gradient. O(N keys-per-query) time; memory of the inputs' size, and of the torch form also that of keys that are no
-    runs of neighbouring blocks, a part at a time.
+    Keys stand at positions 0 ... M-1, queries at the last N of them. A row that sees nothing gives 0 and -inf. The
+    log-sums carry no gradient. ``softcap``: see ``sparse_attention``; 0 is none. O(N keys-per-query) time; memory of the
+    inputs' size, and of the torch form also that of keys that are no runs of neighbouring blocks, a part at a time. The
+    torch form and flex compute M queries where there are fewer.
     """
     if not q.numel() or not v.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum()), _sums(q).fill_(-torch.inf)
     text = pattern if isinstance(pattern, str) else _text(pattern)
-    way, no_kernels = _way(q, k, v, text, layer)
+    way, no_kernels = _way(q, k, v, text, layer, softcap)
     if way != "native":
         tell(OP, way, no_kernels)
+    before = _before(q, k, text, layer, way)
+    if before:
+        q = F.pad(q, (0, 0, before, 0))
     if way == "flex":
         out, lse = flex.attend(q, k, v, text, layer, scale)
     else:
-        out, lse = _forward_op(q, k, v, text, layer, scale, way == "native")
-    return out, lse.detach()
+        out, lse = _forward_op(q, k, v, text, layer, scale, softcap, way == "native")
+    return (out[:, :, before:], lse[:, :, before:].detach()) if before else (out, lse.detach())
 
 
-def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int) -> tuple[str, str]:
+def _before(q: Tensor, k: Tensor, text: str, layer: int, way: str) -> int:
+    """How many queries are made up before those that there are: none where the kernels serve all."""
+    before = k.shape[2] - q.shape[2]
+    return 0 if before and way == "native" and not _classes(q.shape[1], k.shape[2], text, layer) else before
+
+
+@torch.compiler.assume_constant_result
+def _classes(heads: int, tokens: int, text: str, layer: int) -> bool:
+    """Whether a head has classes of tokens beside its blocks."""
+    alike = not patterns.parse(text).per_head
+    return any(plan(text, tokens, head, layer, True)[1] for head in range(1 if alike else heads))
+
+
+def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int, softcap: float) -> tuple[str, str]:
     """The backend of a call, and why it cannot be the C++ kernels.
 
     Raises ValueError where a forced one cannot serve it.
     """
     no_kernels = kernels.why_not(q, k, v)
-    no_flex = flex.why_not(q, k, v, text, layer)
+    no_flex = "scores are capped" if softcap else flex.why_not(q, k, v, text, layer)
     best = "torch" if no_kernels and no_flex else "flex" if no_kernels else "native"
     way = wanted(OP, SERVED, best)
     for name, reason in (("native", no_kernels), ("flex", no_flex)):
@@ -69,17 +88,17 @@ def flops(q: torch.Size, k: torch.Size, v: torch.Size, pattern: str, layer: int,
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: str, layer: int, scale: float, by_kernels: bool
+    q: Tensor, k: Tensor, v: Tensor, pattern: str, layer: int, scale: float, softcap: float, by_kernels: bool
 ) -> tuple[Tensor, Tensor]:
-    """-> output (B,H,N,E), log of each row's sum (B,H,N)."""
-    out, lse, n = _room(q, v), _sums(q), q.shape[2]
+    """-> output (B,H,N,E), log of each row's sum (B,H,N); fewer queries than keys where the kernels serve all."""
+    out, lse, n = _room(q, v), _sums(q), k.shape[2]
     for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
         length, parts = plan(pattern, n, head, layer, by_kernels)
         blocks = listed(pattern, n, head, layer) if by_kernels else None
         if blocks is not None:
             tell(OP, "native")
             sums = lse if q_ is q else _sums(q_)
-            kernels.forward(q_, k_, v_, out[:, own], sums, blocks, scale)
+            kernels.forward(q_, k_, v_, out[:, own], sums, blocks, scale, softcap)
             if sums is not lse:
                 lse[:, own] = sums
         if parts or blocks is None:
@@ -90,7 +109,7 @@ def _forward(
             if blocks is not None:
                 o = tiles.padded(F.pad(out[:, own], (0, wide - v.shape[-1])), length)
                 log = F.pad(lse[:, own].flatten(0, 1), (0, length - n), value=-torch.inf)
-            tiles.forward(parts, rows, o, log, scale, begun=blocks is not None)
+            tiles.forward(parts, rows, o, log, scale, softcap, begun=blocks is not None)
             out[:, own] = _unpadded(o, q_, v.shape[-1])
             lse[:, own] = _unpadded(log[..., None], q_, 1)[..., 0]
     return out, lse
@@ -98,17 +117,18 @@ def _forward(
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: str, layer: int, scale: float,
-    by_kernels: bool,
+    softcap: float, by_kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v."""
-    n, grads = q.shape[2], None
+    n, grads = k.shape[2], None
     for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
         length, parts = plan(pattern, n, head, layer, by_kernels)
         blocks = listed(pattern, n, head, layer) if by_kernels else None
         group = head // (q.shape[1] // k.shape[1])
         shared = own if q_ is q else slice(group, group + 1)
         if blocks is not None:
-            found = kernels.backward(q_, k_, v_, out[:, own], grad[:, own], lse[:, own].contiguous(), blocks, scale)
+            of = out[:, own], grad[:, own], lse[:, own].contiguous()
+            found = kernels.backward(q_, k_, v_, *of, blocks, scale, softcap)
             if q_ is q and not parts:
                 return found
             grads = grads or _nothing(q, k, v)
@@ -121,7 +141,7 @@ def _backward(
             # A row that sees nothing: exp(logit - inf) = 0, where logit + inf would be no number.
             log = F.pad(lse[:, own].flatten(0, 1), (0, length - n), value=torch.inf)
             found = [torch.zeros_like(x) for x in rows[:3]]
-            tiles.backward(parts, rows, log.masked_fill(log == -torch.inf, torch.inf), found, scale)
+            tiles.backward(parts, rows, log.masked_fill(log == -torch.inf, torch.inf), found, scale, softcap)
             for total, add, place in zip(grads, found, (own, shared, shared), strict=True):
                 whole = _unpadded(add, q_, total.shape[-1])
                 groups = total[:, place].shape[1]
@@ -169,12 +189,12 @@ _backward_op = torch.library.custom_op("longspan::pattern_backward", _backward, 
 
 
 @_forward_op.register_fake
-def _(q, k, v, pattern, layer, scale, by_kernels):
+def _(q, k, v, pattern, layer, scale, softcap, by_kernels):
     return _room(q, v), _sums(q)
 
 
 @_backward_op.register_fake
-def _(grad, q, k, v, out, lse, pattern, layer, scale, by_kernels):
+def _(grad, q, k, v, out, lse, pattern, layer, scale, softcap, by_kernels):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -184,7 +204,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, grad, _):
-    return *_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+    return *_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
@@ -192,8 +212,14 @@ _forward_op.register_autograd(_differentiate, setup_context=_save)
 
 def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: patterns.Pattern, *, layer: int,
-    scale: float,
+    scale: float, softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v from that of the output, with what ``attend`` has given."""
     text = _text(pattern)
-    return _backward_op(grad, q, k, v, out, lse, text, layer, scale, _way(q, k, v, text, layer)[0] == "native")
+    way = _way(q, k, v, text, layer, softcap)[0]
+    before = _before(q, k, text, layer, way)
+    if before:
+        grad, q, out = (F.pad(x, (0, 0, before, 0)) for x in (grad, q, out))
+        lse = F.pad(lse, (before, 0), value=-torch.inf)
+    dq, dk, dv = _backward_op(grad, q, k, v, out, lse, text, layer, scale, softcap, way == "native")
+    return dq[:, :, before:], dk, dv

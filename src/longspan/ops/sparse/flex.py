@@ -25,7 +25,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int) -> str:
     if v.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels are for float32, bfloat16 and float16, not {v.dtype}"
     heads = range(q.shape[1] if patterns.parse(text).per_head else 1)
-    if any(plan(text, q.shape[2], head, layer, True)[1] for head in heads):
+    if any(plan(text, k.shape[2], head, layer, True)[1] for head in heads):
         return "strides become classes of tokens here, which are dense products"
     return ""
 

@@ -19,23 +19,27 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
     return call.why_not(q, k, v, None)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: "Listed", scale: float) -> None:
-    """q (B,H,N,D), k (B,G,N,D), v (B,G,N,E), of any strides, float32 or bfloat16; fills out (B,H,N,E), lse (B,H,N).
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: "Listed", scale: float, softcap: float = 0.0
+) -> None:
+    """q (B,H,N,D), k (B,G,M,D), v (B,G,M,E), of any strides, float32 or bfloat16; fills out (B,H,N,E), lse (B,H,N).
 
+    Queries are the last N of M tokens; ``blocks`` are those of all tokens. ``softcap``: see ``sparse_attention``.
     Time is O(pairs of the listed blocks), memory beyond the operands a few blocks per thread. Any number of threads
     gives the same bits. Raises MemoryError where those blocks do not fit.
     """
     failed = kernels().longspan_pattern_forward(
-        *pointers(q, k, v, out, lse, blocks.offsets, blocks.keys, blocks.tiles, blocks.masks),
-        strides(q, k, v, out), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, threads(),
+        *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.tiles, blocks.masks),
+        strides(q, k, v, out), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, softcap, threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError(f"no memory for the blocks of {threads()} threads")
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, blocks: "Listed", scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, blocks: "Listed", scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of q, k, v, each contiguous; out and lse may be those of a softmax over more keys than these.
 
     Threads share out the heads of keys, so that more threads than B G gain nothing; each holds float32 sums of one
@@ -43,14 +47,20 @@ def backward(
     """
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     failed = kernels().longspan_pattern_backward(
-        *pointers(q, k, v, out, grad, *grads, lse, blocks.offsets, blocks.keys, blocks.tiles, blocks.masks),
-        strides(q, k, v, out, grad, *grads), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, threads(),
+        *pointers(q, k, v, out, grad, *grads, lse, _offsets(q, k, blocks), blocks.keys, blocks.tiles, blocks.masks),
+        strides(q, k, v, out, grad, *grads), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, softcap, threads(),
     )  # fmt: skip
     if failed:
         raise MemoryError(f"no memory for the sums of {threads()} threads")
     return grads  # type: ignore[return-value]
 
 
+def _offsets(q: Tensor, k: Tensor, blocks: "Listed") -> Tensor:
+    """From the first block on that has a query."""
+    return blocks.offsets[(k.shape[2] - q.shape[2]) // blocks.size :]
+
+
 def _sizes(q: Tensor, k: Tensor, v: Tensor, blocks: "Listed") -> ctypes.Array:
-    batch, heads, n, dim = q.shape
-    return (ctypes.c_long * 8)(batch, k.shape[1], heads, n, dim, v.shape[-1], len(blocks.offsets) - 1, blocks.size)
+    (batch, heads, n, dim), (groups, m) = q.shape, k.shape[1:3]
+    rows = len(_offsets(q, k, blocks)) - 1
+    return (ctypes.c_long * 9)(batch, groups, heads, n, dim, v.shape[-1], rows, m, blocks.size)

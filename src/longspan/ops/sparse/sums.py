@@ -8,13 +8,15 @@ from ...patterns import Pattern
 from . import blockwise
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float, layer: int = 0) -> tuple[Tensor, Tensor]:
-    """As ``blockwise.attend``, with a gradient of the log-sums: q (B,H,N,D), k, v (B,G,N,.) -> (B,H,N,E), (B,H,N)."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float, layer: int = 0, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """As ``blockwise.attend``, with a gradient of the log-sums: q (B,H,N,D), k, v (B,G,M,.) -> (B,H,N,E), (B,H,N)."""
     with torch.no_grad():
-        out, lse = blockwise.attend(q, k, v, pattern, layer=layer, scale=scale)
+        out, lse = blockwise.attend(q, k, v, pattern, layer=layer, scale=scale, softcap=softcap)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (q, k, v)):
         return out, lse
-    return _Attend.apply(q, k, v, out, lse, pattern, layer, scale)  # type: ignore[return-value]
+    return _Attend.apply(q, k, v, out, lse, pattern, layer, scale, softcap)  # type: ignore[return-value]
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -31,19 +33,19 @@ class _Attend(torch.autograd.Function):
     """Hands on what has been computed, and adds the log-sums' gradient to that of the logits."""
 
     @staticmethod
-    def forward(ctx, q, k, v, out, lse, pattern, layer, scale):
+    def forward(ctx, q, k, v, out, lse, pattern, layer, scale, softcap):
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = pattern, layer, scale
+        ctx.options = pattern, {"layer": layer, "scale": scale, "softcap": softcap}
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad, grad_sums):
         q, k, v, out, lse = ctx.saved_tensors
-        pattern, layer, scale = ctx.options
+        pattern, options = ctx.options
         # The gradient of logit ij is p_ij (grad_i . v_j - grad_i . out_i + grad_sums_i). One more channel, 0 in v and 1
         # in out, brings the last term in.
         grad = torch.cat([grad, -grad_sums[..., None].to(grad.dtype)], -1)
         out, wider = F.pad(out, (0, 1), value=1.0), F.pad(v, (0, 1))
-        dq, dk, dv = blockwise.backward(grad, q, k, wider, out, lse, pattern, layer=layer, scale=scale)
-        return dq, dk, dv[..., :-1], None, None, None, None, None
+        dq, dk, dv = blockwise.backward(grad, q, k, wider, out, lse, pattern, **options)
+        return dq, dk, dv[..., :-1], None, None, None, None, None, None

@@ -10,23 +10,27 @@ GATHERED = 2**24  # numbers of keys that are copied at once, where they are no r
 LOGITS = 2**20  # logits that the backward holds at once
 
 
-def forward(parts: tuple[Part, ...], rows: list[Tensor], o: Tensor, log: Tensor, scale: float, *, begun: bool) -> None:
+def forward(
+    parts: tuple[Part, ...], rows: list[Tensor], o: Tensor, log: Tensor, scale: float, softcap: float, *, begun: bool
+) -> None:
     """Attend within each part: rows are q, k, v (B',L,D); o (B',L,D) and log (B',L) are filled in, or added to."""
     for i, part in enumerate(parts):
         # Tiles share no queries with each other, so that only classes of tokens meet what was there before.
         fresh = not begun and (isinstance(part, Tiles) or i == 0)
         for piece in _pieces(part, rows[0], backward=False):
-            _accumulate(part, piece, rows, o, log, scale, fresh)
+            _accumulate(part, piece, rows, o, log, scale, softcap, fresh)
 
 
-def backward(parts: tuple[Part, ...], rows: list[Tensor], log: Tensor, found: list[Tensor], scale: float) -> None:
+def backward(
+    parts: tuple[Part, ...], rows: list[Tensor], log: Tensor, found: list[Tensor], scale: float, softcap: float
+) -> None:
     """Add to found, the gradients of q, k, v (B',L,D); rows are q, k, v, the output's gradient and the output.
 
     With the output and the sum of the whole row, each part gives its own share.
     """
     for part in parts:
         for piece in _pieces(part, rows[0], backward=True):
-            _adjoint(part, piece, rows, log, found, scale)
+            _adjoint(part, piece, rows, log, found, scale, softcap)
 
 
 def padded(x: Tensor, length: int) -> Tensor:
@@ -107,10 +111,12 @@ def _bias(part: Part, piece: slice, like: Tensor) -> Tensor | None:
     return _own(part, piece, part.mask).to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
-def _accumulate(part: Part, piece: slice, rows: list[Tensor], o: Tensor, log: Tensor, scale: float, fresh: bool):
+def _accumulate(
+    part: Part, piece: slice, rows: list[Tensor], o: Tensor, log: Tensor, scale: float, softcap: float, fresh: bool
+) -> None:
     """Attend within one part, and merge with what other parts have given, if they have."""
     q, k, v = _queries(part, piece, rows[0]), _keys(part, piece, rows[1]), _keys(part, piece, rows[2])
-    new, lse = _attend(q, k, v, _bias(part, piece, q), scale)
+    new, lse = _attend(q, k, v, _bias(part, piece, q), scale, softcap)
     if part.blind is not None:
         blind = _own(part, piece, part.blind).to(q.device)
         new, lse = new.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
@@ -134,11 +140,13 @@ def _put(part: Part, piece: slice, total: Tensor, values: Tensor) -> None:
         _blocks(part, total)[:, part.rows[piece].to(total.device)] = values
 
 
-def _adjoint(part: Part, piece: slice, rows: list[Tensor], log: Tensor, found: list[Tensor], scale: float) -> None:
+def _adjoint(
+    part: Part, piece: slice, rows: list[Tensor], log: Tensor, found: list[Tensor], scale: float, softcap: float
+) -> None:
     q, grad, out = (_queries(part, piece, rows[i]) for i in (0, 3, 4))
     k, v = _keys(part, piece, rows[1]), _keys(part, piece, rows[2])
     lse = _queries(part, piece, log)
-    dq, dk, dv = _attend_backward(grad, q, k, v, out, lse, _bias(part, piece, q), scale)
+    dq, dk, dv = _attend_backward(grad, q, k, v, out, lse, _bias(part, piece, q), scale, softcap)
     if isinstance(part, Classes) or part.first >= 0:
         _queries(part, piece, found[0]).add_(dq)
     else:
@@ -147,25 +155,34 @@ def _adjoint(part: Part, piece: slice, rows: list[Tensor], log: Tensor, found: l
     _add_keys(part, piece, found[2], dv)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
     """q (B',g,b,D), k, v (B',g,m,D), bias (1,g|1,b,m) -> output, log-sums; any numbers where none is seen."""
-    if q.device.type == "cpu":
+    if q.device.type == "cpu" and not softcap:
         # Unlike the public function, this one tells the sums, without which parts cannot be merged.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=scale
         )
-    logits = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    logits = capped((q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale, softcap)
     logits = logits if bias is None else logits + bias
     lse = logits.logsumexp(-1)
     return logits.softmax(-1).to(v.dtype) @ v, lse
 
 
-def _attend_backward(grad, q, k, v, out, lse, bias, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def capped(logits: Tensor, softcap: float) -> Tensor:
+    """c tanh(logits / c) for a softcap c; as they are for 0."""
+    return softcap * torch.tanh(logits / softcap) if softcap else logits
+
+
+def _attend_backward(grad, q, k, v, out, lse, bias, scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
     """Its adjoint, with the output and the sum of the whole row: p = exp(logit - lse), dS = p (dP - grad . out)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    logits = (q @ k.mT).to(wide).mul_(scale)
+    logits = capped((q @ k.mT).to(wide).mul_(scale), softcap)
+    slope = 1 - (logits / softcap) ** 2 if softcap else None
     p = (logits if bias is None else logits.add_(bias)).sub_(lse[..., None]).exp_()
     delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     dv = p.to(q.dtype).mT @ grad
-    ds = (grad @ v.mT).to(wide).sub_(delta).mul_(p).mul_(scale).to(q.dtype)
+    ds = (grad @ v.mT).to(wide).sub_(delta).mul_(p).mul_(scale)
+    ds = (ds if slope is None else ds.mul_(slope)).to(q.dtype)
     return ds @ k, ds.mT @ q, dv

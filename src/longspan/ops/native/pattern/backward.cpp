@@ -1,5 +1,5 @@
-// The gradients of softmax attention over listed blocks of keys: p_ij = exp(scale q_i k_j - lse_i) again, then
-// dS_ij = p_ij (dO_i v_j - dO_i o_i), dq = scale dS k, dk = scale dS^T q, dv = p^T dO.
+// The gradients of softmax attention over listed blocks of keys: p_ij = exp(s_ij - lse_i) again, then
+// dS_ij = p_ij (dO_i v_j - dO_i o_i) ds_ij / d(scale q_i k_j), dq = scale dS k, dk = scale dS^T q, dv = p^T dO.
 #include "blocks.h"
 
 namespace {
@@ -11,7 +11,7 @@ struct Backward {
     Tensor<const T> q, k, v, out, grad;
     Tensor<T> dq, dk, dv;
     const float* lse;  // (B, H, N)
-    float scale;
+    float scale, cap;
 
     static long scratch(const Sizes& s, long size) {
         return s.tokens * (s.kp() + s.vp()) + size * (4 * s.kp() + 4 * s.vp() + 2 * size) + 2 * whole_vectors(size);
@@ -30,8 +30,8 @@ struct Backward {
     }
 
     void block(long batch, long head, long u, float* dkeys, float* dvalues, Scratch scratch) const {
-        const long size = blocks.size, kp = sizes.kp(), vp = sizes.vp(), begin = u * size, group = sizes.group(head);
-        const long rows = std::min(size, sizes.tokens - begin);
+        const long size = blocks.size, kp = sizes.kp(), vp = sizes.vp(), group = sizes.group(head);
+        const auto [begin, rows, skip] = span(sizes, size, u);
         float *query = scratch.take(size * kp), *key = scratch.take(size * kp), *key_turned = scratch.take(kp * size);
         float *sum = scratch.take(size * kp), *up = scratch.take(size * vp), *value = scratch.take(size * vp);
         float *value_turned = scratch.take(vp * size), *output = scratch.take(size * vp);
@@ -43,7 +43,7 @@ struct Backward {
         read(Rows<const T>(out, batch, head), begin, rows, sizes.values, output, vp);
         for (long i = 0; i < rows; ++i) {
             delta[i] = ::sum(dot_lanes(up + i * vp, output + i * vp, vp));
-            logs[i] = lse[(batch * sizes.heads + head) * sizes.tokens + begin + i];
+            logs[i] = lse[(batch * sizes.heads + head) * sizes.queries + begin + i];
         }
         std::memset(sum, 0, sizeof(float) * rows * kp);
         const Rows<const T> keys(k, batch, group), values(v, batch, group);
@@ -53,9 +53,10 @@ struct Backward {
             read_turned(keys, first, cols, sizes.keys, kp, size, key, key_turned);
             read_turned(values, first, cols, sizes.values, vp, size, value, value_turned);
             gemm<false>(rows, width, sizes.keys, query, kp, 1, key_turned, size, p, size);
-            if (blocks.mask(e) || width > cols) hide(p, rows, cols, width, size, blocks.mask(e), size);
+            if (cap > 0.0f) cap_rows(p, rows, width, size, cap);
+            if (blocks.mask(e, skip) || width > cols) hide(p, rows, cols, width, size, blocks.mask(e, skip), size);
             gemm<false>(rows, width, sizes.values, up, vp, 1, value_turned, size, ds, size);
-            for (long i = 0; i < rows; ++i) slopes(p + i * size, ds + i * size, width, logs[i], delta[i]);
+            for (long i = 0; i < rows; ++i) slopes(p + i * size, ds + i * size, width, logs[i], delta[i], cap);
             gemm<true>(cols, vp, rows, p, 1, size, up, vp, dvalues + first * vp, vp);
             gemm<true>(cols, kp, rows, ds, 1, size, query, kp, dkeys + first * kp, kp);
             gemm<true>(rows, kp, cols, ds, size, 1, key, kp, sum, kp);
@@ -65,13 +66,16 @@ struct Backward {
     }
 
     // Of one row: logits become weights, and the products of dO and v the gradients of the logits.
-    static void slopes(float* p, float* ds, long width, float log, float delta) {
+    static void slopes(float* p, float* ds, long width, float log, float delta, float cap) {
         // A row that has seen nothing has minus infinity here, and no gradient.
         const vec none = splat(log == -INFINITY ? 0.0f : 1.0f), shift = splat(log == -INFINITY ? 0.0f : log);
         for (long j = 0; j < width; j += W) {
-            const vec x = seen_exponential(load(p + j), shift) * none;
+            const vec score = load(p + j), x = seen_exponential(score, shift) * none;
             store(p + j, x);
-            store(ds + j, x * (load(ds + j) - delta));
+            vec slope = x * (load(ds + j) - delta);
+            // A key that is not seen has minus infinity, and the slope 0.
+            if (cap > 0.0f) slope = pick(score == splat(NEVER), vec{}, slope * (1.0f - (score / cap) * (score / cap)));
+            store(ds + j, slope);
         }
     }
 };
@@ -95,21 +99,21 @@ int backward(const Backward<T>& pass, int threads) {
 
 }  // namespace
 
-// As longspan_pattern_forward, which gave out and lse; out, grad (B,H,N,E), dq (B,H,N,D), dk (B,G,N,D), dv (B,G,N,E); strides
+// As longspan_pattern_forward, which gave out and lse; out, grad (B,H,N,E), dq (B,H,N,D), dk (B,G,M,D), dv (B,G,M,E); strides
 // of q, k, v, out, grad, dq, dk, dv. lse and out may be those of a softmax over more keys than these blocks have.
 extern "C" int longspan_pattern_backward(const void* q, const void* k, const void* v, const void* out, const void* grad,
                                          void* dq, void* dk, void* dv, const float* lse, const std::int64_t* offsets,
                                          const std::int64_t* keys, const std::int64_t* tiles,
                                          const std::uint8_t* masks, const long* strides, const long* sizes, int type,
-                                         float scale, int threads) {
-    const Sizes all{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6]};
-    const Blocks blocks{offsets, keys, tiles, masks, sizes[7]};
+                                         float scale, float cap, int threads) {
+    const Sizes all{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7]};
+    const Blocks blocks{offsets, keys, tiles, masks, sizes[8]};
     const auto pass = [&](auto element) {
         using T = decltype(element);
         const auto read = [&](const void* data, long i) { return Tensor<const T>{static_cast<const T*>(data), strides + 4 * i}; };
         const auto write = [&](void* data, long i) { return Tensor<T>{static_cast<T*>(data), strides + 4 * i}; };
         return backward(Backward<T>{all, blocks, read(q, 0), read(k, 1), read(v, 2), read(out, 3), read(grad, 4),
-                                    write(dq, 5), write(dk, 6), write(dv, 7), lse, scale},
+                                    write(dq, 5), write(dk, 6), write(dv, 7), lse, scale, cap},
                         threads);
     };
     return type == 0 ? pass(float{}) : pass(bfloat16{});

@@ -15,15 +15,30 @@ struct Blocks {
     const std::int64_t *offsets, *keys, *tiles;
     const std::uint8_t* masks;  // (tiles, size, size)
     long size;
-    const std::uint8_t* mask(long e) const { return tiles[e] < 0 ? nullptr : masks + tiles[e] * size * size; }
+    const std::uint8_t* mask(long e, long skip) const {
+        return tiles[e] < 0 ? nullptr : masks + (tiles[e] * size + skip) * size;
+    }
 };
 
+// The queries of one block: ``rows`` from number ``begin`` on, of whose block the first ``skip`` tokens are no queries.
+struct Span {
+    long begin, rows, skip;
+};
+
+// Queries are the last of the tokens. Their blocks are those of the tokens, so that the first one may be cut at its start.
 struct Sizes {
-    long batch, groups, heads, tokens, keys, values, blocks;  // groups: heads of keys and values
+    long batch, groups, heads, queries, keys, values, blocks;  // groups: heads of keys and values
+    long tokens;
+    long start() const { return tokens - queries; }
     long kp() const { return whole_vectors(keys); }
     long vp() const { return whole_vectors(values); }
     long group(long head) const { return head / (heads / groups); }
 };
+
+inline Span span(const Sizes& sizes, long size, long u) {
+    const long block = (sizes.start() / size + u) * size, from = std::max(block, sizes.start());
+    return {from - sizes.start(), std::min(block + size, sizes.tokens) - from, from - block};
+}
 
 // Logits (rows, width) at ld: NEVER where the mask has 0 or beyond the last key.
 inline void hide(float* x, long rows, long cols, long width, long ld, const std::uint8_t* mask, long size) {
@@ -36,6 +51,18 @@ inline void hide(float* x, long rows, long cols, long width, long ld, const std:
 
 // e^(x - shift), 0 where a key is not seen, also where nothing is and the shift is no number to be taken off.
 inline vec seen_exponential(vec x, vec shift) { return pick(x == splat(NEVER), vec{}, exponential(x - shift)); }
+
+// cap tanh(x / cap), whose derivative is 1 - (its value / cap)^2.
+inline vec capped(vec x, vec cap) {
+    // Beyond, tanh is 1, and the exponential would overflow.
+    const vec far = pick(x > cap * 20.0f, cap * 20.0f, pick(x < cap * -20.0f, cap * -20.0f, x));
+    return cap - 2.0f * cap / (exponential(2.0f * far / cap) + 1.0f);
+}
+
+inline void cap_rows(float* x, long rows, long width, long ld, float cap) {
+    for (long i = 0; i < rows; ++i)
+        for (long j = 0; j < width; j += W) store(x + i * ld + j, capped(load(x + i * ld + j), splat(cap)));
+}
 
 inline float largest(vec x) {
     float out = x[0];
