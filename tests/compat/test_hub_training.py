@@ -5,8 +5,9 @@ import torch
 
 import longspan
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM, byte_tokenizer
@@ -91,7 +92,7 @@ def test_a_model_of_bytes_has_its_tokenizer(tmp_path):
     assert [ours.bos_token_id, ours.eos_token_id, ours.pad_token_id] == [256] * 3
     assert ours([text, "a"], padding=True).input_ids[1][1:] == [256] * (len(text.encode()) - 1)
     ours.save_pretrained(tmp_path)
-    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
     assert again(text + "<start>").input_ids == [*text.encode(), 256]
     # Every byte is a token, and no two are the same.
     assert sorted(ours.convert_tokens_to_ids(ours.get_vocab())) == list(range(257))

@@ -1,4 +1,4 @@
-"""Attention under a pattern where queries are the last of the tokens, and with capped scores, against their definition."""
+"""Attention under a pattern where queries are the last of the tokens and with capped scores: as it is defined."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from longspan.ops.sparse import blockwise, sums
 # Windows, blocks of a size of their own, far tokens that become classes, heads that differ, rows that see nothing.
 PATTERNS = (
     "causal", "causal & band(40)", "band(30)", "causal & block(48)", "causal & (band(9) | globals(4))",
-    "causal & dilated(3, stride=17)", "causal - band(40)", "strided(20)",
+    "causal & dilated(3, stride=17)", "causal - band(40)", "strided(20)", "random(2)",
 )  # fmt: skip
 SIZES = ((1, 200), (37, 200), (64, 192), (130, 131), (90, 90))  # queries, tokens
 WAYS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not available(), reason="no kernels here"))]
@@ -46,7 +46,9 @@ def close(found, right, within):
 
 def gradients(results, leaves):
     """Of a sum in which every row and every log-sum has a weight of its own."""
-    total = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).nan_to_num(0, 0, 0).sum() for x in results)
+    total = sum(
+        (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).nan_to_num(0, 0, 0).sum() for x in results
+    )
     return torch.autograd.grad(total, leaves)
 
 
@@ -151,7 +153,10 @@ def test_a_cap_with_padding_a_bias_and_packed_rows(packed):
         ({"softcap": -1.0}, "softcap=-1.0 must be positive"),
         ({"softcap": float("inf")}, "softcap=inf must be positive and finite"),
         ({"mask": torch.ones(2, 10, dtype=torch.bool)}, "as many keys as queries with a mask or a bias"),
-        ({"bias": torch.zeros(1, 10, 20, dtype=torch.float64)}, "as many keys as queries with a mask or a bias|bias tensor"),
+        (
+            {"bias": torch.zeros(1, 10, 20, dtype=torch.float64)},
+            "as many keys as queries with a mask or a bias|bias tensor",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(given, said):

@@ -25,8 +25,8 @@ _WHERE = {
 }  # fmt: skip
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    "LongspanCache", "LongspanConfig", "LongspanForCausalLM", "Status", "accelerate", "byte_tokenizer", "register", "restore",
-    "status",
+    "LongspanCache", "LongspanConfig", "LongspanForCausalLM", "Status", "accelerate", "byte_tokenizer", "register",
+    "restore", "status",
 ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ START = "<start>"
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerFast":
-    """Token b is byte b of the text in UTF-8, as in the models that ``longspan train`` makes of texts; 256 is the start.
+    """Token b is byte b of the text in UTF-8, as in models that ``longspan train`` makes of texts; 256 is the start.
 
     >>> byte_tokenizer()("ü, 1").input_ids
     [195, 188, 44, 32, 49]

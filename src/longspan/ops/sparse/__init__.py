@@ -57,11 +57,11 @@ def sparse_attention(
     tokens before, and its output is 0. ``bias``: an object whose ``score(q_tile, i, j)`` is added to the logits, or a
     tensor (H|1,N,N) that is. ``scale`` multiplies $q_i \cdot k_j$; None: $1 / \sqrt D$. ``softcap``
     c > 0 makes $c \tanh(s / c)$ of each logit s, before any bias (Gemma Team 2024, 2408.00118, section 2).
-    ``torch.compile`` takes a spec in a call with neither mask nor bias, and a value in any. Transforms of ``torch.func``
-    and forward-mode derivatives take plain forms: block by block without a mask, O(N^2) with one.
+    ``torch.compile`` takes a spec in a call with neither mask nor bias, and a value in any. Transforms of
+    ``torch.func`` and forward-mode derivatives take plain forms: block by block without a mask, O(N^2) with one.
 
-    Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern, a softcap
-    that is not positive.
+    Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern, a
+    softcap that is not positive.
     """
     _check(query, key, value, mask, bias)
     if softcap is not None and not 0 < softcap < math.inf:

@@ -21,9 +21,9 @@ def attend(
     log-sums (B,H,N), float32 at least.
 
     Keys stand at positions 0 ... M-1, queries at the last N of them. A row that sees nothing gives 0 and -inf. The
-    log-sums carry no gradient. ``softcap``: see ``sparse_attention``; 0 is none. O(N keys-per-query) time; memory of the
-    inputs' size, and of the torch form also that of keys that are no runs of neighbouring blocks, a part at a time. The
-    torch form and flex compute M queries where there are fewer.
+    log-sums carry no gradient. ``softcap``: see ``sparse_attention``; 0 is none. O(N keys-per-query) time; memory of
+    the inputs' size, and of the torch form also that of keys that are no runs of neighbouring blocks, a part at a time.
+    The torch form and flex compute M queries where there are fewer.
     """
     if not q.numel() or not v.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum()), _sums(q).fill_(-torch.inf)
