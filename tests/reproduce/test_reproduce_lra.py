@@ -1,5 +1,8 @@
 """The Long Range Arena: every mechanism has a size that fits, one model is around all, and results tell the truth."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,6 +162,18 @@ class TestCosts:
         }
         assert found["talking_heads"] > 16
         assert found["linear"] < found["talking_heads"] / 2
+
+    def test_memory_is_told_by_two_threads(self):
+        """Not as in a child of a process whose threads have computed, which waits for them for ever."""
+        code = (
+            "import torch; torch.set_num_threads(2); from longspan.reproduce import lra_cost, lra_models;"
+            "print(lra_cost.weighed(lra_models.Shape('linear', 32, 1, 2, 64, 256, 512, 1, 2), 4, 'cpu'))"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=True
+        )
+        assert float(done.stdout) > 0
 
     def test_a_step_moves_the_weights(self):
         made = []
