@@ -49,8 +49,8 @@ def find(_: str) -> Makers:
 
 def weigher() -> Process:
     """The process that measures memory, of each step in a child of its own."""
-    # The experiments' defaults are checked as they are imported, which computes; a child of a process whose other threads
-    # have computed would wait for them for ever.
+    # The experiments' defaults are checked as they are imported, which computes; a child of a process whose other
+    # threads have computed would wait for them for ever.
     alone = "import torch; torch.set_num_threads(1); "
     code = "from longspan.bench import worker; from longspan.reproduce import lra_cost; worker.serve(lra_cost.find)"
     return Process([sys.executable, "-P", "-c", alone + plugins.again() + code])
