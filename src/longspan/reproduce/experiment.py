@@ -89,7 +89,7 @@ class Experiment(NamedTuple):
     differs: str  # what is not as published, and why, in sentences
     data: Callable[[Any], dict[str, str]] = synthetic  # settings -> name -> sha256 of the data used
     takes: tuple[str, ...] = ("data",)  # settings, where there are such, that name data; see ``beside``
-    minutes: float = 0.0  # of processor time that the scale of a laptop took, measured; 0: not known
+    minutes: float = 0.0  # of processor time that the scale of a laptop takes, as far as runs tell; 0: not known
     needs: tuple[str, ...] = ()  # packages besides those that draw, whose versions are written down
 
     def settings(self, scale: str) -> Any:
