@@ -28,6 +28,7 @@ KINDS = {
     "generate": "decoding",
     "gated": "gated",
     "depth": "depth",
+    "convolution": "convolution",
     "transformers": "hybrids",
     "pattern": "pattern",
 }

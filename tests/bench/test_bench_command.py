@@ -19,6 +19,7 @@ from longspan.bench import (
     attention,
     candidates,
     case,
+    convolution,
     decoding,
     figures,
     gated,
@@ -218,6 +219,26 @@ def test_step(capsys, weightless):
     assert "batch 3" in out
 
 
+def test_convolution(capsys):
+    out, result = ran(capsys, "convolution", "--length", "9", "--channels", "6", "--batches", "1,3")
+    rows = {(row["what"], row["dtype"], row["batch"], row["candidate"]): row for row in result["rows"]}
+    ways, bounds = ("longspan", "without silu", "longspan@torch"), ("copy", "copy to new memory")
+    expected = {("sequence", dtype, 1, name) for dtype in convolution.DTYPES for name in (*ways, "conv1d", *bounds)}
+    expected |= {("step", d, b, n) for d in convolution.DTYPES for b in (1, 3) for n in (*ways, "state in place")}
+    assert set(rows) == expected
+    for (what, dtype, batch, _), row in rows.items():
+        bound = rows[what, dtype, batch, convolution.BOUNDS[what]]
+        assert row["to_bound"] == pytest.approx(row["seconds"] / bound["seconds"])
+    assert "float32, 3 rows" in out
+
+
+def test_a_convolution_that_is_wrong_gets_no_figure(capsys, monkeypatch):
+    monkeypatch.setitem(convolution.WAYS, "conv1d", lambda given: 1.01 * convolution.conv1d(given))
+    out, result = ran(capsys, "convolution", "--length", "9", "--channels", "6", "--batches", "1")
+    assert ("conv1d", "float32") not in {(row["candidate"], row["dtype"]) for row in result["rows"]}
+    assert "Refused: conv1d sequence float32: it differs from the definition by 0.01" in out
+
+
 def test_generate(capsys, weightless, monkeypatch):
     words = ["linear@plain", "linear@plain@bf16", "softmax@plain", "--positions", "4,2", "--batches", "1,3"]
     out, result = ran(capsys, "generate", *words, *MODEL, "--images", "1", "--tokens", "5")
@@ -316,7 +337,7 @@ def test_rows_of_different_columns_make_one_table():
 
 MISTAKES = {
     "": "kind",
-    "memory": "unknown benchmark 'memory' (did you mean 'members'?); known: attention, depth, gated, generate, ",
+    "memory": "unknown benchmark 'memory' (did you mean 'members'?); known: attention, convolution, depth, gated, generate, ",
     "--lengths 3": "unknown option '--lengths'; known: --help",
     "attention --length 3": "unknown option '--length' (did you mean '--lengths'?)",
     "attention --lengths 3,x": "--lengths=3,x: expected whole numbers from 1 on, separated by commas",

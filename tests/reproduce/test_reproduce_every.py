@@ -1,7 +1,7 @@
 """``longspan reproduce all``: each experiment in turn, what is there skipped, what cannot run told, one page of all."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -234,6 +234,23 @@ def test_data_are_taken_from_a_folder_by_their_bare_names(tmp_path):
     ):
         assert one.beside(Settings(data=given), tmp_path) == Settings(data=placed)
         assert one._replace(takes=()).beside(Settings(data=given), tmp_path) == Settings(data=given)
+
+
+# What is read from files that somebody has, or that are downloaded.
+KINDS = ("an4", "cifar10", "fsdd", "imdb", "mnist", "protein")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_needs_files_is_taken_from_a_folder(name, tmp_path):
+    for kind in KINDS:
+        (tmp_path / kind).mkdir()
+    settings = REAL[name].settings("laptop")
+    placed = REAL[name].beside(settings, tmp_path)
+    for one in fields(settings):
+        given = str(getattr(settings, one.name))
+        words = [word.strip() for word in given.split(";")]
+        expected = "; ".join(f"{word}:{tmp_path / word}" if word in KINDS else word for word in words)
+        assert str(getattr(placed, one.name)) == (expected if set(words) & set(KINDS) else given)
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -110,6 +110,20 @@ def _step(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _convolution(plt: Any, result: dict[str, Any]) -> Any:
+    """Bars against moving the bytes once, a panel for each case."""
+    cases = list(dict.fromkeys((row["what"], row["batch"], row["dtype"]) for row in result["rows"]))
+    figure, axes = _panels(plt, len(cases))
+    for axis, one in zip(axes, cases, strict=False):
+        rows = [row for row in result["rows"] if (row["what"], row["batch"], row["dtype"]) == one]
+        axis.barh([row["candidate"] for row in rows], [row["to_bound"] for row in rows])
+        axis.axvline(1.0, color="k", linewidth=0.8)
+        axis.invert_yaxis()
+        axis.set(title=f"{one[0]}, batch {one[1]}, {one[2]}", xlabel="time / moving the bytes once")
+        axis.grid(alpha=0.3, axis="x")
+    return figure
+
+
 def _generate(plt: Any, result: dict[str, Any]) -> Any:
     steps = [{**row, "ms": 1e3 * row["seconds"]} for row in result["rows"] if row["what"] == "step"]
     images = [row for row in result["rows"] if row["what"] == "images"]
@@ -255,6 +269,7 @@ def _transformers(plt: Any, result: dict[str, Any]) -> Any:
 
 PICTURES = {
     "depth": _depth,
+    "convolution": _convolution,
     "transformers": _transformers,
     "members": _members,
     "attention": _attention,

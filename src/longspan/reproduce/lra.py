@@ -200,5 +200,6 @@ EXPERIMENT = Experiment(
     source=f"{lra_published.SOURCE}; its figure 3, accuracy by speed and memory",
     differs=lra_report.DIFFERS,
     data=checksums,
+    takes=("text",),
     minutes=63.0,
 )

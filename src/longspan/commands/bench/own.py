@@ -136,6 +136,28 @@ def _hybrids(args) -> tuple[Generator, Callable]:
     return hybrids.run(options, track), hybrids.text
 
 
+def _convolution_options(parser: Parser) -> None:
+    from ...bench.convolution import Options
+
+    parser.add_argument("--length", type=int, default=Options.length, help="tokens")
+    parser.add_argument("--channels", type=int, default=Options.channels, help="channels")
+    parser.add_argument("--width", type=int, default=Options.width, help="values of its own that a channel is mixed with")
+    parser.add_argument("--batches", type=str, default="1,64", help="sequences of the token step")
+    parser.add_argument("--rounds", type=int, default=Options.rounds, help="samples of each candidate")
+
+
+def _convolution(args) -> tuple[Generator, Callable]:
+    from ...bench import convolution
+    from ...progress import track
+
+    positive(args, "length", "channels", "width", "rounds")
+    options = convolution.Options(
+        length=args.length, channels=args.channels, width=args.width, batches=numbers(args, "batches"),
+        rounds=args.rounds,
+    )  # fmt: skip
+    return convolution.run(options, track), convolution.text
+
+
 def _limits_options(parser: Parser) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="samples of each figure")
 
@@ -175,6 +197,15 @@ KINDS = {
         ),
         _members_options,
         _members,
+    ),
+    "convolution": Kind(
+        "the short causal convolution of recurrent layers, against moving its bytes once",
+        (
+            "longspan bench convolution",
+            "longspan bench convolution --length 512 --channels 1024 --batches 1,16 --rounds 5",
+        ),
+        _convolution_options,
+        _convolution,
     ),
     "depth": DEPTH,
     "transformers": Kind(
