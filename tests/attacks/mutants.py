@@ -15,6 +15,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -25,6 +26,7 @@ from typing import NamedTuple
 from . import Case
 
 ROOT = Path(__file__).parents[2]
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 LIMIT = 300  # seconds for the tests of one mutant
 
 
@@ -124,7 +126,8 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
         source.write_text(text, encoding="utf-8")
     if done.returncode == 0:
         return f"{mutant.old!r} -> {mutant.new!r} and all of {', '.join(mutant.tests)} pass"
-    if done.returncode != 1:  # 1: tests ran, and some failed
+    # 1: tests ran, and some failed; a signal that native code gets for what it did has ended them as well.
+    if done.returncode != 1 and -done.returncode not in CRASHES:
         return f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}"
     return None
 

@@ -79,7 +79,7 @@ def test_without_a_compiler_torch_serves_and_it_is_said_why(monkeypatch, tmp_pat
     said = " ".join(capsys.readouterr().out.split())
     reason = "not native, since the kernels could not be compiled"
     assert f"whole sequences on cpu: torch (attention under a pattern; {reason})" in said
-    assert "native kernels: not here, since no C++ compiler no-such-compiler was found" in said
+    assert "native kernels: not here, since the C++ compiler that CXX='no-such-compiler' names was not found" in said
 
 
 def test_a_device_that_is_not_there_is_not_asked(capsys):

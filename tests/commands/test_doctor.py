@@ -57,7 +57,7 @@ def test_tells_why_they_are_not(cache, capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert main(["doctor"]) == 0
     assert (
-        "not here, since no C++ compiler no-such-compiler was found; install one, or set CXX" in capsys.readouterr().out
+        "not here, since the C++ compiler that CXX='no-such-compiler' names was not found; install it, or unset CXX" in capsys.readouterr().out
     )
 
 

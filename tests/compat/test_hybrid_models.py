@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrids import KINDS, judge, model, tokens
+from hybrids import KINDS, judge, model, served, tokens, writes
 from longspan.compat import transformers as on_cpu
 from longspan.ops.gated import native
 
@@ -40,6 +40,7 @@ def compiled():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_original_code(kind):
+    served(kind)
     made, x = model(kind), tokens(2, 139)
     with torch.no_grad():
         theirs = made(x, use_cache=False).logits
@@ -52,6 +53,7 @@ def test_logits_are_those_of_the_original_code(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_those_of_the_original_code(kind):
+    writes(kind)
     made, x = model(kind), tokens(3, 11)
     hidden = torch.ones_like(x)
     hidden[1, :4] = hidden[2, :7] = 0
@@ -72,6 +74,8 @@ def test_texts_are_those_of_the_original_code(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_native_kernels_serve_forward_backward_and_steps(kind, monkeypatch, compiled):
+    served(kind)
+    writes(kind)
     counted = {"forward": 0, "backward": 0}
 
     def counting(name, run):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrids import KINDS, file, model, tokens
+from hybrids import KINDS, file, model, packs, tokens
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import packing
 
@@ -37,10 +37,19 @@ def batch(**flags):
     return dict(made)
 
 
+def told(kind):
+    if not packs(kind):
+        pytest.skip("these transformers do not tell its layers where sequences begin, and packed rows are refused")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("flags", FLAGS)
 def test_a_packed_row_is_its_sequences_alone(kind, flags):
     made, given = model(kind).train(), batch(**FLAGS[flags])
+    if not packs(kind):
+        with pytest.raises(ValueError, match="packed rows|rows are packed"):
+            made(**given)
+        return
     made.zero_grad()
     found = made(**given)
     found.loss.backward()
@@ -64,6 +73,7 @@ def test_a_packed_row_is_its_sequences_alone(kind, flags):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_reaches_another_sequence(kind):
     """Exactly nothing: gradients of the outputs of each sequence are zero at the tokens of all others."""
+    told(kind)
     made, given = model(kind), batch()
     embedded = made.get_input_embeddings()(given["input_ids"]).detach().requires_grad_()
     out = made(inputs_embeds=embedded, position_ids=given["position_ids"], use_cache=False).logits[0]
@@ -78,6 +88,7 @@ def test_no_token_reaches_another_sequence(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_layers_do_not_leak_when_they_are_computed_again(kind):
+    told(kind)
     made, given = model(kind).train(), batch()
     found = {}
     for again in (False, True):
@@ -125,6 +136,7 @@ def test_borders_that_do_not_fit_are_refused(given, said):
     ],
 )
 def test_what_contradicts_packed_rows_is_refused(more, said):
+    told("qwen3_next")
     made, given = model("qwen3_next"), batch()
     ids = packing.of_positions(given["position_ids"])
     special = {
@@ -137,6 +149,7 @@ def test_what_contradicts_packed_rows_is_refused(more, said):
 
 
 def test_a_mask_that_hides_nothing_does_not_hide_the_borders():
+    told("bamba")
     made, given = model("bamba"), batch()
     with torch.no_grad():
         wanted = made(**given).logits
@@ -146,13 +159,25 @@ def test_a_mask_that_hides_nothing_does_not_hide_the_borders():
 
 def test_layers_that_are_not_told_refuse_to_run():
     """As in transformers before 5.15, whose recurrent layers never hear of borders."""
+    told("qwen3_next")
     made, given = model("qwen3_next"), batch()
     layer = made.model.layers[0].linear_attn
-    told = layer.forward
-    layer.forward = lambda **kwargs: told(**{k: v for k, v in kwargs.items() if k != "seq_idx"})
+    forward = layer.forward
+    layer.forward = lambda **kwargs: forward(**{k: v for k, v in kwargs.items() if k != "seq_idx"})
     with pytest.raises(ValueError, match="rows are packed, but this version of the model does not tell"):
         made(**given)
     assert made(given["input_ids"], use_cache=False).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_convolutions_that_look_across_refuse_packed_rows(flags, monkeypatch):
+    """As in transformers before 5.15, which has no function for them where causal-conv1d is not installed."""
+    on_cpu.restore()
+    monkeypatch.setattr(file("qwen3_next"), "causal_conv1d_fn", None)
+    on_cpu.accelerate()
+    made, given = model("qwen3_next"), batch(**FLAGS[flags])
+    with pytest.raises(ValueError, match="cannot take packed rows: .* short convolutions look across sequences"):
+        made(**given)
 
 
 @pytest.mark.parametrize("kind", ["qwen4_exp", "glm5_next"])

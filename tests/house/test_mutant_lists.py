@@ -26,6 +26,11 @@ def test_what_a_test_sees_is_caught_and_taken_out_again(folder):
     assert (folder / "src/longspan/spec.py").read_text() == (mutants.ROOT / "src/longspan/spec.py").read_text()
 
 
+def test_tests_that_crash_have_caught_it(folder):
+    crash = HARMLESS._replace(old="if not all(specs):", new="import os\n    os.abort()\n    if not all(specs):")
+    assert mutants.survives(crash, folder) is None
+
+
 def test_no_test_is_no_catch(folder):
     said = mutants.survives(HARMLESS._replace(tests=["tests/model/test_spec.py::test_split[nothing]"]), folder)
     assert said is not None

@@ -49,7 +49,9 @@ def find_compiler() -> list[str]:
     for command in [shlex.split(chosen)] if chosen.strip() else [[name] for name in COMPILERS]:
         if path := shutil.which(command[0]):
             return [path, *command[1:]]
-    raise Unavailable(f"no C++ compiler {chosen or 'such as g++ or clang++'} was found; install one, or set CXX")
+    if chosen.strip():
+        raise Unavailable(f"the C++ compiler that CXX={chosen!r} names was not found; install it, or unset CXX")
+    raise Unavailable("no C++ compiler such as g++ or clang++ was found; install one, or set CXX")
 
 
 def version(compiler: list[str]) -> str:
