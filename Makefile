@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow attack lint docs wheel peers clean
+.PHONY: demo test slow attack lint docs wheel peers older clean
 
 demo: .venv/demo.stamp
 	$(BIN)/longspan demo --out demo
@@ -33,8 +33,16 @@ wheel: .venv/dev.stamp
 # Other libraries to be measured beside ours, in an environment of their own; the first compiles for some minutes.
 peers: .venv-peers/peers.stamp
 
+# The oldest transformers that is served, and those at which its layers changed, each in a folder of its own.
+older: .venv/dev.stamp
+	set -e; for version in 5.5.0 5.14.0 5.15.0; do \
+	  $(BIN)/python -m pip install -q --upgrade --target .venv-older/$$version transformers==$$version; \
+	  PYTHONPATH=.venv-older/$$version $(BIN)/python -m pytest -p no:cacheprovider tests/compat/test_hybrid_models.py \
+	    tests/compat/test_hybrid_packing.py tests/compat/test_hybrid_swap.py tests/compat/test_attention_interface.py; \
+	done
+
 clean:
-	rm -rf .venv .venv-peers dist docs/_build docs/mechanisms docs/mechanisms.md docs/files.md .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-older dist docs/_build docs/mechanisms docs/mechanisms.md docs/files.md .pytest_cache .ruff_cache
 
 .venv/%.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e ".[$*]"

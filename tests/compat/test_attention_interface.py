@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrids import VOCAB, tokens
+from hybrids import VOCAB, tokens, version
 from longspan import patterns
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import masks, softmax
@@ -177,6 +177,8 @@ def test_masks_that_no_pattern_describes_go_to_sdpa_and_are_told():
 
 
 def test_an_encoder_with_windows():
+    if version() < (5, 14):
+        pytest.skip("ModernBERT of older transformers takes nobody's attention but its own")
     config = transformers.ModernBertConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         local_attention=6, global_attn_every_n_layers=3, pad_token_id=0, bos_token_id=1, eos_token_id=2,

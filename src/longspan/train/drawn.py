@@ -49,6 +49,7 @@ def _heads(axis: Any, history: list[dict[str, Any]]) -> None:
         at += len(heads) + 1
     axis.set_xticks(*zip(*ticks, strict=True))
     axis.set(title=f"spans of the heads, step {history[-1]['step']}", ylabel="tokens")
+    axis.set_ylim(bottom=0)
     axis.grid(axis="y", alpha=0.3)
 
 
@@ -58,7 +59,7 @@ def _positions(axis: Any, history: list[dict[str, Any]]) -> None:
         ponder = history[one]["ponder"]
         axis.plot(range(len(ponder)), ponder, color="C0" if one else "0.7", label=f"step {history[one]['step']}")
     axis.set(title="ponder time by position", xlabel="position in an example", ylabel="steps and remainder, mean")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.1 * max(max(one["ponder"]) for one in history))
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
 
