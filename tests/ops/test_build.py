@@ -179,7 +179,7 @@ class TestWithout:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            (None, "no C.. compiler .* was found; install one, or set CXX"),
+            (None, "the C.. compiler that CXX=.* names was not found; install it, or unset CXX"),
             ("echo it is broken >&2; exit 3", "failed with code 3: it is broken"),
             (
                 "echo 'a.cpp:1: error: no such thing\n 1 | x\n   | ^' >&2; exit 1",
@@ -364,7 +364,7 @@ class TestPrebuilt:
         assert found.library.longspan_answer() == 42
         assert "the prebuilt ones cannot be used: " in found.why
         monkeypatch.setenv("CXX", "no-such-compiler")
-        with pytest.raises(build.Unavailable, match="the prebuilt ones cannot be used: .*; no C.. compiler"):
+        with pytest.raises(build.Unavailable, match="the prebuilt ones cannot be used: .*; the C.. compiler that CXX=.* names was not found"):
             build.load()
 
     @pytest.mark.parametrize(
