@@ -337,7 +337,7 @@ def test_rows_of_different_columns_make_one_table():
 
 MISTAKES = {
     "": "kind",
-    "memory": "unknown benchmark 'memory' (did you mean 'members'?); known: attention, convolution, depth, gated, generate, ",
+    "memory": "unknown benchmark 'memory' (did you mean 'members'?); known: attention, convolution, depth, ",
     "--lengths 3": "unknown option '--lengths'; known: --help",
     "attention --length 3": "unknown option '--length' (did you mean '--lengths'?)",
     "attention --lengths 3,x": "--lengths=3,x: expected whole numbers from 1 on, separated by commas",

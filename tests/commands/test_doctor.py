@@ -57,7 +57,8 @@ def test_tells_why_they_are_not(cache, capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert main(["doctor"]) == 0
     assert (
-        "not here, since the C++ compiler that CXX='no-such-compiler' names was not found; install it, or unset CXX" in capsys.readouterr().out
+        "not here, since the C++ compiler that CXX='no-such-compiler' names was not found; install it, or unset CXX"
+        in capsys.readouterr().out
     )
 
 

@@ -54,7 +54,10 @@ def test_a_wheel_that_cannot_be_compiled_is_not_built(tmp_path):
     environment = os.environ | {"LONGSPAN_PREBUILT": "1", "CXX": "no-such-compiler"}
     done = subprocess.run([*BUILD, tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "the kernels could not be compiled: the C++ compiler that CXX='no-such-compiler' names was not found" in done.stdout + done.stderr
+    assert (
+        "the kernels could not be compiled: the C++ compiler that CXX='no-such-compiler' names was not found"
+        in done.stdout + done.stderr
+    )
     assert list(tmp_path.iterdir()) == []
 
 

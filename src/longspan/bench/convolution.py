@@ -128,8 +128,8 @@ def _wrong(name: str, options: Options, what: str, dtype: str) -> str:
 def _how(options: Options) -> str:
     return (
         f"{options.channels} channels, each with its own last {options.width} values, bias and silu; sequence: "
-        f"{options.length} tokens of one row, copy: reading x and writing as much, into memory that is there; step: one "
-        f"token, the state of {options.width - 1} values donated, state in place: state.mul_(1.0); without silu: "
+        f"{options.length} tokens of one row, copy: reading x and writing as much, into memory that is there; step: "
+        f"one token, the state of {options.width - 1} values donated, state in place: state.mul_(1.0); without silu: "
         f"longspan's, the arithmetic of silu left out; conv1d: torch's, channels first, with its own silu; weights and "
         f"states in the same precision; medians of {options.rounds} rounds; freed memory is kept, as in training; each "
         f"candidate first agreed with a float64 definition"

@@ -141,7 +141,9 @@ def _convolution_options(parser: Parser) -> None:
 
     parser.add_argument("--length", type=int, default=Options.length, help="tokens")
     parser.add_argument("--channels", type=int, default=Options.channels, help="channels")
-    parser.add_argument("--width", type=int, default=Options.width, help="values of its own that a channel is mixed with")
+    parser.add_argument(
+        "--width", type=int, default=Options.width, help="values of its own that a channel is mixed with"
+    )
     parser.add_argument("--batches", type=str, default="1,64", help="sequences of the token step")
     parser.add_argument("--rounds", type=int, default=Options.rounds, help="samples of each candidate")
 
