@@ -364,10 +364,7 @@ class TestPrebuilt:
         assert found.library.longspan_answer() == 42
         assert "the prebuilt ones cannot be used: " in found.why
         monkeypatch.setenv("CXX", "no-such-compiler")
-        with pytest.raises(
-            build.Unavailable,
-            match="the prebuilt ones cannot be used: .*; the C.. compiler that CXX=.* names was not found",
-        ):
+        with pytest.raises(build.Unavailable, match="the prebuilt ones cannot be used: .*; the C.. compiler that CXX="):
             build.load()
 
     @pytest.mark.parametrize(
