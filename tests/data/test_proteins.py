@@ -34,6 +34,20 @@ def test_letters_are_tokens_and_entries_are_proteins(tmp_path):
     assert all(map(torch.equal, plain.sequences, packed.sequences))
 
 
+def test_a_folder_is_its_one_fasta_file(tmp_path):
+    message = r"must have one FASTA file \(\.fasta, \.faa, \.fa, also \.gz or \.xz\), but has: "
+    (tmp_path / "README.md").write_text("no proteins")
+    with pytest.raises(ValueError, match=message + "none"):
+        proteins.load(f"protein:{tmp_path}")
+    (tmp_path / "some.faa.gz").write_bytes(gzip.compress(FASTA))
+    found, given = (proteins.load(f"protein:{path}") for path in (tmp_path, tmp_path / "some.faa.gz"))
+    assert found.checksum == given.checksum == hashlib.sha256(FASTA).hexdigest()
+    assert all(map(torch.equal, found.sequences, given.sequences))
+    (tmp_path / "more.fasta").write_bytes(FASTA)
+    with pytest.raises(ValueError, match=message + "more.fasta, some.faa.gz"):
+        proteins.load(f"protein:{tmp_path}")
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

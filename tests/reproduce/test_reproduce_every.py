@@ -237,7 +237,7 @@ def test_data_are_taken_from_a_folder_by_their_bare_names(tmp_path):
 
 
 # What is read from files that somebody has, or that are downloaded.
-KINDS = ("an4", "cifar10", "fsdd", "imdb", "mnist", "protein")
+KINDS = ("an4", "cifar10", "ett", "fsdd", "imdb", "mnist", "protein")
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -3,6 +3,7 @@
 | name | proteins |
 |---|---|
 | ``protein:FILE`` | those of a FASTA file: plain, .gz or .xz |
+| ``protein:FOLDER`` | those of the one FASTA file (.fasta, .faa or .fa, packed or not) that a folder has |
 | ``synthetic`` | families of a few mutated copies, made from the seed |
 
 Families are not given; they are told from the sequences: two proteins of which one shares a hundredth of its words of
@@ -26,6 +27,8 @@ from .download import read
 RESIDUES = "ACDEFGHIKLMNPQRSTVWYBOUXZ"
 STANDARD = 20
 WORD = 6
+# How the names of FASTA files end, where a folder is looked through; each also with .gz or .xz.
+SUFFIXES = (".fasta", ".faa", ".fa")
 # Part of its words that a protein shares with one of its family.
 SHARED = 0.01
 PARTS = 10
@@ -66,12 +69,13 @@ class Proteins:
 def load(name: str, seed: int = 0) -> Proteins:
     """The proteins of one of the names in the table above; ``seed`` makes the synthetic ones.
 
-    Raises ValueError for an unknown name, without a file, for a missing file, and for one that is no FASTA of proteins.
+    Raises ValueError for an unknown name, without a file, for a missing file, for one that is no FASTA of proteins, and
+    for a folder that has not just one.
     """
     kind, source = parsed(name)
     if kind == "synthetic":
         return synthetic(seed)
-    path = Path(source).expanduser()
+    path = _inside(Path(source).expanduser())
     content = read(path)
     sequences = tuple(fasta(content, str(path)))
     return Proteins(name, sequences, families(sequences), hashlib.sha256(content).hexdigest())
@@ -89,6 +93,18 @@ def parsed(name: str) -> tuple[str, str]:
             "none is downloaded. Proteome UP000000625 of uniprot.org is that of E. coli K-12, of 4.4 thousand proteins"
         )
     return kind, source
+
+
+def _inside(path: Path) -> Path:
+    """The FASTA file of a folder; a path that is no folder as it is."""
+    if not path.is_dir():
+        return path
+    ends = tuple(suffix + packed for suffix in SUFFIXES for packed in ("", ".gz", ".xz"))
+    files = sorted(one.name for one in path.iterdir() if one.name.endswith(ends))
+    if len(files) != 1:
+        there = ", ".join(files) or "none"
+        raise ValueError(f"{path} must have one FASTA file ({', '.join(SUFFIXES)}, also .gz or .xz), but has: {there}")
+    return path / files[0]
 
 
 def fasta(content: bytes, where: str) -> list[Tensor]:

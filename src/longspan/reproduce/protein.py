@@ -31,7 +31,7 @@ SPECS = ("softmax", "performer(map='relu', features=64)", "performer(features=64
 class Settings:
     """How large the experiment is; the defaults are those of a laptop."""
 
-    data: str = setting("protein", "protein:FILE, a FASTA file of proteins; or synthetic")
+    data: str = setting("protein", "protein:FILE, a FASTA file of proteins; protein:FOLDER, with one; or synthetic")
     specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; each makes a whole model")
     length: int = setting(512, "residues of a row, in which several proteins stand; longer ones are cut")
     dim: int = setting(64, "width of the models")
