@@ -252,9 +252,11 @@ def test_a_state_keeps_no_graph():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("memory=0", "memory=0 is a number of tokens; it must be at least 1"),
-        ("compressed=0", "compressed=0 is a number of tokens; it must be at least 1"),
-        ("rate=0", "rate=0 is a number of tokens; it must be at least 1"),
+        ("memory=0", "memory=0 must be a whole number of at least 1"),
+        ("compressed=0", "compressed=0 must be a whole number of at least 1"),
+        ("rate=0", "rate=0 must be a whole number of at least 1"),
+        ("memory=1073741824", "memory=1073741824 must be at most 1073741823"),
+        (f"compressed={2**63 - 1}", "compressed=9223372036854775807 must be at most 1073741823"),
         ("pool='sum'", "unknown pool 'sum'; known: convolution, max, mean"),
     ],
 )

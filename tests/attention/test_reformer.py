@@ -200,6 +200,7 @@ class TestState:
     [
         ("chunk=0", "chunk=0 must be at least 1"),
         ("rounds=0", "rounds=0 must be at least 1"),
+        ("rounds=257", "rounds=257 are compared with each other, pair by pair; there may be 256 at most"),
         ("buckets=7", "buckets=7 are directions and their opposites, so an even number"),
         ("buckets=0", "buckets=0 are directions"),
         ("factor=3, buckets=12", "factor=3 must be even"),

@@ -188,6 +188,26 @@ class TestMechanism:
         assert y[0, 0].item() == pytest.approx(1.0)
         assert y[0, 1].item() == pytest.approx((1 * math.exp(2) + 2 * math.exp(4)) / (math.exp(2) + math.exp(4)))
 
+    @pytest.mark.parametrize("backend", ["torch", "reference"])
+    @pytest.mark.parametrize(
+        ("options", "causal"), [("", True), (", iterations=0", True), ("", False), (", cut=1", False)]
+    )
+    def test_a_block_that_no_sequence_fills_is_as_large_as_there_are_tokens(self, causal, options, backend):
+        """It takes memory for these alone, and is the block of just as many."""
+        x, real = data(2, N, 6), torch.arange(N) < torch.tensor([[N], [N - 3]])
+        huge, whole = build(f"block={2**62}{options}", causal), build(f"block={N}{options}", causal)
+        huge.load_state_dict(whole.state_dict())
+        with longspan.backend(backend):
+            for mask in (None, real):
+                (y, _), (expected, _) = huge(x, mask=mask), whole(x, mask=mask)
+                kept = slice(None) if mask is None else mask
+                torch.testing.assert_close(y[kept], expected[kept], rtol=0, atol=1e-12)
+            if causal:
+                state, expected_state = huge.init_state(2, N), whole.init_state(2, N)
+                for part in x.split([4, 1, N - 5], 1):
+                    (y, state), (expected, expected_state) = huge(part, state), whole(part, expected_state)
+                    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+
     @pytest.mark.parametrize("causal", [True, False])
     def test_scores_are_products_of_means(self, causal):
         module, x = build("block=4, temperature=0.3", causal), data(2, N, 6)

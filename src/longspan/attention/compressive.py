@@ -11,6 +11,7 @@ from ..ops.runs import find, gone, left, newest, windows
 from ..ops.softmax import relative, scores, similarity
 from ..ops.softmax.relative import Older
 from ..ops.tensors import merge, split, widen
+from ..patterns.numbers import whole
 from ..spec import known
 from ..states import memory as memories
 from ..states.memory import Memory
@@ -41,7 +42,7 @@ class Compressive(Attention):
     tokens of the call. It gives gradients to the convolution alone, whose only teacher it is.
 
     Source: Rae et al. 2020, section 3 and algorithms 1 and 2. Raises ValueError for an unknown pool, and for memory,
-    compressed or rate below 1.
+    compressed or rate below 1 or above 2^30 - 1.
     """
 
     name, paper, cost = "compressive", "1911.05507", "N (m + k) D"
@@ -83,8 +84,7 @@ class Compressive(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         for option, value in (("memory", memory), ("compressed", compressed), ("rate", rate)):
-            if value < 1:
-                raise ValueError(f"{option}={value} is a number of tokens; it must be at least 1")
+            whole(option, value, 1)
         self.memory, self.compressed, self.rate = memory, compressed, rate
         self.pool, self.stop_gradient, self.slots = known(pool, POOLS, "pool"), stop_gradient, memory + rate - 1
         if not stop_gradient:

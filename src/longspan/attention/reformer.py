@@ -9,6 +9,9 @@ from ..states import buckets as states
 from ..states.buckets import Reader, Rings
 from .base import Attention
 
+# Pairs of rounds ask each other which tokens they share, so that time grows with the square of their number.
+ROUNDS = 256
+
 
 class Reformer(Attention):
     r"""Each token sees a few tokens that look like it: those that share its bucket in one of several random hashes.
@@ -32,8 +35,8 @@ class Reformer(Attention):
     $\sqrt D$ once more. ``seed`` and the layer draw the rotations, which are part of the weights' file.
 
     Source: Kitaev et al. 2020, section 2 and appendix A; its causal chunks are ``published=True``. Raises ValueError
-    for odd numbers of buckets, sizes below 1, a ``factor`` that does not divide, options of the published chunks
-    without them, and for a state of these.
+    for odd numbers of buckets, sizes below 1, more than 256 rounds, a ``factor`` that does not divide, options of the
+    published chunks without them, and for a state of these.
     """
 
     name, paper, cost = "reformer", "2001.04451", "N log N D"
@@ -78,6 +81,10 @@ class Reformer(Attention):
         for option, value in (("chunk", chunk), ("rounds", rounds), ("factor", factor)):
             if value < 1:
                 raise ValueError(f"{option}={value} must be at least 1")
+        if rounds > ROUNDS:
+            raise ValueError(
+                f"rounds={rounds} are compared with each other, pair by pair; there may be {ROUNDS} at most"
+            )
         if buckets < 2 or buckets % 2:
             raise ValueError(f"buckets={buckets} are directions and their opposites, so an even number is needed")
         if factor > 1 and (factor % 2 or buckets % (2 * factor)):

@@ -133,7 +133,8 @@ class Sinkhorn(Attention):
 
     def _whole(self, x, q, k, v, state, real, donate):
         """Both directions: x (B,N,dim), q, k (B,H,N,D), v (B,H,N,E), of which the ``real`` (B,N) ones come first."""
-        n, block = x.shape[1], self.block
+        n = x.shape[1]
+        block = min(self.block, n)
         count = torch.full_like(x[:, 0, 0], n, dtype=torch.long) if real is None else real.sum(1)
         sums = op.blocks(widen(x)[:, None], block)[:, 0].sum(2)  # (B,U,dim)
         size = count[:, None] - block * torch.arange(sums.shape[1], device=x.device)

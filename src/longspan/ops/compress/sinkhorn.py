@@ -92,6 +92,8 @@ def attend(
     Source: Tay et al. 2020 (2002.11296), sections 3.2-3.4, with keys side by side.
     """
     q, k, v, sort = (widen(x) for x in (q, k, v, sort))
+    # Where all keys are in one block, the places beyond them are nobody's.
+    block = min(block, k.shape[2])
     if chosen(OP) == "reference":
         return _reference(q, k, v, sort, block, start, total, causal, cut)
     scale, n = q.shape[-1] ** -0.5, q.shape[2]
