@@ -248,6 +248,14 @@ def test_cite(at, capsys):
     assert said(capsys, "cite", "m/text") == said(capsys, "cite", "softmax")
 
 
+def test_check_refuses_what_its_laws_have_no_memory_for(capsys, monkeypatch):
+    monkeypatch.setattr("longspan.weights.memory", lambda: 1 << 20)
+    assert main(["check", "synthesizer(length=3000)"]) == cli.WRONG
+    said = capsys.readouterr().err
+    assert "laws of synthesizer(length=3000) would take" in said
+    assert "this machine has 1 MiB" in said
+
+
 def test_check_prints_each_law_and_fails_with_code_1(capsys, monkeypatch):
     monkeypatch.setattr(checks, "laws", lambda: ("beginning", "carry"))
     shown = said(capsys, "check", "linear; softmax")

@@ -1,12 +1,14 @@
 """What a law is: a function that measures a subject and fails where an error exceeds its tolerance."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .. import weights
 from ..attention import build
 from ..attention.base import mechanism
 from ..config import StackConfig
@@ -17,6 +19,8 @@ from ..stacks import Act, Reversible, Stack, kind_of
 BATCH, TOKENS, DIM, HEADS = 2, 29, 8, 2
 # Tokens, a prime: chunks end inside, and the forms for short sequences have ended.
 SEVERAL = 139
+# Times the weights in float32 that laws take: in float64, with gradients, of several modules and backends at once.
+COPIES = 16
 EXACT = 1e-10  # float64, relative to the largest expected value (at least 1)
 
 
@@ -90,7 +94,8 @@ class Subject:
     """What is checked: the spec of one attention, or of a stack of several (separated by ``;``).
 
     ``stack``: how blocks around them are run, such as ``universal(steps=3)``; "": one attention is none, several are
-    plain. Raises ValueError for a spec or a stack that cannot be built.
+    plain. Raises ValueError for a spec or a stack that cannot be built, and where laws would take more memory than this
+    machine has.
     """
 
     def __init__(self, spec: str, seed: int = 0, stack: str = ""):
@@ -98,12 +103,14 @@ class Subject:
         self.specs = split(spec)
         self.kind: Any = kind_of(stack) if stack else None
         self.classes = [mechanism(part.split("(")[0].strip()) for part in self.specs]
+        made = [
+            partial(build, part, DIM, HEADS, causal="causal" in cls.directions)
+            for part, cls in zip(self.specs, self.classes, strict=True)
+        ]
+        weights.afford(COPIES * sum(weights.nbytes(weights.shapes(make)) for make in made), f"laws of {spec}")
         with torch.random.fork_rng(devices=[]):
             # Their facts, and not the classes', as an option may rule some out.
-            self.parts = [
-                build(part, DIM, HEADS, causal="causal" in cls.directions)
-                for part, cls in zip(self.specs, self.classes, strict=True)
-            ]
+            self.parts = [make() for make in made]
 
     def why_not(self, needs: tuple[str, ...]) -> str:
         """The first of the needed facts that does not hold, in words; "" where all do."""
