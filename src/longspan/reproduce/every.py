@@ -141,14 +141,21 @@ def text(out: Path, scale: str, found: Iterable[Outcome]) -> str:
     results = dict(_results(out))
     said = {one.name: one.said for one in found if one.failed}
     head = ["# Published results, had again", f"`longspan reproduce all {_flag(scale)} --out FOLDER` wrote this page."]
-    rows = ["| experiment | what it measures | result |", "|---|---|---|"]
+    rows = ["| experiment | what it measures | took | result |", "|---|---|---|---|"]
     for name, one in EXPERIMENTS.items():
         state = f"[below](#{name})" if name in results else said.get(name, "not measured")
-        rows.append(f"| `{name}` | {one.about} | {state.replace('|', '/')} |")
-    parts = ["\n\n".join(head), "\n".join(rows)]
+        took = _interval(results[name].get("clock_seconds", 0)) if name in results else ""
+        rows.append(f"| `{name}` | {one.about} | {took} | {state.replace('|', '/')} |")
+    total = sum(result.get("clock_seconds", 0) for result in results.values())
+    parts = ["\n\n".join(head), "\n".join(rows), f"All of it took {_interval(total)} by the clock."]
     for name, result in results.items():
         parts.append(f"## {name}\n\n{page.fragment(EXPERIMENTS[name], result, page.pictures(out, name)).rstrip()}")
     return "\n\n".join(parts) + "\n"
+
+
+def _interval(seconds: float) -> str:
+    """Hours, minutes and seconds of the clock; - where none were written down."""
+    return tqdm.format_interval(seconds) if seconds else "-"
 
 
 def _flag(scale: str) -> str:

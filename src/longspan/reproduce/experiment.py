@@ -22,6 +22,8 @@ Result = dict[str, Any]
 Row = dict[str, Any]
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 QUICK = "quick"
+# What the points took together. Results of earlier days do not have the clock's.
+NOTHING_YET = {"cpu_seconds": 0.0, "clock_seconds": 0.0}
 DEVICES: dict[str, None] = {"cpu": None, "cuda": None}
 
 
@@ -119,7 +121,7 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
     and ``NAME.md``.
 
     -> experiment, source, scale, settings, longspan (its version), commit (of its checkout, "" outside one), versions,
-    data (checksums), machines, cpu_seconds and rows: the fields of each point together with its figures. Ctrl-C loses
+    data (checksums), machines, cpu_seconds and clock_seconds (of all points) and rows: the fields of each point together with its figures. Ctrl-C loses
     the point at which it comes, up to what that point keeps in ``out/NAME-work``.
 
     Raises ``signals.Interrupted``, which says what is kept, after Ctrl-C and SIGTERM; ValueError where the files cannot
@@ -146,9 +148,10 @@ def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path
         _write(path, result)
     try:
         for point in track(todo, len(todo), name):
-            begin = time.process_time()
+            begin, since = time.process_time(), time.monotonic()
             rows.append({**point, **experiment.measure(settings, point, place)})
             result["cpu_seconds"] = round(result["cpu_seconds"] + time.process_time() - begin, 2)
+            result["clock_seconds"] = round(result["clock_seconds"] + time.monotonic() - since, 2)
             _write(path, result)
         show(name, experiment, result, out)
     except KeyboardInterrupt as error:
@@ -222,7 +225,7 @@ def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: 
     if not path.exists():
         if work.exists():
             raise ValueError(f"{work} belongs to a {path.name} that is not there; delete it or choose another --out")
-        return {**fresh, "data": data, "machines": [], "cpu_seconds": 0.0, "rows": []}
+        return {**fresh, "data": data, "machines": [], **NOTHING_YET, "rows": []}
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         found = {"longspan": result["longspan"], **result["settings"]}
@@ -234,7 +237,7 @@ def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: 
         raise ValueError(
             f"{path} was made with {fact}={page.words(value)}; choose another folder with --out or delete it"
         )
-    return {**result, "source": experiment.source}
+    return {**NOTHING_YET, **result, "source": experiment.source}
 
 
 def _took_part(result: Result, packages: tuple[str, ...]) -> None:
@@ -249,7 +252,7 @@ def _took_part(result: Result, packages: tuple[str, ...]) -> None:
 
 
 def _write(path: Path, result: Result) -> None:
-    last = ("machines", "cpu_seconds", "rows")
+    last = ("machines", *NOTHING_YET, "rows")
     order = [*(key for key in result if key not in last), *last]
     checkpoint.write_text(path, json.dumps({key: result[key] for key in order}, indent=1) + "\n")
 

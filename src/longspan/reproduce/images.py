@@ -46,21 +46,21 @@ class Settings:
     depth: int = setting(4, "blocks")
     heads: int = setting(4, "heads of each attention")
     likelihood: str = setting("categorical", "of a pixel: categorical, or a mixture such as logistics(mixtures=10)")
-    steps: int = setting(400, "training steps, the same for each")
+    steps: int = setting(120, "training steps, the same for each")
     batch: int = setting(10, "images of a training step")
     optimizer: str = setting("adamw", "adamw | radam")
     learning_rate: float = setting(3e-3, "the highest learning rate")
     schedule: str = setting("cosine", "of the learning rate: cosine | constant")
-    warmup: int = setting(50, "steps in which the learning rate rises")
+    warmup: int = setting(20, "steps in which the learning rate rises")
     weight_decay: float = setting(0.05, "of matrices and embeddings")
     precision: str = setting("32", "of the training: 32 | bf16")
-    evaluate_every: int = setting(50, "steps between two tests on validation images")
-    evaluate_examples: int = setting(250, "validation images of such a test; 0: all")
-    tests: int = setting(2000, "test images at the end, evenly spaced; 0: all")
-    samples: int = setting(64, "images drawn by each model, and about half as many completed")
+    evaluate_every: int = setting(40, "steps between two tests on validation images")
+    evaluate_examples: int = setting(100, "validation images of such a test; 0: all")
+    tests: int = setting(500, "test images at the end, evenly spaced; 0: all")
+    samples: int = setting(16, "images drawn by each model, and about half as many completed")
     top: float = setting(0.5, "the part of each completed image that is given")
     batches: tuple[int, ...] = setting((1, 64), "images generated at once, where speed is measured")
-    lengths: tuple[int, ...] = setting((98, 196, 392, 784, 1568, 3072), "tokens before the one that is timed")
+    lengths: tuple[int, ...] = setting((98, 392, 784, 1568, 3072), "tokens before the one that is timed")
     rounds: int = setting(3, "rounds of each timing")
     seed: int = setting(0, "of weights, order of the images and samples")
 
@@ -103,7 +103,7 @@ QUICK = Settings(
     lengths=(7, 70), rounds=1,
 )  # fmt: skip
 GPU = Settings(
-    attentions=f"linear; softmax; {paper.LSH_IMAGES}", dim=256, depth=8, heads=8,
+    attentions=f"linear; softmax; {paper.LSH_IMAGES}", dim=256, depth=8, heads=8, samples=64,
     likelihood="logistics(mixtures=10)", steps=50_000, batch=40, learning_rate=1e-3, warmup=500,
     precision="bf16", evaluate_every=1000, evaluate_examples=1000, tests=0,
 )  # fmt: skip

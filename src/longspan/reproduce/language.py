@@ -36,7 +36,7 @@ class Settings:
     heads: int = setting(4, "heads of each attention")
     layers: int = setting(2, "layers of the LSTM, whose width makes it as large as the others")
     budget: str = setting("seconds", "what is equal for all of them: seconds | steps")
-    seconds: float = setting(65.0, "of training for each model, with --budget seconds, evaluations not counted")
+    seconds: float = setting(45.0, "of training for each model, with --budget seconds, evaluations not counted")
     steps: int = setting(500, "of training for each model, with --budget steps")
     batch: int = setting(8, "examples of a training step")
     learning_rate: float = setting(3e-3, "the highest learning rate; a cosine over the budget, down to 0")

@@ -21,7 +21,7 @@ from .learning import Learning, learn
 from .lra_cost import cost
 from .lra_models import ALL, Classifier, Shape, both, mechanisms, shape, sized
 
-FEW = ("softmax", "linear", "performer", "local")
+FEW = ("softmax", "linear")
 LOOK = 256  # validation examples of a look at a training
 
 
@@ -50,7 +50,7 @@ class Settings:
     pathfinder_length: int = _setting(256, "pixels of a picture, a square number")
     listops_steps: int = _setting(200, "updates")
     image_steps: int = _setting(250, "updates")
-    text_steps: int = _setting(400, "updates")
+    text_steps: int = _setting(800, "updates")
     retrieval_steps: int = _setting(200, "updates")
     pathfinder_steps: int = _setting(300, "updates")
     examples: int = _setting(10000, "training examples at most")

@@ -38,6 +38,8 @@ SIZES: dict[str, str] = {
     "nystrom": "landmarks={eighth}",
     "poolingformer": "window={sixteenth}, far_window={far}",
     "reformer": "chunk={sixteenth}, buckets={even}",
+    # Its picks come one after the other: of four for each token, it trains for as long as all other mechanisms.
+    "sac": "edges=2",
     "routing": "clusters=8, window={eighth}",
     "set_transformer": "points={eighth}",
     "sinkhorn": "block={eighth}",

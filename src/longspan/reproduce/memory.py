@@ -27,7 +27,7 @@ class Settings:
     tasks: tuple[str, ...] = _setting(("repeat_previous", "autoencode"), f"of {', '.join(tasks.TASKS)}")
     agents: tuple[str, ...] = _setting(tuple(agents.KINDS), f"of {', '.join(agents.KINDS)}")
     seeds: tuple[int, ...] = _setting((0, 1, 2), "of weights, episodes and actions; one training for each")
-    steps: int = _setting(120_000, "steps in an environment, of each training")
+    steps: int = _setting(90_000, "steps in an environment, of each training")
     environments: int = _setting(32, "environments at once")
     rollout: int = _setting(104, "steps in each between two updates of the agent, and the reach of its gradients")
     block: int = _setting(2, "rollouts after which all episodes begin anew and what was learned is kept")

@@ -25,7 +25,8 @@ def show(experiment: "Experiment", result: "Result") -> str:
     notes.append(f"Scale: {result.get('scale', MISSING)}. Commit: {commit}.")
     notes += [f"{title}: {_facts(result.get(key), empty)}." for key, title, empty in FACTS]
     notes += [f"Machine: {_facts(machine)}." for machine in result["machines"]]
-    notes.append(f"Took {result['cpu_seconds']:.0f} s of processor time, with longspan {result['longspan']}.")
+    clock = f", {result['clock_seconds']:.0f} s by the clock" if result.get("clock_seconds") else ""
+    notes.append(f"Took {result['cpu_seconds']:.0f} s of processor time{clock}, with longspan {result['longspan']}.")
     return "\n\n".join([*(aligned(table) for table in experiment.tables(result)), "\n".join(notes)])
 
 

@@ -26,7 +26,7 @@ class Settings:
         "band(28); band(14) | columns(28); causal",
         "patterns, separated by semicolons, each joined with causal; the others are compared with the first",
     )
-    seeds: tuple[int, ...] = setting((0, 1, 2), "of weights and order of the images; a training of each pattern each")
+    seeds: tuple[int, ...] = setting((0, 1), "of weights and order of the images; a training of each pattern each")
     dim: int = setting(64, "width of the models")
     depth: int = setting(2, "blocks")
     heads: int = setting(4, "heads of each attention")

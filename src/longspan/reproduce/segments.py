@@ -42,7 +42,7 @@ class Settings:
     dim: int = setting(96, "width of the models")
     depth: int = setting(4, "blocks")
     heads: int = setting(4, "heads of each attention")
-    steps: int = setting(1000, "training steps, of as many bytes for each model")
+    steps: int = setting(800, "training steps, of as many bytes for each model")
     batch: int = setting(8, "segments of a training step")
     learning_rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
     warmup: int = setting(50, "steps in which the learning rate rises")
