@@ -1,6 +1,7 @@
 """``longspan reproduce all``: each experiment in turn, what is there skipped, what cannot run told, one page of all."""
 
 import json
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,7 +78,7 @@ def test_each_runs_once_and_the_page_has_all(measured, capsys):
     assert "`longspan reproduce all --scale laptop --out FOLDER` wrote this page." in page
     for name in ("first", "second"):
         assert {f"{name}.json", f"{name}.png", f"{name}.md"} <= {path.name for path in Path("out").iterdir()}
-        assert f"| `{name}` | squares | [below](#{name}) |" in page
+        assert re.search(rf"\| `{name}` \| squares \| [-:\d]+ \| \[below\]\(#{name}\) \|", page)
         assert f"## {name}\n\n{Path(f'out/{name}.md').read_text(encoding='utf-8').rstrip()}\n" in page
     # Whoever runs it again finds it done, and the page as it was.
     out, err = ran(capsys)
@@ -85,6 +86,20 @@ def test_each_runs_once_and_the_page_has_all(measured, capsys):
     assert err.splitlines() == ["first (1 of 2): done before", "second (2 of 2): done before"]
     assert out.startswith("first: done before\nsecond: done before\n")
     assert Path("out/reproduction.md").read_text(encoding="utf-8") == page
+
+
+def test_the_page_tells_what_each_and_all_took_by_the_clock(measured, capsys):
+    ran(capsys)
+    for name, seconds in (("first", 3601.4), ("second", 0.0)):
+        path = Path(f"out/{name}.json")
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        assert 0 <= kept["clock_seconds"] < 60
+        path.write_text(json.dumps(kept | {"clock_seconds": seconds}), encoding="utf-8")
+    ran(capsys)
+    page = Path("out/reproduction.md").read_text(encoding="utf-8")
+    assert "| `first` | squares | 1:00:01 | [below](#first) |" in page
+    assert "| `second` | squares | - | [below](#second) |" in page
+    assert "\n\nAll of it took 1:00:01 by the clock.\n\n" in page
 
 
 def test_what_is_done_is_drawn_again_from_its_json_alone(measured, capsys, monkeypatch):
@@ -111,7 +126,7 @@ def test_what_cannot_run_does_not_end_the_others(measured, capsys, monkeypatch):
     assert measured == [1, 2]
     assert "first cannot run: cannot download toys\n" in err
     assert out.splitlines()[:2] == ["first: cannot run: cannot download toys", "second: done"]
-    assert "| `first` | squares | cannot download toys |" in Path("out/reproduction.md").read_text(encoding="utf-8")
+    assert "| `first` | squares |  | cannot download toys |" in Path("out/reproduction.md").read_text(encoding="utf-8")
     # With a folder that has them it can.
     Path("data/toy").mkdir(parents=True)
     Path("data/toy/sum").write_text("0af", encoding="utf-8")
@@ -149,7 +164,7 @@ def test_an_interruption_keeps_what_was_measured_and_the_same_command_goes_on(me
     assert f"interrupted: 1 of 2 points are in {Path('out', 'second')}.json; the same command goes on from there" in err
     page = Path("out/reproduction.md").read_text(encoding="utf-8")
     assert "## first" in page
-    assert "| `second` | squares | not measured |" in page
+    assert "| `second` | squares |  | not measured |" in page
     monkeypatch.setitem(EXPERIMENTS, "second", whole)
     ran(capsys)
     assert measured == [1, 2, 1, 2]
