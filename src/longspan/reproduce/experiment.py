@@ -121,8 +121,9 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
     and ``NAME.md``.
 
     -> experiment, source, scale, settings, longspan (its version), commit (of its checkout, "" outside one), versions,
-    data (checksums), machines, cpu_seconds and clock_seconds (of all points) and rows: the fields of each point together with its figures. Ctrl-C loses
-    the point at which it comes, up to what that point keeps in ``out/NAME-work``.
+    data (checksums), machines, cpu_seconds and clock_seconds (of all points) and rows: the fields of each point
+    together with its figures. Ctrl-C loses the point at which it comes, up to what that point keeps in
+    ``out/NAME-work``.
 
     Raises ``signals.Interrupted``, which says what is kept, after Ctrl-C and SIGTERM; ValueError where the files cannot
     be written (any more), another process is at it, or the folder holds the experiment with other settings, data or

@@ -5,6 +5,7 @@ from typing import Any
 
 from .. import spec
 from ..attention.base import FAMILIES, mechanism
+from ..bench import labels
 from ..bench.report import Table
 from .experiment import Result, Row
 from .lra_models import both
@@ -140,16 +141,20 @@ def _costs(result: Result) -> Table:
 def draw(plt: Any, result: Result) -> Any:
     """Left: accuracy by speed, the mark as large as the memory. Right: our accuracies beside the published ones."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 7.5), layout="constrained", width_ratios=(1.8, 1))
-    _arena(left, result)
+    named = _arena(left, result)
     _ordering(right, result)
+    if named:
+        labels.put(left, *zip(*named, strict=True))
     return figure
 
 
-def _arena(axis: Any, result: Result) -> None:
+def _arena(axis: Any, result: Result) -> list[tuple[str, float, float, float]]:
+    """-> name, place and size of each mark."""
     tasks, found = common(result), costs(result)
     drawn = {name: score(result, name, tasks) for name in order(result) if name in found}
     families = [family for family in FAMILIES if any(_family(name) == family for name in drawn)]
     largest = max((row["mb"] or 0.0 for row in found.values()), default=0.0) or 1.0
+    named = []
     for name, accuracy in drawn.items():
         if accuracy is None:
             continue
@@ -157,7 +162,7 @@ def _arena(axis: Any, result: Result) -> None:
         area = MARKS[0] + (MARKS[1] - MARKS[0]) * (row["mb"] or 0.0) / largest
         look = {"color": colour} if both(name) else {"facecolors": "none", "edgecolors": colour, "linewidths": 1.2}
         axis.scatter(row["steps_per_second"], accuracy, s=area, alpha=0.6, **look)
-        axis.annotate(name, (row["steps_per_second"], accuracy), fontsize=7, ha="center", va="center")
+        named.append((name, row["steps_per_second"], accuracy, area))
     for i, family in enumerate(families):
         axis.scatter([], [], s=60, color=f"C{i}", alpha=0.6, label=family)
     for part in (1.0, 0.25):
@@ -177,6 +182,7 @@ def _arena(axis: Any, result: Result) -> None:
     # Room for the largest mark.
     room = {"labelspacing": 1.6, "handlelength": 4.0, "borderpad": 1.6}
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), **room)
+    return named
 
 
 def _ordering(axis: Any, result: Result) -> None:
