@@ -4,7 +4,9 @@ from itertools import combinations
 
 import pytest
 
-text = pytest.importorskip("matplotlib.text", reason="pictures: pip install longspan[plot]")
+pytest.importorskip("matplotlib", reason="pictures: pip install longspan[plot]")
+
+from matplotlib.text import Text
 
 from longspan.bench import labels, plots
 
@@ -26,7 +28,7 @@ def boxes(axis, names):
     found = {one.get_text(): one for one in axis.texts}
     assert set(found) == set(names)
     # Of the words alone, without the line.
-    return {name: labels._box(text.Text.get_window_extent(found[name])) for name in names}
+    return {name: labels._box(Text.get_window_extent(found[name])) for name in names}
 
 
 def test_no_name_covers_another_or_leaves_the_axis(crowd):
