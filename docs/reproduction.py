@@ -120,6 +120,11 @@ def written(text: str) -> str:
     )
 
 
+def anywhere(value: Any) -> Any:
+    """A setting without the folders of the machine where it was used: of mnist:SOME/WHERE/mnist mnist:mnist is left."""
+    return re.sub(r"(?<=:)[^;,]*/", "", value) if isinstance(value, str) else value
+
+
 def main(folders: list[str]) -> None:
     """Copy what is new, write the page."""
     RESULTS.mkdir(exist_ok=True)
@@ -127,9 +132,12 @@ def main(folders: list[str]) -> None:
         place, _, word = text.partition("=")
         for name in EXPERIMENTS:
             kept = f"{name}_{word}" if word else name
-            for file in (f"{name}.json", *page.pictures(Path(place), name)):
-                if (Path(place) / file).exists():
-                    shutil.copyfile(Path(place) / file, RESULTS / file.replace(name, kept, 1))
+            if (Path(place) / f"{name}.json").exists():
+                found = json.loads((Path(place) / f"{name}.json").read_text(encoding="utf-8"))
+                found["settings"] = {key: anywhere(value) for key, value in found["settings"].items()}
+                (RESULTS / f"{kept}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            for file in page.pictures(Path(place), name):
+                shutil.copyfile(Path(place) / file, RESULTS / file.replace(name, kept, 1))
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -27,6 +27,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 # test_reproduce_images.py has the images in whole.
 HERE = [name for name, one in EXPERIMENTS.items() if all(map(importlib.util.find_spec, one.needs))]
 WHOLE = [name for name in HERE if name != "images"]
+# Those that can be told where to compute.
+ON_A_GPU = [name for name in HERE if any(field.name == "device" for field in fields(EXPERIMENTS[name].quick))]
 # What is timed is never the same twice.
 TIMED = ("language", "lra", "scaling", "segments", "speech")
 REPEATABLE = [name for name in WHOLE if name not in TIMED]
@@ -364,9 +366,23 @@ def test_what_a_point_kept_of_an_unknown_run_is_not_continued(capsys):
 
 def test_a_gpu_is_asked_for_only_where_there_is_one(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("copy", "scaling"):
+    for name in ON_A_GPU:
         assert main(["reproduce", name, "--quick", "--device", "cuda"]) == WRONG
         assert "device=cuda: torch sees no GPU here; --device cpu measures on the processor" in capsys.readouterr().err
         assert main(["reproduce", name, "--quick", "--device", "tpu"]) == WRONG
         assert "unknown device 'tpu' (did you mean 'cpu'?); known: cpu, cuda" in capsys.readouterr().err
     assert not list(Path("reproduce").iterdir())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_each_runs_on_a_gpu(name):
+    assert main(["reproduce", name, "--quick", "--device", "cuda"]) == OK
+
+
+def test_every_experiment_with_a_device_has_a_scale_that_takes_the_gpu():
+    for name, one in EXPERIMENTS.items():
+        devices = {scale: getattr(settings, "device", "cpu") for scale, settings in one.scales.items()}
+        assert devices.pop("laptop") == "cpu"
+        # Images go to the GPU wherever there is one.
+        assert name == "images" or set(devices.values()) <= {"cuda"}

@@ -50,3 +50,19 @@ def test_results_with_other_settings_are_kept_under_a_name_of_their_own(tmp_path
     assert "Not measured yet: `longspan reproduce scaling`" in first
     assert "![scaling_few](kept/scaling_few.png)" in second
     assert "longspan reproduce scaling --quick" in second
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("mnist:some/where/mnist", "mnist:mnist"),
+        ("ett:/a folder/ETTh1.csv", "ett:ETTh1.csv"),
+        ("a:/b/c; text:x/y; text:stdlib", "a:c; text:y; text:stdlib"),
+        ("linear; softmax(rotary=10000.0)", "linear; softmax(rotary=10000.0)"),
+        (0.5, 0.5),
+        ([1, 2], [1, 2]),
+    ],
+)
+def test_folders_of_a_machine_do_not_come_into_the_page(given, told):
+    script = runpy.run_path(str(DOCS / "reproduction.py"), run_name="reproduction")
+    assert script["anywhere"](given) == told

@@ -37,9 +37,9 @@ class Settings:
     feedforward: int = setting(256, "inner width of their feed-forward networks")
     positions: str = setting("sinusoidal", "none, sinusoidal, learned or rotary")
     batch: int = setting(16, "sequences of an update")
-    steps: int = setting(1200, "updates")
+    steps: int = setting(1500, "updates")
     rate: float = setting(1e-3, "learning rate of RAdam at first")
-    drop_at: int = setting(1000, "updates after which it drops to a tenth")
+    drop_at: int = setting(1200, "updates after which it drops to a tenth")
     tests: int = setting(64, f"test sequences, every {EVERY} updates")
     device: str = setting("cpu", "cpu or cuda")
 

@@ -181,5 +181,7 @@ def speed(model: Model, prompt: Tensor, tokens: int, rounds: int) -> float:
         next(drawn)
         begin = time.perf_counter()
         count = sum(1 for _ in islice(drawn, tokens))
+        if prompt.is_cuda:
+            torch.cuda.synchronize()
         found.append(count * len(prompt) / (time.perf_counter() - begin))
     return max(found)

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import spec
+from .. import spec, weights
 from ..bench.report import Table
 from ..data import series
 from ..data.order import batch_indices
 from ..data.series import Series
 from . import published
-from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator, setting
 from .forecaster import PENALTIES, Forecaster, Ridge, last_day, last_value
 from .learning import Learning, learn
 
@@ -48,27 +48,31 @@ class Settings:
     feedforward: int = setting(128, "inner width of the feed-forward networks")
     steps: int = setting(150, "training steps")
     tokens: int = setting(4000, "hours of a training step: as many windows as that makes, at least 4")
+    batch: int = setting(0, "windows of a training step; 0: as many as --tokens makes")
     rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
     every: int = setting(25, "steps between two looks at validation windows, of which the best weights are kept")
     looked: int = setting(32, "validation windows of such a look, evenly spaced; 0: all")
     tests: int = setting(128, "test windows, evenly spaced; 0: all")
+    device: str = setting("cpu", "cpu or cuda")
 
     def __post_init__(self):
         for name in ("horizons", "dim", "heads", "depth", "feedforward", "steps", "tokens", "every"):
             at_least(1, **{name: getattr(self, name)})
-        at_least(0, reads=self.reads, label=self.label, seeds=self.seeds, looked=self.looked, tests=self.tests)
+        for name in ("reads", "label", "batch", "seeds", "looked", "tests"):
+            at_least(0, **{name: getattr(self, name)})
         if not self.rate > 0:
             raise ValueError(f"rate={self.rate} must be positive")
         series.parsed(self.data)
+        spec.known(self.device, DEVICES, "device")
         if self.data == "synthetic" and len(self.seeds) > 1:
             raise ValueError("data=synthetic is made from the seed, so that several seeds would have several data")
         for horizon in self.horizons:
             self.window(horizon)
-        # Before any training: a spec that cannot be built should not wait for its turn.
+        # Before any training: a spec that cannot be built should not wait for its turn. Shapes alone will do.
         for one in spec.split(self.specs):
             if one in BASELINES:
                 continue
-            self.model(one, 1, 0)
+            weights.shapes(lambda one=one: self.model(one, 1, 0))
 
     def window(self, horizon: int) -> tuple[int, int]:
         """Hours that the encoder reads, and with how many of them the decoder begins.
@@ -96,9 +100,17 @@ QUICK = Settings(
     feedforward=16, steps=4, tokens=200, every=2, looked=4, tests=8,
 )  # fmt: skip
 
+# The authors' scripts for ETTh1; six epochs of its windows are about as many steps.
+PAPER = Settings(
+    dim=512, heads=8, feedforward=2048, steps=1600, batch=32, rate=1e-4, every=250, looked=0, tests=0, device="cuda"
+)
+
 
 def points(settings: Settings) -> list[Row]:
-    """For each horizon what costs next to nothing, and then the trainings."""
+    """For each horizon what costs next to nothing, and then the trainings. Raises ValueError without a GPU that is
+    asked for.
+    """
+    check_device(settings.device)
     found: list[Row] = []
     for horizon in sorted(settings.horizons):
         found += [{"model": name, "horizon": horizon} for name in BASELINES]
@@ -161,16 +173,16 @@ def _trained(
     reads, label = settings.window(horizon)
     order = spec.split(settings.specs).index(point["model"])
     name = f"{spec.head(point['model'])}-{order}-{horizon}-{seed}"
-    model = settings.model(point["model"], found.values.shape[1], seed)
-    batch = max(4, settings.tokens // (reads + label + horizon))
+    model = settings.model(point["model"], found.values.shape[1], seed).to(settings.device)
+    batch = settings.batch or max(4, settings.tokens // (reads + label + horizon))
     looked = spaced(begins["validation"], settings.looked)
 
     def foretold(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-        return lambda known, times: model(known, times, label)
+        return lambda known, times: model(known.to(settings.device), times.to(settings.device), label).cpu()
 
     def loss(model: nn.Module, step: int) -> Tensor:
         windows = begins["train"][0] + batch_indices(len(begins["train"]), seed, step, batch)
-        known, times, targets = taken(found, windows, reads, horizon)
+        known, times, targets = (one.to(settings.device) for one in taken(found, windows, reads, horizon))
         return (model(known, times, label) - targets).square().mean()
 
     def look(model: nn.Module) -> Row:
@@ -298,7 +310,7 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="an electricity transformer's hours to come, by Informer, softmax, linear attention, GLA and a linear map",
-    scales={"laptop": Settings()},
+    scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
     quick=QUICK,
     points=points,
     measure=measure,
@@ -310,10 +322,11 @@ EXPERIMENT = Experiment(
         "hour, some are taken, evenly spaced, the same for all. Published models are 512 wide, with feed-forward "
         "networks of 2048, dropout, and up to six epochs of batches of 32 with early stopping; here they are as small "
         "as minutes allow, learn for one rate's cosine, and have as many windows in a step as make equally many "
-        "hours. Distilling has no batch normalisation, and the blocks normalise what they read instead of what they "
-        "write. The decoder's ProbSparse attention is our causal form, which reads means instead of sums where a query "
-        "is not active. The decoder reads the encoder by softmax attention in every model, so that only the attention "
-        "inside them differs; a recurrence, which has no bidirectional form, reads the encoder's input in its order. "
+        "hours. At paper scale they have the published sizes and batches, that cosine, and no dropout. Distilling has "
+        "no batch normalisation, and the blocks normalise what they read instead of what they write. The decoder's "
+        "ProbSparse attention is our causal form, which reads means instead of sums where a query is not active. The "
+        "decoder reads the encoder by softmax attention in every model, so that only the attention inside them "
+        "differs; a recurrence, which has no bidirectional form, reads the encoder's input in its order. "
         "The last value, the last day and the linear map are not in the publication: they read the same hours as the "
         "models, and say what a model must beat to have learned something."
     ),

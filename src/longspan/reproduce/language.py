@@ -17,7 +17,7 @@ from ..train import Run, along
 from ..train import objective as objectives
 from ..train.evaluate import roomy, total
 from . import families, published
-from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator, setting
 from .families import FAMILIES, Model, Size
 
 BUDGETS = {"seconds": "each model trains for the same time", "steps": "for the same number of steps"}
@@ -48,6 +48,7 @@ class Settings:
     tokens: int = setting(100, "bytes of a timed generation")
     batches: tuple[int, ...] = setting((1, 16), "texts generated at once")
     rounds: int = setting(3, "rounds of each timing")
+    device: str = setting("cpu", "cpu or cuda")
     seed: int = setting(0, "of weights and order of the examples")
 
     def __post_init__(self):
@@ -57,14 +58,16 @@ class Settings:
         if self.data.partition(":")[0] != "text":
             raise ValueError(f"data={self.data}: the models read bytes of a text, text:stdlib or text:PATH")
         spec.known(self.budget, BUDGETS, "budget")
+        spec.known(self.device, DEVICES, "device")
         for name in ("seconds", "learning_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
         for name in self.names():
             spec.known(name, FAMILIES, "model")
-        # Before any training: what cannot be built should not wait for its turn.
+        # Before any training: what cannot be built should not wait for its turn. Of equal blocks, one tells of all.
         for name in {*self.names(), families.REFERENCE} - {families.LSTM_NAME}:
-            families.config(name, self.size())
+            depth = self.depth if len(spec.split(FAMILIES[name].attention)) > 1 else 1
+            families.config(name, self.size()._replace(depth=depth))
 
     def names(self) -> list[str]:
         """The models, in the order in which they are trained."""
@@ -89,9 +92,16 @@ QUICK = Settings(
     steps=4, batch=2, warmup=1, looks=2, evaluate_examples=4, tests=20, context=9, tokens=3, batches=(1, 2), rounds=1,
 )  # fmt: skip
 
+# Half an hour of one GPU for each. enwik8, of which the published figures are, is a text of one's own: text:FILE.
+GPU = Settings(
+    length=1024, window=256, dim=512, depth=8, heads=8, seconds=1800.0, batch=32, learning_rate=1e-3, warmup=200,
+    looks=20, evaluate_examples=256, tests=0, context=4000, tokens=500, batches=(1, 64), device="cuda",
+)  # fmt: skip
+
 
 def points(settings: Settings) -> list[Row]:
-    """The models."""
+    """The models. Raises ValueError without a GPU that is asked for."""
+    check_device(settings.device)
     return [{"model": name} for name in settings.names()]
 
 
@@ -106,11 +116,12 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     name = point["model"]
     reuse_pages()  # as training and generation do
     dataset = data.load(settings.data, settings.length)
-    model = born(settings, name)
+    model = born(settings, name).to(settings.device)
     kept = train(settings, name, model, dataset, place)
     bits = held_out(settings, name, model, dataset, "test", settings.tests)
     model.eval()
     prompt = torch.randint(families.VOCAB, (1, settings.context), generator=generator(settings.seed, "prompt"))
+    prompt = prompt.to(settings.device)
     speeds = {
         str(batch): families.speed(model, prompt.expand(batch, -1).contiguous(), settings.tokens, settings.rounds)
         for batch in settings.batches
@@ -148,10 +159,11 @@ class Reader:
         """Mean nats per byte of batch number ``step``."""
         if self.stream is not None:
             decoder: Any = self.model
-            batch: Any = self.stream.batch(step, 0, 1)
+            stretch = self.stream.batch(step, 0, 1)
+            batch: Any = type(stretch)(*(None if part is None else part.to(decoder.device) for part in stretch))
             return self.stream.loss(decoder, batch).total
         chosen = batch_indices(self.dataset.count("train"), self.settings.seed, step, self.settings.batch)
-        tokens = self.dataset.take("train", chosen)
+        tokens = self.dataset.take("train", chosen).to(self.model.device)
         outputs, _ = self.model(self.model.shift(tokens))
         return -self.model.likelihood.log_prob(outputs, tokens).mean()
 
@@ -274,7 +286,7 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="byte text by one model of each family and an LSTM, of equal size, in equal time: bits, speed, state",
-    scales={"laptop": Settings()},
+    scales={"laptop": Settings(), "gpu": GPU},
     quick=QUICK,
     points=points,
     measure=measure,

@@ -126,7 +126,11 @@ QUICK = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """Every training, task by task; then what a step costs, which wants a quiet machine."""
+    """Every training, task by task; then what a step costs, which wants a quiet machine.
+
+    Raises ValueError without a GPU that is asked for.
+    """
+    check_device(settings.device)
     every, few = mechanisms(settings.specs), spec.split(settings.few)
     found = [
         {"what": "training", "task": task, "mechanism": name}
@@ -143,7 +147,6 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     frequent class and ``tests`` the size; ``parameters``; ``curve``: rows of ``step`` and ``accuracy`` on validation
     examples. A cost that cannot be had -> ``refused``: why.
     """
-    check_device(settings.device)
     name = point["mechanism"]
     if point["what"] == "cost":
         one = settings.cost_shape(name)

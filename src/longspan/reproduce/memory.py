@@ -97,7 +97,8 @@ QUICK = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """Every agent in every task, once for each seed."""
+    """Every agent in every task, once for each seed. Raises ValueError without a GPU that is asked for."""
+    check_device(settings.device)
     return [
         {"task": task, "agent": kind, "seed": seed}
         for task in settings.tasks
@@ -110,7 +111,6 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     """One training -> ``parameters`` and ``dim`` of the agent; ``curve``: [steps so far, mean return of the episodes
     that ended in the block before, None where none has].
     """
-    check_device(settings.device)
     task, kind, seed = point["task"], point["agent"], point["seed"]
     batch = tasks.Batch([tasks.make(task) for _ in range(settings.environments)], settings.device)
     seen = batch.observed, batch.actions

@@ -1,7 +1,7 @@
 """The proteins of a bacterium, residue by residue: from those before it, and from those around it."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import spec
+from .. import spec, weights
 from ..bench.report import Table
 from ..config import Config, EncoderConfig
 from ..data import proteins
@@ -17,7 +17,7 @@ from ..data.order import batch_indices
 from ..data.proteins import Proteins
 from ..model import Decoder, Encoder
 from . import published, residues
-from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator, setting
 from .learning import Learning, born, learn
 from .residues import Asked, Rows
 
@@ -44,33 +44,43 @@ class Settings:
     looked: int = setting(0, "validation rows of such a look, evenly spaced; 0: all")
     draws: int = setting(2, f"of {residues.SHARES} parts of the test's residues as many are masked, each in its turn")
     seeds: tuple[int, ...] = setting((0,), "of weights, order and masks, and of synthetic proteins")
+    device: str = setting("cpu", "cpu or cuda")
 
     def __post_init__(self):
         for name in ("length", "dim", "depth", "heads", "steps", "batch", "every", "draws"):
             at_least(1, **{name: getattr(self, name)})
         at_least(0, looked=self.looked, seeds=self.seeds)
+        spec.known(self.device, DEVICES, "device")
         if self.draws > residues.SHARES:
             raise ValueError(f"draws={self.draws}: there are {residues.SHARES} parts of the residues to be masked")
         if not self.rate > 0:
             raise ValueError(f"rate={self.rate} must be positive")
         if self.data == "synthetic" and len(self.seeds) > 1:
             raise ValueError("data=synthetic is made from the seed, so that several seeds would have several data")
-        # Before any training: a spec that cannot be built should not wait for its turn.
+        # Before any training: a spec that cannot be built should not wait for its turn. Shapes alone will do.
         for one in spec.split(self.specs):
             for task in TASKS:
-                self.model(task, one, 0)
+                weights.shapes(lambda one=one, task=task: made(replace(self.config(task, one), depth=1)))
 
-    def model(self, task: str, attention: str, seed: int) -> Decoder | Encoder:
-        """A model of one task as it is born, the same for the same seed."""
+    def config(self, task: str, attention: str) -> Config | EncoderConfig:
+        """Of a model of one task."""
         size: dict[str, Any] = {
             "dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim,
             "attention": attention, "positions": "sinusoidal",
         }  # fmt: skip
         if task == CAUSAL:
-            return born(lambda: Decoder(Config(vocab=residues.LEVELS, **size)), seed)
+            return Config(vocab=residues.LEVELS, **size)
         # One more token, the mask.
-        config = EncoderConfig(vocab=residues.LEVELS + 1, outputs=residues.LEVELS, **size)
-        return born(lambda: Encoder(config), seed)
+        return EncoderConfig(vocab=residues.LEVELS + 1, outputs=residues.LEVELS, **size)
+
+    def model(self, task: str, attention: str, seed: int) -> Decoder | Encoder:
+        """A model of one task as it is born, the same for the same seed."""
+        return born(lambda: made(self.config(task, attention)), seed)
+
+
+def made(config: Config | EncoderConfig) -> Decoder | Encoder:
+    """The decoder or the encoder of a config."""
+    return Decoder(config) if isinstance(config, Config) else Encoder(config)
 
 
 QUICK = Settings(
@@ -78,9 +88,18 @@ QUICK = Settings(
     every=2, looked=2, draws=1,
 )  # fmt: skip
 
+# Its sizes and rate (Choromanski et al. 2020, appendix A.3), for one GPU and data of one's own.
+PAPER = Settings(
+    length=1024, dim=512, depth=36, heads=8, steps=100_000, batch=16, rate=1e-3, every=1000, device="cuda",
+)  # fmt: skip
+GPU = replace(PAPER, dim=256, depth=6, steps=5000, every=250)
+
 
 def points(settings: Settings) -> list[Row]:
-    """For each task the frequencies of the residues, then the trainings."""
+    """For each task the frequencies of the residues, then the trainings. Raises ValueError without a GPU that is asked
+    for.
+    """
+    check_device(settings.device)
     found: list[Row] = []
     for task in TASKS:
         found.append({"task": task, "model": UNIGRAM})
@@ -129,13 +148,13 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         counts = torch.bincount(found["train"].tokens[found["train"].real], minlength=residues.LEVELS)
         told = {split: unigram(counts, *question) for split, question in questions.items()}
         return {**told["test"], "validation": told["validation"], "splits": _sizes(settings, found)}
-    model = settings.model(task, point["model"], point["seed"])
+    model = settings.model(task, point["model"], point["seed"]).to(settings.device)
     train, seed = found["train"], point["seed"]
 
     def loss(model: Decoder | Encoder, step: int) -> Tensor:
         rows = train.take(batch_indices(len(train.tokens), seed, step, settings.batch))
         question = residues.causal(rows) if task == CAUSAL else residues.masked(rows, generator(seed, "mask", step))
-        return F.cross_entropy(answers(model, rows, question)[question.asked], rows.tokens[question.asked])
+        return F.cross_entropy(*replies(model, rows, question))
 
     order = spec.split(settings.specs).index(point["model"])
     name = f"{task}-{spec.head(point['model'])}-{order}-{seed}"
@@ -154,10 +173,16 @@ def asked(task: str, rows: Rows, random: torch.Generator, draws: int) -> list[As
 
 
 def answers(model: Decoder | Encoder, rows: Rows, question: Asked) -> Tensor:
-    """What a model answers: logits (B,N,LEVELS)."""
-    if isinstance(model, Decoder):
-        return model(question.inputs, segments=rows.segments)[0]
-    return model(question.inputs, segments=rows.segments)
+    """What a model answers: logits (B,N,LEVELS), where the model is."""
+    device = next(model.parameters()).device
+    found = model(question.inputs.to(device), segments=rows.segments.to(device))
+    return found[0] if isinstance(model, Decoder) else found
+
+
+def replies(model: Decoder | Encoder, rows: Rows, question: Asked) -> tuple[Tensor, Tensor]:
+    """The answers about the residues that are asked for (A,LEVELS), and these (A,), where the model is."""
+    logits = answers(model, rows, question)
+    return logits[question.asked.to(logits.device)], rows.tokens[question.asked].to(logits.device)
 
 
 @torch.no_grad()
@@ -167,7 +192,7 @@ def tested(model: Decoder | Encoder, rows: Rows, questions: list[Asked], batch: 
     for question in questions:
         for chosen in torch.arange(len(rows.tokens)).split(batch):
             part, put = rows.take(chosen), Asked(*(one[chosen] for one in question))
-            logits, targets = answers(model, part, put)[put.asked], part.tokens[put.asked]
+            logits, targets = replies(model, part, put)
             right += int((logits.argmax(-1) == targets).sum())
             nats += float(F.cross_entropy(logits, targets, reduction="sum"))
             count += len(targets)
@@ -250,7 +275,7 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="amino acids of a proteome from those before and from those around them: Performer, softmax, linear",
-    scales={"laptop": Settings()},
+    scales={"laptop": Settings(), "gpu": GPU, "paper": PAPER},
     quick=QUICK,
     points=points,
     measure=measure,
@@ -259,8 +284,9 @@ EXPERIMENT = Experiment(
     source=f"{published.PROTEIN_SOURCE}; figure 6 has the curves",
     differs=(
         "Published models have 36 layers, are 512 wide, and learn TrEMBL, a hundred million proteins, on TPUs; here "
-        "they are as small as minutes allow, and learn the few thousand of one bacterium. Proteins stand side by side "
-        "in rows and do not see each other; what is longer than a row is cut, in the paper what is longer than "
+        "they are as small as minutes allow, and learn the few thousand of one bacterium; `--scale paper` has the "
+        "sizes, for what `--data protein:FILE` names. Proteins stand side by side in "
+        "rows and do not see each other; what is longer than a row is cut, in the paper what is longer than "
         "1024. Families are not known here: proteins of which one shares a hundredth of its words of six "
         "residues with the other, and at least two, are of one family, and so are all that are connected so. That "
         "finds relatives of which about half the residues agree, and not those of the far past, so families here "

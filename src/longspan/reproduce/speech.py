@@ -12,7 +12,7 @@ from ..config import TranscriberConfig
 from ..speech import Transcriber, corpora
 from ..speech.corpus import Corpus
 from . import published, speech_report, speech_train
-from .experiment import Experiment, Place, Row, at_least
+from .experiment import DEVICES, Experiment, Place, Row, at_least, check_device
 from .speech_train import LSTM, Training
 
 DIRECTIONS = ("bidirectional", "causal")
@@ -58,6 +58,7 @@ class Settings:
     step_stride: int = _setting(1, "frames of a token where a step is timed")
     step_batch: int = _setting(2, "utterances of such a step")
     rounds: int = _setting(3, "rounds of each timing")
+    device: str = _setting("cpu", "cpu or cuda")
     seed: int = _setting(0, "of weights, strings of digits and order")
 
     def __post_init__(self):
@@ -74,6 +75,7 @@ class Settings:
         )
         at_least(1, **{name: getattr(self, name) for name in names})
         corpora.check(self.data, self.units)
+        spec.known(self.device, DEVICES, "device")
         spec.known(self.direction, dict.fromkeys(DIRECTIONS), "direction")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate} must be positive")
@@ -114,9 +116,15 @@ QUICK = Settings(
     beams=2, lengths=(200, 400), rounds=1,
 )  # fmt: skip
 
+# Katharopoulos et al. 2020, section 4.3; their batches are as large as the GPU's memory.
+PAPER = Settings(
+    dim=192, depth=9, heads=6, epochs=80, batch=16, learning_rate=1e-4, step_batch=16, device="cuda",
+)  # fmt: skip
+
 
 def points(settings: Settings) -> list[Row]:
-    """The trainings; then steps by length."""
+    """The trainings; then steps by length. Raises ValueError without a GPU that is asked for."""
+    check_device(settings.device)
     trainings = [{"what": "training", "encoder": name} for name in settings.names()]
     return [*trainings, *({"what": "step", "frames": count} for count in settings.lengths)]
 
@@ -136,7 +144,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 def train(settings: Settings, encoder: str, place: Place) -> Row:
     """See ``measure``."""
     corpus = settings.corpus()
-    model = speech_train.build(encoder, settings.config(encoder, corpus), settings.seed)
+    model = speech_train.build(encoder, settings.config(encoder, corpus), settings.seed).to(settings.device)
     same = ("epochs", "batch", "learning_rate", "evaluate_every", "seed")
     training = Training(slug(encoder), **{name: getattr(settings, name) for name in same})
     found = speech_train.learn(model, corpus, training, place)
@@ -166,7 +174,8 @@ def steps(settings: Settings, frames: int, place: Place) -> Row:
     samplers = {}
     for name in settings.names():
         config = replace(settings.config(name, corpus), stride=settings.step_stride)
-        samplers[name] = case.bound(speech_train.stepper(speech_train.build(name, config, settings.seed), batch))
+        model = speech_train.build(name, config, settings.seed).to(settings.device)
+        samplers[name] = case.bound(speech_train.stepper(model, batch))
     figures, failed = case.take(samplers, settings.rounds, f"steps of {frames} frames", place.track)
     if failed:
         raise ValueError("; ".join(failed.values()))
@@ -179,7 +188,7 @@ def steps(settings: Settings, frames: int, place: Place) -> Row:
 
 EXPERIMENT = Experiment(
     about="speech recognition with CTC by encoders of equal size: errors on unseen speakers, seconds of training",
-    scales={"laptop": Settings()},
+    scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
     quick=QUICK,
     points=points,
     measure=measure,

@@ -114,7 +114,7 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
             part = (epoch + i / len(groups)) % 1
             optimiser.param_groups[0]["lr"] = (1 - part) * rate(run, epoch) + part * rate(run, epoch + 1)
             frames, lengths, targets = padded(group)
-            hide(frames, model.front.mean, np.random.default_rng([training.seed, 5, epoch, i]))
+            hide(frames, model.front.mean.cpu(), np.random.default_rng([training.seed, 5, epoch, i]))
             begin = time.perf_counter()
             nats += update(model, optimiser, frames, lengths, targets)
             spent += time.perf_counter() - begin
@@ -139,13 +139,19 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
 
 def update(model: Any, optimiser: Any, frames: Tensor, lengths: Tensor, targets: list[list[int]]) -> float:
     """One step of the optimiser -> the loss before it."""
-    logits, counts = model(frames, lengths)
+    device = place_of(model)
+    logits, counts = model(frames.to(device), lengths.to(device))
     loss = ctc.loss(logits, counts, targets)
     optimiser.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
     return loss.item()
+
+
+def place_of(model: Any) -> torch.device:
+    """Where the weights are."""
+    return model.front.mean.device
 
 
 def hide(frames: Tensor, mean: Tensor, random: np.random.Generator) -> None:
@@ -172,8 +178,9 @@ def scored(model: Any, utterances: list[Utterance]) -> list[Tensor]:
     found = []
     with torch.no_grad():
         for one in utterances:
-            logits, _ = model(one.frames[None], torch.tensor([len(one.frames)]))
-            found.append(logits[0].log_softmax(-1))
+            device = place_of(model)
+            logits, _ = model(one.frames[None].to(device), torch.tensor([len(one.frames)], device=device))
+            found.append(logits[0].log_softmax(-1).cpu())
     return found
 
 

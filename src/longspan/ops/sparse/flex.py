@@ -58,7 +58,7 @@ def block_mask(text: str, n: int, head: int, layer: int, device: torch.device) -
     row = torch.repeat_interleave(torch.arange(count), blocks.offsets.diff())
     # Number 0 is the mask that hides all, 1 the one that hides nothing.
     table = torch.zeros(count, count, dtype=torch.int32)
-    table[row, blocks.keys] = (blocks.tiles + 2).int()
+    table[row, blocks.keys] = (blocks.which + 2).int()
     shape = (1, SIZE, SIZE)
     masks = torch.cat([torch.zeros(shape, dtype=torch.bool), torch.ones(shape, dtype=torch.bool), blocks.masks.bool()])
     table, masks = table.to(device), masks.to(device)

@@ -29,7 +29,7 @@ def forward(
     gives the same bits. Raises MemoryError where those blocks do not fit.
     """
     failed = kernels().longspan_pattern_forward(
-        *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.tiles, blocks.masks),
+        *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
         strides(q, k, v, out), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, softcap, threads(),
     )  # fmt: skip
     if failed:
@@ -47,7 +47,7 @@ def backward(
     """
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     failed = kernels().longspan_pattern_backward(
-        *pointers(q, k, v, out, grad, *grads, lse, _offsets(q, k, blocks), blocks.keys, blocks.tiles, blocks.masks),
+        *pointers(q, k, v, out, grad, *grads, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
         strides(q, k, v, out, grad, *grads), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, softcap, threads(),
     )  # fmt: skip
     if failed:

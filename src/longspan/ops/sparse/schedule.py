@@ -48,7 +48,7 @@ class Listed(NamedTuple):
     size: int
     offsets: Tensor  # (blocks + 1,)
     keys: Tensor  # (pairs of blocks,)
-    tiles: Tensor  # (pairs of blocks,): the mask of each, -1 where all is seen
+    which: Tensor  # (pairs of blocks,): the number of its mask, -1 where all is seen
     masks: Tensor  # (masks, size, size) uint8
 
 
