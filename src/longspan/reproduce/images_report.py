@@ -105,7 +105,7 @@ def _published(methods: Iterable[paper.Method], wanted: Callable[[paper.Method],
 def draw(plt: Any, result: Result) -> Any:
     """Bits by steps and by time; images per second; the ratio by tokens, with that of the bytes."""
     names = spec.split(result["settings"]["attentions"])
-    figure, axes = plt.subplots(2, 2, figsize=(12.5, 8.5), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(12.5, 9.5), layout="constrained")
     (steps, time), (speeds, ratio) = axes
     for i, row in enumerate(rows(result, "training")):
         counts, seconds, values = zip(*row["curve"], strict=True)
@@ -114,7 +114,7 @@ def draw(plt: Any, result: Result) -> Any:
     steps.set(title="at equal steps", xlabel="training steps", ylabel="validation bits per dim")
     time.set(title="at equal time", xlabel="minutes of training", ylabel="validation bits per dim")
     _bars(speeds, result, names)
-    styles = ["-", "--", ":", "-."]
+    styles = ["-", "--", "-."]
     for i, name in enumerate(names[1:], 1):
         for j, batch in enumerate(result["settings"]["batches"]):
             found = [
@@ -122,16 +122,19 @@ def draw(plt: Any, result: Result) -> Any:
             ]
             x = [row["tokens"] for row in found]
             y = [row["seconds"][name] / row["seconds"][names[0]] for row in found]
-            ratio.plot(x, y, "o", linestyle=styles[j % 4], color=f"C{i}", label=f"time, {name}, {batch} at once")
+            ratio.plot(x, y, "o", linestyle=styles[j % 3], color=f"C{i}", label=f"time, {name}, {batch} at once")
         every = {row["tokens"]: row["bytes"][name] / row["bytes"][names[0]] for row in rows(result, "token")}
-        ratio.plot(*zip(*sorted(every.items()), strict=True), color="grey", linewidth=1, label=f"bytes, {name}")
+        look = {"color": f"C{i}", "linewidth": 1, "linestyle": ":"}
+        ratio.plot(*zip(*sorted(every.items()), strict=True), **look, label=f"bytes, {name}")
     ratio.axhline(1, color="black", linewidth=1, linestyle=":")
     ratio.set(title=f"one token, relative to {names[0]}", xlabel="tokens before it", ylabel="ratio", xscale="log")
     ratio.set_yscale("log")
     for axis in axes.flat:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+            # Many bars and lines leave no room between them.
+            below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2} if axis in axes[1] else {}
+            axis.legend(fontsize=8, **below)
     return figure
 
 
