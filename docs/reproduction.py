@@ -7,11 +7,6 @@ copies the JSON and PNG files of the experiments that FOLDER has to ``docs/repro
 hold between the page's markers. ``FOLDER=WORD`` keeps them beside those with other settings: of ``images`` come
 ``images_WORD.json`` and its pictures, for the marker of that name. Without an argument the page is only written again.
 So is docs/choosing.md, which tells of the same files.
-
-    longspan reproduce all --out FOLDER
-    python docs/reproduction.py --took FOLDER
-
-writes down what each experiment of that run took, which stands at the top of the page, and copies nothing.
 """
 
 import json
@@ -29,7 +24,6 @@ DOCS = Path(__file__).resolve().parent
 PAGE, RESULTS = DOCS / "reproduction.md", DOCS / "reproduction"
 BLOCK = "<!-- {0}:begin -->\n{1}<!-- {0}:end -->"
 OPEN = "open"
-TOOK = "took"
 
 # What the linear transformer's paper measures -> the experiment that has it again.
 PAPER = {
@@ -50,8 +44,6 @@ def block(name: str) -> str:
     """What an experiment found, as it writes it itself; ``paper`` has the linear transformer's figures and tables."""
     if name == "paper":
         return "\n" + "\n".join(of_the_paper()) + "\n\n"
-    if name == TOOK:
-        return "\n" + "\n".join(times()) + "\n\n"
     found = result(name)
     if found is None:
         return f"\nNot measured yet: `longspan reproduce {name.partition('_')[0]}`.\n\n"
@@ -118,31 +110,6 @@ def _measured(found: dict[str, Any] | None) -> str:
     return ", ".join([*facts, f"longspan {found['longspan']}"])
 
 
-def took(folder: Path) -> dict[str, Any]:
-    """What a run of all experiments took, by experiment, and where. Raises FileNotFoundError where one is missing."""
-    found = {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in EXPERIMENTS}
-    seconds = {name: [one["clock_seconds"], one["cpu_seconds"]] for name, one in found.items()}
-    (scale,) = {one["scale"] for one in found.values()}
-    machines = [machine for one in found.values() for machine in one["machines"]]
-    commits = sorted({one["commit"] for one in found.values()})
-    return {"scale": scale, "commits": commits, "machines": [*map(dict, {tuple(m.items()) for m in machines})],
-            "seconds": seconds}  # fmt: skip
-
-
-def times() -> Iterator[str]:
-    """The minutes of each experiment of that run, and of all."""
-    found = result(TOOK)
-    if found is None:
-        yield "Not measured yet."
-        return
-    yield from ("| experiment | minutes by the clock | minutes of processor time |", "|---|---|---|")
-    clock, processor = (sum(seconds) for seconds in zip(*found["seconds"].values(), strict=True))
-    for name, (one, other) in {**found["seconds"], "all": (clock, processor)}.items():
-        yield f"| {name if name == 'all' else f'`{name}`'} | {one / 60:.1f} | {other / 60:.1f} |"
-    machines = "; ".join(", ".join(f"{key} {value}" for key, value in one.items()) for one in found["machines"])
-    yield from ("", f"Scale {found['scale']}; commit {', '.join(found['commits'])}; {machines}.")
-
-
 def written(text: str) -> str:
     """The page with every marked block written anew."""
     return re.sub(
@@ -161,10 +128,6 @@ def anywhere(value: Any) -> Any:
 def main(folders: list[str]) -> None:
     """Copy what is new, write the page."""
     RESULTS.mkdir(exist_ok=True)
-    if folders[:1] == [f"--{TOOK}"]:
-        (folder,) = folders[1:]
-        (RESULTS / f"{TOOK}.json").write_text(json.dumps(took(Path(folder)), indent=1) + "\n", encoding="utf-8")
-        folders = []
     for text in folders:
         place, _, word = text.partition("=")
         for name in EXPERIMENTS:

@@ -1,7 +1,6 @@
 """The page of results is what its script writes, from JSON files alone."""
 
 import importlib.util
-import json
 import runpy
 from pathlib import Path
 
@@ -67,26 +66,3 @@ def test_results_with_other_settings_are_kept_under_a_name_of_their_own(tmp_path
 def test_folders_of_a_machine_do_not_come_into_the_page(given, told):
     script = runpy.run_path(str(DOCS / "reproduction.py"), run_name="reproduction")
     assert script["anywhere"](given) == told
-
-
-def test_the_page_tells_what_one_run_of_all_took(tmp_path):
-    found = importlib.util.spec_from_file_location("reproduction_script", DOCS / "reproduction.py")
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
-    script.PAGE, script.RESULTS = tmp_path / "page.md", tmp_path / "kept"
-    script.PAGE.write_text("<!-- took:begin -->\n<!-- took:end -->")
-    Path("all").mkdir()
-    same = {"scale": "laptop", "commit": "1a2b", "machines": [{"processor": "P", "cores": 2}]}
-    for seconds, name in enumerate(EXPERIMENTS, 1):
-        one = {**same, "clock_seconds": 60.0 * seconds, "cpu_seconds": 90.0 * seconds}
-        Path(f"all/{name}.json").write_text(json.dumps(one))
-    script.main(["--took", "all"])
-    lines = script.PAGE.read_text().splitlines()
-    count = len(EXPERIMENTS)
-    assert "| `approximation` | 1.0 | 1.5 |" in lines
-    assert f"| all | {count * (count + 1) / 2:.1f} | {1.5 * count * (count + 1) / 2:.1f} |" in lines
-    assert "Scale laptop; commit 1a2b; processor P, cores 2." in lines
-    assert [path.name for path in script.RESULTS.iterdir()] == ["took.json"]
-    Path("all/lra.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lra\.json"):
-        script.main(["--took", "all"])

@@ -304,5 +304,5 @@ EXPERIMENT = Experiment(
         "`linear` and `softmax` by the decode engine, the others step by step in Python."
     ),
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data, settings.length).checksum},
-    minutes=25.0,
+    minutes=18.4,
 )

@@ -245,5 +245,5 @@ EXPERIMENT = Experiment(
         "training itself, with actions by chance."
     ),
     needs=tasks.PACKAGES,
-    minutes=14.8,
+    minutes=10.5,
 )

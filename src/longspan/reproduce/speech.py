@@ -206,5 +206,5 @@ EXPERIMENT = Experiment(
         "its updates on a CPU; steps by length are timed with a token for every frame."
     ),
     data=lambda settings: {settings.data.partition(":")[0]: settings.corpus().checksum},
-    minutes=48.4,
+    minutes=30.0,
 )
