@@ -54,6 +54,7 @@ def put(axis: Any, names: Sequence[str], x: Sequence[float], y: Sequence[float],
                 dx, dy = math.cos(angle) * (gap + width / 2), math.sin(angle) * (gap + height / 2)
                 there = _moved(own, dx, dy)
                 cost = sum(there.covers(other) for other in (*taken, *marks)) + width * height - inside.covers(there)
+                cost = round(cost, 3)  # roundings are no reason to go farther
                 if cost < least:
                     best, least = (dx, dy, ring), cost
             if not least:
