@@ -88,7 +88,7 @@ QUICK = Settings(
     every=2, looked=2, draws=1,
 )  # fmt: skip
 
-# Its sizes and rate (Choromanski et al. 2020, appendix A.3), for one GPU and data of one's own.
+# As deep, wide and long as published, for one GPU and data of one's own; heads, rate and steps are ours.
 PAPER = Settings(
     length=1024, dim=512, depth=36, heads=8, steps=100_000, batch=16, rate=1e-3, every=1000, device="cuda",
 )  # fmt: skip
