@@ -160,7 +160,8 @@ class Reader:
         if self.stream is not None:
             decoder: Any = self.model
             stretch = self.stream.batch(step, 0, 1)
-            batch: Any = type(stretch)(*(None if part is None else part.to(decoder.device) for part in stretch))
+            kind: Any = type(stretch)
+            batch = kind(*(None if part is None else part.to(decoder.device) for part in stretch))
             return self.stream.loss(decoder, batch).total
         chosen = batch_indices(self.dataset.count("train"), self.settings.seed, step, self.settings.batch)
         tokens = self.dataset.take("train", chosen).to(self.model.device)
