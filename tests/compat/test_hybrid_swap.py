@@ -167,9 +167,14 @@ def test_importing_longspan_does_not_import_transformers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_is_missing_or_too_old_is_said(monkeypatch):
+def test_what_is_missing_too_old_or_too_new_is_said(monkeypatch):
     monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "4.57.6")
     with pytest.raises(ValueError, match=r"transformers 4\.57\.6 is older than 5\.5"):
+        on_cpu.accelerate()
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.24.0")
+    with pytest.raises(
+        ValueError, match=r"transformers 5\.24\.0 is newer than 5\.23, the newest .* 'transformers<5\.24'"
+    ):
         on_cpu.accelerate()
     monkeypatch.setattr(record, "need", lambda *_: (_ for _ in ()).throw(ImportError("pip install")))
     with pytest.raises(ImportError, match="pip install"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...extras import need
 
-OLDEST = (5, 5)  # of transformers
+OLDEST, NEWEST = (5, 5), (5, 23)  # of transformers; 5.24 calls a layer's cache by another name
 
 
 @dataclass
@@ -31,7 +31,7 @@ untouched: dict[str, str] = {}
 
 
 def version() -> tuple[int, int]:
-    """Of transformers: the first two numbers. Raises ImportError without it, and ValueError where it is too old."""
+    """Of transformers: the first two numbers. Raises ImportError without it, ValueError where it is too old or new."""
     need("longspan.compat.transformers", "transformers")
     import transformers
 
@@ -39,4 +39,9 @@ def version() -> tuple[int, int]:
     found = int(words[0]), int(words[1])
     if found < OLDEST:
         raise ValueError(f"transformers {transformers.__version__} is older than 5.5, the oldest that longspan knows")
+    if found > NEWEST:
+        raise ValueError(
+            f"transformers {transformers.__version__} is newer than 5.23, the newest whose layers longspan knows; "
+            "pip install 'transformers<5.24'"
+        )
     return found
