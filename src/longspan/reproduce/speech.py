@@ -49,7 +49,7 @@ class Settings:
     positions: str = _setting("sinusoidal", "of the attentions: sinusoidal | rotary | none")
     stride: int = _setting(2, "frames, of 10 ms, from one token to the next")
     context: int = _setting(8, "frames that a token reads")
-    epochs: int = _setting(24, "passes through the training, the same for each")
+    epochs: int = _setting(40, "passes through the training, the same for each")
     batch: int = _setting(4, "utterances of an update")
     learning_rate: float = _setting(2e-3, "the highest learning rate")
     evaluate_every: int = _setting(4, "epochs between two tests on validation utterances")
