@@ -35,7 +35,7 @@ peers: .venv-peers/peers.stamp
 
 # The oldest transformers that is served, and those at which its layers changed, each in a folder of its own.
 older: .venv/dev.stamp
-	set -e; for version in 5.5.0 5.14.0 5.15.0; do \
+	set -e; for version in 5.5.0 5.14.0 5.15.0 5.23.0; do \
 	  $(BIN)/python -m pip install -q --upgrade --target .venv-older/$$version transformers==$$version; \
 	  PYTHONPATH=.venv-older/$$version $(BIN)/python -m pytest -p no:cacheprovider tests/compat/test_hybrid_models.py \
 	    tests/compat/test_hybrid_packing.py tests/compat/test_hybrid_swap.py tests/compat/test_attention_interface.py; \

@@ -10,7 +10,11 @@ from longspan.compat.transformers import masks, softmax
 from longspan.ops.native.call import available
 from longspan.ops.sparse import sums
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
+
+from longspan.compat.transformers.cache import NAME
 
 SMALL = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -157,8 +161,8 @@ def test_a_prompt_in_pieces(kind):
         cache, out = None, []
         with torch.no_grad():
             for part in x.split([10, 12, 5, 2], 1):
-                one = made(part, past_key_values=cache, use_cache=True)
-                cache = one.past_key_values
+                one = made(part, use_cache=True, **{NAME: cache})
+                cache = one[NAME]
                 out.append(one.logits)
         found.append(torch.cat(out, 1))
     close(found[1], found[0])

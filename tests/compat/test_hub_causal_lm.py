@@ -1,6 +1,7 @@
 """A decoder in transformers: the decoder's own numbers, and generation as longspan's own, whatever the padding."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 from transformers.utils import logging
 
 from longspan.compat.transformers import LongspanCache, LongspanConfig, LongspanForCausalLM
+from longspan.compat.transformers.cache import NAME
 from longspan.compat.transformers.tokens import read
 
 logging.set_verbosity_error()
@@ -157,6 +159,18 @@ def test_a_cache_goes_on_in_any_cut_and_copies_stand_alone():
     assert cache.get_seq_length() == 0
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_goes_on_from_what_a_cache_has_read(beams):
+    lm, tokens = model(), ids(2, 9)
+    cache = LongspanCache()
+    for part in (tokens[:, :3], tokens[:, 3:7]):
+        lm(part, cache=cache)
+    if beams > 1:
+        cache.batch_repeat_interleave(beams)
+    options: Any = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
+    assert torch.equal(lm.generate(tokens, **{NAME: cache}, **options), lm.generate(tokens, **options))
+
+
 def test_chunked_prefill_of_a_padded_row_puts_the_start_token_where_the_row_begins():
     lm, tokens = model(), ids(1, 7)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
@@ -241,10 +255,10 @@ def test_streaming(capsys):
 
     class Digits:
         def decode(self, tokens, **options):
-            return "".join(chr(ord("a") + int(t)) for t in tokens) + "\n"
+            return "".join(chr(ord("a") + int(t)) for t in tokens)
 
     found = lm.generate(tokens, max_new_tokens=6, do_sample=False, streamer=TextStreamer(Digits()))
-    assert capsys.readouterr().out.replace("\n", "") == Digits().decode(found[0]).strip()
+    assert capsys.readouterr().out.removesuffix("\n") == Digits().decode(found[0])
 
 
 @pytest.mark.parametrize(
@@ -254,6 +268,8 @@ def test_streaming(capsys):
         ({"inputs_embeds": torch.zeros(1, 3, 16)}, "give input_ids, and no inputs_embeds"),
         ({"output_attentions": True}, "output_attentions=True: a longspan decoder hands out none"),
         ({"past_key_values": ()}, "past_key_values must be a LongspanCache, not tuple"),
+        ({"cache": ()}, "cache must be a LongspanCache, not tuple"),
+        ({"cache": LongspanCache(), "past_key_values": LongspanCache()}, "one thing by two names: give one of them"),
         ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"attention_mask must be \(B, N\) = \(1, 3\), or longer"),
         ({"position_ids": torch.tensor([[0, 2, 3]])}, "position_ids go from 0 to 2 in row 0; they must count up"),
         ({"cu_seq_lens_q": torch.tensor([0, 3])}, "'cu_seq_lens_q'; packed rows are told by position_ids"),

@@ -171,9 +171,9 @@ def test_what_is_missing_too_old_or_too_new_is_said(monkeypatch):
     monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "4.57.6")
     with pytest.raises(ValueError, match=r"transformers 4\.57\.6 is older than 5\.5"):
         on_cpu.accelerate()
-    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.24.0")
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.25.0")
     with pytest.raises(
-        ValueError, match=r"transformers 5\.24\.0 is newer than 5\.23, the newest .* 'transformers<5\.24'"
+        ValueError, match=r"transformers 5\.25\.0 is newer than 5\.24, the newest .* 'transformers<5\.25'"
     ):
         on_cpu.accelerate()
     monkeypatch.setattr(record, "need", lambda *_: (_ for _ in ()).throw(ImportError("pip install")))

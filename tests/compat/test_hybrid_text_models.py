@@ -8,6 +8,10 @@ import torch
 from hybrids import COMMON, DELTA, EXPERTS, file, tokens
 from longspan.compat import transformers as on_cpu
 
+pytest.importorskip("transformers")
+
+from longspan.compat.transformers.cache import NAME
+
 LAYERS = ["linear_attention", "indexed_attention", "linear_attention", "linear_attention"]
 BARE = {
     "qwen4_exp": (
@@ -57,8 +61,8 @@ def test_sequences_and_steps_are_those_of_the_original_code(made):
             on_cpu.accelerate(model)
         with torch.no_grad():
             whole = model(x, use_cache=False).last_hidden_state
-            cache = model(x[:, :20], use_cache=True).past_key_values
-            found.append((whole, model(x[:, 20:21], past_key_values=cache, use_cache=True).last_hidden_state))
+            cache = model(x[:, :20], use_cache=True)[NAME]
+            found.append((whole, model(x[:, 20:21], use_cache=True, **{NAME: cache}).last_hidden_state))
     for theirs, other in zip(*found, strict=True):
         assert float((other - theirs).abs().max() / theirs.abs().max()) < 1e-4
     assert all(what.startswith("native (") for by in on_cpu.status().functions[kind].values() for what in by)

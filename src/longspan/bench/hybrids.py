@@ -152,7 +152,8 @@ def decoding(way: str, made: Any) -> Sampler:
     def sample(repeat: int) -> float:
         use(way)
         found = made(x, use_cache=True, logits_to_keep=1)
-        name = "past_key_values" if "past_key_values" in found else "cache_params"
+        # The first where they have it, in transformers from 5.24 on, answers to the others too.
+        name = next(name for name in ("cache", "past_key_values", "cache_params") if name in found)
         cache, token = found[name], x[:, :1]
         begin = time.perf_counter()
         for _ in range(repeat * DECODED):

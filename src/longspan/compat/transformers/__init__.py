@@ -8,7 +8,7 @@
     on_cpu.LongspanForCausalLM          # a decoder of longspan's with their generate, Trainer and save_pretrained
     on_cpu.byte_tokenizer()             # the tokenizer of its models of bytes
 
-transformers (5.5 to 5.23) is imported when one of these is asked for, not before: it is an optional extra of longspan.
+transformers (5.5 to 5.24) is imported when one of these is asked for, not before: it is an optional extra of longspan.
 """
 
 from importlib import import_module

@@ -5,11 +5,15 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...attention.state import clone, select
 from ...engine import Engine
 from ...generate import FEW
 from ...model import Decoder, DecoderState
+
+# What outputs and ``generate`` call it: ``cache`` from transformers 5.24 on.
+NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class LongspanCache(Cache):
@@ -47,6 +51,16 @@ class LongspanCache(Cache):
         else:
             outputs, self.state = self._engine(token, self.state)
         return outputs
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """[False]: ``generate``, given a text from its start, leaves out what the cache has read."""
+        return [False]
+
+    @property
+    def is_croppable(self) -> bool:
+        """False; see ``crop``."""
+        return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that have been read, padding included."""

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ... import checkpoint, shipped, weights
 from ...likelihood import Categorical
 from ...model import Decoder
-from .cache import LongspanCache
+from .cache import NAME, LongspanCache
 from .config import LongspanConfig
 from .tokens import read
 
@@ -119,20 +119,22 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        cache: LongspanCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
         """input_ids (B,N) int64 -> logits (B,N,vocab_size); see the class.
 
         ``attention_mask`` (B,N), or (B,past+N) with a cache: 1 on real tokens. ``labels`` (B,N): the ids themselves,
         -100 where no loss is; they are shifted here. ``past_key_values``: the cache that an earlier call returned,
-        which this one overwrites where no gradients are taken. ``use_cache``: None means in evaluation without labels.
+        which this one overwrites where no gradients are taken; ``cache``, its name from transformers 5.24 on, does too.
+        ``use_cache``: None means in evaluation without labels.
         ``logits_to_keep``: the last so many tokens, or those of these numbers; 0: all.
         """
-        self._refuse(input_ids, past_key_values, position_ids, kwargs)
+        cache = self._given(past_key_values, cache)
+        self._refuse(input_ids, position_ids, kwargs)
         assert input_ids is not None
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training and labels is None
-        cache = past_key_values
         if cache is None and use_cache:
             cache = LongspanCache()
         mask = self._mask(attention_mask, input_ids)
@@ -147,7 +149,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
             logits = logits[:, logits_to_keep]
         elif logits_to_keep:
             logits = logits[:, -logits_to_keep:]
-        found = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if use_cache else None)  # type: ignore[arg-type]
+        found = CausalLMOutputWithPast(loss=loss, logits=logits, **{NAME: cache if use_cache else None})  # type: ignore[arg-type]
         return found if return_dict is not False else found.to_tuple()
 
     def _outputs(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: LongspanCache | None):
@@ -186,12 +188,19 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         mask = mask[:, mask.shape[1] - ids.shape[1] :].bool()
         return None if bool(mask.all()) else mask
 
-    def _refuse(self, ids: Any, cache: Any, positions: Any, kwargs: dict[str, Any]) -> None:
+    def _given(self, past_key_values: Any, cache: Any) -> LongspanCache | None:
+        """The cache, by either of its names."""
+        if past_key_values is not None and cache is not None:
+            raise ValueError("cache and past_key_values are one thing by two names: give one of them")
+        name, found = ("cache", cache) if past_key_values is None else ("past_key_values", past_key_values)
+        if found is not None and not isinstance(found, LongspanCache):
+            raise ValueError(f"{name} must be a LongspanCache, not {type(found).__name__}")
+        return found
+
+    def _refuse(self, ids: Any, positions: Any, kwargs: dict[str, Any]) -> None:
         """Raise ValueError for what this model has not."""
         if ids is None or kwargs.pop("inputs_embeds", None) is not None:
             raise ValueError("a longspan decoder reads tokens: give input_ids, and no inputs_embeds")
-        if cache is not None and not isinstance(cache, LongspanCache):
-            raise ValueError(f"past_key_values must be a LongspanCache, not {type(cache).__name__}")
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.pop(name, None):
                 raise ValueError(f"{name}=True: a longspan decoder hands out none; see record= of longspan.Decoder")
@@ -214,8 +223,8 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         if (kind := generation_config.cache_implementation) is not None:
             raise ValueError(f"cache_implementation={kind!r}: a longspan decoder has its own cache, the LongspanCache")
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = LongspanCache()
+        if model_kwargs.get(NAME) is None and generation_config.use_cache is not False:
+            model_kwargs[NAME] = LongspanCache()
 
     def get_input_embeddings(self) -> nn.Module:
         """The table of tokens, the start token last."""

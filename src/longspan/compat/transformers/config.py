@@ -22,7 +22,7 @@ class LongspanConfig(PreTrainedConfig):
     """
 
     model_type = "longspan"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012
         "vocab_size": "vocab",
         "hidden_size": "dim",

@@ -14,9 +14,12 @@ def forward(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
     past_key_values=None,
+    cache=None,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
     """``MiniMaxLightningAttention.forward``: hidden states (B,N,dim), mask (B,N) -> (B,N,dim), the state (B,H,D,D).
+
+    Its cache is ``past_key_values`` before transformers 5.24 and ``cache`` since.
 
     Source: Qin et al. 2024 (2405.17381), eq. 3.
     """
@@ -26,7 +29,8 @@ def forward(
         # Before 5.15 it is that of all tokens so far.
         qkv = (qkv * attention_mask[:, -n:, None]).to(qkv.dtype)
     q, k, v = qkv.view(batch, n, self.num_attention_heads, -1).transpose(1, 2).split(self.head_dim, -1)
-    state = None if past_key_values is None else past_key_values.get_linear_cache(self.layer_idx)
+    cache = past_key_values if cache is None else cache
+    state = None if cache is None else cache.get_linear_cache(self.layer_idx)
     rate = -widen(self.slope_rate).view(1, -1, 1).expand(batch, -1, n)
     q, k, v = (widen(t) for t in (q, k, v))
     o, state = decay_attention(
@@ -35,6 +39,6 @@ def forward(
     )  # fmt: skip
     o = self.norm(o.transpose(1, 2).flatten(2).to(qkv.dtype))
     o = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * o)
-    if past_key_values is not None:
-        past_key_values.set_linear_cache(self.layer_idx, state)
+    if cache is not None:
+        cache.set_linear_cache(self.layer_idx, state)
     return o, state

@@ -145,7 +145,7 @@ def found(given: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
 
 
 def _cache(given: Mapping[str, Any]) -> Any:
-    return next((c for c in map(given.get, ("past_key_values", "cache_params")) if c is not None), None)
+    return next((c for c in map(given.get, ("cache", "past_key_values", "cache_params")) if c is not None), None)
 
 
 def _completed(given: Mapping[str, Any], ids: Tensor, names: tuple[str, ...]) -> dict[str, Any]:

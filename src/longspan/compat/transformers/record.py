@@ -6,7 +6,7 @@ from typing import Any
 
 from ...extras import need
 
-OLDEST, NEWEST = (5, 5), (5, 23)  # of transformers; 5.24 calls a layer's cache by another name
+OLDEST, NEWEST = (5, 5), (5, 24)  # of transformers
 
 
 @dataclass
@@ -38,10 +38,13 @@ def version() -> tuple[int, int]:
     words = transformers.__version__.split(".")
     found = int(words[0]), int(words[1])
     if found < OLDEST:
-        raise ValueError(f"transformers {transformers.__version__} is older than 5.5, the oldest that longspan knows")
+        raise ValueError(
+            f"transformers {transformers.__version__} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest that "
+            "longspan knows"
+        )
     if found > NEWEST:
         raise ValueError(
-            f"transformers {transformers.__version__} is newer than 5.23, the newest whose layers longspan knows; "
-            "pip install 'transformers<5.24'"
+            f"transformers {transformers.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest whose layers "
+            f"longspan knows; pip install 'transformers<{NEWEST[0]}.{NEWEST[1] + 1}'"
         )
     return found

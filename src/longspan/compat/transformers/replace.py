@@ -26,7 +26,7 @@ def accelerate(model: nn.Module | None = None) -> Status:
     is new. In transformers before 5.15, whose layers keep their functions, a model that is loaded already has to be
     given. Calls on other devices, and those that are compiled, exported or traced, run by the original code.
 
-    Raises ImportError without transformers, and ValueError for transformers before 5.5 or after 5.23, and for something
+    Raises ImportError without transformers, and ValueError for transformers before 5.5 or after 5.24, and for something
     that is no model.
     """
     version()
