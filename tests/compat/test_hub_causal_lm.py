@@ -169,6 +169,8 @@ def test_generate_goes_on_from_what_a_cache_has_read(beams):
         cache.batch_repeat_interleave(beams)
     options: Any = {"max_new_tokens": 8, "do_sample": False, "num_beams": beams}
     assert torch.equal(lm.generate(tokens, **{NAME: cache}, **options), lm.generate(tokens, **options))
+    # Nothing was read twice; the last token drawn is not read.
+    assert cache.get_seq_length() == 9 + 8 - 1
 
 
 def test_chunked_prefill_of_a_padded_row_puts_the_start_token_where_the_row_begins():
