@@ -2,12 +2,14 @@
 
     longspan bench members --lengths 1024,4096,16384,32768 --out FOLDER
     longspan bench members --members 'linformer(length=16384, slots=64); ...' --lengths 16384 --out OTHER
-    python docs/choosing.py FOLDER OTHER=budget
+    longspan bench members --lengths 1024 --out AGAIN
+    python docs/choosing.py FOLDER+AGAIN OTHER=budget
 
 copies FOLDER's members.json, .csv and .png to ``benchmarks/results/MACHINE`` as ``every.json``, .csv and .png, since
 ``members`` there is a comparison of few on the page of performance, and writes the tables between the page's markers;
-OTHER's become ``every_budget`` and stand beside each other in the table of that name. Without an argument it only
-writes them again. What tasks tell is from the JSON files in ``docs/reproduction``.
+AGAIN, which need not be there, is a later run of lengths that something disturbed: its figures of these lengths take the
+place of FOLDER's, with exponents fitted anew, and the page says so. OTHER's become ``every_budget`` and stand beside each
+other in the table of that name. Without an argument it only writes them again. What tasks tell is from the JSON files in ``docs/reproduction``.
 """
 
 import json
@@ -19,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.attention.base import REGISTRY, names
-from longspan.bench import figures, members
-from longspan.bench.report import duration
+from longspan.bench import figures, members, plots
+from longspan.bench.report import duration, rows_csv
 from longspan.spec import head
 
 DOCS = Path(__file__).resolve().parent
@@ -239,7 +241,9 @@ def where(found: Figures) -> str:
     lengths, limit = ",".join(map(str, options["lengths"])), f"{options['limit']:g}"
     line = f"longspan bench members --lengths {lengths} --limit {limit} --rounds {options['rounds']}"
     machine = "; ".join(f"{name} {value}" for name, value in facts.items())
-    return f"```sh\n{line}\n```\n\nHow: {found.result['how']}.\n\nMachine: {machine}."
+    again = ",".join(map(str, found.result.get("again", ())))
+    more = f" Those of {again} tokens are of a run of their own, later, with `--lengths {again}`." if again else ""
+    return f"```sh\n{line}\n```\n\nHow: {found.result['how']}.{more}\n\nMachine: {machine}."
 
 
 def _task(name: str) -> Result | None:
@@ -306,16 +310,42 @@ def written(text: str, result: Result) -> str:
     return re.sub(r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->", block, text, flags=re.DOTALL)
 
 
+def measured_again(result: Result, again: Result) -> Result:
+    """``result`` with the figures that ``again`` has of its lengths, and with exponents fitted to all."""
+    lengths = again["options"]["lengths"]
+    rows = [row for row in result["rows"] if row["length"] not in lengths]
+    result = {**result, "rows": sorted([*again["rows"], *rows], key=lambda row: row["length"]), "again": lengths}
+    found = Figures(result)
+    for one in result["growth"]:
+        for mode in members.MODES:
+            at = {
+                n: found.at[one["candidate"], mode, n] for n in found.lengths if (one["candidate"], mode, n) in found.at
+            }
+            if mode in one:
+                one[mode] = figures.exponent({n: row["seconds"] for n, row in at.items()})
+            if f"memory, {mode}" in one:
+                sizes = {n: max(row["mb"], 1e-3) for n, row in at.items() if "mb" in row}
+                one[f"memory, {mode}"] = figures.exponent(sizes)
+    return result
+
+
 def main(folders: list[str]) -> None:
     """Copy what is new, write the page."""
     place = RESULTS / MACHINE
     for text in folders:
-        folder, _, word = text.partition("=")
+        both, _, word = text.partition("=")
+        folder, _, again = both.partition("+")
         place.mkdir(parents=True, exist_ok=True)
         # A run at one length is a table here and no picture.
         for ending in (".json", ".csv") if word else (".json", ".csv", ".png"):
             kept = f"{NAME}_{word}" if word else NAME
             shutil.copyfile(Path(folder) / f"members{ending}", place / f"{kept}{ending}")
+        if again:
+            one, other = (json.loads((Path(at) / "members.json").read_text(encoding="utf-8")) for at in (folder, again))
+            found = measured_again(one, other)
+            (place / f"{kept}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            (place / f"{kept}.csv").write_text(rows_csv(found["rows"]), encoding="utf-8")
+            plots.draw(place / f"{kept}.png", found)
     result = json.loads((place / f"{NAME}.json").read_text(encoding="utf-8"))
     PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), result), encoding="utf-8")
 

@@ -149,6 +149,31 @@ def test_a_run_is_copied_and_the_page_written(script, result, tmp_path, monkeypa
         script.main([])
 
 
+def test_lengths_that_were_measured_again_take_their_place(script, result, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
+    script.PAGE.write_text("<!-- where:begin -->\n<!-- where:end -->\n")
+    first = script.Figures(result).lengths[0]
+    rows = [{**row, "seconds": row["seconds"] / 4} for row in result["rows"] if row["length"] == first]
+    again = {**result, "options": {**result["options"], "lengths": [first]}, "rows": rows}
+    for name, one in (("run", result), ("again", again)):
+        (tmp_path / name).mkdir()
+        for ending, text in ((".json", json.dumps(one)), (".csv", "x"), (".png", "y")):
+            (tmp_path / name / f"members{ending}").write_text(text)
+    script.main([f"{tmp_path / 'run'}+{tmp_path / 'again'}"])
+    place = tmp_path / "results" / script.MACHINE
+    before, after = script.Figures(result), script.Figures(json.loads((place / "every.json").read_text()))
+    assert after.at.keys() == before.at.keys()
+    for key, row in before.at.items():
+        assert after.at[key]["seconds"] == row["seconds"] / (4 if key[2] == first else 1)
+    # linear takes 2/4 and 4 seconds at 1024 and 16384 tokens
+    assert after.growth["linear"]["forward+backward"] == pytest.approx(0.75)
+    assert "step" not in after.growth["linear"]  # as before
+    assert (place / "every.csv").read_text().startswith("candidate,")
+    assert (place / "every.png").read_bytes()[:4] == b"\x89PNG"
+    assert f"with `--lengths {first}`" in script.PAGE.read_text()
+
+
 def test_tasks_are_those_of_the_experiments(script):
     found = json.loads((script.TASKS / "mqar.json").read_text(encoding="utf-8"))
     pairs, dims = found["settings"]["pairs"][-1], found["settings"]["dims"]
