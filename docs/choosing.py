@@ -6,10 +6,11 @@
     python docs/choosing.py FOLDER+AGAIN OTHER=budget
 
 copies FOLDER's members.json, .csv and .png to ``benchmarks/results/MACHINE`` as ``every.json``, .csv and .png, since
-``members`` there is a comparison of few on the page of performance, and writes the tables between the page's markers;
-AGAIN, which need not be there, is a later run of lengths that something disturbed: its figures of these lengths take the
-place of FOLDER's, with exponents fitted anew, and the page says so. OTHER's become ``every_budget`` and stand beside each
-other in the table of that name. Without an argument it only writes them again. What tasks tell is from the JSON files in ``docs/reproduction``.
+``members`` there is a comparison of few on the page of performance, and writes the tables between the page's markers.
+AGAIN may be missing: a later run of lengths that something disturbed, whose figures take the place of FOLDER's there,
+with exponents fitted anew, which the page says. OTHER's become ``every_budget`` and stand beside each other in the
+table of that name. Without an argument it only writes them again. What tasks tell is from the JSON files in
+``docs/reproduction``.
 """
 
 import json
@@ -317,10 +318,9 @@ def measured_again(result: Result, again: Result) -> Result:
     result = {**result, "rows": sorted([*again["rows"], *rows], key=lambda row: row["length"]), "again": lengths}
     found = Figures(result)
     for one in result["growth"]:
+        name = one["candidate"]
         for mode in members.MODES:
-            at = {
-                n: found.at[one["candidate"], mode, n] for n in found.lengths if (one["candidate"], mode, n) in found.at
-            }
+            at = {n: found.at[name, mode, n] for n in found.lengths if (name, mode, n) in found.at}
             if mode in one:
                 one[mode] = figures.exponent({n: row["seconds"] for n, row in at.items()})
             if f"memory, {mode}" in one:

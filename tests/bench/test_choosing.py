@@ -153,6 +153,7 @@ def test_lengths_that_were_measured_again_take_their_place(script, result, tmp_p
     monkeypatch.setattr(script, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
     script.PAGE.write_text("<!-- where:begin -->\n<!-- where:end -->\n")
+    result["machine"] |= {"threads": 1, "torch": "2"}
     first = script.Figures(result).lengths[0]
     rows = [{**row, "seconds": row["seconds"] / 4} for row in result["rows"] if row["length"] == first]
     again = {**result, "options": {**result["options"], "lengths": [first]}, "rows": rows}
