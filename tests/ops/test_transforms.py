@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 import longspan
 from longspan import backend, decay_attention, delta_rule, linear_attention, sparse_attention
+from longspan.attention.base import REGISTRY, names
 
 B, H, D, E = 2, 2, 4, 3
 
@@ -197,3 +198,24 @@ def test_whole_mechanisms(text):
     bias = next(iter(weights))
     second = hessian(lambda w: total(weights | {bias: w}))(weights[bias])
     assert torch.isfinite(second).all()
+
+
+WAYS = [(name, way) for name in names() for way in REGISTRY[name].directions]
+WAYS.remove(("transformer_xl", "bidirectional"))  # its example has segments, which that form has not
+
+
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_gradients_have_gradients(name, way):
+    """What ``create_graph=True`` brings is the slope of the gradient, whatever computes that."""
+    torch.manual_seed(0)
+    module = longspan.build(REGISTRY[name].examples[0], 8, 2, causal=way == "causal").double().eval()
+    x, along, by, h = *(torch.randn(2, 13, 8, dtype=torch.float64) for _ in range(3)), 1e-6
+
+    def slope(x, again=False):
+        x = x.clone().requires_grad_()
+        return x, torch.autograd.grad((module(x)[0] * by).sin().sum(), x, create_graph=again)[0]
+
+    moved, first = slope(x, again=True)
+    (second,) = torch.autograd.grad((first * along).sum(), moved, materialize_grads=True)
+    steeper = (slope(x + h * by)[1] - slope(x - h * by)[1]) / (2 * h)
+    torch.testing.assert_close((second * by).sum(), (steeper * along).sum(), rtol=1e-5, atol=1e-6)

@@ -50,8 +50,10 @@ def gradients_again(
 
     -> for each of ``inputs`` its gradient, None for one that is not there or needs none.
     """
-    wanted = [t for t in inputs if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(function(*inputs, **options), wanted, grads, create_graph=True))
+    # Views, since one of them may have been computed from another: what comes by way of that is not its gradient here.
+    views = [t if t is None else t.view_as(t) for t in inputs]
+    wanted = [t for t in views if t is not None and t.requires_grad]
+    found = iter(torch.autograd.grad(function(*views, **options), wanted, grads, create_graph=True))
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 

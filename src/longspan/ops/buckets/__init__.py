@@ -6,6 +6,7 @@ from torch import Tensor
 from .. import chosen
 from ..operands import TRANSFORMED, resolved, transformed
 from . import native, tiles
+from .definition import weighted
 from .places import Places, Rule, coded, find, first, pairs, ranked
 from .windows import laid_out
 
@@ -97,22 +98,13 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, places: Places, rule: Rule, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition: -> output (B,H,N,E), weights (B,H,R,N,M) of each round's keys, log of each row's sum (B,H,N)."""
-    n, (rounds, m), sources = q.shape[2], places.order.shape[2:], k.shape[2]
+    n, m = q.shape[2], k.shape[3]
     seen = first(pairs(places, rule, n), places, rule, n)
     at = torch.arange(m, device=q.device)
     if rule.alone:
         own = (at[m - n :, None] == at) & ~seen.any(-1).any(2)[..., None]
         seen = torch.cat([seen[:, :, :1] | own[:, :, None], seen[:, :, 1:]], 2)
-    logits = torch.stack([(q @ k[:, :, r % sources].mT) for r in range(rounds)], 3)  # (B,H,N,R,M)
-    logits = logits.to(torch.promote_types(q.dtype, torch.float32)) * scale
-    seen = seen.transpose(2, 3)
-    flat = logits.masked_fill(~seen, -torch.inf).flatten(-2)
-    lse = flat.logsumexp(-1)
-    blind = (lse == -torch.inf)[..., None]
-    p = flat.masked_fill(blind, 0.0).softmax(-1).unflatten(-1, (rounds, m)).masked_fill(~seen, 0.0)
-    p = p.transpose(2, 3)
-    o = sum(p[:, :, r].to(v.dtype) @ v[:, :, r % sources] for r in range(rounds))
-    return o, p, lse  # type: ignore[return-value]
+    return weighted(q, k, v, seen, scale)
 
 
 def multiplicity(groups: Tensor, buckets: int, rule: Rule, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..operands import gradients_again
 from . import native as kernels
-from .places import Places, Rule, count, inverse, reached
+from .definition import weighted
+from .places import Places, Rule, count, first, inverse, pairs, reached
 from .windows import Ask, Layout, Sorted, laid_out, pieces, sort, tiled, unsort, windows
 
 # Finite, so that a tile's row without keys is no NaN: its weight beside any other is 0.
@@ -177,6 +179,11 @@ def _save(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad, _):
     q, k, v, o, lse, order, code, group = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        places, (rule, scale) = Places(order, code, group), ctx.options
+        seen = first(pairs(places, _rule(rule), q.shape[2]), places, _rule(rule), q.shape[2])
+        found = gradients_again(lambda q, k, v: weighted(q, k, v, seen, scale)[0], (q, k, v), (grad,))
+        return *found, None, None, None, None, None, None
     found = backward_op(grad, q, k, v, o, lse, order, code, group, *ctx.options)
     return *found, None, None, None, None, None, None
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import chosen
+from ..operands import gradients_again, transformed
 from ..tensors import widen
 
 EMPTY = -1e30  # log of no weight; its differences are still numbers
@@ -45,11 +46,42 @@ def balance_causal(scores: Tensor, before: Tensor, allowed: Tensor) -> tuple[Ten
     logs, sums = scores.masked_fill(~allowed, EMPTY), []
     for earlier in before.unbind(2):
         logs = (logs - logs.logsumexp(-1, keepdim=True)).masked_fill(~allowed, EMPTY)
-        sums.append(torch.cat([earlier[:, :, None], logs], 2).logcumsumexp(2))
+        sums.append(_running(torch.cat([earlier[:, :, None], logs], 2)))
         logs = (logs - sums[-1][:, :, 1:]).masked_fill(~allowed, EMPTY)
     batch, heads, rows, columns = scores.shape
     after = torch.stack(sums, 2) if sums else scores.new_zeros(batch, heads, 0, 1 + rows, columns)
     return logs.softmax(-1).masked_fill(~allowed, 0.0), after
+
+
+def _running(logs: Tensor) -> Tensor:
+    """``logs.logcumsumexp(2)``, whose gradient has a gradient: torch's takes the logarithm of zeros there."""
+    if torch.compiler.is_compiling():
+        return logs.logcumsumexp(2)
+    return _running_plain(logs) if transformed() else _Running.apply(logs)  # type: ignore[return-value]
+
+
+def _running_plain(logs: Tensor) -> Tensor:
+    n = logs.shape[2]
+    later = torch.ones(n, n, dtype=torch.bool, device=logs.device).triu(1)
+    return logs[:, :, None].masked_fill(later[..., None], -torch.inf).logsumexp(3)
+
+
+class _Running(torch.autograd.Function):
+    """The gradient is torch's; where it has to have gradients itself, it is that of all pairs of rows."""
+
+    @staticmethod
+    def forward(ctx, logs):
+        ctx.save_for_backward(logs)
+        return logs.logcumsumexp(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (logs,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return gradients_again(_running_plain, (logs,), (grad,))[0]
+        with torch.enable_grad():
+            own = logs.detach().requires_grad_()
+            return torch.autograd.grad(own.logcumsumexp(2), own, grad)[0]
 
 
 def mix(sort: Tensor, x: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ... import patterns
 from .. import tell, wanted
+from ..operands import gradients_again
 from ..softmax.dense import repeat
 from . import flex, tiles
 from . import native as kernels
@@ -204,7 +205,22 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _differentiate(ctx, grad, _):
+    if torch.is_grad_enabled():
+        q, k, v, *_ = ctx.saved_tensors
+        return *gradients_again(_plain, (q, k, v), (grad,), options=ctx.options), None, None, None, None, None
     return *_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, options: tuple) -> Tensor:
+    """The definition for all pairs at once, for derivatives of derivatives."""
+    pattern, layer, scale, softcap, _ = options
+    n, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
+    allowed = patterns.parse(pattern).dense(n, heads=q.shape[1], layer=layer, device=q.device)[..., n - q.shape[2] :, :]
+    q_, k_, v_ = (repeat(x, q.shape[1]).to(wide) for x in (q, k, v))
+    logits = tiles.capped(q_ @ k_.mT * scale, softcap)
+    # A row that sees nothing has weights, too, before they are hidden: no row may be NaN.
+    weights = logits.masked_fill(~allowed, torch.finfo(wide).min).softmax(-1).masked_fill(~allowed, 0.0)
+    return (weights @ v_).to(v.dtype)
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
