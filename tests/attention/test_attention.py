@@ -15,8 +15,15 @@ from longspan.stacks import Stack
 # between two clusters goes to the other one. All others are held to the fixed bounds.
 EXCUSED = {("oracle", "fourier"), ("dtypes", "routing")}
 EXCUSED |= {(law, spec) for law in ("oracle", "dtypes") for spec in ("rfa", "rfa(gate=True)")}
-# By the default options, of which every token meets hundreds of slots, these take seconds each; its examples have them.
-COSTLY = {(law, "reformer") for law in ("content", "mixed_rows", "padding", "state")}
+# These take seconds each: by the default options every token meets hundreds of slots, which an example does at less
+# cost; or a compiler follows every draw of queries, every level of a tree.
+COSTLY = {(law, "reformer") for law in ("content", "mixed_rows", "oracle", "padding", "state")}
+COSTLY |= {(law, "informer") for law in ("content", "dtypes", "mixed_rows", "oracle", "packed")}
+COSTLY |= {(law, "infini") for law in ("content", "mixed_rows", "oracle")}
+COSTLY |= {("oracle", "bp"), ("oracle", "bp(k=2)"), ("content", "linformer")}
+COSTLY |= {(law, "informer(factor=1)") for law in ("adversarial", "compiles")}
+COSTLY |= {(law, "bp(k=1, levels=2)") for law in ("blocks", "compiles")}
+COSTLY |= {(law, "sac(edges=2)") for law in ("blocks", "compiles")}
 
 
 def cases():

@@ -69,7 +69,9 @@ FACTS = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page == README else [], id=page.name) for page in PAGES]
+)
 def test_commands_run(page, blocks, tmp_path):
     for command in commands(blocks(page, "console")):
         if command not in SETUP:

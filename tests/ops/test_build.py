@@ -238,6 +238,7 @@ class TestWithout:
             toolchain.find_compiler()
 
     @needs_compiler
+    @pytest.mark.slow
     def test_a_compiler_without_openmp_serves_with_one_thread(self, folder, tmp_path, monkeypatch):
         text = f'case "$*" in *-fopenmp*) echo no OpenMP >&2; exit 1;; esac; exec {COMPILER[0]} "$@"'
         monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))

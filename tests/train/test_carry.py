@@ -224,6 +224,7 @@ class TestProcesses:
         assert weights(killed) == weights(whole)
         assert all(torch.equal(a, b) for a, b in zip(states(killed), states(whole), strict=True))
 
+    @pytest.mark.slow
     def test_two_processes_read_the_rows_of_one_and_go_on_with_them(self, tmp_path, text):
         fields, two, cut, one = {"steps": 8, "save_every": 4}, tmp_path / "two", tmp_path / "cut", tmp_path / "one"
         done(start(two, text, devices=2, **fields), two)

@@ -332,6 +332,7 @@ class TestProcesses:
             assert not set(taken[0][index]) & set(taken[1][index])
             assert sorted(taken[0][index] + taken[1][index]) == sorted(together[index])
 
+    @pytest.mark.slow
     def test_two_processes_stop_together_at_ctrl_c_and_go_on(self, tmp_path):
         config = {"batch": 3, "steps": 30, "devices": 2}
         process = start(tmp_path / "two", pause=0.05, **config)
@@ -346,6 +347,7 @@ class TestProcesses:
         assert all(torch.equal(value, second[name]) for name, value in first.items())
         assert checkpoints(tmp_path / "two")[-1] == "step-00000030"
 
+    @pytest.mark.slow
     def test_sigterm_to_the_first_process_stops_both_and_loses_nothing(self, tmp_path):
         config = {"batch": 3, "steps": 30, "devices": 2, "save_every": 1000, "evaluate_every": 1000}
         process = start(tmp_path / "two", pause=0.05, **config)

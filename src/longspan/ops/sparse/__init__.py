@@ -17,8 +17,8 @@ from ..softmax import dense as softmax
 from ..tensors import positions
 from . import blockwise
 from . import native as kernels
+from .definition import scores, weighted
 from .schedule import Tiles, plan
-from .tiles import capped
 
 
 class Score(Protocol):
@@ -145,23 +145,10 @@ def dense(
 
 
 def _softmax(q, k, v, allowed, bias, i, j, scale, softcap=0.0) -> tuple[Tensor, Tensor, Tensor]:
-    logits = _logits(q, k, scale, softcap)
+    logits = scores(q, k, scale, softcap)
     if bias is not None:
         logits = logits + _score(bias, q, i, j)
-    return _weighted(logits, v, allowed)
-
-
-def _weighted(logits: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits = logits.masked_fill(~allowed, -torch.inf)
-    lse = logits.logsumexp(-1)
-    # A row without keys: every weight is 0, and so is every gradient.
-    blind = (lse == -torch.inf)[..., None]
-    p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(~allowed, 0.0)
-    return p.to(v.dtype) @ v, p, lse
-
-
-def _logits(q: Tensor, k: Tensor, scale: float, softcap: float) -> Tensor:
-    return capped((q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale, softcap)
+    return weighted(logits, v, allowed)
 
 
 def _score(bias: Bias, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -243,11 +230,11 @@ def _scored(
 
 def _block(q, k, v, allowed, bias, i, j, scale, softcap, own) -> Tensor:
     """Some queries of all heads, of which the ``own`` ones meet their keys: a score may depend on the others' too."""
-    logits = _logits(q[:, own], k, scale, softcap)
+    logits = scores(q[:, own], k, scale, softcap)
     if bias is not None:
         score = _score(bias, q, i, j)
         logits = logits + (score[..., own, :, :] if score.dim() > 2 and score.shape[-3] > 1 else score)
-    return _weighted(logits, v, allowed)[0]
+    return weighted(logits, v, allowed)[0]
 
 
 def _blocks(text: str, n: int, head: int, layer: int, device: torch.device):

@@ -8,7 +8,7 @@ from ... import patterns
 from .. import tell, wanted
 from ..operands import gradients_again
 from ..softmax.dense import repeat
-from . import flex, tiles
+from . import definition, flex, tiles
 from . import native as kernels
 from .schedule import Classes, listed, plan
 
@@ -212,15 +212,8 @@ def _differentiate(ctx, grad, _):
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, *, options: tuple) -> Tensor:
-    """The definition for all pairs at once, for derivatives of derivatives."""
     pattern, layer, scale, softcap, _ = options
-    n, wide = k.shape[2], torch.promote_types(q.dtype, torch.float32)
-    allowed = patterns.parse(pattern).dense(n, heads=q.shape[1], layer=layer, device=q.device)[..., n - q.shape[2] :, :]
-    q_, k_, v_ = (repeat(x, q.shape[1]).to(wide) for x in (q, k, v))
-    logits = tiles.capped(q_ @ k_.mT * scale, softcap)
-    # A row that sees nothing has weights, too, before they are hidden: no row may be NaN.
-    weights = logits.masked_fill(~allowed, torch.finfo(wide).min).softmax(-1).masked_fill(~allowed, 0.0)
-    return (weights @ v_).to(v.dtype)
+    return definition.attend(q, k, v, patterns.parse(pattern), layer=layer, scale=scale, softcap=softcap)[0]
 
 
 _forward_op.register_autograd(_differentiate, setup_context=_save)
