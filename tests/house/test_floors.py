@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan import ops
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "longspan"
 
@@ -261,6 +263,12 @@ def test_every_mechanism_has_a_file_of_tests():
 def test_importing_needs_nothing_heavy(module):
     loaded = json.loads(run_python(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"))
     assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
+    assert "torch._dynamo" not in loaded, "its import takes seconds; see ops.constant"
+
+
+def test_a_constant_is_marked_as_torch_marks_it():
+    ours, theirs = ops.constant(lambda: 0), torch.compiler.assume_constant_result(lambda: 0)
+    assert vars(ours) == vars(theirs) != {}
 
 
 def test_every_module_imports_and_registers_as_its_source_says():

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -281,9 +282,10 @@ class Attention(nn.Module):
         return f"{self.spec}, dim={self.dim}, heads={self.heads}, causal={self.causal}"
 
 
-def own_options(cls: type[Attention]) -> dict[str, inspect.Parameter]:
+@functools.cache
+def own_options(cls: type[Attention]) -> Mapping[str, inspect.Parameter]:
     """The options of a mechanism: the keyword-only parameters of its ``__init__`` that a spec may set."""
-    return {name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE}
+    return MappingProxyType({name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE})
 
 
 def build(

@@ -5,8 +5,8 @@ dimension, ``F`` features, ``C`` chunk. The layout is that of ``F.scaled_dot_pro
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ BACKENDS = {
     "native": "C++ kernels for the CPU",
     "flex": "torch's FlexAttention for the GPU, under our lists of blocks",
 }
+
+Call = TypeVar("Call", bound=Callable)
 
 # A plain global: Dynamo guards on it and recompiles; a ContextVar would break fullgraph compilation.
 _backend = "auto"
@@ -44,6 +46,12 @@ def backend(name: str) -> Iterator[None]:
         yield
     finally:
         _backend = old
+
+
+def constant(call: Call) -> Call:
+    """``torch.compiler.assume_constant_result``, but without its import of the compiler: seconds of every start."""
+    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return call
 
 
 def refuse_tracing() -> None:

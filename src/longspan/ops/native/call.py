@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from .. import constant
 from ..operands import TRANSFORMED, transformed
 from . import build
 
@@ -67,7 +68,7 @@ def kernels() -> ctypes.CDLL:
     return found
 
 
-@torch.compiler.assume_constant_result
+@constant
 def available() -> bool:
     """Whether there are kernels, compiled now if need be; a compiler takes the answer as it finds it."""
     return build.loaded() is not None

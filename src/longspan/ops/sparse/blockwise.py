@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import patterns
-from .. import tell, wanted
+from .. import constant, tell, wanted
 from ..operands import gradients_again
 from ..softmax.dense import repeat
 from . import definition, flex, tiles
@@ -48,7 +48,7 @@ def _before(q: Tensor, k: Tensor, text: str, layer: int, way: str) -> int:
     return 0 if before and way == "native" and not _classes(q.shape[1], k.shape[2], text, layer) else before
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _classes(heads: int, tokens: int, text: str, layer: int) -> bool:
     """Whether a head has classes of tokens beside its blocks."""
     alike = not patterns.parse(text).per_head
@@ -70,7 +70,7 @@ def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int, softcap: float)
     return way, no_kernels
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _text(pattern: patterns.Pattern) -> str:
     return repr(pattern)
 
