@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -285,7 +284,7 @@ class Attention(nn.Module):
 @functools.cache
 def own_options(cls: type[Attention]) -> Mapping[str, inspect.Parameter]:
     """The options of a mechanism: the keyword-only parameters of its ``__init__`` that a spec may set."""
-    return MappingProxyType({name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE})
+    return {name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE}
 
 
 def build(
