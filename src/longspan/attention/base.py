@@ -117,9 +117,8 @@ class Attention(nn.Module):
         if "name" not in cls.__dict__:
             return
         if cls.name in REGISTRY:
-            raise ValueError(
-                f"two attentions are named {cls.name!r}: {REGISTRY[cls.name].__qualname__}, {cls.__qualname__}"
-            )
+            first = REGISTRY[cls.name].__qualname__
+            raise ValueError(f"two attentions are named {cls.name!r}: {first}, {cls.__qualname__}")
         missing = [fact for fact in ("paper", "citation", "cost") if not hasattr(cls, fact)]
         bare = [name for name, p in inspect.signature(cls.__init__).parameters.items() if p.annotation is p.empty]
         missing += [f"an annotation of {name}, which says what a spec may set" for name in bare if name != "self"]
