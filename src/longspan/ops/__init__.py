@@ -49,7 +49,10 @@ def backend(name: str) -> Iterator[None]:
 
 
 def constant(call: Call) -> Call:
-    """``torch.compiler.assume_constant_result``, but without its import of the compiler: seconds of every start."""
+    """Mark a function whose result a compiler may keep, as ``torch.compiler.assume_constant_result`` does.
+
+    That one imports the compiler to do so, which would take a second of every start.
+    """
     call._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return call
 
