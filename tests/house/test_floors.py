@@ -259,11 +259,11 @@ def test_every_mechanism_has_a_file_of_tests():
     assert sorted(name for name in names if not (ROOT / "tests" / "attention" / f"test_{name}.py").is_file()) == []
 
 
-@pytest.mark.parametrize("module", ["longspan", "longspan.cli"])
+@pytest.mark.parametrize("module", ["longspan", "longspan.cli", "longspan.reproduce"])
 def test_importing_needs_nothing_heavy(module):
     loaded = json.loads(run_python(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"))
     assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
-    assert "torch._dynamo" not in loaded, "its import takes seconds; see ops.constant"
+    assert "torch._dynamo" not in loaded, "its import takes seconds; see ops.constant and Buildable"
 
 
 def test_a_constant_is_marked_as_torch_marks_it():

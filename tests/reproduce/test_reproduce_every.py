@@ -12,14 +12,14 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 
 from longspan.cli import INTERRUPTED, OK, WRONG, main
 from longspan.reproduce import EXPERIMENTS, every
-from longspan.reproduce.experiment import Experiment, missing, setting
+from longspan.reproduce.experiment import Buildable, Experiment, missing, setting
 
 DOCS = Path(__file__).parents[2] / "docs" / "reproduction"
 REAL = dict(EXPERIMENTS)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     count: int = setting(2, "points")
     data: str = setting("none", "toy or none")
 

@@ -173,7 +173,7 @@ def test_windows_are_the_published_ones():
 def test_the_weights_that_are_tested_are_the_best_of_validation(tmp_path):
     """With a rate that ruins the model, the first look is the best."""
     place = Place(tmp_path, lambda items, *_: items)
-    settings = replace(forecast.QUICK, rate=100.0, steps=6)
+    settings = replace(forecast.QUICK, rate=1000.0, steps=6)
     row = forecast.measure(settings, {"model": "linear", "horizon": 6, "seed": 0}, place)
     best = min(row["curve"], key=lambda look: look["mse"])
     assert row["best"] == best["step"] < 6

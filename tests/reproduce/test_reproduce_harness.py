@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import subprocess
 from dataclasses import asdict, fields
@@ -194,6 +195,15 @@ def test_mistakes_are_one_line_and_exit_code_2(line, capsys):
     assert err.count("\n") == 1
     assert MISTAKES[line] in err
     assert not Path("reproduce").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["capacity", "copy", "forecast", "lengths", "lra", "memory", "ponder", "protein", "transfer"]
+)
+def test_a_training_that_diverges_is_told_and_writes_no_figure(name, capsys):
+    assert main(["reproduce", name, "--quick", "--rate", "1e37"]) == WRONG
+    assert re.search("error: the loss became (nan|inf) .*; a lower --rate may help\n$", capsys.readouterr().err)
+    assert "NaN" not in Path(f"reproduce/{name}.json").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

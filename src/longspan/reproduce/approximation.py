@@ -13,7 +13,7 @@ from ..bench.report import Table
 from ..ops.linear import random_features, stabilised
 from ..ops.softmax import dense
 from ..spec import known
-from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
 
 Features = Callable[[Tensor, Tensor], random_features.Parts]
 # name -> (feature map, features of one row)
@@ -28,7 +28,7 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     estimators: tuple[str, ...] = setting(tuple(ESTIMATORS), f"of {', '.join(ESTIMATORS)}")

@@ -10,13 +10,14 @@ from ..bench import plots
 from ..bench.report import Table
 from ..spec import known
 from . import published, retrieval
-from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
+from .learning import finite
 
 EVERY, DONE = 100, 1e-3
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     kinds: tuple[str, ...] = setting(tuple(retrieval.KINDS), f"without replacement: of {', '.join(retrieval.KINDS)}")
@@ -77,7 +78,8 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     strikes = step = 0
     while step < settings.steps and strikes < settings.patience and best["loss"] > DONE:
         step += 1
-        loss = model.loss(retrieval.draw(count, length, keys, replaced, random), random)
+        drawn = retrieval.draw(count, length, keys, replaced, random)
+        loss = finite(model.loss(drawn, random), f"at step {step} of {point['kind']}")
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

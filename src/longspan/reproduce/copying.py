@@ -15,14 +15,15 @@ from ..model import Decoder
 from ..spec import known
 from ..train import Run, rate
 from . import paper
-from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .learning import finite
 
 EVERY, KEEP = 50, 200
 GOAL = 1e-2
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     specs: str = setting(
@@ -53,7 +54,9 @@ class Settings:
         if not self.rate > 0:
             raise ValueError(f"rate={self.rate} must be positive")
         known(self.device, DEVICES, "device")
-        # Before any training: a spec that cannot be built should not wait for its turn.
+
+    def buildable(self) -> None:
+        """See the base."""
         for name in spec.split(self.specs):
             build(name, self.dim, self.heads)
             self.config(name)
@@ -125,7 +128,8 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         optimiser.load_state_dict(kept["optimiser"])
     for step in place.track(range(first, settings.steps), settings.steps - first, f"copy {point['spec']}, seed {seed}"):
         optimiser.param_groups[0]["lr"] = rate(run, step)
-        found = loss(model, draw(settings, settings.batch, seed, "train", step).to(settings.device))
+        tokens = draw(settings, settings.batch, seed, "train", step).to(settings.device)
+        found = finite(loss(model, tokens), f"at step {step} of {point['spec']}")
         optimiser.zero_grad()
         found.backward()
         optimiser.step()

@@ -70,14 +70,25 @@ def synthetic(settings: Any) -> dict[str, str]:
     return {}
 
 
+class Buildable:
+    """The base of an experiment's settings."""
+
+    def buildable(self) -> None:
+        """Raise ValueError for a model that cannot be built.
+
+        Asked before any point is measured, since it should not wait for its turn; and not when settings are made, as
+        those of all scales are with the module: models take time, even where they are nothing but shapes.
+        """
+
+
 class Experiment(NamedTuple):
     """A published result that can be had again.
 
     ``scales`` (name -> settings; "laptop" always, "gpu" and "paper" where there is more) and ``quick`` are frozen
-    dataclasses of the same type, whose fields (whole and broken numbers, words, and tuples of numbers or words, each
-    with a ``help`` in its metadata) are the flags of the command. ``points`` lists what is to be measured as plain
-    dicts; ``measure(settings, point, place)`` gives one point's figures, which depend on the settings and the point
-    alone, except for timings; ``tables`` and ``draw`` show the result, which ``run`` describes.
+    dataclasses of the same type, a ``Buildable``, whose fields (whole and broken numbers, words, and tuples of numbers
+    or words, each with a ``help`` in its metadata) are the flags of the command. ``points`` lists what is to be
+    measured as plain dicts; ``measure(settings, point, place)`` gives one point's figures, which depend on the settings
+    and the point alone, except for timings; ``tables`` and ``draw`` show the result, which ``run`` describes.
     """
 
     about: str
@@ -125,11 +136,12 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
     together with its figures. Ctrl-C loses the point at which it comes, up to what that point keeps in
     ``out/NAME-work``.
 
-    Raises ``signals.Interrupted``, which says what is kept, after Ctrl-C and SIGTERM; ValueError where the files cannot
-    be written (any more), another process is at it, or the folder holds the experiment with other settings, data or
-    version; ImportError without matplotlib or what the experiment needs.
+    Raises ``signals.Interrupted``, which says what is kept, after Ctrl-C and SIGTERM; ValueError where a model cannot
+    be built, the files cannot be written (any more), another process is at it, or the folder holds the experiment with
+    other settings, data or version; ImportError without matplotlib or what the experiment needs.
     """
     extras.need("the experiments", "matplotlib", "PIL", *experiment.needs)
+    settings.buildable()
     pictures.claim_folder(out)
     pictures.check(out / f"{name}.png")
     plots.pyplot()

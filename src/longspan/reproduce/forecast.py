@@ -16,7 +16,7 @@ from ..data import series
 from ..data.order import batch_indices
 from ..data.series import Series
 from . import published
-from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator, setting
 from .forecaster import PENALTIES, Forecaster, Ridge, last_day, last_value
 from .learning import Learning, learn
 
@@ -32,7 +32,7 @@ TESTED = 2**15
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("ett", "ett (ETTh1, downloaded once), ett:FILE, ett:FOLDER, or synthetic")
@@ -68,7 +68,9 @@ class Settings:
             raise ValueError("data=synthetic is made from the seed, so that several seeds would have several data")
         for horizon in self.horizons:
             self.window(horizon)
-        # Before any training: a spec that cannot be built should not wait for its turn. Shapes alone will do.
+
+    def buildable(self) -> None:
+        """See the base."""
         for one in spec.split(self.specs):
             if one in BASELINES:
                 continue

@@ -19,7 +19,7 @@ from ..model import Decoder
 from ..train import Run, begun, bits, fit
 from ..train.evaluate import roomy
 from . import images_report, images_speed, paper
-from .experiment import Experiment, Place, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Row, at_least, setting
 
 DATA = ("digits", "mnist", "cifar10")
 
@@ -34,7 +34,7 @@ def slug(attention: str) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
@@ -70,14 +70,16 @@ class Settings:
         spec.known(self.data.partition(":")[0], dict.fromkeys(DATA), "data set of images")
         if not 0 < self.top < 1:
             raise ValueError(f"top={self.top} must lie between 0 and 1: the part of each image that is given")
-        # Before any training: a spec that cannot be built should not wait for its turn.
         likelihood.build(self.likelihood, 256)
-        for name in self.names():
-            self.config(name)
-            build(name, self.dim, self.heads)
         if len(set(map(slug, self.names()))) < len(self.names()):
             raise ValueError(f"attentions={self.attentions}: each of them must come once")
         self.run(Path("work"))
+
+    def buildable(self) -> None:
+        """See the base."""
+        for name in self.names():
+            self.config(name)
+            build(name, self.dim, self.heads)
 
     def names(self) -> list[str]:
         """The attentions, one a model."""

@@ -17,14 +17,15 @@ from ..train import Run, along
 from ..train import objective as objectives
 from ..train.evaluate import roomy, total
 from . import families, published
-from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator, setting
 from .families import FAMILIES, Model, Size
+from .learning import finite
 
 BUDGETS = {"seconds": "each model trains for the same time", "steps": "for the same number of steps"}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
@@ -64,7 +65,10 @@ class Settings:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
         for name in self.names():
             spec.known(name, FAMILIES, "model")
-        # Before any training: what cannot be built should not wait for its turn. Of equal blocks, one tells of all.
+
+    def buildable(self) -> None:
+        """See the base."""
+        # Of equal blocks, one tells of all.
         for name in {*self.names(), families.REFERENCE} - {families.LSTM_NAME}:
             depth = self.depth if len(spec.split(FAMILIES[name].attention)) > 1 else 1
             families.config(name, self.size()._replace(depth=depth))
@@ -212,9 +216,7 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
 
 def _step(reader: Reader, optimiser: torch.optim.Optimizer, rate: float, step: int) -> None:
     optimiser.param_groups[0]["lr"] = rate
-    loss = reader.loss(step)
-    if not math.isfinite(loss.item()):
-        raise ValueError(f"the loss became {loss.item()} at step {step}; a lower --learning-rate may help")
+    loss = finite(reader.loss(step), f"at step {step}", "--learning-rate")
     optimiser.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(reader.model.parameters(), 1.0)

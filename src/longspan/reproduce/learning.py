@@ -1,5 +1,6 @@
 """A training of a small model on what a seed draws, which goes on where it was stopped."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,8 +46,18 @@ def born(make: Callable[[], M], seed: int) -> M:
     return model
 
 
+def finite(loss: Tensor, where: str, flag: str = "--rate") -> Tensor:
+    """The loss; ValueError where it is not finite, before the weights are lost, too."""
+    if not math.isfinite(value := loss.item()):
+        raise ValueError(f"the loss became {value} {where}; a lower {flag} may help")
+    return loss
+
+
 def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
-    """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``."""
+    """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``.
+
+    Raises ValueError for a loss that is not finite.
+    """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
     run = Run(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
     first, curve, every = 0, [], learning.every or KEEP
@@ -57,7 +68,7 @@ def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
         optimiser.load_state_dict(kept["optimiser"])
     for step in place.track(range(first, learning.steps), learning.steps - first, learning.name):
         optimiser.param_groups[0]["lr"] = rate(run, step)
-        found = learning.loss(model, step)
+        found = finite(learning.loss(model, step), f"at step {step} of {learning.name}")
         optimiser.zero_grad()
         found.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -13,7 +13,7 @@ from ..config import Config
 from ..model import Decoder, DecoderState
 from ..positions import parse
 from ..stacks.universal import UniversalState
-from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
 from .learning import Learning, fresh, learn
 
 UNIVERSAL, TIED, DEEP = "universal", "plain, as many weights", "plain, as wide"
@@ -21,7 +21,7 @@ KINDS = (UNIVERSAL, TIED, DEEP)
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     attention: str = setting("softmax", "of all models")
@@ -59,7 +59,9 @@ class Settings:
             at_least(1, **{name: getattr(self, name)})
         if not self.rate > 0:
             raise ValueError(f"rate={self.rate} must be positive")
-        # Before any training: what cannot be built should not wait for its turn.
+
+    def buildable(self) -> None:
+        """See the base."""
         for positions in spec.split(self.positions):
             for kind in KINDS:
                 self.config(kind, positions)

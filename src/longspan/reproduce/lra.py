@@ -15,7 +15,7 @@ from ..data import arena
 from ..data.arena import Arena
 from ..data.order import batch_indices
 from . import lra_published, lra_report
-from .experiment import DEVICES, Experiment, Place, Row, at_least, check_device, generator
+from .experiment import DEVICES, Buildable, Experiment, Place, Row, at_least, check_device, generator
 from .images import slug
 from .learning import Learning, learn
 from .lra_cost import cost
@@ -30,7 +30,7 @@ def _setting(default: Any, what: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     specs: str = _setting(ALL, "attentions, separated by semicolons; a name alone gets sizes that fit; all: every one")
@@ -82,7 +82,9 @@ class Settings:
         if twice := set(self.tasks) & set(self.more):
             raise ValueError(f"more={','.join(self.more)}: {min(twice)} is a task of all attentions already")
         StackConfig(dim=self.dim, depth=self.depth, heads=self.heads, feedforward=self.feedforward)
-        # Before any training: a spec that cannot be built should not wait for its turn. Names alone fit every length.
+
+    def buildable(self) -> None:
+        """See the base."""
         for text in (*spec.split(self.few), *(() if self.specs == ALL else spec.split(self.specs))):
             if text not in REGISTRY:
                 build(text, self.dim, self.heads, causal=not both(text))

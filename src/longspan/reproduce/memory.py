@@ -10,7 +10,7 @@ import torch
 from ..bench.report import Table
 from ..spec import known
 from . import agents, tasks
-from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator
 from .ppo import Learning, learn, play
 
 LAST = 0.1  # the part of the curve, at its end, of which the table tells
@@ -21,7 +21,7 @@ def _setting(default: Any, what: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     tasks: tuple[str, ...] = _setting(("repeat_previous", "autoencode"), f"of {', '.join(tasks.TASKS)}")
@@ -70,7 +70,9 @@ class Settings:
                 f"{self.environments} environments are {self.each}"
             )
         known(self.device, DEVICES, "device")
-        # Before any training: what cannot be built should not wait for its turn.
+
+    def buildable(self) -> None:
+        """See the base."""
         for kind in self.agents:
             agents.count(kind, self.heads, 4, 4, **self.sizes)
 

@@ -11,7 +11,7 @@ from ..attention import build
 from ..bench.report import Table
 from ..train import Run, rate
 from . import recall
-from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
 
 SPECS = (
     "softmax", "linear", "polynomial(taylor=True)", "performer", "rfa(gate=True)", "fast_weights", "retention", "gla",
@@ -22,7 +22,7 @@ MARKS = "osDv^<>PXph*"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; each makes a whole model")
@@ -46,7 +46,9 @@ class Settings:
         at_least(4, tokens=self.tokens)
         if self.vocab < 2 * max(self.pairs):
             raise ValueError(f"vocab={self.vocab} must be at least {2 * max(self.pairs)}, twice the number of pairs")
-        # Before any training: a spec that cannot be built should not wait for its turn.
+
+    def buildable(self) -> None:
+        """See the base."""
         for name, dim in product(spec.split(self.specs), self.dims):
             build(name, dim, self.heads)
 

@@ -13,12 +13,12 @@ from ..bench.report import Table
 from ..config import Config
 from ..train import Run, bits, fit
 from ..train.evaluate import roomy
-from .experiment import Experiment, Place, Result, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
 from .images import DATA, curve, slug, trained
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
@@ -44,10 +44,12 @@ class Settings:
         names = [repr(patterns.parse(name)) for name in self.names()]
         if len(set(names)) < len(names):
             raise ValueError(f"patterns={self.patterns}: each of them must come once")
-        # Before any training: what cannot be trained should not wait for its turn.
+        self.run(Path("work"), 0)
+
+    def buildable(self) -> None:
+        """See the base."""
         for name in self.names():
             self.config(name)
-        self.run(Path("work"), 0)
 
     def names(self) -> list[str]:
         """The patterns, one a model."""

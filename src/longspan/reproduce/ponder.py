@@ -10,14 +10,14 @@ from torch import Tensor
 from ..bench.report import Table
 from ..config import Config
 from ..model import Decoder
-from .experiment import Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
 from .learning import Learning, fresh, learn
 
 FIXED = "all steps"
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     attention: str = setting("local(window=2)", "of the block that is repeated; window=2 reads one bit more a step")
@@ -43,7 +43,9 @@ class Settings:
             raise ValueError("penalties must be positive; all steps are taken in a training of its own in any case")
         if not self.rate > 0:
             raise ValueError(f"rate={self.rate} must be positive")
-        # Before any training: what cannot be built should not wait for its turn.
+
+    def buildable(self) -> None:
+        """See the base."""
         fresh(self.config(1.0), self.seed)
 
     def config(self, penalty: float) -> Config:

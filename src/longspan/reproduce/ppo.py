@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from .learning import finite
 from .tasks import Batch
 
 # logits (B,N,actions), values (B,N), state = agent(observations (B,N,observed), first (B,N) bool, state)
@@ -126,7 +127,7 @@ def learn(
     advantage = advantages(rollout, learning.discount, learning.trace)
     for _ in range(learning.epochs):
         for rows in torch.randperm(len(advantage), generator=generator).chunk(learning.parts):
-            loss = objective(agent, rollout.rows(rows), advantage[rows], learning)
+            loss = finite(objective(agent, rollout.rows(rows), advantage[rows], learning), "in an update of an agent")
             optimiser.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(agent.parameters(), learning.norm)

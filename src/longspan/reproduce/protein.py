@@ -17,7 +17,7 @@ from ..data.order import batch_indices
 from ..data.proteins import Proteins
 from ..model import Decoder, Encoder
 from . import published, residues
-from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator, setting
 from .learning import Learning, born, learn
 from .residues import Asked, Rows
 
@@ -28,7 +28,7 @@ SPECS = ("softmax", "performer(map='relu', features=64)", "performer(features=64
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("protein", "protein:FILE, a FASTA file of proteins; protein:FOLDER, with one; or synthetic")
@@ -57,7 +57,9 @@ class Settings:
             raise ValueError(f"rate={self.rate} must be positive")
         if self.data == "synthetic" and len(self.seeds) > 1:
             raise ValueError("data=synthetic is made from the seed, so that several seeds would have several data")
-        # Before any training: a spec that cannot be built should not wait for its turn. Shapes alone will do.
+
+    def buildable(self) -> None:
+        """See the base."""
         for one in spec.split(self.specs):
             for task in TASKS:
                 weights.shapes(lambda one=one, task=task: made(replace(self.config(task, one), depth=1)))

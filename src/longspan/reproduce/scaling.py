@@ -18,7 +18,7 @@ from ..bench.report import Table
 from ..bench.worker import timed
 from ..spec import known
 from . import paper
-from .experiment import DEVICES, Experiment, Place, Result, Row, at_least, check_device, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, setting
 
 # Exponents are fitted from here on: below, what does not grow with the length still counts.
 FROM = 4096
@@ -39,7 +39,7 @@ def layer(name: str, dim: int, heads: int, seed: int) -> tuple[torch.nn.Module, 
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     specs: str = setting(
@@ -61,6 +61,9 @@ class Settings:
         if not self.limit > 0:
             raise ValueError(f"limit={self.limit} must be positive")
         known(self.device, DEVICES, "device")
+
+    def buildable(self) -> None:
+        """See the base."""
         for name in spec.split(self.specs):
             layer(name, self.heads * self.size, self.heads, self.seed)
 

@@ -18,7 +18,7 @@ from ..model import Decoder
 from ..train import Run, along, begun, fit
 from ..train.evaluate import roomy, total
 from ..train.learned import history
-from .experiment import Experiment, Place, Result, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
 from .images import curve, trained
 
 VANILLA, XL, SPANS, AUXILIARY = "vanilla", "Transformer-XL", "XL + adaptive span", "vanilla + auxiliary losses"
@@ -28,7 +28,7 @@ WAYS = {"alone": "segments by themselves", "sliding": "a window that slides", "c
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
@@ -61,11 +61,14 @@ class Settings:
             raise ValueError(f"data={self.data}: segments are those of a text, text:stdlib or text:PATH")
         if self.stride > self.length:
             raise ValueError(f"stride={self.stride} must not be above length={self.length}")
-        # Before any training: what cannot be trained should not wait for its turn.
+        for kind in KINDS:
+            self.run(kind, Path("work"))
+
+    def buildable(self) -> None:
+        """See the base."""
         for kind in KINDS:
             with torch.random.fork_rng(devices=[]):
                 Decoder(self.config(kind))
-            self.run(kind, Path("work"))
 
     def config(self, kind: str) -> Config:
         """A model's config. Raises ValueError where the sizes do not fit each other."""

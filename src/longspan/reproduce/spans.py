@@ -15,7 +15,7 @@ from ..config import Config
 from ..model import Decoder
 from ..train import Run, bits, fit
 from ..train.evaluate import roomy
-from .experiment import Experiment, Place, Result, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
 from .images import curve, trained
 
 FREE, PRICED, WINDOW = "spans, no penalty", "spans, penalty", "fixed window"
@@ -23,7 +23,7 @@ KINDS = {FREE: "free", PRICED: "priced", WINDOW: "window"}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
@@ -50,10 +50,12 @@ class Settings:
             raise ValueError(f"data={self.data}: spans are learned on text, text:stdlib or text:PATH")
         if self.penalty <= 0:
             raise ValueError(f"penalty={self.penalty} must be positive; the spans without one are learned in any case")
-        # Before any training: what cannot be trained should not wait for its turn.
+        self.run(PRICED, Path("work"))
+
+    def buildable(self) -> None:
+        """See the base."""
         with torch.random.fork_rng(devices=[]):
             Decoder(self.config(PRICED))
-        self.run(PRICED, Path("work"))
 
     def config(self, kind: str, window: int = 1) -> Config:
         """A model's config. Raises ValueError where the sizes do not fit each other."""

@@ -12,7 +12,7 @@ from ..config import TranscriberConfig
 from ..speech import Transcriber, corpora
 from ..speech.corpus import Corpus
 from . import published, speech_report, speech_train
-from .experiment import DEVICES, Experiment, Place, Row, at_least, check_device
+from .experiment import DEVICES, Buildable, Experiment, Place, Row, at_least, check_device
 from .speech_train import LSTM, Training
 
 DIRECTIONS = ("bidirectional", "causal")
@@ -32,7 +32,7 @@ def slug(encoder: str) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = _setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones, which stand for speech")
@@ -81,7 +81,9 @@ class Settings:
             raise ValueError(f"learning_rate={self.learning_rate} must be positive")
         if len(set(map(slug, self.names()))) < len(self.names()):
             raise ValueError(f"encoders={self.encoders}: each of them must come once")
-        # Before any training: a spec that cannot be built should not wait for its turn.
+
+    def buildable(self) -> None:
+        """See the base."""
         for name in self.names():
             config = self.config(name)
             build(config.attention, self.dim, self.heads, causal=config.causal, positions=self.positions)

@@ -14,7 +14,8 @@ from ..data import Dataset
 from ..data.order import batch_indices
 from ..model import Decoder
 from ..train import Run, bits, rate
-from .experiment import Experiment, Place, Result, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
+from .learning import finite
 
 STARTS = ("swapped", "scratch")
 # Weights that a performer has of its own: the random rows, which its seed determines.
@@ -29,7 +30,7 @@ MARKS = {
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     dim: int = setting(64, "width of the models")
@@ -53,6 +54,9 @@ class Settings:
         for name in ("rate", "finetune_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
+
+    def buildable(self) -> None:
+        """See the base."""
         self.config("softmax")
 
     def config(self, attention: str) -> Config:
@@ -150,7 +154,7 @@ def train(model: Decoder, settings: Settings, steps: int, highest: float, first:
         chosen = batch_indices(dataset.count("train"), settings.seed, first + step, settings.batch)
         tokens = dataset.take("train", chosen)
         outputs, _ = model(model.shift(tokens))
-        loss = -model.likelihood.log_prob(outputs, tokens).mean()
+        loss = finite(-model.likelihood.log_prob(outputs, tokens).mean(), f"at step {step} of {model.config.attention}")
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
