@@ -28,6 +28,8 @@ from . import Case
 ROOT = Path(__file__).parents[2]
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 LIMIT = 300  # seconds for the tests of one mutant
+# With tests that carry a marker, since a mutant may need one that takes long.
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider"]
 
 
 class Mutant(NamedTuple):
@@ -72,7 +74,7 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
 def fails_anyway(mutants: list[Mutant]) -> str | None:
     """Which of the named tests fail with nothing planted, and so would see nothing."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "logical", "-p", "no:cacheprovider", *tests]
+    command = [*PYTEST, "-n", "logical", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-3000:]}"
 
@@ -115,7 +117,7 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
     source.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
     # No bytecode is kept: two changes within a second and of one length would share it.
     more = {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", "LONGSPAN_CACHE": str(folder / "cache")}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *mutant.tests]
+    command = [*PYTEST, "-x", *mutant.tests]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True, timeout=LIMIT, check=False

@@ -117,17 +117,23 @@ def trained(made, x):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_as_near_to_float64_as_those_of_the_original_code(kind):
-    made, x = model(kind), tokens(2, 139)
-    exact = trained(judge(kind, made), x)
-    theirs = trained(made, x)
-    on_cpu.accelerate(made)
-    ours = trained(made, x)
-    assert far(ours[0], exact[0]) < 1e-5
-    assert set(ours[1]) == set(theirs[1]) == set(exact[1])
-    for name, wanted in exact[1].items():
-        errors = off(ours[1][name], wanted), off(theirs[1][name], wanted)
-        # Rounding falls this way or that; far below what float32 can say of a sum, neither is better.
-        assert errors[0] <= max(2 * errors[1], 1e-5), (name, *errors)
+    made, errors = model(kind), {}
+    right = judge(kind, made)
+    # In one draw of tokens, what rounding leaves of few numbers that cancel is luck: here twice, elsewhere six times.
+    for seed in range(4):
+        x = tokens(2, 139, seed=seed)
+        exact, theirs = trained(right, x), trained(made, x)
+        on_cpu.accelerate(made)
+        ours = trained(made, x)
+        on_cpu.restore()
+        assert far(ours[0], exact[0]) < 1e-5
+        assert set(ours[1]) == set(theirs[1]) == set(exact[1])
+        for name, wanted in exact[1].items():
+            errors.setdefault(name, []).append([off(ours[1][name], wanted), off(theirs[1][name], wanted)])
+    for name, each in errors.items():
+        ours, theirs = (torch.tensor(each).square().mean(0) ** 0.5).tolist()
+        # Far below what float32 can say of a sum, neither is better.
+        assert ours <= 1.5 * max(theirs, 5e-6), (name, ours, theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

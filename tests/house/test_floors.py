@@ -266,6 +266,16 @@ def test_importing_needs_nothing_heavy(module):
     assert "torch._dynamo" not in loaded, "its import takes seconds; see ops.constant and Buildable"
 
 
+def test_experiments_build_no_model_before_they_run():
+    """Their settings are made by the import, and look at models when they are asked; see Buildable."""
+    run_python(
+        "import longspan, torch\n"
+        "def built(*_, **__): raise AssertionError('a model')\n"
+        "torch.nn.Module.__init__ = built\n"
+        "import longspan.reproduce"
+    )
+
+
 def test_a_constant_is_marked_as_torch_marks_it():
     ours, theirs = ops.constant(lambda: 0), torch.compiler.assume_constant_result(lambda: 0)
     assert vars(ours) == vars(theirs) != {}
