@@ -8,7 +8,8 @@ from longspan import checks
 from longspan.attention import Attention
 from longspan.attention.linear import Linear
 from longspan.attention.softmax import Softmax
-from longspan.checks import Broken, Gauge
+from longspan.checks import Broken, Gauge, numeric
+from longspan.checks.gauge import DIM, Subject
 from longspan.ops import gated, sparse
 from longspan.states import lookback
 
@@ -134,3 +135,22 @@ def test_errors_are_relative_to_the_largest_number_and_absolute_below_one():
 def test_what_cannot_be_equal_is_not_close(actual, expected, message):
     with pytest.raises(Broken, match=message):
         Gauge().close(actual, expected, "these")
+
+
+class Astray(Subject):
+    """Whose single tokens are not what they are in one call."""
+
+    def make(self, **options):
+        module = super().make(**options)
+        module.register_forward_hook(lambda module, given, out: (out[0] + (given[0].shape[1] == 1), out[1]))
+        return module
+
+
+def test_of_a_last_step_only_what_a_rounding_turned_is_excused(monkeypatch):
+    """A sum has no choices, so here the difference is made."""
+    monkeypatch.setattr(numeric, "LONG", 40)
+    gauge, y = Gauge(), torch.randn(2, 1, DIM)
+    numeric._last_step(Subject("linear"), gauge, y + 1e-3, y)
+    assert gauge.excused == pytest.approx(1e-3 / float(y.abs().max().clamp(min=1)), rel=1e-3)
+    with pytest.raises(Broken, match="40 tokens: the last one as a step, in float64: differ by 1"):
+        numeric._last_step(Astray("linear"), Gauge(), y + 1e-3, y)

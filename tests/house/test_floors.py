@@ -191,8 +191,8 @@ def too_long(folder: Path, lines: int) -> list[str]:
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter prints, with every warning an error."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    """What a fresh interpreter prints, which imports what this one does, with every warning an error."""
+    environment = os.environ | {"PYTHONPATH": str(Path(ops.__file__).parents[2])}
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=environment, check=False
     )
