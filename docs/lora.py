@@ -62,17 +62,22 @@ trainer = Trainer(
     model=model,
     args=TrainingArguments(
         args.out, max_steps=args.steps, per_device_train_batch_size=args.rows, learning_rate=1e-3, use_cpu=True,
-        logging_steps=max(args.steps // 5, 1), save_steps=max(args.steps // 2, 1), save_total_limit=2, report_to=[],
+        logging_steps=max(args.steps // 5, 1), save_steps=max(args.steps // 10, 1), save_total_limit=2, report_to=[],
         disable_tqdm=True,
     ),
     train_dataset=sequences,
     data_collator=DataCollatorWithFlattening(),
 )  # fmt: skip
 last = get_last_checkpoint(args.out) if Path(args.out).is_dir() else None
+if last:
+    print(f"goes on from {last}")
 begin = time.perf_counter()
-done = trainer.train(resume_from_checkpoint=last)
+trainer.train(resume_from_checkpoint=last)
 model.save_pretrained(args.out)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(f"loss {done.training_loss:.3f}, {time.perf_counter() - begin:.1f} s, peak {peak:,.0f} MB, adapter in {args.out}")
+# The mean that the trainer returns takes steps before an interruption for steps without a loss.
+loss = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
+seconds = time.perf_counter() - begin
+print(f"step {trainer.state.global_step}: loss {loss}, {seconds:.1f} s, peak {peak:,.0f} MB, adapter in {args.out}")
 if not args.stock:
     print(on_cpu.status())

@@ -24,6 +24,17 @@ COSTLY |= {("oracle", "bp"), ("oracle", "bp(k=2)"), ("content", "linformer")}
 COSTLY |= {(law, "informer(factor=1)") for law in ("adversarial", "compiles")}
 COSTLY |= {(law, "bp(k=1, levels=2)") for law in ("blocks", "compiles")}
 COSTLY |= {(law, "sac(edges=2)") for law in ("blocks", "compiles")}
+COSTLY |= {("oracle", "rfa"), ("oracle", "rfa(gate=True)"), ("compiles", "linear; softmax")}
+# Mechanisms that a compiler follows for long, beside others of their families, and that are slow at a hundred thousand
+# tokens.
+LATE = {
+    "compiles": (
+        "adaptive_span", "axial", "bigbird", "compressive", "deltanet", "etc", "improved_clustered", "infini", "kda",
+        "longformer", "lowrank_band", "memory_compressed", "nystrom", "performer", "polynomial", "poolingformer",
+        "reformer", "relative", "retention", "sinkhorn", "sparse_transformer", "ssd", "star",
+    ),
+    "adversarial": ("adaptive_span", "bigbird", "fourier", "polynomial", "reformer"),
+}  # fmt: skip
 
 
 def cases():
@@ -36,7 +47,8 @@ def cases():
     specs = [*bare, "rfa(gate=True)", "linear; softmax"]
     for law, spec in [*checks.cases(), *((law, spec) for spec in specs for law in checks.laws())]:
         late = law in ("compiles", "exports", "adversarial", "blocks") and spec not in first and ";" not in spec
-        yield pytest.param(law, spec, marks=[pytest.mark.slow] if late or (law, spec) in COSTLY else [])
+        late = late or (law, spec) in COSTLY or spec.split("(")[0] in LATE.get(law, ())
+        yield pytest.param(law, spec, marks=[pytest.mark.slow] if late else [])
 
 
 @pytest.mark.parametrize(("law", "spec"), list(cases()))

@@ -1,6 +1,7 @@
 """The house: imports look down, files stay small, and the tests stand on ground that is never zero by luck."""
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -66,6 +67,10 @@ def sources(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 
 
+# Several tests read the same files.
+parsed = functools.cache(ast.parse)
+
+
 def unit(path: Path, package: Path) -> str:
     """The module or package directly below ``package`` that a file belongs to."""
     first = path.relative_to(package).parts[0]
@@ -75,7 +80,7 @@ def unit(path: Path, package: Path) -> str:
 def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import in a file, wherever it stands, except those for type checkers only."""
     here = (package.name, *path.relative_to(package).parent.parts)
-    for node in _running(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _running(parsed(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -91,9 +96,13 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
         yield from _running(child)
 
 
-def imported_units(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """(line, unit) of every import of the package's own; a name that is no module comes from ``__init__``."""
-    known = {unit(other, package) for other in sources(package)}
+def units(package: Path) -> set[str]:
+    """All modules and packages directly below ``package``."""
+    return {unit(path, package) for path in sources(package)}
+
+
+def imported_units(path: Path, package: Path, known: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, unit) of every import of the package's own; a name that is in no unit comes from ``__init__``."""
     for line, name in imports(path, package):
         first, *rest = name.split(".")
         if first == package.name:
@@ -102,14 +111,14 @@ def imported_units(path: Path, package: Path) -> Iterator[tuple[int, str]]:
 
 def upward(package: Path) -> list[str]:
     """Every import that looks up, and every file that is on no floor."""
-    found = []
+    found, known = [], units(package)
     for path in sources(package):
         where = path.relative_to(package).as_posix()
         own = unit(path, package)
         if own not in FLOOR:
             found.append(f"{where} is on no floor; give {own!r} its place in FLOORS")
             continue
-        for line, other in imported_units(path, package):
+        for line, other in imported_units(path, package, known):
             if FLOOR.get(other, -1) > FLOOR[own]:
                 found.append(f"{where}:{line} imports {other}, which is on a higher floor")
     return found
@@ -118,9 +127,10 @@ def upward(package: Path) -> list[str]:
 def circles(package: Path) -> list[str]:
     """Units that import each other, directly or around a corner."""
     below: dict[str, set[str]] = {}
+    known = units(package)
     for path in sources(package):
         own = unit(path, package)
-        below.setdefault(own, set()).update(other for _, other in imported_units(path, package) if other != own)
+        below.setdefault(own, set()).update(o for _, o in imported_units(path, package, known) if o != own)
     reach = {name: set(others) for name, others in below.items()}
     for _ in below:
         reach = {name: others.union(*(reach.get(o, set()) for o in others)) for name, others in reach.items()}
@@ -148,7 +158,7 @@ def modules_in_ops(package: Path) -> list[str]:
     found = []
     for path in sources(package / "ops"):
         names = [(line, name) for line, name in imports(path, package) if name.startswith("torch.nn")]
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path.read_text(encoding="utf-8"))
         names += [
             (node.lineno, ast.unparse(node))
             for node in ast.walk(tree)
@@ -164,7 +174,7 @@ def registering(package: Path) -> dict[str, int]:
     """Files with a class that derives from ``Attention`` and has a ``name``, which registers it: how many each."""
     found: dict[str, int] = {}
     for path in sources(package):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef) and any("Attention" in ast.unparse(base) for base in node.bases):
                 assigned = (target for child in node.body for target in _targets(child))
                 if "name" in assigned:

@@ -314,6 +314,7 @@ class TestProcesses:
                 for key, value in moments.items():
                     assert torch.equal(value, states[1]["state"][index][key])
 
+    @pytest.mark.slow
     def test_two_processes_are_one_with_the_double_batch(self, tmp_path):
         config = {"batch": 3, "steps": 6, "devices": 2, "dropout": 0.0}
         two = start(tmp_path / "two", **config)
