@@ -34,7 +34,7 @@ def _steps(axis: Any, history: list[dict[str, Any]]) -> None:
             label = None if head else f"layer {layer}"
             axis.plot(steps, spans, ".-", color=f"C{colour % 10}", linewidth=1.2, markersize=4, label=label)
     axis.set(title="spans by step", xlabel="training steps", ylabel="span of a head, tokens")
-    axis.set_ylim(bottom=0)
+    _from_nothing(axis)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
 
@@ -49,8 +49,13 @@ def _heads(axis: Any, history: list[dict[str, Any]]) -> None:
         at += len(heads) + 1
     axis.set_xticks(*zip(*ticks, strict=True))
     axis.set(title=f"spans of the heads, step {history[-1]['step']}", ylabel="tokens")
-    axis.set_ylim(bottom=0)
+    _from_nothing(axis)
     axis.grid(axis="y", alpha=0.3)
+
+
+def _from_nothing(axis: Any) -> None:
+    """Tokens from 0 on, at least one, so that spans of nothing are seen to be that."""
+    axis.set_ylim(0, max(1.0, axis.get_ylim()[1]))
 
 
 def _positions(axis: Any, history: list[dict[str, Any]]) -> None:
