@@ -67,8 +67,7 @@ def sources(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
 
 
-# Several tests read the same files.
-parsed = functools.cache(ast.parse)
+parsed = functools.cache(ast.parse)  # several tests read the same files
 
 
 def unit(path: Path, package: Path) -> str:
@@ -96,11 +95,6 @@ def _running(node: ast.AST) -> Iterator[ast.AST]:
         yield from _running(child)
 
 
-def units(package: Path) -> set[str]:
-    """All modules and packages directly below ``package``."""
-    return {unit(path, package) for path in sources(package)}
-
-
 def imported_units(path: Path, package: Path, known: set[str]) -> Iterator[tuple[int, str]]:
     """(line, unit) of every import of the package's own; a name that is in no unit comes from ``__init__``."""
     for line, name in imports(path, package):
@@ -111,7 +105,7 @@ def imported_units(path: Path, package: Path, known: set[str]) -> Iterator[tuple
 
 def upward(package: Path) -> list[str]:
     """Every import that looks up, and every file that is on no floor."""
-    found, known = [], units(package)
+    found, known = [], {unit(path, package) for path in sources(package)}
     for path in sources(package):
         where = path.relative_to(package).as_posix()
         own = unit(path, package)
@@ -127,7 +121,7 @@ def upward(package: Path) -> list[str]:
 def circles(package: Path) -> list[str]:
     """Units that import each other, directly or around a corner."""
     below: dict[str, set[str]] = {}
-    known = units(package)
+    known = {unit(path, package) for path in sources(package)}
     for path in sources(package):
         own = unit(path, package)
         below.setdefault(own, set()).update(o for _, o in imported_units(path, package, known) if o != own)
