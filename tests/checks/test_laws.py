@@ -146,11 +146,12 @@ class Astray(Subject):
         return module
 
 
-def test_of_a_last_step_only_what_a_rounding_turned_is_excused(monkeypatch):
-    """A sum has no choices, so here the difference is made."""
+def test_of_a_last_step_only_a_choice_that_a_rounding_turned_is_excused(monkeypatch):
     monkeypatch.setattr(numeric, "LONG", 40)
-    gauge, y = Gauge(), torch.randn(2, 1, DIM)
-    numeric._last_step(Subject("linear"), gauge, y + 1e-3, y)
+    spec, gauge, y = "reformer(chunk=3, buckets=4, rounds=3)", Gauge(), torch.randn(2, 1, DIM)
+    numeric._last_step(Subject(spec), gauge, y + 1e-3, y)
     assert gauge.excused == pytest.approx(1e-3 / float(y.abs().max().clamp(min=1)), rel=1e-3)
     with pytest.raises(Broken, match="40 tokens: the last one as a step, in float64: differ by 1"):
-        numeric._last_step(Astray("linear"), Gauge(), y + 1e-3, y)
+        numeric._last_step(Astray(spec), Gauge(), y + 1e-3, y)
+    with pytest.raises(Broken, match="40 tokens: the last one as a step: differ by "):
+        numeric._last_step(Subject("linear"), Gauge(), y + 1e-3, y)

@@ -196,15 +196,17 @@ def adversarial(subject: Subject, gauge: Gauge) -> None:
 
 
 def _last_step(subject: Subject, gauge: Gauge, step: Tensor, y: Tensor) -> None:
-    """The last token as a step is that in one call; where a rounding turns a choice, in float64, which is told."""
+    """The last token as a step is that in one call; in float64 where content chooses and a rounding turns it."""
     what = f"{LONG} tokens: the last one as a step"
     try:
         gauge.close(step, y, what, 1e-4)
     except Broken:
+        if all(cls.family != "content" for cls in subject.classes):
+            raise
         module, x = subject.make(), subject.data(n=LONG)
         _, state = module(x[:, :-1], module.init_state(BATCH))
         gauge.close(module(x[:, -1:], state)[0], module(x)[0][:, -1:], f"{what}, in float64", EXACT)
-        gauge.close(step, y, what, 1e-4, granted=[(step - y).abs()])
+        gauge.close(step, y, what, 1e-4, granted=[(step - y).abs()])  # so that the report tells it
 
 
 def _empty_calls(subject: Subject, module: Any, gauge: Gauge) -> None:
