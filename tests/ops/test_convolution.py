@@ -216,9 +216,16 @@ def test_every_float16_is_read_and_written_as_it_is():
 @needs_kernels
 def test_a_step_is_the_definition():
     kinds = ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2)
-    for (dtype, kept), channels, rows, tokens_last in itertools.product(kinds, (5, 67, 300), (3, 4), (False, True)):
-        given = to(arguments(1, channels, rows=rows, batch=3), dtype)
+    # Some vectors and what is left of them, more than a block of channels; a state with a row more than the taps read.
+    sizes = ((5, 4), (67, 4), (300, 3), (67, 2), (67, 6), (4105, 4))
+    layouts = (0, 1), (False, True), (False, True)
+    for (dtype, kept), (channels, taps), (more, tokens_last, taps_first) in itertools.product(
+        kinds, sizes, itertools.product(*layouts)
+    ):
+        given = to(arguments(1, channels, taps, rows=taps - 1 + more, batch=3), dtype)
         given["state"] = given["state"].to(kept)
+        if taps_first:
+            given["weight"] = given["weight"].mT.contiguous().mT
         exact = outcome(to(given, torch.float64), "reference", activation="silu")[:2]
         if tokens_last:
             given["state"] = given["state"].mT.contiguous().mT

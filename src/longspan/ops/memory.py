@@ -9,7 +9,7 @@ import mmap
 import torch
 from torch import Tensor
 
-KEPT = 32 * 2**20  # bytes: the largest block that the C library can be made to keep
+KEPT = 2**25 - 2**16  # bytes: the largest block that the C library can be made to keep, room for its own notes left
 THRESHOLD, MAPPED = -3, 65536  # glibc's M_MMAP_THRESHOLD; bytes from which ``return_pages`` gives blocks back
 ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # known on Linux only
 
@@ -21,7 +21,7 @@ def reuse_pages() -> None:
     glibc serves large blocks by new pages, which the kernel must clear one by one, until a block of that size has been
     freed once; then it keeps such blocks. So one is taken and freed, untouched. Elsewhere this does nothing.
     """
-    torch.empty(KEPT - 2**16, dtype=torch.uint8)
+    torch.empty(KEPT, dtype=torch.uint8)
 
 
 def return_pages() -> None:

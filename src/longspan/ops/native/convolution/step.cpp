@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr long BLOCK = 512;  // channels of a unit
+constexpr long BLOCK = 4096;  // channels of a unit: whole rows, mostly, so that memory is read and written in long runs
 
 struct Step {
     long channels, taps, rows;  // of a state
@@ -12,84 +12,132 @@ struct Step {
     bool silu;
 };
 
-// Four vectors, of which the first two and the last two are zipped: a number moves from place i of all to place 2 i, or to
-// 2 i + 1 where it was in the second half. Done log2 W times, four rows of channels come of channels of four rows; done
-// twice, the other way round.
-inline void zip(vec* a, int times) {
-    for (int i = 0; i < times; ++i) {
-        const vec b[4] = {zip_low(a[0], a[2]), zip_high(a[0], a[2]), zip_low(a[1], a[3]), zip_high(a[1], a[3])};
-        for (int l = 0; l < 4; ++l) a[l] = b[l];
+// Some channels of one row of the batch. Held by value where it is worked on, since a store may change what lies in memory.
+// T: x and out; S: the state.
+template <class T, class S>
+struct Line {
+    S* state;
+    const T* token;
+    T* y;
+    long row, channel, next;  // how far apart rows and channels of the state and channels of x are
+    const float* weights;     // all taps of a vector of channels and its bias, one vector after the other
+    long taps, rows;
+};
+
+// A vector of numbers goes to where they are kept in another type or, as they are, in the same.
+template <class T, class S>
+inline void move(const T* from, vec x, S* to) {
+    if constexpr (sizeof(S) == 2)
+        std::memcpy(to, from, sizeof(S) * W);
+    else
+        store(to, x);
+}
+
+// Whole vectors of channels that lie side by side, with K - 1 rows of a state.
+template <int K, bool SILU, class T, class S>
+void apart(const Line<T, S>& line, long count) {
+    const auto [s, token, y, row, channel, next, weights, taps, rows] = line;
+    const float* w = weights;
+    for (long c = 0; c < count; c += W, w += (K + 1) * W) {
+        vec past[K], sum = load(w + K * W);
+        for (int j = 0; j + 1 < K; ++j) past[j] = load(s + j * row + c);
+        past[K - 1] = load(token + c);
+        for (int j = 0; j < K; ++j) sum += load(w + j * W) * past[j];
+        for (int j = 0; j + 2 < K; ++j) move(s + (j + 1) * row + c, past[j + 1], s + j * row + c);
+        move(token + c, past[K - 1], s + (K - 2) * row + c);
+        store(y + c, SILU ? silu(sum) : sum);
+    }
+}
+
+// The four rows of a vector of channels, side by side, lose the oldest and get the token, the last of ``rows``.
+template <class T, class S>
+inline void turn_on(S* s, const T* token, vec* rows) {
+    if constexpr (sizeof(S) == 2) {  // four of them are a word, its lowest bits the oldest
+        for (int l = 0; l < W; ++l) {
+            std::uint64_t word;
+            std::memcpy(&word, s + 4 * l, sizeof word);
+            word = word >> 16 | static_cast<std::uint64_t>(token[l].bits) << 48;
+            std::memcpy(s + 4 * l, &word, sizeof word);
+        }
+    } else {
+        zip(rows, 2);
+        for (int i = 0; i < 4; ++i) store(s + i * W, rows[i]);
     }
 }
 
 // Whole vectors of channels whose four rows lie side by side, with four taps: as caches of other libraries have them.
-template <class T, class S>
-void beside(const Step& step, S* s, const T* token, T* y, long count, const float* weights) {
-    constexpr int turns = W == 16 ? 4 : W == 8 ? 3 : 2;
-    for (long c = 0; c < count; c += W) {
-        vec rows[4];
-        for (int i = 0; i < 4; ++i) rows[i] = load(s + 4 * c + i * W);
-        zip(rows, turns);
-        for (int i = 0; i < 3; ++i) rows[i] = rows[i + 1];
-        rows[3] = load(token + c);
-        vec sum = load(weights + 4 * BLOCK + c);
-        for (int j = 0; j < 4; ++j) sum += load(weights + j * BLOCK + c) * rows[j];
-        store(y + c, step.silu ? sum * sigmoid(sum) : sum);
-        zip(rows, 2);
-        for (int i = 0; i < 4; ++i) store(s + 4 * c + i * W, rows[i]);
+template <bool SILU, class T, class S>
+void beside(const Line<T, S>& line, long count) {
+    const auto [s, token, y, row, channel, next, weights, taps, rows] = line;
+    const float* w = weights;
+    for (long c = 0; c < count; c += W, w += 5 * W) {
+        vec past[4], sum = load(w + 4 * W);
+        for (int i = 0; i < 4; ++i) past[i] = load(s + 4 * c + i * W);
+        zip(past, QUARTERED);
+        for (int i = 0; i < 3; ++i) past[i] = past[i + 1];
+        past[3] = load(token + c);
+        for (int j = 0; j < 4; ++j) sum += load(w + j * W) * past[j];
+        store(y + c, SILU ? silu(sum) : sum);
+        turn_on(s + 4 * c, token + c, past);
     }
 }
 
-// Some channels of the rows of the batch, where the weights are gathered. T: x and out; S: the state.
-template <class T, class S, int K>
-void run(const Step& step, S* state, const T* x, T* out, long from, long to, long channel, long count, float* weights,
-         float* window) {
-    const long* strides = step.strides;
-    const Convolution call{0, 1, step.channels, step.taps, step.rows, 0, nullptr, nullptr, step.weight, strides + 5,
-                           step.bias, step.silu};
-    call.gather_weights(channel, count, weights, BLOCK);
-    const long rows = step.rows, taps = K ? K : step.taps, old = rows - taps + 1;  // rows that no tap reads
-    const bool turned = K == 4 && rows == 4 && strides[1] == 1 && strides[2] == 4 && strides[4] == 1;
-    const long whole = turned || (strides[2] == 1 && strides[4] == 1) ? count / W * W : 0;
-    for (long b = from; b < to; ++b) {
-        S* s = state + b * strides[0] + channel * strides[2];
-        const T* token = x + b * strides[3] + channel * strides[4];
-        T* y = out + b * step.channels + channel;
-        if (turned) beside(step, s, token, y, whole, weights);
-        for (long c = 0; c < (turned ? 0 : whole); c += W) {
-            const vec now = load(token + c);
-            vec sum = load(weights + taps * BLOCK + c);
-            for (long r = 0; r + 1 < old; ++r) store(s + r * strides[1] + c, load(s + (r + 1) * strides[1] + c));
-            for (long j = 0; j + 1 < taps; ++j) {
-                const vec past = load(s + (old + j) * strides[1] + c);
-                sum += load(weights + j * BLOCK + c) * past;
-                if (old + j > 0) store(s + (old + j - 1) * strides[1] + c, past);
+// Channels of any layout, any number of rows and of taps, from c on: a vector at a time, from copies that lie side by side.
+template <bool SILU, class T, class S>
+void anyhow(const Line<T, S>& line, long c, long count, float* window) {
+    const auto [s, token, y, row, channel, next, weights, taps, rows] = line;
+    for (; c < count; c += W) {
+        const long some = count - c < W ? count - c : W;
+        const bool whole = some == W && channel == 1 && next == 1;
+        S* column = s + c * channel;
+        if (whole) {
+            for (long r = 0; r < rows; ++r) store(window + r * W, load(column + r * row));
+            store(window + rows * W, load(token + c));
+        } else {
+            for (long l = 0; l < some; ++l) {
+                for (long r = 0; r < rows; ++r) window[r * W + l] = widen(column[l * channel + r * row]);
+                window[rows * W + l] = widen(token[(c + l) * next]);
             }
-            if (rows > 0) store(s + (rows - 1) * strides[1] + c, now);
-            sum += load(weights + (taps - 1) * BLOCK + c) * now;
-            store(y + c, step.silu ? sum * sigmoid(sum) : sum);
         }
-        if (whole == count) continue;
-        // Other layouts by way of a window: channels side by side, the oldest row first, the token last.
-        const long some = count - whole, width = whole_vectors(some);
-        for (long c = 0; c < some; ++c) {
-            const S* column = s + (whole + c) * strides[2];
-            for (long r = 0; r < rows; ++r) window[r * BLOCK + c] = widen(column[r * strides[1]]);
-            window[rows * BLOCK + c] = widen(token[(whole + c) * strides[4]]);
+        const float *w = weights + c * (taps + 1), *oldest = window + (rows + 1 - taps) * W;
+        vec sum = load(w + taps * W);
+        for (long j = 0; j < taps; ++j) sum += load(w + j * W) * load(oldest + j * W);
+        if (SILU) sum = silu(sum);
+        if (whole) {
+            for (long r = 0; r < rows; ++r) store(column + r * row, load(window + (r + 1) * W));
+            store(y + c, sum);
+        } else {
+            for (long l = 0; l < some; ++l) {
+                for (long r = 0; r < rows; ++r) narrow(window[(r + 1) * W + l], column + l * channel + r * row);
+                narrow(sum[l], y + c + l);
+            }
         }
-        float* made = window + (rows + 1) * BLOCK;
-        mix<K>(step.silu, window + rows * BLOCK, BLOCK, weights + whole, BLOCK, step.taps, 1, width, made, BLOCK);
-        for (long c = 0; c < some; ++c) {
-            S* column = s + (whole + c) * strides[2];
-            for (long r = 0; r < rows; ++r) narrow(window[(r + 1) * BLOCK + c], column + r * strides[1]);
-            narrow(made[c], y + whole + c);
-        }
+    }
+}
+
+// Some channels of some rows of the batch.
+template <class T, class S, int K, bool SILU>
+void run(const Step& step, S* state, const T* x, T* out, long from, long to, long channel, long count, float* memory) {
+    const long *strides = step.strides, taps = step.taps, rows = step.rows;
+    const Convolution call{0, 1, step.channels, taps, rows, 0, nullptr, nullptr, step.weight, strides + 5, step.bias, SILU};
+    float *window = memory, *weights = window + (rows + 1) * W;
+    call.gather_weights(channel, count, weights, W, (taps + 1) * W);
+    const bool turned = K == 4 && rows == 4 && strides[1] == 1 && strides[2] == 4 && strides[4] == 1;
+    const bool plain = K > 0 && rows == K - 1 && strides[2] == 1 && strides[4] == 1;
+    const long whole = turned || plain ? count / W * W : 0;
+    for (long b = from; b < to; ++b) {
+        const Line<T, S> line{state + b * strides[0] + channel * strides[2], x + b * strides[3] + channel * strides[4],
+                              out + b * step.channels + channel, strides[1], strides[2], strides[4], weights, taps, rows};
+        if (turned) beside<SILU>(line, whole);
+        if constexpr (K > 0)
+            if (plain) apart<K, SILU>(line, whole);
+        anyhow<SILU>(line, whole, count, window);
     }
 }
 
 template <class T, class S>
 int step_rows(const Step& step, S* state, const T* x, T* out, long batch, int threads) {
-    const long blocks = (step.channels + BLOCK - 1) / BLOCK;
+    const long block = step.channels < BLOCK ? step.channels : BLOCK, blocks = (step.channels + block - 1) / block;
     // Below this, waking a second thread costs more than it saves.
     const long busy = threads > 1 && batch * step.channels * step.rows >= 65536 ? threads : 1;
     // Few rows are shared out by their channels, many by themselves.
@@ -97,18 +145,19 @@ int step_rows(const Step& step, S* state, const T* x, T* out, long batch, int th
     bool failed = false;
 #pragma omp parallel num_threads(busy) if (busy > 1)
     {
-        Memory memory((step.taps + step.rows + 3) * BLOCK);
+        Memory memory((step.rows + 1) * W + (step.taps + 1) * (block + W));
         if (!memory.ready()) failed = true;
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(static)
             for (long unit = 0; unit < units; ++unit) {
-                const long channel = unit / pieces * BLOCK, piece = unit % pieces;
-                const long count = step.channels - channel < BLOCK ? step.channels - channel : BLOCK;
-                float *weights = memory.data(), *window = weights + (step.taps + 1) * BLOCK;
+                const long channel = unit / pieces * block, piece = unit % pieces;
+                const long count = step.channels - channel < block ? step.channels - channel : block;
                 with_taps(step.taps, [&](auto taps) {
-                    run<T, S, decltype(taps)::count>(step, state, x, out, batch * piece / pieces,
-                                                     batch * (piece + 1) / pieces, channel, count, weights, window);
+                    constexpr int K = decltype(taps)::count;
+                    const auto some = step.silu ? run<T, S, K, true> : run<T, S, K, false>;
+                    some(step, state, x, out, batch * piece / pieces, batch * (piece + 1) / pieces, channel, count,
+                         memory.data());
                 });
             }
         }

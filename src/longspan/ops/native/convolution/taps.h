@@ -5,6 +5,17 @@
 
 namespace {
 
+// Four vectors, of which the first two and the last two are zipped: a number moves from place i of all to place 2 i, or to
+// 2 i + 1 where it was in the second half. Done log2 W times, four rows of channels come of channels of four rows; done
+// twice, the other way round.
+inline void zip(vec* a, int times) {
+    for (int i = 0; i < times; ++i) {
+        const vec b[4] = {zip_low(a[0], a[2]), zip_high(a[0], a[2]), zip_low(a[1], a[3]), zip_high(a[1], a[3])};
+        for (int l = 0; l < 4; ++l) a[l] = b[l];
+    }
+}
+constexpr int QUARTERED = W == 16 ? 4 : W == 8 ? 3 : 2;  // log2 W
+
 // Tokens that belong together, as far as anybody asks: start is where they begin, or far enough behind; end likewise.
 // first, last: the numbers of the states before and after them, -1 where there is none.
 struct Sequence {
@@ -49,14 +60,25 @@ struct Convolution {
         return {start, tokens, start == 0 ? s : -1, s};
     }
 
-    // Taps (K, ld) and the bias (ld) of some channels, the latter behind the former; zeros beyond them.
-    void gather_weights(long channel, long count, float* out, long ld) const {
-        std::memset(out, 0, sizeof(float) * (taps + 1) * ld);
-        for (long c = 0; c < count; ++c) {
-            const float* from = weight + (channel + c) * weight_strides[0];
-            for (long j = 0; j < taps; ++j) out[j * ld + c] = from[j * weight_strides[1]];
+    // Taps and, behind them, the bias of some channels, ld apart; the vectors of channels of a tap are ``apart`` from each
+    // other: W, where they make rows of ld channels. Zeros beyond the channels.
+    void gather_weights(long channel, long count, float* out, long ld, long apart = W) const {
+        const long vectors = (count + W - 1) / W;
+        for (long v = 0; v < vectors; ++v, out += apart) {
+            const long from = channel + v * W, some = count - v * W < W ? count - v * W : W;
+            const float* w = weight + from * weight_strides[0];
+            if (taps == 4 && some == W && weight_strides[0] == 4 && weight_strides[1] == 1) {
+                vec quarters[4];
+                for (int i = 0; i < 4; ++i) quarters[i] = load(w + i * W);
+                zip(quarters, QUARTERED);
+                for (int j = 0; j < 4; ++j) store(out + j * ld, quarters[j]);
+            } else {
+                for (long j = 0; j < taps; ++j)
+                    for (long c = 0; c < W; ++c)
+                        out[j * ld + c] = c < some ? w[c * weight_strides[0] + j * weight_strides[1]] : 0.0f;
+            }
+            for (long c = 0; c < W; ++c) out[taps * ld + c] = bias && c < some ? bias[from + c] : 0.0f;
         }
-        if (bias) std::memcpy(out + taps * ld, bias + channel, sizeof(float) * count);
     }
 };
 
@@ -111,40 +133,35 @@ void gather(const Convolution& call, Rows<const T> x, const Sequence& s, const f
     if (from < to) read_tokens(x, from, to - from, count, out, ld);
 }
 
-// n tokens of NV vectors of channels, all taps and what they read next in registers.
-template <int K, int NV, bool SILU, class X, class Y>
-LONGSPAN_INLINE void mix_columns(const X* x, long x_row, const float* weights, long ld, long n, Y* y, long y_row) {
-    vec w[K][NV], bias[NV], past[K][NV];  // the oldest first
-    for (int l = 0; l < NV; ++l) {
-        for (int j = 0; j < K; ++j) w[j][l] = load(weights + j * ld + l * W);
-        for (int j = 1; j < K; ++j) past[j][l] = load(x + (j - K) * x_row + l * W);
-        bias[l] = load(weights + K * ld + l * W);
+// N tokens of a vector of channels.
+template <int K, int N, bool SILU, class X, class Y>
+LONGSPAN_INLINE void mix_column(const X* x, long x_row, const float* weights, long ld, Y* y, long y_row) {
+    vec sums[N];
+    for (int t = 0; t < N; ++t) sums[t] = load(weights + K * ld);
+    // Each row is read once, for all tokens that it is a tap of.
+    for (int r = 1 - K; r < N; ++r) {
+        const vec row = load(x + r * x_row);
+        for (int t = 0; t < N; ++t)
+            if (r >= t + 1 - K && r <= t) sums[t] += load(weights + (r - t + K - 1) * ld) * row;
     }
-    for (long t = 0; t < n; ++t, x += x_row, y += y_row)
-        for (int l = 0; l < NV; ++l) {
-            for (int j = 0; j + 1 < K; ++j) past[j][l] = past[j + 1][l];
-            past[K - 1][l] = load(x + l * W);
-            vec sum = bias[l];
-            for (int j = 0; j < K; ++j) sum += w[j][l] * past[j][l];
-            store(y + l * W, SILU ? sum * sigmoid(sum) : sum);
-        }
+    for (int t = 0; t < N; ++t) store(y + t * y_row, SILU ? silu(sums[t]) : sums[t]);
 }
 
-// n tokens of ``width`` channels, whole vectors; the rows before x are there. Weights as gather_weights leaves them; K: the
-// number of taps, or 0 where it is only known as ``taps``.
+template <int K, int N, bool SILU, class X, class Y>
+void mix_columns(const X* x, long x_row, const float* weights, long ld, long width, Y* y, long y_row) {
+    for (long c = 0; c < width; c += W) mix_column<K, N, SILU>(x + c, x_row, weights + c, ld, y + c, y_row);
+}
+
+// n tokens of ``width`` channels, whole vectors; the rows before x are there. Weights in rows, as gather_weights leaves them;
+// K: the number of taps, or 0 where it is only known as ``taps``.
 template <int K, bool SILU, class X, class Y>
 void mix_taps(const X* x, long x_row, const float* weights, long ld, long taps, long n, long width, Y* y, long y_row) {
     if constexpr (K > 0) {
-        // Few rows at a time, since they may lie a page apart; two vectors, which are a line in half precision.
-        constexpr long together = 16;
-        constexpr int NV = W == 16 ? 2 : 1;
-        for (; n > 0; n -= together, x += together * x_row, y += together * y_row) {
-            const long some = n < together ? n : together;
-            long c = 0;
-            for (; c + NV * W <= width; c += NV * W)
-                mix_columns<K, NV, SILU>(x + c, x_row, weights + c, ld, some, y + c, y_row);
-            for (; c < width; c += W) mix_columns<K, 1, SILU>(x + c, x_row, weights + c, ld, some, y + c, y_row);
-        }
+        // Few tokens at a time, so that memory is read and written along its rows.
+        constexpr int N = 4;
+        for (; n >= N; n -= N, x += N * x_row, y += N * y_row)
+            mix_columns<K, N, SILU>(x, x_row, weights, ld, width, y, y_row);
+        for (; n > 0; --n, x += x_row, y += y_row) mix_columns<K, 1, SILU>(x, x_row, weights, ld, width, y, y_row);
     } else {
         const float* bias = weights + taps * ld;
         for (long t = 0; t < n; ++t, y += y_row) {
@@ -152,7 +169,7 @@ void mix_taps(const X* x, long x_row, const float* weights, long ld, long taps, 
             for (long c = 0; c < width; c += W) {
                 vec sum = load(bias + c);
                 for (long j = 0; j < taps; ++j) sum += load(weights + j * ld + c) * load(oldest + j * x_row + c);
-                store(y + c, SILU ? sum * sigmoid(sum) : sum);
+                store(y + c, SILU ? silu(sum) : sum);
             }
         }
     }

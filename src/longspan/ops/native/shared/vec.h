@@ -50,6 +50,9 @@ inline vec load(const bfloat16* p) {
     // The same, in one instruction, which GCC 12 does not find.
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
 #else
     const halves raw = *reinterpret_cast<const unaligned_halves*>(p);
     const words wide = __builtin_convertvector(raw, words) << 16;
@@ -63,6 +66,10 @@ inline void store(bfloat16* p, vec x) {
     rounded = number ? rounded : words{} + 0x7fc0;
 #if defined(__AVX512F__)
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)rounded));
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m256i wide = (__m256i)rounded;  // none of them above 0xffff, so that nothing saturates
+    const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 #else
     *reinterpret_cast<unaligned_halves*>(p) = __builtin_convertvector(rounded, halves);
 #endif
@@ -164,10 +171,21 @@ inline float sum(vec x) {
 
 inline vec pick(ivec condition, vec a, vec b) { return condition ? a : b; }
 
+// x, or least where it is more; a NaN stays one.
+inline vec at_least(float least, vec x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
+#elif defined(__AVX2__) && defined(__F16C__)
+    return (vec)_mm256_max_ps(_mm256_set1_ps(least), (__m256)x);
+#else
+    return pick(x < splat(least), splat(least), x);
+#endif
+}
+
 // e^x for x up to 88, to 2 units in the last place; below -86 it is e^-86. Cody and Waite's reduction x = n ln 2 + r, then
 // 1 + r + r^2 P(r), where P was fitted for the least relative error of the whole, 3e-9, on |r| <= ln 2 / 2.
 inline vec exponential(vec x) {
-    x = pick(x < splat(-86.0f), splat(-86.0f), x);
+    x = at_least(-86.0f, x);
     // Adding 1.5 * 2^23 rounds to a whole number, which then is in the low bits of the word.
     const vec magic = splat(12582912.0f);
     const vec shifted = x * 1.44269504f + magic;
@@ -183,18 +201,22 @@ inline vec exponential(vec x) {
     return (vec)((ivec)p + ((ivec)shifted << 23));
 }
 
-// 1 / (1 + e^-x).
-inline vec sigmoid(vec x) {
-    const vec low = splat(-88.0f);
-    const vec below = 1.0f + exponential(vec{} - pick(x < low, low, x));
+// What 1 / sigmoid(x) is, as far as floats reach: 1 + e^-x.
+inline vec above_one(vec x) { return 1.0f + exponential(vec{} - at_least(-88.0f, x)); }
+
+// x / y for y of 1 or more.
+inline vec over(vec x, vec y) {
 #if defined(__AVX512F__)
     // 14 bits of the reciprocal, which Newton's step doubles, in half the time of a division.
-    const vec guess = (vec)_mm512_rcp14_ps((__m512)below);
-    return guess * (2.0f - below * guess);
+    const vec guess = (vec)_mm512_rcp14_ps((__m512)y);
+    return x * (guess * (2.0f - y * guess));
 #else
-    return 1.0f / below;
+    return x / y;
 #endif
 }
+
+inline vec sigmoid(vec x) { return over(splat(1.0f), above_one(x)); }
+inline vec silu(vec x) { return over(x, above_one(x)); }
 
 // Lanes of a and b in turn: a0 b0 a1 b1 ... from their lower or upper halves.
 #if defined(__clang__)
