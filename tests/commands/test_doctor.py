@@ -3,10 +3,14 @@
 import ctypes
 import hashlib
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
 from longspan.cli import main
+from longspan.commands import doctor
 from longspan.ops.native import build
 from longspan.ops.native.build import openmp
 
@@ -60,6 +64,27 @@ def test_tells_why_they_are_not(cache, capsys, monkeypatch):
         "not here, since the C++ compiler that CXX='no-such-compiler' names was not found; install it, or unset CXX"
         in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("ratio", [0.25, 6.0])
+def test_tells_whether_half_the_precision_is_worth_it(ratio, cache, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "halved", lambda: ratio)
+    assert main(["doctor"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bfloat16 "))
+    assert f"{ratio:.2g} times as long as in float32" in line
+    assert line.endswith("float32 is the better choice here") is (ratio > 1)
+
+
+def test_products_of_both_precisions_are_timed(monkeypatch):
+    """The shortest of each counts: the first one sets up what the others find."""
+    now, taken = [0.0], {torch.bfloat16: [50.0, 8.0, 9.0], torch.float32: [70.0, 3.0, 2.0]}
+
+    def product(x, weight):
+        now[0] += taken[x.dtype].pop(0)
+
+    monkeypatch.setattr(F, "linear", product)
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert doctor.halved() == 4.0
 
 
 def test_clears_the_kernels_and_nothing_else(cache, capsys):

@@ -5,8 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-CODE = """
+from longspan.ops import memory
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is the C library's, and told by /proc")
+RESIDENT = """
 import json, sys, torch
 from longspan.ops import memory
 
@@ -15,19 +19,42 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 getattr(memory, sys.argv[1])()
+"""
+MANY = """
 blocks = [torch.zeros(2**20, dtype=torch.uint8) + 1 for _ in range(64)]
 full = resident()
 last = blocks[-1]  # what is freed lies below it
 del blocks
 print(json.dumps(full - resident()))
 """
+LARGEST = """
+block = torch.zeros(memory.KEPT, dtype=torch.uint8) + 1
+full = resident()
+del block
+print(json.dumps(full - resident()))
+"""
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is the C library's, and told by /proc")
+def freed(code: str, name: str) -> int:
+    """Bytes that go back to the system where ``code`` frees some, after ``memory.NAME()``."""
+    done = subprocess.run([sys.executable, "-c", RESIDENT + code, name], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@linux
 def test_freed_blocks_are_kept_or_go_back():
-    freed = {}
-    for name in ("reuse_pages", "return_pages"):
-        done = subprocess.run([sys.executable, "-c", CODE, name], capture_output=True, text=True, check=True)
-        freed[name] = json.loads(done.stdout)
-    assert freed["return_pages"] > 60 * 2**20
-    assert freed["reuse_pages"] < 4 * 2**20
+    assert freed(MANY, "return_pages") > 60 * 2**20
+    assert freed(MANY, "reuse_pages") < 4 * 2**20
+
+
+@linux
+def test_what_is_too_large_to_be_kept_is_fetched_in_large_pages(monkeypatch):
+    """And nothing lies between: tensors of 32 MB, such as 32768 tokens of 256 numbers, were neither."""
+    assert freed(LARGEST, "reuse_pages") < 4 * 2**20
+    advised = []
+    monkeypatch.setattr(memory, "_madvise", lambda: lambda start, size, advice: advised.append(size))
+    memory.fresh_like(torch.empty(memory.KEPT, dtype=torch.uint8))
+    assert not advised
+    memory.fresh_like(torch.empty(memory.KEPT + 1, dtype=torch.uint8))
+    assert len(advised) == 1
+    assert memory.KEPT - 2 * 4096 < advised[0] <= memory.KEPT + 1

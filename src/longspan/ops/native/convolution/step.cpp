@@ -3,7 +3,9 @@
 
 namespace {
 
-constexpr long BLOCK = 4096;  // channels of a unit: whole rows, mostly, so that memory is read and written in long runs
+// Channels of a unit: of many rows whole ones, mostly, so that memory is read and written in long runs; of few as many as leave
+// the gathered weights small, which then are gathered for little.
+constexpr long MANY = 8, BLOCK = 4096, FEW_BLOCK = 512;
 
 struct Step {
     long channels, taps, rows;  // of a state
@@ -137,7 +139,8 @@ void run(const Step& step, S* state, const T* x, T* out, long from, long to, lon
 
 template <class T, class S>
 int step_rows(const Step& step, S* state, const T* x, T* out, long batch, int threads) {
-    const long block = step.channels < BLOCK ? step.channels : BLOCK, blocks = (step.channels + block - 1) / block;
+    const long most = batch < MANY ? FEW_BLOCK : BLOCK, block = step.channels < most ? step.channels : most;
+    const long blocks = (step.channels + block - 1) / block;
     // Below this, waking a second thread costs more than it saves.
     const long busy = threads > 1 && batch * step.channels * step.rows >= 65536 ? threads : 1;
     // Few rows are shared out by their channels, many by themselves.
