@@ -19,7 +19,7 @@ from longspan.bench import report
 
 DOCS = Path(__file__).resolve().parent
 PAGE, RESULTS = DOCS / "performance.md", DOCS.parent / "benchmarks" / "results"
-MACHINES = ("xeon-amx-2-cores", "xeon-avx512-2-cores", "epyc-2-cores")
+MACHINES = ("xeon-amx-2-cores", "xeon-avx512-2-cores", "epyc-2-cores", "epyc-avx2-2-cores")
 # What is measured -> the module of longspan.bench that can tell it.
 KINDS = {
     "limits": "limits",
