@@ -239,6 +239,17 @@ def test_what_is_not_carried_over_is_refused(changed, said):
         ops.chunk_gated_delta_rule(**{"q": q, "k": k, "v": v, "g": g, "beta": beta, **changed})
 
 
+def test_decays_of_other_axes_are_refused():
+    q, k, v, g, *_ = operands()
+    # What is meant as beta comes where gk stands.
+    with pytest.raises(ValueError, match=r"gk must be \(B, T, HV, K\), not \(2, 37, 4\)"):
+        ops.fused_recurrent_gated_delta_rule(q, k, v, g, torch.rand(B, T, HV))
+    with pytest.raises(ValueError, match=r"g must be \(B, T, HV\), not \(2, 37, 4, 3\)"):
+        ops.fused_recurrent_gated_delta_rule(q, k, v, torch.zeros(B, T, HV, K), torch.zeros(B, T, HV, K))
+    with pytest.raises(ValueError, match=r"g must be \(B, T, HV\) = \(2, 37, 4\), as gk has it, not \(2, 37, 1\)"):
+        ops.fused_recurrent_gated_delta_rule(q, k, v, torch.zeros(B, T, 1), torch.zeros(B, T, HV, K))
+
+
 def test_decays_of_values_and_reversed_sequences_are_refused():
     q, k, v, *_ = operands()
     with pytest.raises(ValueError, match="does not serve gv=: longspan has no decay of the values' channels"):

@@ -226,6 +226,12 @@ def _recur(q, k, v, g, beta, scale, state, final, normalised, cu_seqlens) -> tup
 
 
 def _both(g: Tensor | None, gk: Tensor | None) -> Tensor | None:
+    """Decays per head (B,T,HV) and per channel (B,T,HV,K), one of them or both. Raises ValueError for other axes."""
+    for name, given, axes in (("g", g, "(B, T, HV)"), ("gk", gk, "(B, T, HV, K)")):
+        if given is not None and given.dim() != axes.count(",") + 1:
+            raise ValueError(f"{name} must be {axes}, not {tuple(given.shape)}")
+    if g is not None and gk is not None and g.shape != gk.shape[:3]:
+        raise ValueError(f"g must be (B, T, HV) = {tuple(gk.shape[:3])}, as gk has it, not {tuple(g.shape)}")
     return gk if g is None else g if gk is None else gk + g[..., None]
 
 
