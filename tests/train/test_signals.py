@@ -22,6 +22,16 @@ GROUP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 MODEL = [f"--model.{name}={value}" for name, value in TINY.to_dict().items()]
 
 
+@pytest.fixture(autouse=True)
+def none_ignored():
+    """As in a terminal; who starts the tests may ignore some of them, as nohup does."""
+    usual = {one: signal.default_int_handler if one is signal.SIGINT else signal.SIG_DFL for one in GROUP}
+    before = {one: signal.signal(one, usual[one]) for one in GROUP if signal.getsignal(one) is signal.SIG_IGN}
+    yield
+    for one, handler in before.items():
+        signal.signal(one, handler)
+
+
 def running(monkeypatch, run):
     """``longspan list`` does this instead."""
     monkeypatch.setattr("longspan.commands.listing.run", run)
