@@ -68,7 +68,7 @@ def test_tells_why_they_are_not(cache, capsys, monkeypatch):
 
 @pytest.mark.parametrize("ratio", [0.25, 6.0])
 def test_tells_whether_half_the_precision_is_worth_it(ratio, cache, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "halved", lambda: ratio)
+    monkeypatch.setattr(doctor, "bfloat16_ratio", lambda: ratio)
     assert main(["doctor"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bfloat16 "))
     assert f"{ratio:.2g} times as long as in float32" in line
@@ -84,7 +84,7 @@ def test_products_of_both_precisions_are_timed(monkeypatch):
 
     monkeypatch.setattr(F, "linear", product)
     monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    assert doctor.halved() == 4.0
+    assert doctor.bfloat16_ratio() == 4.0
 
 
 def test_clears_the_kernels_and_nothing_else(cache, capsys):

@@ -59,7 +59,7 @@ def facts(folder: Path) -> dict[str, str]:
         "python": str(machine["python"]),
         "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['system']}",
         "accelerator": str(device or "none"),
-        "bfloat16": precision(halved()),
+        "bfloat16": precision(bfloat16_ratio()),
         **dispatch.kernels_facts(),
         "cache": f"{folder} ({', '.join(parts(folder)) or 'empty'})",
         "  compiled": f"\n{'':<{COLUMN}}".join(compiled(folder / "native")) or "nothing",
@@ -68,7 +68,7 @@ def facts(folder: Path) -> dict[str, str]:
     }
 
 
-def halved() -> float:
+def bfloat16_ratio() -> float:
     """How many times as long as in float32 torch takes for a product in bfloat16, on the processor."""
     import torch
     import torch.nn.functional as F

@@ -227,8 +227,8 @@ def _recur(q, k, v, g, beta, scale, state, final, normalised, cu_seqlens) -> tup
 
 def _both(g: Tensor | None, gk: Tensor | None) -> Tensor | None:
     """Decays per head (B,T,HV) and per channel (B,T,HV,K), one of them or both. Raises ValueError for other axes."""
-    for name, given, axes in (("g", g, "(B, T, HV)"), ("gk", gk, "(B, T, HV, K)")):
-        if given is not None and given.dim() != axes.count(",") + 1:
+    for name, given, dim, axes in (("g", g, 3, "(B, T, HV)"), ("gk", gk, 4, "(B, T, HV, K)")):
+        if given is not None and given.dim() != dim:
             raise ValueError(f"{name} must be {axes}, not {tuple(given.shape)}")
     if g is not None and gk is not None and g.shape != gk.shape[:3]:
         raise ValueError(f"g must be (B, T, HV) = {tuple(gk.shape[:3])}, as gk has it, not {tuple(g.shape)}")

@@ -26,7 +26,8 @@ struct Line {
     long taps, rows;
 };
 
-// A vector of numbers goes to where they are kept in another type or, as they are, in the same.
+// x, which was read from ``from``, is kept at ``to``. Halves are copied, since rounding them again would take longer and change
+// nothing.
 template <class T, class S>
 inline void move(const T* from, vec x, S* to) {
     if constexpr (sizeof(S) == 2)
@@ -75,7 +76,7 @@ void beside(const Line<T, S>& line, long count) {
     for (long c = 0; c < count; c += W, w += 5 * W) {
         vec past[4], sum = load(w + 4 * W);
         for (int i = 0; i < 4; ++i) past[i] = load(s + 4 * c + i * W);
-        zip(past, QUARTERED);
+        zip(past, LOG2_W);
         for (int i = 0; i < 3; ++i) past[i] = past[i + 1];
         past[3] = load(token + c);
         for (int j = 0; j < 4; ++j) sum += load(w + j * W) * past[j];

@@ -14,7 +14,7 @@ inline void zip(vec* a, int times) {
         for (int l = 0; l < 4; ++l) a[l] = b[l];
     }
 }
-constexpr int QUARTERED = W == 16 ? 4 : W == 8 ? 3 : 2;  // log2 W
+constexpr int LOG2_W = W == 16 ? 4 : W == 8 ? 3 : 2;
 
 // Tokens that belong together, as far as anybody asks: start is where they begin, or far enough behind; end likewise.
 // first, last: the numbers of the states before and after them, -1 where there is none.
@@ -63,14 +63,13 @@ struct Convolution {
     // Taps and, behind them, the bias of some channels, ld apart; the vectors of channels of a tap are ``apart`` from each
     // other: W, where they make rows of ld channels. Zeros beyond the channels.
     void gather_weights(long channel, long count, float* out, long ld, long apart = W) const {
-        const long vectors = (count + W - 1) / W;
-        for (long v = 0; v < vectors; ++v, out += apart) {
-            const long from = channel + v * W, some = count - v * W < W ? count - v * W : W;
+        for (long v = 0; v < count; v += W, out += apart) {
+            const long from = channel + v, some = count - v < W ? count - v : W;
             const float* w = weight + from * weight_strides[0];
             if (taps == 4 && some == W && weight_strides[0] == 4 && weight_strides[1] == 1) {
                 vec quarters[4];
                 for (int i = 0; i < 4; ++i) quarters[i] = load(w + i * W);
-                zip(quarters, QUARTERED);
+                zip(quarters, LOG2_W);
                 for (int j = 0; j < 4; ++j) store(out + j * ld, quarters[j]);
             } else {
                 for (long j = 0; j < taps; ++j)
@@ -133,23 +132,19 @@ void gather(const Convolution& call, Rows<const T> x, const Sequence& s, const f
     if (from < to) read_tokens(x, from, to - from, count, out, ld);
 }
 
-// N tokens of a vector of channels.
+// N tokens of ``width`` channels. Each vector is read once, for all tokens that it is a tap of.
 template <int K, int N, bool SILU, class X, class Y>
-LONGSPAN_INLINE void mix_column(const X* x, long x_row, const float* weights, long ld, Y* y, long y_row) {
-    vec sums[N];
-    for (int t = 0; t < N; ++t) sums[t] = load(weights + K * ld);
-    // Each row is read once, for all tokens that it is a tap of.
-    for (int r = 1 - K; r < N; ++r) {
-        const vec row = load(x + r * x_row);
-        for (int t = 0; t < N; ++t)
-            if (r >= t + 1 - K && r <= t) sums[t] += load(weights + (r - t + K - 1) * ld) * row;
+void mix_rows(const X* x, long x_row, const float* weights, long ld, long width, Y* y, long y_row) {
+    for (long c = 0; c < width; c += W) {
+        vec sums[N];
+        for (int t = 0; t < N; ++t) sums[t] = load(weights + K * ld + c);
+        for (int r = 1 - K; r < N; ++r) {
+            const vec row = load(x + r * x_row + c);
+            for (int t = 0; t < N; ++t)
+                if (r >= t + 1 - K && r <= t) sums[t] += load(weights + (r - t + K - 1) * ld + c) * row;
+        }
+        for (int t = 0; t < N; ++t) store(y + t * y_row + c, SILU ? silu(sums[t]) : sums[t]);
     }
-    for (int t = 0; t < N; ++t) store(y + t * y_row, SILU ? silu(sums[t]) : sums[t]);
-}
-
-template <int K, int N, bool SILU, class X, class Y>
-void mix_columns(const X* x, long x_row, const float* weights, long ld, long width, Y* y, long y_row) {
-    for (long c = 0; c < width; c += W) mix_column<K, N, SILU>(x + c, x_row, weights + c, ld, y + c, y_row);
 }
 
 // n tokens of ``width`` channels, whole vectors; the rows before x are there. Weights in rows, as gather_weights leaves them;
@@ -160,8 +155,8 @@ void mix_taps(const X* x, long x_row, const float* weights, long ld, long taps, 
         // Few tokens at a time, so that memory is read and written along its rows.
         constexpr int N = 4;
         for (; n >= N; n -= N, x += N * x_row, y += N * y_row)
-            mix_columns<K, N, SILU>(x, x_row, weights, ld, width, y, y_row);
-        for (; n > 0; --n, x += x_row, y += y_row) mix_columns<K, 1, SILU>(x, x_row, weights, ld, width, y, y_row);
+            mix_rows<K, N, SILU>(x, x_row, weights, ld, width, y, y_row);
+        for (; n > 0; --n, x += x_row, y += y_row) mix_rows<K, 1, SILU>(x, x_row, weights, ld, width, y, y_row);
     } else {
         const float* bias = weights + taps * ld;
         for (long t = 0; t < n; ++t, y += y_row) {
