@@ -19,7 +19,8 @@ def reuse_pages() -> None:
     """Let the C library keep freed blocks of up to 32 MB for the next tensor, in this process, from now on.
 
     glibc serves large blocks by new pages, which the kernel must clear one by one, until a block of that size has been
-    freed once; then it keeps such blocks. So one is taken and freed, untouched. Elsewhere this does nothing.
+    freed once; then it keeps such blocks, while less than twice that size lies free at the end of its heap. So one is
+    taken and freed, untouched. Elsewhere this does nothing.
     """
     torch.empty(KEPT, dtype=torch.uint8)
 
