@@ -221,6 +221,9 @@ def draw(plt: Any, result: Result) -> Any:
     axes[0].set(title="at equal steps", xlabel="training steps", ylabel="validation bits per byte")
     axes[1].set(title="by time", xlabel="seconds of training", ylabel="validation bits per byte")
     axes[2].set(title="tests", xlabel="tokens per second", ylabel="test bits per byte", xscale="log")
+    axes[2].xaxis.set_major_locator(plt.LogLocator(subs=(1, 3)))
+    axes[2].xaxis.set_major_formatter("{x:,.0f}")
+    axes[2].xaxis.set_minor_formatter(plt.NullFormatter())  # its own labels overlap below two decades
     attended = [row["attended"] for row in speeds]
     axes[3].plot(attended, [row["carried"] / row["sliding"] for row in speeds], "o-", color="C1")
     axes[3].set(title="states carried, or sliding by 1", xlabel="tokens in view", ylabel="ratio of tokens per second")
