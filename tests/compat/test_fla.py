@@ -242,12 +242,36 @@ def test_what_is_not_carried_over_is_refused(changed, said):
 def test_decays_of_other_axes_are_refused():
     q, k, v, g, *_ = operands()
     # What is meant as beta comes where gk stands.
-    with pytest.raises(ValueError, match=r"gk must be \(B, T, HV, K\), not \(2, 37, 4\)"):
+    with pytest.raises(ValueError, match=r"gk must be \(B, T, HV, K\), decays per channel of the keys, not"):
         ops.fused_recurrent_gated_delta_rule(q, k, v, g, torch.rand(B, T, HV))
-    with pytest.raises(ValueError, match=r"g must be \(B, T, HV\), not \(2, 37, 4, 3\)"):
-        ops.fused_recurrent_gated_delta_rule(q, k, v, torch.zeros(B, T, HV, K), torch.zeros(B, T, HV, K))
     with pytest.raises(ValueError, match=r"g must be \(B, T, HV\) = \(2, 37, 4\), as gk has it, not \(2, 37, 1\)"):
         ops.fused_recurrent_gated_delta_rule(q, k, v, torch.zeros(B, T, 1), torch.zeros(B, T, HV, K))
+    with pytest.raises(ValueError, match=r"g_gamma must be \(HV,\) = \(4,\), not \(3,\)"):
+        ops.chunk_simple_gla(q, k, v, g_gamma=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"g must be \(B, T, HV\) = \(2, 37, 4\), not \(2, 37, 1\)"):
+        ops.chunk_simple_gla(q, k, v, torch.zeros(B, T, 1), torch.zeros(HV))
+
+
+@pytest.mark.parametrize(
+    ("name", "decays"),
+    [
+        ("chunk_gated_delta_rule", {"g": (B, T, HV, K), "beta": (B, T, HV)}),
+        ("fused_recurrent_gated_delta_rule", {"g": (B, T, HV, K)}),
+        ("fused_recurrent_gated_delta_rule", {"gk": (B, T, HV)}),
+        ("chunk_kda", {"g": (B, T, HV), "beta": (B, T, HV)}),
+        ("fused_recurrent_kda", {"g": (B, T, HV), "beta": (B, T, HV)}),
+        ("chunk_gla", {"g": (B, T, HV)}),
+        ("fused_recurrent_gla", {"gk": (B, T, HV)}),
+        ("chunk_simple_gla", {"g": (B, T, HV, K)}),
+        ("fused_recurrent_simple_gla", {"g": (B, T, HV, K)}),
+    ],
+)
+def test_decays_per_head_and_per_channel_do_not_stand_for_each_other(name, decays):
+    q, k, v, *_ = operands()
+    given = {one: torch.zeros(shape).double() for one, shape in decays.items()}
+    said = r"^gk? must be \(B, T, HV(, K)?\), decays per (head|channel of the keys), not"
+    with pytest.raises(ValueError, match=said):
+        getattr(ops, name)(q, k, v, **given)
 
 
 def test_decays_of_values_and_reversed_sequences_are_refused():

@@ -36,6 +36,18 @@ def refuse(function: str, options: dict[str, Any]) -> None:
             raise ValueError(f"{function} does not serve {name}=: {REFUSED[name]}")
 
 
+def refuse_per_channel(g: Tensor | None) -> None:
+    """Raise ValueError for decays that are not per head."""
+    if g is not None and g.dim() != 3:
+        raise ValueError(f"g must be (B, T, HV), decays per head, not {tuple(g.shape)}")
+
+
+def refuse_per_head(g: Tensor | None, name: str = "g") -> None:
+    """Raise ValueError for decays that are not per channel of the keys."""
+    if g is not None and g.dim() != 4:
+        raise ValueError(f"{name} must be (B, T, HV, K), decays per channel of the keys, not {tuple(g.shape)}")
+
+
 class LaidOut(NamedTuple):
     """The operands as ``longspan.ops.gated`` has them: heads before the sequence."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops import gated
 from ...ops.tensors import widen
-from .arguments import laid_out, refuse
+from .arguments import laid_out, refuse, refuse_per_channel, refuse_per_head
 
 
 def chunk_gated_delta_rule(
@@ -23,6 +23,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The delta rule with a decay per head: Yang et al. 2024 (2412.06464), eq. 10."""
     refuse("chunk_gated_delta_rule", options)
+    refuse_per_channel(g)
     return _recur(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 
 
@@ -73,6 +74,7 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The delta rule with decays per channel of the keys, ``g`` (B,T,HV,K): Kimi Team 2025 (2510.26692), eq. 1."""
     refuse("chunk_kda", options)
+    refuse_per_head(g)
     return _recur(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 
 
@@ -84,6 +86,7 @@ def fused_recurrent_kda(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same."""
     refuse("fused_recurrent_kda", options | {"A_log": A_log, "dt_bias": dt_bias})
+    refuse_per_head(g)
     return _recur(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 
 
@@ -93,6 +96,7 @@ def chunk_gla(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """A sum with decays per channel of the keys, ``g`` (B,T,HV,K): Yang et al. 2023 (2312.06635), eq. 3."""
     refuse("chunk_gla", options)
+    refuse_per_head(g)
     return _recur(q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
 
@@ -108,6 +112,7 @@ def fused_recurrent_gla(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """The same, the decays as ``gk``; without them nothing decays."""
     refuse("fused_recurrent_gla", options | {"gv": gv, "reverse": reverse})
+    refuse_per_head(gk, "gk")
     return _recur(q, k, v, gk, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
 
@@ -121,8 +126,13 @@ def chunk_simple_gla(
     Source: Dao and Gu 2024 (2405.21060), eq. 16.
     """
     refuse("chunk_simple_gla", options)
+    refuse_per_channel(g)
     if g_gamma is not None:
+        if g_gamma.shape != v.shape[2:3]:
+            raise ValueError(f"g_gamma must be (HV,) = {tuple(v.shape[2:3])}, not {tuple(g_gamma.shape)}")
         same = g_gamma.expand(*v.shape[:3])
+        if g is not None and g.shape != same.shape:
+            raise ValueError(f"g must be (B, T, HV) = {tuple(same.shape)}, not {tuple(g.shape)}")
         g = same if g is None else g + same
     return _recur(q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
@@ -227,12 +237,13 @@ def _recur(q, k, v, g, beta, scale, state, final, normalised, cu_seqlens) -> tup
 
 def _both(g: Tensor | None, gk: Tensor | None) -> Tensor | None:
     """Decays per head (B,T,HV) and per channel (B,T,HV,K), one of them or both. Raises ValueError for other axes."""
-    for name, given, dim, axes in (("g", g, 3, "(B, T, HV)"), ("gk", gk, 4, "(B, T, HV, K)")):
-        if given is not None and given.dim() != dim:
-            raise ValueError(f"{name} must be {axes}, not {tuple(given.shape)}")
-    if g is not None and gk is not None and g.shape != gk.shape[:3]:
+    refuse_per_channel(g)
+    refuse_per_head(gk, "gk")
+    if g is None or gk is None:
+        return gk if g is None else g
+    if g.shape != gk.shape[:3]:
         raise ValueError(f"g must be (B, T, HV) = {tuple(gk.shape[:3])}, as gk has it, not {tuple(g.shape)}")
-    return gk if g is None else g if gk is None else gk + g[..., None]
+    return gk + g[..., None]
 
 
 def _ones(v: Tensor) -> Tensor:
