@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from . import ops
 from .attention.linear import Linear, RotaryState, State
 from .attention.softmax import Softmax
-from .layers import FeedForward, check_counts
+from .layers import FeedForward, check_counts, sinusoid
 from .model import Decoder, DecoderState, Embedding, check_tokens
 from .ops.native import decode
 from .ops.native.call import MAPS, available
-from .ops.operands import in_memory, overlap
+from .ops.operands import in_memory, overlap, overwritten
 from .positions import Sinusoidal
 from .stacks import Stack
 from .stacks.block import Block
@@ -43,8 +43,10 @@ class Engine:
         parts: Any = model  # whose modules torch types as tensors, perhaps
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.weights = decode.Weights(self.dtype)
-        self.sinusoidal = isinstance(parts.embedding.positions, Sinusoidal)
+        self.sinusoidal = parts.embedding.positions if isinstance(parts.embedding.positions, Sinusoidal) else None
         self.layers = (decode.Layer * config.depth)(*(self._layer(block) for block in parts.stack.blocks))
+        tokens = self.weights.table(parts.embedding.tokens.weight)
+        self.rows = self.weights.kept[-1]  # the copy that this has made
         table = self.weights.table(parts.embedding.table.weight) if config.positions == "learned" else None
         final = self._norm(parts.stack.norm) if config.prenorm else decode.Norm()
         tied = config.tied
@@ -52,7 +54,7 @@ class Engine:
         self.outputs = len(head)
         self.last: tuple[DecoderState, ctypes.Array] | None = None
         self.plan = decode.Model(
-            ctypes.addressof(self.layers), self.weights.table(parts.embedding.tokens.weight), table, final,
+            ctypes.addressof(self.layers), tokens, table, final,
             self.weights.linear([head], [None if tied else parts.head.bias]),
             config.depth, config.dim, config.heads, config.vocab + 1, config.length, decode.TYPES[self.dtype],
             config.prenorm,
@@ -95,9 +97,10 @@ class Engine:
         self.last, embedded = None, None
         if self.sinusoidal:
             check_tokens(tokens, self.model.start, None)
-            embedded = self.model.embedding(tokens, state.position)[0].float().contiguous()
+            embedded = self._embedded(tokens, state.position)
         given = None if self.sinusoidal else tokens.contiguous()
-        out = torch.empty(batch, 1, self.outputs)
+        # What the kernel fills, whatever the process's default type and device are.
+        out = torch.empty(batch, 1, self.outputs, dtype=torch.float32, device="cpu")
         code = decode.step(self.plan, addresses, given, state.position, embedded, out)
         if code == decode.NO_ROOM:
             state = state._replace(layers=tuple(map(_with_room, state.layers)))
@@ -109,9 +112,18 @@ class Engine:
             check_tokens(tokens, self.model.start, None)
             self.model.embedding(tokens, state.position)
             raise AssertionError(f"the kernel refused with code {code} what the decoder accepts")
+        overwritten(*(t for layer in state.layers for t in layer))
         state = _advance(state, addresses)
         self.last = state, addresses
         return (out if self.dtype == torch.float32 else out.to(self.dtype)), state
+
+    def _embedded(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """(B,1,dim) float32, by the copy of the weights: what ``Embedding`` gives in evaluation."""
+        x = nn.functional.embedding(tokens, self.rows)
+        kind = self.sinusoidal
+        assert kind is not None
+        x = x + sinusoid(position[:, None], x.shape[-1], x.dtype, layout=kind.layout, base=kind.base)
+        return x.float().contiguous()
 
     def _check(self, state: Any) -> None:
         """Raise ValueError for a state that the kernel, which trusts what it is given, must not read."""

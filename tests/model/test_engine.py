@@ -224,3 +224,38 @@ class TestRefusals:
     def test_a_state_of_another_decoder(self, other):
         with pytest.raises(ValueError, match="the state does not fit this decoder"):
             Engine(decoder())(torch.zeros(2, 1, dtype=torch.long), other())
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("row", MODELS[:2])
+def test_the_default_type_of_the_process_is_not_the_engines(row, default):
+    model, tokens = decoder(row), torch.tensor([[3], [1]])
+    wanted, _ = Engine(model)(tokens, model.init_state(2))
+    torch.set_default_dtype(default)
+    try:
+        found, _ = Engine(model)(tokens, model.init_state(2))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("positions", ["none", "sinusoidal", "learned", "rotary"])
+def test_neither_training_nor_its_mode_reaches_the_engine(positions):
+    model, tokens = decoder(("linear", positions, "gelu", "layer", True, False), dropout=0.5), torch.tensor([[3], [1]])
+    engine = Engine(model)
+    wanted, _ = engine(tokens, model.init_state(2))
+    model.train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+    found, _ = engine(tokens, model.init_state(2))
+    assert torch.equal(found, wanted)
+
+
+def test_a_backward_pass_is_told_that_its_state_is_gone():
+    model, tokens = decoder(), torch.tensor([[3], [1]])
+    state = model.init_state(2)
+    out, _ = model(torch.tensor([[3, 1], [1, 4]]), state)
+    Engine(model)(tokens, state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

@@ -22,12 +22,12 @@ inline vec gaussian_gelu(vec x) {
 inline vec activate(long kind, vec x) {
     const vec zero = vec{};
     switch (kind) {
-        case relu_act: return pick(x > zero, x, zero);
+        case relu_act: return pick(x <= zero, zero, x);
         case gelu:
         case geglu: return gaussian_gelu(x);
         case silu_act:
         case swiglu: return silu(x);
-        default: return pick(x > zero, x * x, zero);
+        default: return pick(x <= zero, zero, x * x);
     }
 }
 
