@@ -8,14 +8,15 @@ namespace {
 
 enum Map { elu = 0, relu = 1, squared_relu = 2, clamped_exp = 3 };
 
+// A NaN stays one, in features and slopes: it fails every comparison, so the branch that is x comes where all fail.
 template <int MAP>
 inline vec feature(vec x) {
     const vec zero = vec{};
     switch (MAP) {
-        case elu: return pick(x > zero, x + 1.0f, exponential(pick(x < zero, x, zero)));
-        case relu: return pick(x > zero, x, zero);
-        case squared_relu: return pick(x > zero, x * x, zero);
-        default: return exponential(pick(x < splat(30.0f), x, splat(30.0f)));
+        case elu: return pick(x <= zero, exponential(pick(x < zero, x, zero)), x + 1.0f);
+        case relu: return pick(x <= zero, zero, x);
+        case squared_relu: return pick(x <= zero, zero, x * x);
+        default: return exponential(pick(x > splat(30.0f), splat(30.0f), x));
     }
 }
 
@@ -36,9 +37,9 @@ inline vec slope(vec x, vec y) {
     const vec zero = vec{};
     switch (MAP) {
         case elu: return pick(x > zero, splat(1.0f), y);
-        case relu: return pick(x > zero, splat(1.0f), zero);
-        case squared_relu: return pick(x > zero, 2.0f * x, zero);
-        default: return pick(x <= splat(30.0f), y, zero);
+        case relu: return pick(x <= zero, zero, splat(1.0f));
+        case squared_relu: return pick(x <= zero, zero, 2.0f * x);
+        default: return pick(x > splat(30.0f), zero, y);
     }
 }
 

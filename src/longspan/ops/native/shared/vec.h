@@ -198,7 +198,8 @@ inline vec exponential(vec x) {
     p = p * r + 4.999999343e-01f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    return (vec)((ivec)p + ((ivec)shifted << 23));
+    // Times 2^n, whose bits are these: a product, so that a NaN stays one.
+    return p * (vec)(((ivec)shifted << 23) + 0x3f800000);
 }
 
 // What 1 / sigmoid(x) is, as far as floats reach: 1 + e^-x.
