@@ -15,7 +15,19 @@ from ..model import Decoder
 from ..spec import known
 from ..train import Run, rate
 from . import paper
-from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .experiment import (
+    DEVICES,
+    Buildable,
+    Experiment,
+    Place,
+    Result,
+    Row,
+    at_least,
+    check_device,
+    drawing,
+    generator,
+    setting,
+)
 from .learning import finite
 
 EVERY, KEEP = 50, 200
@@ -102,8 +114,7 @@ def fresh(settings: Settings, attention: str, seed: int) -> Decoder:
 
     Ours, of deviation 0.02, are made for wider models.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(seed, "weights").initial_seed())
+    with drawing(seed, "weights"):
         model = Decoder(settings.config(attention))
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -129,9 +140,9 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     for step in place.track(range(first, settings.steps), settings.steps - first, f"copy {point['spec']}, seed {seed}"):
         optimiser.param_groups[0]["lr"] = rate(run, step)
         tokens = draw(settings, settings.batch, seed, "train", step).to(settings.device)
-        found = finite(loss(model, tokens), f"at step {step} of {point['spec']}")
         optimiser.zero_grad()
-        found.backward()
+        with drawing(seed, "step", step):
+            finite(loss(model, tokens), f"at step {step} of {point['spec']}").backward()
         optimiser.step()
         done = step + 1
         if done % EVERY == 0 or done == settings.steps:

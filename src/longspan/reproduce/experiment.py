@@ -1,5 +1,6 @@
 """What an experiment is, and how one runs: point by point, each kept as soon as it is done."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import io
@@ -213,6 +214,14 @@ def generator(seed: int, *names: object) -> torch.Generator:
     """Random numbers that depend on these arguments alone, so that points can be measured in any order."""
     digest = hashlib.sha256(json.dumps([seed, *names], sort_keys=True).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+
+
+@contextlib.contextmanager
+def drawing(seed: int, *names: object) -> Iterator[None]:
+    """What PyTorch draws inside, as some mechanisms do, depends on these alone, and nothing outside on that."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, *names).initial_seed())
+        yield
 
 
 def at_least(least: int, **values: int | tuple[int, ...]) -> None:

@@ -194,13 +194,13 @@ def _trained(
             place.save(f"{name}-best", {"mse": error, "model": model.state_dict()})
         return {"mse": error}
 
-    learning = Learning(name, settings.steps, settings.rate, loss, look, settings.every)
+    learning = Learning(name, seed, settings.steps, settings.rate, loss, look, settings.every)
     curve = learn(model, learning, place)
     best = place.load(f"{name}-best")
     assert best is not None
     model.load_state_dict(best["model"])
     tested = errors(foretold(model), found, chosen, reads, horizon)
-    step = next(one["step"] for one in curve if one["mse"] == best["mse"])
+    step = min(curve, key=lambda one: one["mse"])["step"]
     return {**tested, "curve": curve, "best": step, "parameters": sum(p.numel() for p in model.parameters())}
 
 

@@ -17,7 +17,19 @@ from ..train import Run, along
 from ..train import objective as objectives
 from ..train.evaluate import roomy, total
 from . import families, published
-from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .experiment import (
+    DEVICES,
+    Buildable,
+    Experiment,
+    Place,
+    Result,
+    Row,
+    at_least,
+    check_device,
+    drawing,
+    generator,
+    setting,
+)
 from .families import FAMILIES, Model, Size
 from .learning import finite
 
@@ -203,7 +215,8 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
     for look in place.track(range(first + 1, settings.looks + 1), settings.looks - first, name):
         while (part := settings.part(now["step"], now["seconds"])) < look / settings.looks:
             begin, processor = time.perf_counter(), time.process_time()
-            _step(reader, optimiser, settings.rate(now["step"], part), now["step"])
+            with drawing(settings.seed, name, "step", now["step"]):
+                _step(reader, optimiser, settings.rate(now["step"], part), now["step"])
             now["step"] += 1
             now["seconds"] += time.perf_counter() - begin
             now["processor"] += time.process_time() - processor

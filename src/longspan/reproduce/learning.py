@@ -10,16 +10,20 @@ from torch import Tensor, nn
 from ..config import Config
 from ..model import Decoder
 from ..train import Run, rate
-from .experiment import Place, Row, generator
+from .experiment import Place, Row, drawing
 
 M = TypeVar("M", bound=nn.Module)
 KEEP = 100  # updates between two looks at the tests, after each of which what there is is kept
 
 
 class Learning(NamedTuple):
-    """One training: ``loss(model, step)`` is that of one update, ``look(model)`` what the curve is to tell."""
+    """One training: ``loss(model, step)`` is that of one update, ``look(model)`` what the curve is to tell.
+
+    What a step draws from PyTorch's own generator depends on ``seed`` and the step.
+    """
 
     name: str
+    seed: int
     steps: int
     rate: float
     loss: Callable[[Any, int], Tensor]
@@ -37,8 +41,7 @@ def born(make: Callable[[], M], seed: int) -> M:
 
     Ours, of deviation 0.02, are made for wider models.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(seed, "weights").initial_seed())
+    with drawing(seed, "weights"):
         model = make()
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -68,9 +71,9 @@ def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
         optimiser.load_state_dict(kept["optimiser"])
     for step in place.track(range(first, learning.steps), learning.steps - first, learning.name):
         optimiser.param_groups[0]["lr"] = rate(run, step)
-        found = finite(learning.loss(model, step), f"at step {step} of {learning.name}")
         optimiser.zero_grad()
-        found.backward()
+        with drawing(learning.seed, "step", step):
+            finite(learning.loss(model, step), f"at step {step} of {learning.name}").backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         done = step + 1

@@ -138,7 +138,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
     model = fresh(settings.config(kind, positions), settings.seed)
     name = f"{spec.split(settings.positions).index(positions)}-{KINDS.index(kind)}"
-    curve = learn(model, Learning(name, settings.updates, settings.rate, loss, look), place)
+    curve = learn(model, Learning(name, settings.seed, settings.updates, settings.rate, loss, look), place)
     right = [copied(model, settings, length) for length in settings.tests]
     return {"weights": sum(p.numel() for p in model.parameters()), "curve": curve, "right": right}
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import spec
@@ -173,9 +172,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         return {"accuracy": round(tell("validation", most=LOOK), 4)}
 
     kept = f"{point['task']}-{slug(name)}"
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        curve = learn(model, Learning(kept, steps, settings.rate, loss, look), place)
+    curve = learn(model, Learning(kept, settings.seed, steps, settings.rate, loss, look), place)
     row = {
         "spec": one.spec,
         "accuracy": round(tell("test", most=task.count("test")), 4),

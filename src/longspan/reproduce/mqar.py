@@ -11,7 +11,7 @@ from ..attention import build
 from ..bench.report import Table
 from ..train import Run, rate
 from . import recall
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, drawing, generator, setting
 
 SPECS = (
     "softmax", "linear", "polynomial(taylor=True)", "performer", "rfa(gate=True)", "fast_weights", "retention", "gla",
@@ -75,9 +75,10 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     step = 0
     while step < settings.steps:
         optimiser.param_groups[0]["lr"] = rate(run, step)
-        loss = model.loss(draw(settings, settings.pairs[step % len(settings.pairs)], settings.batch, random))
+        sequences = draw(settings, settings.pairs[step % len(settings.pairs)], settings.batch, random)
         optimiser.zero_grad()
-        loss.backward()
+        with drawing(settings.seed, point, "step", step):
+            model.loss(sequences).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         step += 1

@@ -88,7 +88,8 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         return {"error": mean(found["errors"]), "ponder": mean(found["ponders"])}
 
     model = fresh(settings.config(penalty), settings.seed)
-    curve = learn(model, Learning(f"penalty-{penalty}", settings.steps, settings.rate, loss, look), place)
+    learning = Learning(f"penalty-{penalty}", settings.seed, settings.steps, settings.rate, loss, look)
+    curve = learn(model, learning, place)
     return {"curve": curve, **by_bits(model, *tests)}
 
 

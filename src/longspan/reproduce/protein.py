@@ -164,7 +164,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     def look(model: Decoder | Encoder) -> Row:
         return tested(model, *questions["validation"], settings.batch)
 
-    curve = learn(model, Learning(name, settings.steps, settings.rate, loss, look, settings.every), place)
+    curve = learn(model, Learning(name, seed, settings.steps, settings.rate, loss, look, settings.every), place)
     figures = tested(model, *questions["test"], settings.batch)
     return {**figures, "curve": curve, "parameters": sum(p.numel() for p in model.parameters())}
 

@@ -19,7 +19,7 @@ from ..speech.labels import words
 from ..speech.model import Front, tokens_of
 from ..speech.transcribe import classes
 from ..train import Run, rate
-from .experiment import Place, Row, generator
+from .experiment import Place, Row, drawing, generator
 
 LSTM = "lstm"
 # Bands of channels that are hidden from each batch, and the widest of them, as a part of all (Park et al. 2019).
@@ -116,7 +116,8 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
             frames, lengths, targets = padded(group)
             hide(frames, model.front.mean.cpu(), np.random.default_rng([training.seed, 5, epoch, i]))
             begin = time.perf_counter()
-            nats += update(model, optimiser, frames, lengths, targets)
+            with drawing(training.seed, "step", epoch, i):
+                nats += update(model, optimiser, frames, lengths, targets)
             spent += time.perf_counter() - begin
         seconds.append(spent)
         done = epoch + 1

@@ -14,7 +14,7 @@ from ..data import Dataset
 from ..data.order import batch_indices
 from ..model import Decoder
 from ..train import Run, bits, rate
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, at_least, drawing, setting
 from .learning import finite
 
 STARTS = ("swapped", "scratch")
@@ -153,10 +153,11 @@ def train(model: Decoder, settings: Settings, steps: int, highest: float, first:
         optimiser.param_groups[0]["lr"] = rate(run, step)
         chosen = batch_indices(dataset.count("train"), settings.seed, first + step, settings.batch)
         tokens = dataset.take("train", chosen)
-        outputs, _ = model(model.shift(tokens))
-        loss = finite(-model.likelihood.log_prob(outputs, tokens).mean(), f"at step {step} of {model.config.attention}")
         optimiser.zero_grad()
-        loss.backward()
+        with drawing(settings.seed, "step", first + step):
+            outputs, _ = model(model.shift(tokens))
+            loss = -model.likelihood.log_prob(outputs, tokens).mean()
+            finite(loss, f"at step {step} of {model.config.attention}").backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         if (step + 1) % settings.every == 0 or step + 1 == steps:
