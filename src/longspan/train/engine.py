@@ -213,8 +213,9 @@ class Keeper(Callback):
         sums = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum")
         evaluated = task.objective.figures(sums)
         improved = evaluated["bits"] < task.best
-        task.best, task.evaluated = min(evaluated["bits"], task.best), trainer.global_step
-        task.best_step = trainer.global_step if improved else task.best_step
+        task.evaluated = trainer.global_step
+        if improved:  # not by min(), which takes a NaN where it comes first
+            task.best, task.best_step = evaluated["bits"], trainer.global_step
         return evaluated, improved
 
     def _report(
