@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import likelihood
-from .attention.arguments import check_mask
+from .attention.arguments import check_mask, check_segments, check_x, real_segments
 from .config import Config, EncoderConfig
 from .layers import check_counts, sinusoid
 from .ops.operands import same_device
@@ -29,9 +29,12 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, start=None, *, mask=None, segments=None) -> tuple[Tensor, Tensor]:
         """tokens (B,N) or vectors (B,N,dim), start (B,) positions -> (B,N,dim), next positions (B,)."""
+        # A masked token's id would be a border between its neighbours, and its position is nobody's.
+        segments = None if segments is None else real_segments(segments, mask)
         at, end = positions(tokens, start, mask=mask, segments=segments)
         x = self.tokens(tokens)
         if isinstance(self.positions, Learned):
+            at = at if mask is None else at.masked_fill(~mask, 0)
             if not torch.compiler.is_compiling() and at.numel() and (last := int(at.max())) >= self.length:
                 raise ValueError(
                     f"position {last} is beyond the table of {self.length} learned positions; "
@@ -113,7 +116,7 @@ class Decoder(nn.Module):
         Raises ValueError for tokens of a wrong kind or out of range, a position beyond a learned table, and whatever
         the attentions refuse.
         """
-        check_tokens(tokens, self.start, mask)
+        check_tokens(tokens, self.start, mask, segments)
         if state is not None and not isinstance(state, DecoderState):
             raise ValueError(f"a decoder continues a DecoderState, not {type(state).__name__}")
         position, layers = state if state is not None else (None, None)
@@ -154,9 +157,10 @@ class Encoder(nn.Module):
         Raises ValueError for input of a wrong kind.
         """
         if self.config.vocab:
-            check_tokens(x, self.config.vocab - 1, mask)
-        elif x.dim() != 3 or x.shape[-1] != self.config.dim:
-            raise ValueError(f"vectors must be (B, N, {self.config.dim}), not {tuple(x.shape)}")
+            check_tokens(x, self.config.vocab - 1, mask, segments)
+        else:
+            check_x(self, self.config.dim, x)
+            _check_own(x, mask, segments)
         if segments is not None and self.config.pool != "none":
             raise ValueError(f"pool={self.config.pool!r} gives one output per row, so it cannot serve packed segments=")
         x, _ = self.embedding(x, mask=mask, segments=segments)
@@ -167,18 +171,25 @@ class Encoder(nn.Module):
         return self.head(x)
 
 
-def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None) -> None:
-    """Raise ValueError unless tokens are int64 (B,N) in 0..highest and the mask fits."""
+def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None, segments: Tensor | None = None) -> None:
+    """Raise ValueError unless tokens are int64 (B,N) in 0..highest, and mask and segments fit."""
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2:
         came = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be int64 (B, N), not {came}")
-    if mask is not None:
-        check_mask("mask", mask, tuple(tokens.shape))
+    _check_own(tokens, mask, segments)
     if torch.compiler.is_compiling() or not tokens.numel():
         return
     low, high = (int(t) for t in tokens.aminmax())
     if low < 0 or high > highest:
         raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {highest}")
+
+
+def _check_own(x: Tensor, mask: Tensor | None, segments: Tensor | None) -> None:
+    batch, n = x.shape[:2]
+    if mask is not None:
+        check_mask("mask", mask, (batch, n))
+    if segments is not None:
+        check_segments(segments, (batch, n))
 
 
 def check_position(position: Tensor, tokens: Tensor) -> None:

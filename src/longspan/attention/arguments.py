@@ -63,7 +63,8 @@ def _check_own(attention: "Attention", x: Tensor, given: dict[str, Any]) -> None
     if (mask := given.get("mask")) is not None:
         check_mask("mask", mask, (batch, n))
     if (segments := given.get("segments")) is not None and not isinstance(segments, Settled):
-        _check_segments(segments, mask, (batch, n))
+        check_segments(segments, (batch, n))
+        _check_order(segments, mask)
     if (prefix := given.get("prefix")) is not None and not isinstance(prefix, Settled):
         _check_prefix(attention, prefix, given, (batch, n))
 
@@ -135,9 +136,13 @@ def weight_of(module: nn.Module) -> Tensor | None:
     return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
-def _check_segments(segments: Tensor, mask: Tensor | None, shape: tuple[int, ...]) -> None:
+def check_segments(segments: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless ``segments`` is int64 of this shape."""
     if not isinstance(segments, Tensor) or segments.dtype != torch.int64 or tuple(segments.shape) != shape:
         raise ValueError(f"segments must be int64 {shape}, one id per token, not {_what(segments)}")
+
+
+def _check_order(segments: Tensor, mask: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return  # the values are not known yet
     falls = segments < real_segments(segments, mask).cummax(1).values

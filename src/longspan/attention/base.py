@@ -12,6 +12,7 @@ from .. import kinds, spec, weights
 from ..patterns import Pattern
 from ..positions import ASKED, Positions, parse
 from . import arguments, plugins
+from .state import clone
 
 REGISTRY: dict[str, type["Attention"]] = {}
 
@@ -231,18 +232,14 @@ class Attention(nn.Module):
         Raises ValueError where an argument has the wrong rank, shape or dtype, is not supported by the mechanism, or
         does not go with another one.
         """
-        given: dict[str, Any] = {
-            "mask": mask,
-            "segments": segments,
-            "prefix": prefix,
-            "context": context,
-            "context_mask": context_mask,
-            "carry": carry,
-            "record": record,
-            "donate": donate or None,
-        }
+        given: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "context": context}
+        given |= {"context_mask": context_mask, "carry": carry, "record": record, "donate": donate or None}
         given = {name: value for name, value in given.items() if value is not None}
         arguments.check(self, x, state, given)
+        if state is not None and 0 in x.shape:
+            # Nothing is read. The state is a copy, since one of the two may be given away later.
+            arguments.answer({} if record is None else record, {})
+            return x.clone(), state if donate else clone(state), *([] if carry is None else [carry])
         given |= arguments.settled(given, x.shape[1])
         if context_mask is not None:
             given["context"] = given["context"].masked_fill(~context_mask[..., None], 0.0)

@@ -53,8 +53,23 @@ def gradients_again(
     # Views, since one of them may have been computed from another: what comes by way of that is not its gradient here.
     views = [t if t is None else t.view_as(t) for t in inputs]
     wanted = [t for t in views if t is not None and t.requires_grad]
-    found = iter(torch.autograd.grad(function(*views, **options), wanted, grads, create_graph=True))
+    # An output that comes of none of these, such as a state that no query enters, has no gradient to pass on.
+    passed = [(out, grad) for out, grad in zip(function(*views, **options), grads, strict=True) if out.requires_grad]
+    if not passed:
+        return [t if t is None or not t.requires_grad else torch.zeros_like(t) for t in views]
+    outputs, above = zip(*passed, strict=True)
+    found = iter(
+        torch.autograd.grad(outputs, wanted, above, create_graph=True, allow_unused=True, materialize_grads=True)
+    )
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
+
+
+def overwritten(*tensors: Tensor) -> None:
+    """Tell autograd that a kernel has changed these, as torch's own operations in place do.
+
+    A backward pass that has saved one of them raises then, where it would be wrong in silence.
+    """
+    torch.autograd.graph.increment_version(tensors)
 
 
 def same_device(**tensors: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -13,6 +14,11 @@ class Borders(NamedTuple):
     first: Tensor  # (B,1,G,C,1) the token's segment reaches in from before the chunk
     last: Tensor  # (B,1,G,C,1) the token's segment is the one that the chunk ends with
     whole: Tensor  # (B,1,G,1,1) the segment that reaches in is also the one that the chunk ends with
+
+
+def numbered(segments: Tensor) -> Tensor:
+    """Segments (B,N) by numbers that rise at every border, from 0 on: an id that comes back is a new one."""
+    return F.pad((segments[:, 1:] != segments[:, :-1]).long().cumsum(1), (1, 0))[:, : segments.shape[1]]
 
 
 def borders_of(segments: Tensor, start: int, groups: int, chunk: int, like: Tensor) -> Borders:

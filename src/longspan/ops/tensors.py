@@ -52,7 +52,7 @@ def positions(
     border = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
     base = torch.where(border, before, 0).cummax(1).values
     at = before - base + torch.where(segments == segments[:, :1], start[:, None], 0)
-    return at, at[:, -1] + real[:, -1] if n else start
+    return at, at[:, -1] + real[:, -1] if n else start.clone()
 
 
 def visible(x: Tensor, *, causal: bool, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:

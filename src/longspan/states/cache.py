@@ -34,7 +34,7 @@ def of_context(k: Tensor, v: Tensor, mask: Tensor | None) -> Context:
     """k (B,H,M,D), v (B,H,M,E), mask (B,M) bool or None where every token is real."""
     if mask is None:
         mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-    return Context(k, v, mask)
+    return Context(k, v, mask.clone())  # the caller's own may change later
 
 
 class View(NamedTuple):

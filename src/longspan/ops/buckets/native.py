@@ -15,6 +15,7 @@ from .places import reached
 from .windows import Ask, Layout, Sorted, pieces
 
 VECTOR = 16  # floats of the longest vector, of which the kernels take whole ones
+CPU = "cpu"  # where the kernels work, whatever the process's default device is
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
@@ -32,22 +33,22 @@ def read(rows: Sequence[Tensor], found: Sorted, ask: Ask, layout: Layout, scale:
     """
     each, size = len(found.tokens), layout.size
     blocks, width = layout.slots // size, layout.wide // size
-    masks = torch.empty(each, layout.tiles, width, size, size, dtype=torch.uint8)
+    masks = torch.empty(each, layout.tiles, width, size, size, dtype=torch.uint8, device=CPU)
     if ask.rule.causal and not ask.rule.whole:
         _see(masks, found, ask, layout)
     else:
         for piece in pieces(layout, each, "cpu"):
             masks[:, piece] = ask.visible(piece)
-    counts = torch.zeros(each, blocks, dtype=torch.int64)
+    counts = torch.zeros(each, blocks, dtype=torch.int64, device=CPU)
     counts[:, layout.back : layout.back + layout.tiles] = width
     offsets = F.pad(counts.flatten().cumsum(0), (1, 0))
     # Tile t of a row of slots is its block back + t, and meets the blocks from t on.
-    starts = torch.arange(each)[:, None] * blocks + torch.arange(layout.tiles)
-    keys = (starts[..., None] + torch.arange(width)).flatten()
-    listed = Listed(size, offsets, keys, torch.arange(len(keys)), masks.view(-1, size, size))
+    starts = torch.arange(each, device=CPU)[:, None] * blocks + torch.arange(layout.tiles, device=CPU)
+    keys = (starts[..., None] + torch.arange(width, device=CPU)).flatten()
+    listed = Listed(size, offsets, keys, torch.arange(len(keys), device=CPU), masks.view(-1, size, size))
     own = F.pad(found.queries.view(each, -1), (layout.back * size, layout.ahead * size)).flatten()
     q, k, v = (x.index_select(0, at)[None, None] for x, at in zip(rows, (own, found.keys, found.keys), strict=True))
-    out, lse = torch.empty_like(v), torch.empty(v.shape[:3], dtype=torch.float32)
+    out, lse = torch.empty_like(v), torch.empty(v.shape[:3], dtype=torch.float32, device=CPU)
     kernels.forward(q, k, v, out, lse, listed, scale)
     return out.view(each, layout.slots, -1), lse.view(each, layout.slots)
 

@@ -97,7 +97,7 @@ def _lloyd(codes: Tensor, centroids: Tensor, real: Tensor, iterations: int, bits
         if step < iterations - 1:
             votes = total(signs, groups, clusters)
             taken = (count(groups, clusters) > 0)[..., None]
-            centres = torch.where(taken, torch.where(votes > 0, 1.0, -1.0), centres)
+            centres = torch.where(taken, torch.where(votes > 0, 1.0, -1.0).to(centres.dtype), centres)
     return groups, ((centres > 0).long() << torch.arange(bits, device=codes.device)).sum(-1)
 
 

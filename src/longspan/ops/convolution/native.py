@@ -11,7 +11,7 @@ from ..memory import fresh_like
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, kernels, pointers, readable, strides
-from ..operands import gradients_again
+from ..operands import gradients_again, overwritten
 from ..packed import check_packed
 
 MOST = 256  # taps and rows of a state; each thread has room for some windows of them
@@ -170,6 +170,8 @@ def step(
     )  # fmt: skip
     if failed:
         raise MemoryError(f"no memory for the windows of {threads()} threads")
+    if donate:
+        overwritten(state)
     return out, state
 
 

@@ -10,7 +10,7 @@ from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, TYPES, kernels, pointers, readable, strides
-from ..operands import gradients_again
+from ..operands import gradients_again, overwritten
 from ..packed import check_packed
 from .chunks import CHUNK, composed
 from .prepared import prepared
@@ -189,6 +189,8 @@ def step(
         heads // groups, keys, values, _kind(log_decay), normalise, HALVES[dtype], factor, threads(),
     )  # fmt: skip
     assert not failed
+    if donate:
+        overwritten(state)
     return out, state
 
 

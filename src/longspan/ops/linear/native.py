@@ -7,7 +7,7 @@ from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
-from ..operands import gradients_again
+from ..operands import gradients_again, overwritten
 from .composed import composed
 
 
@@ -159,4 +159,6 @@ def step(
         feature, eps, HALVES[v.dtype], threads(),
     )  # fmt: skip
     assert not failed
+    if donate:
+        overwritten(state)
     return out, state
