@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test slow attack lint docs wheel peers older clean
+.PHONY: demo test slow attack mutate lint docs wheel peers older clean
 
 demo: .venv/demo.stamp
 	$(BIN)/longspan demo --out demo
@@ -17,6 +17,13 @@ slow: .venv/dev.stamp
 # What tries to break it: specs, configs, files, kills, states, planted bugs; about an hour on two cores.
 attack: .venv/dev.stamp
 	cd tests && ../$(BIN)/python -m attacks
+
+# Fresh bugs in one module, and which of them its tests do not detect: make mutate MODULE=ops/prefix.py SEED=2 COUNT=50
+SEED ?= 0
+COUNT ?= 20
+mutate: .venv/dev.stamp
+	@test -n "$(MODULE)" || { echo "make mutate needs a module: make mutate MODULE=ops/prefix.py" >&2; exit 2; }
+	cd tests && ../$(BIN)/python -m attacks.mutate $(MODULE) --seed $(SEED) --count $(COUNT) $(if $(TESTS),--tests $(TESTS))
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff format --check

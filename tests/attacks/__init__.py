@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+TOOLS = ("mutate",)  # modules that are no attacks
 Case = tuple[str, Callable[[], str | None]]
 
 
 def names() -> list[str]:
-    """The attacks that there are, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
+    """All attacks, sorted."""
+    found = {module.name for module in pkgutil.iter_modules(__path__)}
+    return sorted(name for name in found - set(TOOLS) if not name.startswith("_"))
 
 
 def module(name: str) -> Any:

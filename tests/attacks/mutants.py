@@ -1,12 +1,16 @@
-"""Planted bugs: each change in ``tests/mutants/*.toml``, made in a copy of ``src``, fails a test that it names.
+"""Planted bugs: each change in ``tests/mutants.toml``, made in a copy of ``src``, fails a test that it names.
 
-A mutant is a table: ``what`` goes wrong, in a few words; ``file`` under ``src/longspan``; ``old``, a text that occurs
-there exactly once, and ``new`` in its place; ``tests``, node ids of which at least one must fail. The long form plants
-all of them, the short one asks whether each still applies, and plants a few.
+A mutant is a table:
 
-They are data, for mutation tools do not fit: cosmic-ray 8.7 plans 755 changes of ``ops/gated.py`` alone and runs one
-command for each, here minutes of tests; mutmut 3.8 chooses among its changes by a wrapper around each function, which
-graphs that are compiled whole would have to trace; neither changes C++, or knows which mistakes people make.
+* ``what`` goes wrong, in a few words;
+* ``file``, a path under ``src/longspan``, and ``function``, a qualified name in it such as ``Class.method`` ("": the
+  module itself); a file that has moved is found by its name, or else by the function;
+* ``old``, an expression or a statement that occurs there once, and ``new``, which takes its place. They are compared on
+  the syntax tree, so a change of the layout is none. In C++ they are pieces of text, and there is no function;
+* ``tests``, node ids of which at least one must fail.
+
+The long form plants all of them. The short one checks that each still applies, and plants two. ``attacks.mutate`` draws
+new ones for any module.
 """
 
 import ast
@@ -23,9 +27,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from . import Case
+from . import Case, _edits
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "longspan"
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 LIMIT = 300  # seconds for the tests of one mutant
 # With tests that carry a marker, since a mutant may need one that takes long.
@@ -37,6 +42,7 @@ class Mutant(NamedTuple):
 
     what: str
     file: str
+    function: str
     old: str
     new: str
     tests: list[str]
@@ -46,78 +52,123 @@ class Mutant(NamedTuple):
         return f"{self.file}: {self.what}"
 
 
-def read() -> dict[str, list[Mutant]]:
-    """All mutants, by the name of their file of data."""
-    return {
-        path.stem: [Mutant(**table) for table in tomllib.loads(path.read_text(encoding="utf-8"))["mutant"]]
-        for path in sorted((ROOT / "tests" / "mutants").glob("*.toml"))
-    }
+def read() -> list[Mutant]:
+    """All mutants."""
+    tables = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text(encoding="utf-8"))["mutant"]
+    return [Mutant(**{"function": "", **table}) for table in tables]
 
 
-LISTS = read()
+LIST = read()
 PLANTED = 2  # of the short form
-SHORT = len(LISTS) + PLANTED
-LONG = len(LISTS) + 1 + sum(map(len, LISTS.values()))
+SHORT = 1 + PLANTED
+LONG = 2 + len(LIST)
+
+parsed = functools.cache(ast.parse)
 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
-    """Whether the mutants of each list apply, and then mutants one by one, in an order that the seed says."""
-    found: list[Case] = [(f"{name} applies", functools.partial(unfit, mutants)) for name, mutants in LISTS.items()]
-    mutants = [mutant for some in LISTS.values() for mutant in some]
-    order = random.Random(seed).sample(mutants, len(mutants))
+    """Whether the mutants apply, and then mutants one by one, in an order that depends on the seed."""
+    found: list[Case] = [("all apply", functools.partial(unfit, LIST))]
     if count > SHORT:  # the short form is part of the suite that runs these tests
-        found.append(("their tests pass without them", functools.partial(fails_anyway, mutants)))
+        found.append(("their tests pass without them", functools.partial(fails_anyway, LIST)))
+    order = random.Random(seed).sample(LIST, len(LIST))
     found += [(mutant.label, functools.partial(survives, mutant, folder)) for mutant in order]
     yield from found[:count]
 
 
 def fails_anyway(mutants: list[Mutant]) -> str | None:
-    """Which of the named tests fail with nothing planted, and so would see nothing."""
-    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    """Which of the named tests fail with nothing planted, and so would detect nothing."""
+    tests = sorted({found(test) for mutant in mutants for test in mutant.tests})
     command = [*PYTEST, "-n", "logical", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return None if done.returncode == 0 else f"pytest ended with {done.returncode}: {done.stdout[-3000:]}"
 
 
 def unfit(mutants: list[Mutant]) -> str | None:
-    """What keeps mutants from being planted: a text that is not there once, no Python, a test that does not exist."""
+    """Which mutants cannot be planted, and why: no such function, expression or test, or one label twice."""
     said = [f"{mutant.label}: {reason}" for mutant in mutants if (reason := _unfit(mutant))]
     labels = [mutant.label for mutant in mutants]
-    said += [f"{label}: there are two of that name" for label in sorted({x for x in labels if labels.count(x) > 1})]
+    said += [f"{label}: two mutants have this label" for label in sorted({x for x in labels if labels.count(x) > 1})]
     return "\n".join(said) or None
 
 
 def _unfit(mutant: Mutant) -> str:
-    source = ROOT / "src" / "longspan" / mutant.file
-    text = source.read_text(encoding="utf-8") if source.is_file() else ""
-    if (times := text.count(mutant.old)) != 1:
-        return f"{mutant.old!r} occurs {times} times"
-    if source.suffix == ".py":
-        try:
-            changed = ast.parse(text.replace(mutant.old, mutant.new))
-        except SyntaxError as error:
-            return f"{mutant.new!r} is no Python: {error}"
-        if ast.dump(changed) == ast.dump(ast.parse(text)):
-            return "the change says the same"
-    for test in mutant.tests:
-        path, *names = re.sub(r"\[.*", "", test, flags=re.DOTALL).split("::")
-        tests = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
-        if not tests or not all(re.search(rf"^\s*(def|class) {name}\b", tests, re.MULTILINE) for name in names):
-            return f"there is no test {test}"
+    try:
+        changed(mutant)
+        for test in mutant.tests:
+            found(test)
+    except ValueError as error:
+        return str(error)
     return "" if mutant.tests else "names no test"
+
+
+def changed(mutant: Mutant) -> tuple[Path, str]:
+    """(the file, its text with the mutant). Raises ValueError if it does not apply."""
+    reason = ""
+    for files in candidates(mutant):
+        fits = []
+        for path in files:
+            try:
+                fits.append((path, _changed(mutant, path.read_text(encoding="utf-8"))))
+            except ValueError as error:
+                reason = reason or str(error)
+        if len(fits) > 1:
+            raise ValueError(f"applies to {' and '.join(path.relative_to(PACKAGE).as_posix() for path, _ in fits)}")
+        if fits:
+            return fits[0]
+    raise ValueError(reason or f"there is no file {mutant.file}")
+
+
+def _changed(mutant: Mutant, text: str) -> str:
+    if not mutant.file.endswith(".py"):
+        if (times := text.count(mutant.old)) != 1:
+            raise ValueError(f"{mutant.old!r} occurs {times} times")
+        return text.replace(mutant.old, mutant.new)
+    before = parsed(text)
+    after = ast.unparse(_edits.replaced(before, mutant.function, mutant.old, mutant.new))
+    if after == ast.unparse(before):
+        raise ValueError("the change has no effect")
+    return after
+
+
+def candidates(mutant: Mutant) -> Iterator[list[Path]]:
+    """The files that a mutant may mean: its own, then those of that name, then those with a function of that name."""
+    path = Path(mutant.file)
+    yield [PACKAGE / path] if (PACKAGE / path).is_file() else []
+    files = sorted(PACKAGE.rglob(f"*{path.suffix}"))
+    yield [one for one in files if one != PACKAGE / path and _name(one) == _name(path)]
+    if last := mutant.function.rpartition(".")[2]:
+        yield [one for one in files if re.search(rf"\b(def|class) {last}\b", one.read_text(encoding="utf-8"))]
+
+
+def _name(path: Path) -> str:
+    return path.parent.name if path.stem == "__init__" else path.stem
+
+
+def found(test: str) -> str:
+    """A node id with the path at which its file is now. Raises ValueError if there is no such test."""
+    path, *names = re.sub(r"\[.*", "", test, flags=re.DOTALL).split("::")
+    files = [ROOT / path] if (ROOT / path).is_file() else sorted((ROOT / "tests").rglob(Path(path).name))
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        if all(re.search(rf"^\s*(async def|def|class) {name}\b", text, re.MULTILINE) for name in names):
+            return file.relative_to(ROOT).as_posix() + test[len(path) :]
+    raise ValueError(f"there is no test {test}")
 
 
 def survives(mutant: Mutant, folder: Path) -> str | None:
     """Plant a mutant, run its tests, and take it out again; what happened if none of them failed."""
-    if reason := _unfit(mutant):
-        return reason
+    try:
+        source, text = changed(mutant)
+        tests = [found(test) for test in mutant.tests]
+    except ValueError as error:
+        return str(error)
     package = _copied(folder)
-    source = package / "longspan" / mutant.file
-    text = source.read_text(encoding="utf-8")
-    source.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    copy = package / source.relative_to(ROOT / "src")
+    copy.write_text(text, encoding="utf-8")
     # No bytecode is kept: two changes within a second and of one length would share it.
     more = {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", "LONGSPAN_CACHE": str(folder / "cache")}
-    command = [*PYTEST, "-x", *mutant.tests]
+    command = [*PYTEST, "-x", *tests]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True, timeout=LIMIT, check=False
@@ -125,7 +176,7 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
     except subprocess.TimeoutExpired:
         return f"its tests had not ended after {LIMIT} seconds"
     finally:
-        source.write_text(text, encoding="utf-8")
+        shutil.copy2(source, copy)
     if done.returncode == 0:
         return f"{mutant.old!r} -> {mutant.new!r} and all of {', '.join(mutant.tests)} pass"
     # 1: tests ran, and some failed; a signal that native code gets for what it did has ended them as well.

@@ -1,38 +1,51 @@
-"""Planted bugs as data: what survives, and what no longer applies, is said in words."""
+"""Planted bugs as data: what survives and what no longer applies is reported in words."""
+
+import ast
+import collections
 
 import pytest
 
-from attacks import mutants
+from attacks import _edits, mutants
 from attacks.mutants import Mutant
 
-HARMLESS = Mutant(
-    "words", "spec.py", "the one small language", "one of the small languages", ["tests/model/test_spec.py::test_split"]
-)
+TEST = "tests/model/test_spec.py::test_split"
+MUTANT = Mutant("words", "spec.py", "split", "not all(specs)", "not any(specs)", [TEST])
+SMALL = "def split(text):\n    specs = text.split(';')  # a comment\n    if not all(specs):\n        raise ValueError\n"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("mutants")
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A project of one module and one test, which needs no torch."""
+    root, package = tmp_path / "project", tmp_path / "project" / "src" / "longspan"
+    (root / "tests" / "model").mkdir(parents=True)
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "spec.py").write_text(SMALL)
+    (root / "tests/model/test_spec.py").write_text(
+        "import pytest\nfrom longspan import spec\n\n"
+        "def test_split():\n    with pytest.raises(ValueError):\n        spec.split('a;')\n"
+    )
+    monkeypatch.setattr(mutants, "ROOT", root)
+    monkeypatch.setattr(mutants, "PACKAGE", package)
+    return tmp_path
 
 
-def test_what_survives_is_told_with_its_tests(folder):
-    said = mutants.survives(HARMLESS, folder)
-    assert said == f"{HARMLESS.old!r} -> {HARMLESS.new!r} and all of tests/model/test_spec.py::test_split pass"
+def test_a_survivor_is_reported_with_its_tests(small):
+    said = mutants.survives(MUTANT._replace(new="not (all(specs) and True)"), small)
+    assert said == f"'not all(specs)' -> 'not (all(specs) and True)' and all of {TEST} pass"
 
 
-def test_what_a_test_sees_is_caught_and_taken_out_again(folder):
-    mutant = HARMLESS._replace(old="if not all(specs):", new="if not any(specs):")
-    assert mutants.survives(mutant, folder) is None
-    assert (folder / "src/longspan/spec.py").read_text() == (mutants.ROOT / "src/longspan/spec.py").read_text()
+def test_a_mutant_is_caught_and_taken_out_again(small):
+    assert mutants.survives(MUTANT, small) is None
+    assert (small / "src/longspan/spec.py").read_text() == SMALL
 
 
-def test_tests_that_crash_have_caught_it(folder):
-    crash = HARMLESS._replace(old="if not all(specs):", new="import os\n    os.abort()\n    if not all(specs):")
-    assert mutants.survives(crash, folder) is None
+def test_tests_that_crash_have_caught_it(small):
+    assert mutants.survives(MUTANT._replace(new="(__import__('os').abort() or not all(specs))"), small) is None
 
 
-def test_no_test_is_no_catch(folder):
-    said = mutants.survives(HARMLESS._replace(tests=["tests/model/test_spec.py::test_split[nothing]"]), folder)
+def test_no_test_is_no_catch(small):
+    said = mutants.survives(MUTANT._replace(tests=[f"{TEST}[nothing]"]), small)
     assert said is not None
     assert said.startswith("pytest ended with 4: ")
 
@@ -41,11 +54,13 @@ def test_no_test_is_no_catch(folder):
     ("changes", "reason"),
     [
         ({}, None),
-        ({"old": "nowhere to be found"}, "'nowhere to be found' occurs 0 times"),
+        ({"old": "not   all( (specs) )"}, None),
+        ({"old": "specs == nowhere"}, "'specs == nowhere' occurs 0 times in split()"),
         ({"old": "specs"}, "'specs' occurs "),
-        ({"file": "none.py"}, "'the one small language' occurs 0 times"),
-        ({"old": "if not all(specs):", "new": "if not all(specs:"}, "'if not all(specs:' is no Python: "),
-        ({"old": "return -value", "new": "return (-value)"}, "the change says the same"),
+        ({"function": "none", "file": "none.py"}, "there is no file none.py"),
+        ({"function": "none"}, "there is no function or class 'none'"),
+        ({"new": "not all(specs"}, "'not all(specs' is no Python: "),
+        ({"new": "(not all((specs)))"}, "the change has no effect"),
         ({"tests": []}, "names no test"),
         ({"tests": ["tests/test_none.py"]}, "there is no test tests/test_none.py"),
         (
@@ -54,10 +69,75 @@ def test_no_test_is_no_catch(folder):
         ),
     ],
 )
-def test_what_does_not_apply_is_told(changes, reason):
-    said = mutants.unfit([HARMLESS._replace(**changes)])
+def test_a_mutant_that_does_not_apply_is_reported(changes, reason):
+    said = mutants.unfit([MUTANT._replace(**changes)])
     assert said is None if reason is None else said is not None and f"words: {reason}" in said
 
 
-def test_labels_are_of_one_mutant_each():
-    assert mutants.unfit([HARMLESS, HARMLESS]) == "spec.py: words: there are two of that name"
+def test_labels_are_unique():
+    assert mutants.unfit([MUTANT, MUTANT]) == "spec.py: words: two mutants have this label"
+
+
+@pytest.mark.parametrize("file", ["config/spec.py", "gone/elsewhere.py"])
+def test_a_file_that_has_moved_is_found(file):
+    """By its name, or by the function with the expression in it."""
+    path, text = mutants.changed(MUTANT._replace(file=file))
+    assert path == mutants.PACKAGE / "spec.py"
+    assert "if not any(specs):" in text
+
+
+def test_a_test_that_has_moved_is_found():
+    assert mutants.found("tests/gone/test_spec.py::test_split") == TEST
+
+
+def test_every_part_of_the_package_has_mutants():
+    parts = collections.Counter("/".join(mutant.file.split("/")[:2]) for mutant in mutants.LIST)
+    assert len(mutants.LIST) <= 120
+    assert sum(not mutant.file.endswith(".py") for mutant in mutants.LIST) <= 10
+    ops = ("linear", "gated", "sparse", "buckets", "compress", "softmax", "convolution")
+    compat = ("transformers", "fla", "fast_transformers")
+    for part in (*(f"ops/{name}" for name in ops), *(f"compat/{name}" for name in compat), "compat/onnx.py"):
+        assert parts[part] >= 2, part
+    for part in ("states", "attention", "stacks", "train", "data", "patterns", "speech", "checks", "commands"):
+        assert sum(mutant.file.startswith(f"{part}/") for mutant in mutants.LIST) >= 2, part
+
+
+SOURCE = """
+class A:
+    def f(self, x, y):
+        def g(z):
+            return z - y
+        z = x - y
+        self.n += 1
+        return g(z) + (x-y)
+
+    @property
+    def n(self): return 1
+
+    @n.setter
+    def n(self, value): self.m = value - 1
+"""
+
+
+def edited(function, old, new):
+    return ast.unparse(_edits.replaced(ast.parse(SOURCE), function, old, new))
+
+
+def test_expressions_are_replaced_in_one_function():
+    assert "return z + y" in edited("A.f.g", "z - y", "z + y")
+    assert "self.m = value\n" in edited("A.n", "value - 1", "value") + "\n"
+    with pytest.raises(ValueError, match=r"'x - y' occurs 2 times in A\.f\(\)"):
+        edited("A.f", "x - y", "x + y")
+
+
+def test_statements_are_replaced_and_removed():
+    assert "z = x + y\n        self.n = 1" in edited("A.f", "z = x - y\nself.n += 1", "z = x + y\nself.n = 1")
+    assert "self.n" not in edited("A.f", "self.n += 1", "pass")
+
+
+def test_a_name_that_is_assigned_is_no_expression():
+    assert "z = x - y" in edited("A.f", "g(z)", "g(0)")
+    assert _edits.scopes(ast.parse("def f():\n    z = 1\n    return z"), "f")
+    tree = ast.parse("def f():\n    z = 1\n    return z")
+    assert ast.unparse(_edits.replaced(tree, "f", "z", "2")) == "def f():\n    z = 1\n    return 2"
+    assert ast.unparse(tree) == "def f():\n    z = 1\n    return z"
