@@ -111,8 +111,8 @@ def test_a_text_model_is_measured_on_a_text_that_is_named(capsys, tmp_path):
 
 def test_the_page_has_the_figures_of_the_record():
     page, record = (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), shipped.record("text")
-    assert f"\n{record['bits_per_byte']['test']:.2f} bits per byte on the last twentieth of the book" in page
-    assert f"the state of a text has {record['state_bytes']:,} bytes" in page
+    assert f"{record['bits_per_byte']['test']:.2f} bits per byte" in page
+    assert f"{record['state_bytes']:,} bytes" in page
     batches = Run(**checkpoint.read_config(shipped.path("text"))["run"])
     # Less than the nine tenths of the book that are for training.
     assert record["steps"] * batches.batch * batches.length < 0.9 * 3_196_228
