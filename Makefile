@@ -1,6 +1,7 @@
 # Every target sets up what it needs, once, in .venv. Another Python: make test PYTHON=python3.12
 PYTHON ?= python3
 BIN := .venv/bin
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "longspan needs Python 3.11 or later, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
 
 .PHONY: demo test slow attack mutate lint docs wheel peers older clean
 
@@ -33,9 +34,9 @@ lint: .venv/dev.stamp
 docs: .venv/docs.stamp
 	$(BIN)/sphinx-build -W -b html docs docs/_build
 
-# For this system, with the kernels compiled; pip install needs no compiler then. Into dist/.
-wheel: .venv/dev.stamp
-	LONGSPAN_PREBUILT=1 $(BIN)/python -m hatchling build -t wheel -d dist
+# For this system, with the kernels compiled; pip install needs no compiler then. Into dist/. Building needs no torch.
+wheel: .venv-wheel/wheel.stamp
+	LONGSPAN_PREBUILT=1 .venv-wheel/bin/python -m hatchling build -t wheel -d dist
 
 # Other libraries to be measured beside ours, in an environment of their own; the first compiles for some minutes.
 peers: .venv-peers/peers.stamp
@@ -49,7 +50,7 @@ older: .venv/dev.stamp
 	done
 
 clean:
-	rm -rf .venv .venv-peers .venv-older dist docs/_build docs/mechanisms docs/mechanisms.md docs/files.md .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-older .venv-wheel dist docs/_build docs/mechanisms docs/mechanisms.md docs/files.md .pytest_cache .ruff_cache
 
 .venv/%.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e ".[$*]"
@@ -71,6 +72,12 @@ clean:
 	.venv-peers/bin/python -m pip install -r benchmarks/peers.txt
 	@touch $@
 
+.venv-wheel/wheel.stamp: pyproject.toml
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install "hatchling>=1.25" "auditwheel>=6.1; sys_platform == 'linux'"
+	@touch $@
+
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "longspan needs Python 3.11 or later, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv

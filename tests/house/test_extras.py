@@ -75,6 +75,12 @@ def test_no_extra_chooses_the_users_torch():
     assert all(line.startswith("-c constraints.txt ") for line in lines if " torch " in line or "-e" in line.split())
 
 
+def test_every_extra_has_a_row_in_the_readme():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    rows = re.findall(r"^\| `([a-z]+)` \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(project["optional-dependencies"]) <= set(rows)
+
+
 def test_the_version_is_that_of_the_package():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert longspan.__version__ == project["version"]
