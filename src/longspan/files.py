@@ -5,6 +5,7 @@ to the disk and then renamed. Its writer keeps it locked, where the system has s
 tells what a killed process has left from what a living one is at.
 """
 
+import codecs
 import contextlib
 import os
 import re
@@ -23,6 +24,11 @@ def read(path: Path) -> bytes:
     """The content of a file. Raises ValueError, which names the file, where it cannot be read."""
     with reading(path):
         return path.read_bytes()
+
+
+def without_mark(content: bytes) -> bytes:
+    """The content of a text file without the byte order mark of UTF-8, with which editors on Windows begin files."""
+    return content.removeprefix(codecs.BOM_UTF8)
 
 
 @contextlib.contextmanager

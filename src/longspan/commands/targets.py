@@ -80,7 +80,7 @@ def _sources(args: Any, numbers: bool) -> list[tuple[str, list[int]]]:
     if args.sources:
         path = Path(args.sources)
         try:
-            lines = files.read(path).decode("utf-8", "surrogateescape").split("\n")
+            lines = files.without_mark(files.read(path)).decode("utf-8", "surrogateescape").split("\n")
         except OSError as error:
             raise ValueError(f"--sources: cannot read {path}: {error.strerror}") from error
         lines = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import files
 from ..kinds import shown
 from ..spec import known
 from . import text
@@ -61,7 +62,7 @@ class Pairs:
     length: int
     """tokens of the longest source or target, the stop token with them"""
     checksum: str
-    """sha256 (hex) of the unpacked file, or of the generated pairs as one; equal ones mean equal data"""
+    """sha256 (hex) of the unpacked file without a byte order mark, or of the generated pairs as one"""
     splits: Mapping[str, tuple[Column, Column]] = field(repr=False)
     """per split: sources and targets"""
 
@@ -99,7 +100,7 @@ def load(source: str, length: int) -> Pairs:
 
     A line has two columns of UTF-8, a source and a target with a tab between them, whose bytes are the tokens; in a
     file named .jsonl it is an object of two lists of whole numbers, ``{"source": [3, 1], "target": [1, 3]}``. Either
-    may be packed: .gz, .xz. A source or target may have ``length`` tokens (0 means 256), the stop token with them. Of
+    may be packed: .gz, .xz, and may begin with a byte order mark, which is left out. A source or target may have ``length`` tokens (0 means 256), the stop token with them. Of
     the sources' sha256, one value in 20 means validation and one the test, so that equal sources are never in two
     splits and lines that are added move no other.
 
@@ -116,7 +117,7 @@ def load(source: str, length: int) -> Pairs:
             raise ValueError(
                 f"no pairs at {path.absolute()}: there is no such file; pairs that are generated: {', '.join(TASKS)}"
             )
-        data = text.unpacked(path)
+        data = files.without_mark(text.unpacked(path))
     parts: dict[str, list[Pair]] = {"train": [], "validation": [], "test": []}
     highest, longest = 0, 0
     for pair in _lines(data, str(path), length or MOST, numbers):

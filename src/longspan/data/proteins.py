@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import files
 from ..spec import known
 from .download import read
 
@@ -113,6 +114,7 @@ def fasta(content: bytes, where: str) -> list[Tensor]:
     Raises ValueError for content that does not begin with ">", for letters that stand for no amino acid, and where no
     sequence is left.
     """
+    content = files.without_mark(content)
     if not content.startswith(b">"):
         raise ValueError(f"{where} is no FASTA file: it begins with {content[:20]!r}, not with '>'")
     table = np.full(256, 255, np.uint8)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .. import files
 from ..folders import cache_folder
 from ..spec import known
 from .download import fetch, read
@@ -44,7 +45,7 @@ class Series:
     ends: tuple[int, int, int]
     """hours after which the training, the validation and the test part end"""
     checksum: str
-    """sha256 (hex) of the file; "" for what a seed makes"""
+    """sha256 (hex) of the file without a byte order mark; "" for what a seed makes"""
 
     def windows(self, split: str, reads: int, horizon: int) -> range:
         """The hours at which a forecast of a split begins: ``reads`` hours before each are read, ``horizon`` foretold.
@@ -103,7 +104,7 @@ def table(name: str, path: Path) -> Series:
     Raises ValueError for a missing file, another heading, fields that are no numbers, hours that do not follow one
     another, a series that never changes in training, and fewer hours than the three parts have.
     """
-    data = read(path, ETT_SHA256)
+    data = files.without_mark(read(path, ETT_SHA256))
     heading, *rows = csv.reader(data.decode("utf-8", errors="replace").splitlines() or [""])
     if len(heading) < 2 or heading[0] != "date":
         raise ValueError(f"{path} begins with {','.join(heading)[:40]!r}; expected date,NAME,NAME,...")

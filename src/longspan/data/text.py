@@ -24,7 +24,7 @@ def load(source: str, length: int) -> Dataset:
 
     The files of a folder (.txt, .txt.gz, .txt.xz, at any depth) follow one another in the order of their paths. Of the
     whole, the first 90 % are for training, the next 5 % for validation, the last 5 % for the test. Each file is a
-    document.
+    document. Bytes are taken as they are: a byte order mark at the beginning of a file is three of them.
 
     Raises ValueError without a source, for a missing or unreadable path, a packed file, a folder without text, and a
     text that is too short for one window in each held-out part.

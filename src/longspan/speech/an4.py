@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .. import files
 from ..data.download import describe, read
 from .corpus import Corpus, Utterance
 from .labels import BOUNDARY, LETTERS, encode
@@ -47,7 +48,7 @@ def pronunciations(path: Path) -> dict[str, list[str]]:
     Raises ValueError for a file that is no such dictionary.
     """
     found: dict[str, list[str]] = {}
-    for line in read(path).decode("utf-8", "replace").splitlines():
+    for line in files.without_mark(read(path)).decode("utf-8", "replace").splitlines():
         word, *phones = line.split()
         if not phones:
             raise ValueError(f"{path} is no dictionary: the line {line!r} has no phonemes")

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ... import files
 from ..download import read
 from .sequences import SPLITS, Arena, Sequences, arena, rows
 
@@ -117,7 +118,7 @@ def parse(line: str, where: str) -> tuple[list[str], int] | None:
 
 def lines(path: Path) -> Iterator[tuple[list[str], int]]:
     """The expressions of a file, with their values. Raises ValueError for a line that is no example."""
-    for number, line in enumerate(read(path).decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(files.without_mark(read(path)).decode("utf-8", "replace").splitlines(), 1):
         if line and (found := parse(line, f"line {number} of {path}")):
             yield found
 

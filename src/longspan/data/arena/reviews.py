@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
+from ... import files
 from ...folders import cache_folder
 from ..download import describe, fetch, read
 from .sequences import Arena, arena, balanced, rows
@@ -79,8 +80,8 @@ def _folder(folder: Path, part: str) -> Iterator[Review]:
         for name, label in LABELS.items():
             for path in sorted((root / part / name).glob("*.txt")):
                 yield (read(path),), label
-    elif files := [p for p in sorted(folder.iterdir()) if _is_lines(p.name, part)]:
-        for path in files:
+    elif listed := [p for p in sorted(folder.iterdir()) if _is_lines(p.name, part)]:
+        for path in listed:
             yield from _lines(path)
     elif (folder / ARCHIVE).is_file():
         yield from _archive(folder / ARCHIVE)[part]
@@ -93,7 +94,7 @@ def _is_lines(name: str, part: str) -> bool:
 
 
 def _lines(path: Path) -> Iterator[Review]:
-    for number, line in enumerate(read(path).splitlines(), 1):
+    for number, line in enumerate(files.without_mark(read(path)).splitlines(), 1):
         try:
             found = json.loads(line)
             text, label = found["text"], found["label"]
