@@ -1,6 +1,7 @@
 """Small recordings that are made, and transcribers too small to know anything."""
 
 import io
+import struct
 import wave
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def wav_bytes(samples: np.ndarray, rate: int = 8000, channels: int = 1, width: i
         out.setframerate(rate)
         out.writeframes(np.asarray(samples, "<i2").tobytes())
     return file.getvalue()
+
+
+def riff(data: bytes, *, size: int | None = None, code: int = 1, bits: int = 16, rate: int = 8000, channels: int = 1,
+         more: bytes = b"", before: bytes = b"") -> bytes:  # fmt: skip
+    """Samples behind a header that says what one likes; ``more`` of the format chunk, chunks ``before`` the samples."""
+    width = channels * bits // 8
+    fields = struct.pack("<HHIIHH", code, channels, rate, width * rate & 0xFFFFFFFF, width & 0xFFFF, bits) + more
+    size = len(data) if size is None else size
+    head = b"WAVEfmt " + struct.pack("<I", len(fields)) + fields + before + b"data" + struct.pack("<I", size)
+    return b"RIFF" + struct.pack("<I", min(len(head) + size, 0xFFFFFFFF)) + head + data
 
 
 def noise(count: int, seed: int = 0) -> np.ndarray:

@@ -16,6 +16,7 @@ EXTRAS = {
     "transformers": "transformers",
     "peft": "lora",
     "kaldi_native_fbank": "speech",
+    "soundfile": "speech",
     "gymnasium": "reinforcement",
     "popgym": "reinforcement",
     "minigrid": "reinforcement",

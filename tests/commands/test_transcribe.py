@@ -1,7 +1,10 @@
 """``longspan transcribe``: the words of files, whole or in a stream, and what it refuses."""
 
+import io
 import re
 import sys
+import tracemalloc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,13 +12,15 @@ import torch
 
 pytest.importorskip("kaldi_native_fbank", reason="filter banks: pip install longspan[speech]")
 
-from longspan import checkpoint, shipped
+from longspan import checkpoint, shipped, weights
 from longspan.cli import INTERRUPTED, OK, WRONG, main
 from longspan.config import Config
 from longspan.model import Decoder
-from longspan.speech import Listener, transcribe, wav
+from longspan.speech import Listener, memory, transcribe, wav
 from longspan.speech import transcribe as whole
-from recordings import noise, transcriber, write
+from longspan.speech.features import FilterBank
+from longspan.speech.resample import Resampler
+from recordings import noise, riff, transcriber, wav_bytes, write
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +96,7 @@ def test_words_are_told_while_they_are_heard(model):
 
 def test_an_interruption_says_what_is_done(model, files, capsys, monkeypatch):
     def interrupted(path, seconds):
-        if path == files[1]:
+        if str(path) == files[1]:
             raise KeyboardInterrupt
         yield from chunks(path, seconds)
 
@@ -128,11 +133,113 @@ def test_mistakes_are_one_line(model, files, capsys):
         assert "this model reads frames of another kind than recordings have, such as AN4's cepstra" in line
         write(Path("slow.wav"), noise(99), 4000)
         line = refused(capsys, "transcribe", "model", "slow.wav", *options)
-        assert "the recording has 4000 samples per second; this model needs at least 8000" in line
+        assert "slow.wav: the recording has 4000 samples per second; this model needs at least 8000" in line
         assert "cannot read none.wav: No such file" in refused(capsys, "transcribe", "model", "none.wav", *options)
     assert "--beam=-1 must not be negative" in refused(capsys, "transcribe", "model", *files, "--beam", "-1")
     assert "no checkpoint at" in refused(capsys, "transcribe", "nowhere", *files)
     assert "files" in refused(capsys, "transcribe", "model")
+
+
+def given(monkeypatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+@pytest.mark.parametrize("size", [None, 0, 0xFFFFFFFF])
+@pytest.mark.parametrize("options", [[], ["--stream"]], ids=["whole", "stream"])
+def test_standard_input_has_the_words_of_its_file(model, files, capsys, monkeypatch, options, size):
+    expected = said(capsys, "model", files[0])
+    given(monkeypatch, riff(noise(24_000, 1).tobytes(), size=size))
+    assert said(capsys, "model", "-", *options) == expected
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"]], ids=["whole", "stream"])
+def test_what_is_wrong_with_a_recording_names_it(model, capsys, monkeypatch, options):
+    bad = {
+        "": "is empty",
+        wav_bytes(noise(0)): "has no samples",
+        wav_bytes(noise(99), rate=4000): "the recording has 4000 samples per second",
+        wav_bytes(noise(8), channels=2): "2 channels",
+        wav_bytes(noise(99))[:-4]: "ends too early: 97 samples came where 99 were announced",
+        b"nothing" * 9: "",
+    }
+    for content, expected in bad.items():
+        content = content or b""
+        Path("bad.wav").write_bytes(content)
+        line = refused(capsys, "transcribe", "model", "bad.wav", *options)
+        assert re.fullmatch(f"longspan: error: bad.wav:? .*{expected}.*\n", line)
+        given(monkeypatch, content)
+        line = refused(capsys, "transcribe", "model", "-", *options)
+        assert re.fullmatch("longspan: error: standard input:? .*\n", line)
+
+
+# Memory
+
+
+def test_a_recording_is_read_a_block_at_a_time(model, monkeypatch):
+    """No call sees more than a block, and each block is gone when the next but one is asked for."""
+    seen = []
+    for kind in (Resampler, FilterBank):
+        feed = kind.feed
+        monkeypatch.setattr(kind, "feed", lambda self, x, feed=feed: (seen.append(len(x)), feed(self, x))[1])
+    samples = torch.from_numpy(noise(50_000, 1) / 32768.0).float()
+    expected = whole(model, samples, 16000)
+    assert max(seen) == sys.modules["longspan.speech.transcribe"].BLOCK
+
+    def blocks():
+        kept = []
+        for piece in samples.split(1000):
+            assert all(before() is None for before in kept[:-1])
+            block = piece.clone()
+            kept.append(weakref.ref(block))
+            yield block
+            del block
+
+    assert whole(model, blocks(), 16000) == expected
+    assert len(expected) > 3
+
+
+@pytest.mark.parametrize("source", ["file", "standard input"])
+def test_what_python_holds_does_not_grow_with_a_recording(model, capsys, monkeypatch, source):
+    def peak(count: int) -> int:
+        write(Path("long.wav"), noise(count), 16000)
+        if source == "standard input":
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(open("long.wav", "rb")))
+        tracemalloc.start()
+        assert main(["transcribe", "model", "long.wav" if source == "file" else "-"]) == OK
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        sys.stdin.close() if source == "standard input" else None
+        return found
+
+    peak(1600)  # what is imported stays
+    assert peak(160_000) < peak(16_000) + 64 * 1024
+
+
+@pytest.mark.parametrize("attention", ["linear", "local(window=8)", "alibi", "talking_heads"])
+def test_memory_is_estimated_from_short_calls(attention):
+    """The estimate for more tokens is what a call on them takes, whether it grows with their number or its square."""
+    quadratic = attention in ("alibi", "talking_heads")
+    # Sums go on in other blocks from 512 tokens on.
+    tokens, short = (1024, 256) if quadratic else (4096, 1024)
+    model, frames = transcriber(attention=attention), torch.randn(2 * tokens, 5, dtype=torch.float64)
+    found, measured = memory.estimate(model, frames, short), memory._measured(model, frames)
+    assert measured == pytest.approx(found, rel=0.05)
+    assert (measured > 2 * 8 * tokens**2) == quadratic  # a matrix of float64 for each of two heads
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_does_not_fit_is_refused_before_it_is_taken(causal, monkeypatch):
+    model = transcriber(attention="talking_heads", causal=causal, features=40).float()
+    samples = torch.from_numpy(noise(30_000) / 32768.0).float()
+    monkeypatch.setattr(memory, "PROBE", 16)
+    assert isinstance(whole(model, samples, 8000), list)
+    monkeypatch.setattr(weights, "memory", lambda: 200_000)
+    hint = "read it by --stream" if causal else "cut it into shorter ones, or use a causal model"
+    with pytest.raises(ValueError, match=rf"a recording of 211 tokens would take .* KiB of memory; .* KiB; {hint}"):
+        whole(model, samples, 8000)
+    # Short recordings are not measured.
+    monkeypatch.setattr(memory, "PROBE", 1000)
+    assert isinstance(whole(model, samples, 8000), list)
 
 
 def test_a_name_that_nobody_has_is_told_the_models_of_the_kind(files, capsys, tmp_path, monkeypatch):

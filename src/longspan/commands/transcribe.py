@@ -1,26 +1,32 @@
 """``longspan transcribe``: recordings to words, whole or while they are read."""
 
-from .. import signals
+import itertools
+import sys
+from pathlib import Path
+
+from .. import files, signals
 from .parser import Parser, make
 
 HELP = "a checkpoint of a transcriber, or a model that comes with longspan: digits"
+STANDARD_INPUT = "-"
 CHUNK = 0.1  # seconds that are read at a time
 
 
 def parser() -> Parser:
     parser = make(
         "transcribe",
-        "The words of recordings, by a model that was trained with CTC. Recordings are wav files of one channel and 16 "
-        "bits, with at least as many samples per second as the model was trained on; more are converted. The model "
-        "digits comes with longspan: it knows the English words from zero to nine. Of several files each one's words "
-        "follow its name and a tab.",
+        "Print the words of recordings, by a model that was trained with CTC. Recordings are sound files of one channel "
+        "(wav, flac, ogg) with at least as many samples per second as the model was trained on; more are converted. The "
+        "name - reads a 16 bit wav stream from standard input. The model digits comes with longspan: it knows the "
+        "English words from zero to nine. Of several files each one's words follow its name and a tab.",
         "longspan transcribe digits FILE.wav",
         "longspan transcribe digits FILE.wav --beam 8",
         "longspan transcribe digits FILE.wav --stream",
+        "arecord -f S16_LE -r 16000 | longspan transcribe digits - --stream",
         "longspan transcribe reproduce/speech-work/linear FILE.wav",
     )
     parser.add_argument("folder", type=str, help=HELP)
-    parser.add_argument("files", nargs="+", type=str, metavar="FILE.wav", help="the recordings")
+    parser.add_argument("files", nargs="+", type=str, metavar="FILE.wav", help="the recordings; -: standard input")
     parser.add_argument(
         "--beam", type=int, default=0, metavar="N",
         help="follow the N likeliest beginnings, each with all its alignments; 0: the likeliest label of each token",
@@ -47,7 +53,11 @@ def run(args) -> int:
         for path in args.files:
             if len(args.files) > 1:
                 _write(f"{path}\t")
-            told(model, path, args.beam)
+            try:
+                told(model, path, args.beam)
+            except ValueError as error:
+                # What is wrong with a rate or a length is found by functions that know no file.
+                raise error if _called(path) in str(error) else ValueError(f"{_called(path)}: {error}") from error
             done += 1
     except KeyboardInterrupt as error:
         _write("\n")
@@ -56,17 +66,19 @@ def run(args) -> int:
 
 
 def _whole(model, path: str, beams: int) -> None:
-    from ..speech import transcribe, wav
+    from ..speech import transcribe
 
-    samples, rate = wav.read(path)
+    blocks = _blocks(path)
+    first, rate = next(blocks)
+    samples = itertools.chain([first], (samples for samples, _ in blocks))
     _write(" ".join(transcribe(model, samples, rate, beams)) + "\n")
 
 
 def _streamed(model, path: str, beams: int) -> None:
-    from ..speech import Listener, wav
+    from ..speech import Listener
 
     listener, between = None, ""
-    for samples, rate in wav.chunks(path, CHUNK):
+    for samples, rate in _blocks(path):
         listener = listener or Listener(model, rate, beams)
         for word in listener.feed(samples):
             _write(between + word)
@@ -75,6 +87,21 @@ def _streamed(model, path: str, beams: int) -> None:
         _write(between + word)
         between = " "
     _write("\n")
+
+
+def _blocks(path: str):
+    """The samples of a file or of standard input, a short block at a time, and the rate with each."""
+    from ..speech import wav
+
+    if path != STANDARD_INPUT:
+        yield from wav.chunks(path, CHUNK)
+        return
+    with files.reading(Path(_called(path))):
+        yield from wav.stream(sys.stdin.buffer, _called(path), CHUNK)
+
+
+def _called(path: str) -> str:
+    return "standard input" if path == STANDARD_INPUT else path
 
 
 def _write(text: str) -> None:

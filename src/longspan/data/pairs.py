@@ -100,9 +100,9 @@ def load(source: str, length: int) -> Pairs:
 
     A line has two columns of UTF-8, a source and a target with a tab between them, whose bytes are the tokens; in a
     file named .jsonl it is an object of two lists of whole numbers, ``{"source": [3, 1], "target": [1, 3]}``. Either
-    may be packed: .gz, .xz, and may begin with a byte order mark, which is left out. A source or target may have ``length`` tokens (0 means 256), the stop token with them. Of
-    the sources' sha256, one value in 20 means validation and one the test, so that equal sources are never in two
-    splits and lines that are added move no other.
+    may be packed: .gz, .xz, and may begin with a byte order mark, which is left out. A source or target may have
+    ``length`` tokens (0 means 256), the stop token with them. Of the sources' sha256, one value in 20 means validation
+    and one the test, so that equal sources are never in two splits and lines that are added move no other.
 
     Raises ValueError without a source, for a missing or unreadable file, and for a line that is no pair, is too long or
     leaves UTF-8, which it names by its number; and where a split would be empty.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 ZEROS = 16  # of the sinc on each side
 ROOM = 0.95  # where the pass band ends, as a part of half the lower rate
+PHASES = 256  # rows of the table of weights that are made at a time
 
 
 class Resampler:
@@ -32,12 +33,9 @@ class Resampler:
         self.up, self.down = target // common, source // common
         self.same = source == target
         self.half = math.ceil(ZEROS * max(1.0, source / target))
-        # Weights of the samples -half+1 ... half around a time that lies phase / up after sample 0.
-        time = torch.arange(-self.half + 1, self.half + 1) - torch.arange(self.up)[:, None] / self.up
-        band = ROOM * min(1.0, target / source)
-        window = 0.5 + 0.5 * torch.cos(math.pi * (time / self.half).clamp(-1, 1).double())
-        weights = band * torch.special.sinc(band * time.double()) * window
-        self.weights = (weights / weights.sum(1, keepdim=True)).float()  # (up, 2 half)
+        self.band = ROOM * min(1.0, target / source)
+        # A table row for each of up to ``target`` phases, a few at a time, as they are made in double precision.
+        self.weights = torch.cat([self._weights(phases) for phases in torch.arange(self.up).split(PHASES)])
         self.kept = torch.zeros(self.half - 1)  # the samples that are still needed
         self.first = 1 - self.half  # the number of the first of them
         self.read = self.made = 0
@@ -58,6 +56,13 @@ class Resampler:
             return self.kept[:0]
         self.kept = torch.cat([self.kept, torch.zeros(self.half + 1)])
         return self._until(-(-self.read * self.up // self.down))
+
+    def _weights(self, phases: Tensor) -> Tensor:
+        """Weights (P, 2 half) of the samples -half+1 ... half around times that lie phase / up after sample 0."""
+        time = torch.arange(-self.half + 1, self.half + 1) - phases[:, None] / self.up
+        window = 0.5 + 0.5 * torch.cos(math.pi * (time / self.half).clamp(-1, 1).double())
+        weights = self.band * torch.special.sinc(self.band * time.double()) * window
+        return (weights / weights.sum(1, keepdim=True)).float()
 
     def _until(self, count: int) -> Tensor:
         """The outputs before number ``count``."""

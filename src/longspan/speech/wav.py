@@ -1,74 +1,229 @@
-"""Recordings: wav files of one channel and 16 bits, whole or a little at a time."""
+"""Recordings: sound files and streams, read a block at a time."""
 
-import contextlib
-import wave
+import io
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import files
+from .. import extras, files
+from ..data.download import take
 
 LEAST, MOST = 1_000, 400_000  # samples per second that a recording may have
+LOUDEST = 2.0**31  # the largest sample that files of floating-point numbers may have
+NO_COUNT = 2**63 - 1  # what libsndfile has for the samples of a file that does not say how many
+BLOCK = 1.0  # seconds that ``read`` takes at a time
+# Programs that write to a pipe do not know the size of the data. They announce 0, 2 * 10**9, 0x7ffff000, 0xffffffff.
+UNKNOWN = 2_000_000_000
+FORMAT = 64  # bytes of a format chunk that are read; the fields that matter are the first 40
+# Other chunks that may come before the samples, and their bytes, so that no stream is searched without an end.
+CHUNKS, HEAD = 1000, 2**26
+PCM, EXTENSIBLE = 1, 0xFFFE
+PCM_ID = bytes.fromhex("0100000000001000800000aa00389b71")  # the sub-format of an extensible header
+WANTED = "a wav file of one channel and 16 bits"
+
+
+class Header(NamedTuple):
+    """What a RIFF WAVE file says before its samples."""
+
+    code: int  # the format's number, PCM also for an extensible header of PCM
+    channels: int
+    rate: int
+    bits: int
+    size: int  # bytes of samples that are announced
+
+    @property
+    def plain(self) -> bool:
+        """Whether the samples are 16 bit PCM of one channel, which needs no library."""
+        return (self.code, self.channels, self.bits) == (PCM, 1, 16)
+
+    @property
+    def known(self) -> bool:
+        """Whether the size is one, and not a placeholder of a program that did not know it."""
+        return 0 < self.size < UNKNOWN
 
 
 def read(path: str | Path) -> tuple[Tensor, int]:
-    """A recording -> samples (N,) float32 from -1 to 1, and how many of them are a second.
+    """Read a recording -> samples (N,) float32 from -1 to 1, and how many of them are a second.
 
-    Raises ValueError, which names the file, for one that cannot be read, is no wav file, is compressed, has several
-    channels or other than 16 bits, or ends too early.
+    Raises ValueError and ImportError as ``chunks`` does.
     """
-    path = Path(path)
-    with files.reading(path), open(path, "rb") as file:
-        return parsed(file, str(path))
+    return _joined(chunks(path, BLOCK))
 
 
 def parsed(file: BinaryIO, name: str) -> tuple[Tensor, int]:
-    """``read`` of an open file, which messages call ``name``."""
-    with _opened(file, name) as found:
-        return _samples(found, found.getnframes(), name), found.getframerate()
+    """Read a whole ``stream`` -> samples (N,) float32 from -1 to 1, and how many of them are a second."""
+    return _joined(stream(file, name, BLOCK))
 
 
 def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
-    """The same samples, so many seconds at a time, and the rate with each; no more than these are ever in memory.
+    """Read a recording in blocks of up to ``seconds``, each with the rate; no more than a block is in memory.
 
-    Raises ValueError as ``read`` does, and for ``seconds`` in which there is no sample.
+    Wav files of one channel and 16 bits are read directly, also from a named pipe or a device. All other files are
+    decoded by soundfile: wav files of other widths, flac, ogg and what else libsndfile knows.
+
+    Raises ValueError, which names the file, where it cannot be read or decoded, is empty, has several channels, another
+    rate than speech has, samples that are not finite, or fewer samples than announced, and for ``seconds`` in which
+    there is no sample; ImportError where soundfile is needed and missing.
     """
     path = Path(path)
-    with files.reading(path), open(path, "rb") as file, _opened(file, str(path)) as found:
-        rate, left = found.getframerate(), found.getnframes()
-        count = int(seconds * rate)
-        if count < 1:
-            raise ValueError(f"{seconds} s have no sample at {rate} samples per second")
-        while left:
-            some = min(count, left)
-            yield _samples(found, some, str(path)), rate
-            left -= some
+    name = str(path)
+    with files.reading(path), open(path, "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            yield from stream(file, name, seconds)
+            return
+        if not about.st_size:
+            raise ValueError(f"{name} is empty")
+        if _is_wave(file.read(12)):
+            header = _header(file, name)
+            _checked(header.channels, header.rate, name, seconds)
+            if header.plain:
+                yield from _pcm(file, header, name, seconds)
+                return
+            there = about.st_size - file.tell()
+            if header.known and there < header.size:
+                raise ValueError(
+                    f"{name} ends too early: {there} bytes of samples came where {header.size} were announced"
+                )
+        yield from _decoded(path, seconds)
 
 
-@contextlib.contextmanager
-def _opened(file: BinaryIO, name: str) -> Iterator[wave.Wave_read]:
-    try:
-        found = wave.open(file)
-    except (wave.Error, EOFError) as error:
+def stream(file: BinaryIO, name: str, seconds: float) -> Iterator[tuple[Tensor, int]]:
+    """Read a wav stream of one channel and 16 bits, such as standard input, in blocks of up to ``seconds``.
+
+    A data size that is a placeholder (0, or from 2 * 10**9 bytes on) means that the samples end with the stream.
+
+    Raises ValueError, which calls the stream ``name``, for another format, as for a file.
+    """
+    if not _is_wave(file.read(12)):
+        raise ValueError(f"{name} is not a RIFF WAVE stream; convert it to {WANTED}")
+    header = _header(file, name)
+    if not header.plain:
         raise ValueError(
-            f"{name} is no wav file of 16 bit PCM ({str(error) or 'it ends too early'}); convert it to one channel of "
-            "16 bits"
-        ) from error
-    with found:
-        channels, bits, rate = found.getnchannels(), 8 * found.getsampwidth(), found.getframerate()
-        if channels != 1 or bits != 16:
-            raise ValueError(f"{name} has {channels} channels of {bits} bits; convert it to one channel of 16 bits")
-        if not LEAST <= rate <= MOST:
-            raise ValueError(f"{name} has {rate} samples per second; speech has {LEAST} to {MOST}")
-        yield found
+            f"{name} has {header.channels} channels of {header.bits} bits in format {header.code:#06x}; convert it to "
+            f"{WANTED} of PCM (format 0x0001)"
+        )
+    yield from _pcm(file, header, name, seconds)
 
 
-def _samples(found: wave.Wave_read, count: int, name: str) -> Tensor:
-    content = found.readframes(count)
-    if len(content) != 2 * count:
-        raise ValueError(f"{name} ends too early: {len(content) // 2} samples came where {count} were announced")
-    return torch.from_numpy(np.frombuffer(content, "<i2").astype(np.float32) / 32768)
+def _joined(blocks: Iterator[tuple[Tensor, int]]) -> tuple[Tensor, int]:
+    samples, rates = zip(*blocks, strict=True)
+    return torch.cat(samples), rates[0]
+
+
+def _is_wave(begin: bytes) -> bool:
+    return begin[:4] == b"RIFF" and begin[8:12] == b"WAVE"
+
+
+def _header(file: BinaryIO, name: str) -> Header:
+    """Read the chunks of a RIFF WAVE file up to its samples. Raises ValueError where they are not as they should be."""
+    found, left = None, HEAD
+    for _ in range(CHUNKS):
+        chunk = take(file, 8)
+        if len(chunk) < 8:
+            raise ValueError(f"{name} ends too early: it has no data chunk")
+        kind, size = chunk[:4], int.from_bytes(chunk[4:], "little")
+        if kind == b"data":
+            if found is None:
+                raise ValueError(f"{name} has a data chunk before its format chunk, which must come first")
+            return found._replace(size=size)
+        padded = size + size % 2
+        left -= len(chunk) + padded
+        if left < 0:
+            raise ValueError(
+                f"{name} has a chunk {kind!r} of {size} bytes before its data chunk; {HEAD} bytes may come before it"
+            )
+        content = take(file, min(padded, FORMAT))
+        if kind == b"fmt ":
+            if size < 16 or len(content) < min(padded, FORMAT):
+                raise ValueError(
+                    f"{name} has a format chunk of {min(size, len(content))} bytes; at least 16 are needed"
+                )
+            found = _format(content[:size])
+        _skip(file, padded - len(content))
+    raise ValueError(f"{name} has no data chunk among its first {CHUNKS} chunks")
+
+
+def _format(content: bytes) -> Header:
+    code, channels = (int.from_bytes(content[at : at + 2], "little") for at in (0, 2))
+    rate, bits = int.from_bytes(content[4:8], "little"), int.from_bytes(content[14:16], "little")
+    if code == EXTENSIBLE and content[24:40] == PCM_ID:
+        code = PCM
+    return Header(code, channels, rate, bits, 0)
+
+
+def _skip(file: BinaryIO, count: int) -> None:
+    while count and (content := file.read(min(count, io.DEFAULT_BUFFER_SIZE))):
+        count -= len(content)
+
+
+def _pcm(file: BinaryIO, header: Header, name: str, seconds: float) -> Iterator[tuple[Tensor, int]]:
+    """The samples of 16 bit PCM that follow a header."""
+    count = _checked(header.channels, header.rate, name, seconds)
+    announced = header.size // 2 if header.size else None
+    done = 0
+    while announced is None or done < announced:
+        wanted = count if announced is None else min(count, announced - done)
+        content = take(file, 2 * wanted)
+        some = len(content) // 2
+        if some:
+            samples = np.frombuffer(content, "<i2", some).astype(np.float32) / 32768
+            yield torch.from_numpy(samples), header.rate
+        done += some
+        if some < wanted:
+            break
+    if header.known and announced is not None and done < announced:
+        raise ValueError(f"{name} ends too early: {done} samples came where {announced} were announced")
+    if not done:
+        raise ValueError(f"{name} has no samples")
+
+
+def _decoded(path: Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
+    """The samples of a file that libsndfile knows."""
+    extras.need(f"recordings other than {WANTED}", "soundfile")
+    import soundfile
+
+    class Forward(soundfile.SoundFile):
+        """A file whose ``read`` does not seek to where it is already, which spoils the next samples of an mp3."""
+
+        def seekable(self) -> bool:
+            return False
+
+    name = str(path)
+    # Names that are no UTF-8 must come as bytes, except on Windows, where every name is text.
+    place = name if os.name == "nt" else os.fsencode(path)
+    try:
+        # A TypeError is raised for files named .raw, which have no header.
+        with Forward(place) as sound:
+            rate = sound.samplerate
+            count = _checked(sound.channels, rate, name, seconds)
+            done = 0
+            while done < sound.frames and len(block := sound.read(count, dtype="float32")):
+                if not (np.abs(block) <= LOUDEST).all():
+                    raise ValueError(f"{name} has samples that are not finite, or larger than {LOUDEST:g}")
+                yield torch.from_numpy(block), rate
+                done += len(block)
+            if done < sound.frames < NO_COUNT:
+                raise ValueError(f"{name} ends too early: {done} samples came where {sound.frames} were announced")
+            if not done:
+                raise ValueError(f"{name} has no samples")
+    except (soundfile.SoundFileError, TypeError) as error:
+        reason = getattr(error, "error_string", "files named .raw do not say how they are written")
+        raise ValueError(f"{name} is no recording that can be decoded ({reason}); convert it to {WANTED}") from error
+
+
+def _checked(channels: int, rate: int, name: str, seconds: float) -> int:
+    """The samples of a block. Raises ValueError for a recording that is not one of speech."""
+    if channels != 1:
+        raise ValueError(f"{name} has {channels} channels; convert it to one channel")
+    if not LEAST <= rate <= MOST:
+        raise ValueError(f"{name} has {rate} samples per second; speech has {LEAST} to {MOST}")
+    if seconds * rate < 1:
+        raise ValueError(f"{seconds} s have no sample at {rate} samples per second")
+    return int(seconds * rate)
