@@ -15,10 +15,10 @@ CHUNK = 0.1  # seconds that are read at a time
 def parser() -> Parser:
     parser = make(
         "transcribe",
-        "Print the words of recordings, by a model that was trained with CTC. Recordings are sound files of one channel "
-        "(wav, flac, ogg) with at least as many samples per second as the model was trained on; more are converted. The "
-        "name - reads a 16 bit wav stream from standard input. The model digits comes with longspan: it knows the "
-        "English words from zero to nine. Of several files each one's words follow its name and a tab.",
+        "Print the words of recordings, by a model that was trained with CTC. Recordings are sound files of one "
+        "channel (wav, flac, ogg) with at least as many samples per second as the model was trained on; more are "
+        "converted. The name - reads a 16 bit wav stream from standard input. The model digits comes with longspan: it "
+        "knows the English words from zero to nine. Of several files each one's words follow its name and a tab.",
         "longspan transcribe digits FILE.wav",
         "longspan transcribe digits FILE.wav --beam 8",
         "longspan transcribe digits FILE.wav --stream",
