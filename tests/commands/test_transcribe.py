@@ -20,6 +20,7 @@ from longspan.speech import Listener, memory, transcribe, wav
 from longspan.speech import transcribe as whole
 from longspan.speech.features import FilterBank
 from longspan.speech.resample import Resampler
+from longspan.speech.transcribe import Rows
 from recordings import noise, riff, transcriber, wav_bytes, write
 
 
@@ -213,6 +214,24 @@ def test_what_python_holds_does_not_grow_with_a_recording(model, capsys, monkeyp
 
     peak(1600)  # what is imported stays
     assert peak(160_000) < peak(16_000) + 64 * 1024
+
+
+def test_rows_are_those_that_were_added():
+    rows, pieces = Rows(3), [torch.randn(count, 3) for count in (0, 1, 1000, 30, 5000, 7)]
+    for piece in pieces:
+        rows.add(piece)
+    assert torch.equal(rows.all(), torch.cat(pieces))
+
+
+def test_peak_memory_is_that_of_what_lives_together():
+    weight = torch.zeros(1000)  # 4000 bytes
+    with memory.Peak() as peak:
+        for _ in range(5):
+            one = weight + 1
+            two = one * 2
+            view = two[10:].view(2, -1)
+            del one, two, view
+    assert (peak.top, peak.live) == (8000, 0)
 
 
 @pytest.mark.parametrize("attention", ["linear", "local(window=8)", "alibi", "talking_heads"])
