@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checkpoint, data, pictures
+from . import checkpoint, data, files, pictures
 from .attention import nbytes
 from .bench import guard, plots, throughput
 from .bench import report as report_files
@@ -98,6 +98,8 @@ def _claim(out: Path) -> None:
     pictures.claim_folder(out)
     for name in ("samples_linear.png", "throughput.png"):
         pictures.check(out / name)
+    for name in ("demo.json", "demo.csv"):
+        files.check_output(out / name)
     _pyplot()
 
 

@@ -39,8 +39,7 @@ def check(path: str | Path) -> None:
     path = Path(path)
     if path.suffix.lower() != ".png":
         raise ValueError(f"pictures are PNG files, so their names end in .png, unlike {path}")
-    if path.is_dir():
-        raise ValueError(f"cannot write {path}: it is a folder")
+    files.check_output(path)
     if not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
     _probe(path.parent)

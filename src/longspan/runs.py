@@ -1,13 +1,14 @@
 """What training runs are and how far they have come, read from their folders: for ``show`` and ``compare``."""
 
 import csv
+import io
 import math
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from . import checkpoint, data, sealed
+from . import checkpoint, data, files, sealed
 from .spec import known
 
 CONFIG, METRICS = "config.yaml", "metrics.csv"
@@ -27,7 +28,7 @@ def facts(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     recipe, rows = _recipe(folder), metrics(folder)
-    scored = [row for row in rows if not math.isnan(row["validation_bits"])]
+    scored = [row for row in rows if math.isfinite(row["validation_bits"])]
     best = min(scored, key=lambda row: row["validation_bits"], default=None)
     saved = [path for path in (folder / "checkpoints").glob("*") if (path / checkpoint.CONFIG).is_file()]
     return {
@@ -37,7 +38,7 @@ def facts(folder: str | Path) -> dict[str, Any]:
         "seconds": rows[-1]["elapsed"] if rows else 0.0,
         "tokens_per_second": rows[-1]["tokens_per_second"] if rows else math.nan,
         "bits": None if best is None else best["validation_bits"],
-        "exact": None if best is None or math.isnan(best["validation_exact"]) else best["validation_exact"],
+        "exact": None if best is None or not math.isfinite(best["validation_exact"]) else best["validation_exact"],
         "best_step": None if best is None else int(best["step"]),
         "unit": data.unit(str(recipe["run"].get("data", ""))),
         "parameters": _parameters(checkpoint.resolve(folder)) if saved else None,
@@ -56,18 +57,30 @@ def metrics(folder: str | Path) -> list[dict[str, float]]:
         return []
     rows, before, last = [], 0.0, 0.0
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for text in csv.DictReader(file):
-                # Tables that an older version began lack columns.
-                row = {"validation_exact": math.nan}
-                row |= {name: float(value) if value else math.nan for name, value in text.items()}
-                # A process that goes on with a training counts from zero again.
-                before, last = before + (last if row["seconds"] < last else 0.0), row["seconds"]
-                rows.append(row | {"elapsed": before + row["seconds"]})
-        assert all(known(name, row) for row in rows for name in ("step", "validation_bits", "tokens_per_second"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is corrupt: it is not the table that training writes") from error
+        content = files.read_text(path)
+        # A process that was killed while writing leaves a last row that is cut off.
+        for text in csv.DictReader(io.StringIO(content[: content.rfind("\n") + 1], newline="")):
+            # Tables that an older version began lack columns.
+            row = {"validation_exact": math.nan}
+            row |= {name: float(value) if value else math.nan for name, value in text.items()}
+            _check_row(row)
+            # A process that goes on with a training counts from zero again.
+            before, last = before + (last if row["seconds"] < last else 0.0), row["seconds"]
+            rows.append(row | {"elapsed": before + row["seconds"]})
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is corrupt: it is not the table that training writes ({said})") from error
     return rows
+
+
+def _check_row(row: dict[str, float]) -> None:
+    """Raise ValueError for figures that no training writes."""
+    known("validation_bits", row)
+    if not row["step"].is_integer() or row["step"] < 0:
+        raise ValueError(f"step is {row['step']}, not a whole number from 0 on")
+    for name in ("seconds", "tokens_per_second"):
+        if not (math.isfinite(row[name]) and row[name] >= 0):
+            raise ValueError(f"{name} is {row[name]}, not a finite number from 0 on")
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
@@ -75,14 +88,20 @@ def _recipe(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{folder} holds no training run: it has no {CONFIG}")
     try:
-        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+        recipe = yaml.safe_load(files.read_text(path))
         return {"model": dict(recipe["model"]), "run": dict(recipe["run"])}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is corrupt: it holds no model and run") from error
+    except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is corrupt: it holds no model and run ({said})") from error
 
 
 def _parameters(folder: Path) -> int:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(sealed.settled(folder) / checkpoint.WEIGHTS, "pt") as file:
-        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    path = sealed.settled(folder) / checkpoint.WEIGHTS
+    try:
+        # It maps the file by its name, and would wait for a FIFO.
+        with files.reading(path), files.open_regular(path), safe_open(path, "pt") as file:
+            return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is corrupt: {' '.join(str(error).split())}") from error

@@ -118,7 +118,7 @@ def opened(folder: Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], Co
         for file in found.values():
             stack.enter_context(file)
         with files.reading(folder / CONFIG):
-            text = found[CONFIG].read()
+            text = files.read_rest(found[CONFIG], folder / CONFIG, files.MOST_TEXT)
         header = _header(folder / CONFIG, text)
 
         def content(name: str) -> bytes | None:
@@ -145,10 +145,10 @@ def _open(folder: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, BinaryI
     with files.reading(folder):
         for at in (place for _ in range(TRIES) for place in _places(folder)):
             with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
-                found: dict[str, BinaryIO] = {CONFIG: stack.enter_context(open(at / CONFIG, "rb"))}
+                found: dict[str, BinaryIO] = {CONFIG: stack.enter_context(files.open_regular(at / CONFIG))}
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
-                        found[name] = stack.enter_context(open(at / name, "rb"))
+                        found[name] = stack.enter_context(files.open_regular(at / name))
                 # The same config.json before and after: what was opened in between belongs to it.
                 same = os.path.samestat(os.fstat(found[CONFIG].fileno()), os.stat(at / CONFIG))
                 # One that has stepped aside may be half removed by now.

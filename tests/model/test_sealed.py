@@ -263,7 +263,7 @@ class TestWhatIsLeft:
 class TestAtOnce:
     def test_a_reader_between_two_renames_gets_one_whole_model(self, folder, monkeypatch):
         """Config and weights are opened one after the other; here, the folder is replaced in between each time."""
-        opened, number = open, [0]
+        opened, number = files.open_regular, [0]
 
         def replaced(path, *arguments, **keywords):
             found = opened(path, *arguments, **keywords)
@@ -272,7 +272,7 @@ class TestAtOnce:
                 checkpoint.save(folder, decoder(number[0]), training={"of": number[0]})
             return found
 
-        monkeypatch.setattr(sealed, "open", replaced, raising=False)
+        monkeypatch.setattr(files, "open_regular", replaced)
         model = decoder()
         assert checkpoint.restore(folder, model)["of"] == 3
         assert same(model, decoder(3))

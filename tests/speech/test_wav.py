@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from longspan import files
 from longspan.speech import wav
 from recordings import noise, riff, wav_bytes, write
 
@@ -157,6 +158,15 @@ def test_a_named_pipe_is_a_stream(tmp_path):
     found, rate = wav.read(path)
     writer.join()
     assert (len(found), rate) == (len(DATA), 8000)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="a system without named pipes")
+def test_a_named_pipe_without_a_writer_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    monkeypatch.setattr(files.open_stream, "__defaults__", (0.05,))
+    with pytest.raises(ValueError, match=r"cannot read .*pipe: no program wrote to this FIFO within 0\.05 s"):
+        wav.read(path)
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -137,7 +137,8 @@ def load_state(path: str | os.PathLike, like: S) -> S:
     path, wanted = files.check(Path(path)), _named(like)
     _refuse_meta(wanted)
     try:
-        with safe_open(path, "pt") as file:
+        # It maps the file by its name, and would wait for a FIFO.
+        with files.open_regular(path), safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("tree") != _shape(like):
                 raise ValueError(f"{str(path)!r} does not hold the state of this mechanism or stack: {sorted(wanted)}")
@@ -145,7 +146,8 @@ def load_state(path: str | os.PathLike, like: S) -> S:
     except FileNotFoundError as error:
         raise ValueError(f"no state file {str(path)!r}") from error
     except (SafetensorError, OSError, KeyError) as error:
-        raise ValueError(f"{str(path)!r} is not a readable state file: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{str(path)!r} is not a readable state file: {reason}") from error
     if metadata.get("sha256") != (found := _digest(leaves)):
         raise ValueError(
             f"{str(path)!r} was changed or damaged since it was written: its sha256 is {found}, and it names "

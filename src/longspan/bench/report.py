@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, extras, pictures, signals
+from .. import checkpoint, extras, files, pictures, signals
 from ..lock import alone
 from . import plots
 
@@ -25,6 +25,8 @@ def claimed(out: Path, benchmark: str) -> Iterator[None]:
     extras.need("the benchmarks", "matplotlib", "PIL")
     pictures.claim_folder(out)
     pictures.check(out / f"{benchmark}.png")
+    for end in ("json", "csv", "partial.json", "md"):
+        files.check_output(out / f"{benchmark}.{end}")
     plots.pyplot()
     with alone(out / f".{benchmark}.lock", str(out / f"{benchmark}.json")):
         yield

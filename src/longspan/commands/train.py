@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonargparse
 import yaml
 
-from .. import checkpoint, data, recipes, signals
+from .. import checkpoint, data, files, recipes, signals
 from ..attention import plugins
 from ..config import Config, Seq2SeqConfig
 from ..kinds import shown
@@ -118,10 +118,9 @@ def _recipe(text: str) -> tuple[str, dict]:
     if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"--config: {path!r} is no file")
     try:
-        content = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text, or its name is none"
-        raise ValueError(f"--config: cannot read {path!r}: {reason}") from error
+        content = files.read_text(Path(path))
+    except ValueError as error:
+        raise ValueError(f"--config: {error}") from error
     try:
         _plain(path, content)
         recipe = yaml.safe_load(content)

@@ -47,6 +47,7 @@ def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str =
     Raises ValueError for a model that cannot be exported, a place that cannot be written, and answers that differ; no
     file is written then. ImportError where onnx, onnxruntime or onnxscript is missing.
     """
+    files.check_output(Path(os.path.abspath(path)))
     need("the export to ONNX", "onnx", "onnxruntime", "onnxscript")
     known(domain, DOMAINS, "domain")
     _check(model)

@@ -14,7 +14,7 @@
 from pathlib import Path
 from typing import Any
 
-from ..folders import cache_folder
+from ..folders import cache_folder, expanded
 from ..spec import known
 from . import images, pairs, text
 from .dataset import Dataset
@@ -65,7 +65,7 @@ def absolute(name: str) -> str:
     ('text:stdlib', 'text:/books/a.txt')
     """
     kind, _, source = name.partition(":")
-    return name if not source or name in _OWN else f"{kind}:{Path(source).expanduser().absolute()}"
+    return name if not source or name in _OWN else f"{kind}:{expanded(source).absolute()}"
 
 
 def unit(name: str) -> str:

@@ -5,15 +5,20 @@ import gzip
 import hashlib
 import importlib.util
 import sys
+import tarfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .. import files
+from .. import files, memory
 
 # Bytes that a compressed file may unpack to: a small one can be made to fill any memory.
 MOST = 2**32
+PIECE = 2**20
+PACKED = (".gz", ".xz")
+# How a truncated or corrupt tar.gz shows itself.
+ARCHIVE_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error)
 
 
 def fetch(urls: Sequence[str], sha256: str, folder: Path, seconds: float = 30.0) -> Path:
@@ -49,23 +54,40 @@ def read(path: Path, published: str = "") -> bytes:
 
     ``published`` is the sha256 (hex) that the file is known to have; messages name it.
 
-    Raises ValueError for a file that is not there or cannot be read, for truncated or corrupt compression, and for one
-    that unpacks to more than ``MOST`` bytes.
+    Raises ValueError for a file that is not there, is not a regular file or cannot be read, for truncated or corrupt
+    compression, for one that unpacks to more than ``MOST`` bytes, and for more than half of the memory that is free.
     """
+    if path.suffix not in PACKED:
+        return files.read(path)
+    buffer = bytearray()
+    append(path, buffer, published)
+    return bytes(buffer)
+
+
+def append(path: Path, buffer: bytearray, published: str = "", times: int = 2) -> None:
+    """``read`` into the end of a buffer, piece by piece, so that the content is in memory once.
+
+    ``times``: how many times the size of the content must be free in memory.
+    """
+    most = memory.available() // times
+    why = f"{times} times as much must be free in memory"
     with opened(path, published) as file:
-        if path.suffix not in (".gz", ".xz"):
-            return file.read()
-        data = take(file, MOST + 1)
-    if len(data) > MOST:
-        raise ValueError(f"{path} unpacks to more than {MOST} bytes; if it is what it should be, unpack it by hand")
-    return data
+        if path.suffix not in PACKED:
+            files.refuse_larger(file, path, most, why)
+        elif most > MOST:
+            most, why = MOST, "if it is what it should be, unpack it by hand"
+        begin = len(buffer)
+        while piece := file.read(PIECE):
+            buffer += piece
+            if len(buffer) - begin > most:
+                raise ValueError(f"{path} unpacks to more than {most} bytes; {why}")
 
 
 @contextlib.contextmanager
 def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
     """A file to read from, which unpacks as it is read; otherwise as ``read``."""
     with files.reading(path):
-        raw = open(path, "rb")
+        raw = files.open_regular(path)
     with raw:
         match path.suffix:
             case ".gz":
@@ -87,16 +109,37 @@ def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
 
 def take(file: BinaryIO, most: int) -> bytes:
     """What comes next of a file, so many bytes at most; memory is only taken for what is there."""
-    pieces = []
-    while most and (piece := file.read(min(most, 2**20))):
-        pieces.append(piece)
-        most -= len(piece)
-    return b"".join(pieces)
+    buffer = bytearray()
+    while len(buffer) < most and (piece := file.read(min(most - len(buffer), PIECE))):
+        buffer += piece
+    return bytes(buffer)
+
+
+def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """The regular files inside a tar.gz whose names are wanted: (name, content), read as a stream, never unpacked.
+
+    Raises ValueError where the archive cannot be opened, or what is wanted is larger than ``read`` allows; what
+    ``ARCHIVE_ERRORS`` lists for one that is truncated or corrupt.
+    """
+    left = min(MOST, memory.available() // 2)
+    with files.reading(path):
+        raw = files.open_regular(path)
+    with raw, tarfile.open(fileobj=raw, mode="r:gz") as archive:
+        for member in archive:
+            if not member.isfile() or not wanted(member.name):
+                continue
+            left -= member.size
+            if left < 0:
+                raise ValueError(f"{path} has more in it than fits: {member.name} alone is {member.size:,} bytes")
+            file = archive.extractfile(member)
+            assert file is not None
+            yield member.name, file.read()
 
 
 def describe(path: Path, published: str = "") -> str:
     """The end of a message about a bad file: its sha256 and, where one is known, the one it should have."""
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    with files.reading(path), files.open_regular(path) as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     return f"; its sha256 is {found}" + (f", the published file's is {published}" if published else "")
 
 

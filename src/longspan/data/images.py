@@ -1,17 +1,16 @@
 """Images as rows of tokens: scikit-learn's digits, MNIST and CIFAR-10."""
 
 import math
+import re
 import struct
-import tarfile
-import zlib
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from ..folders import cache_folder
+from ..folders import cache_folder, expanded
 from .dataset import Dataset
 from .dataset import images as dataset
-from .download import MOST, describe, fetch, opened, read, take
+from .download import ARCHIVE_ERRORS, MOST, describe, fetch, members, opened, read, take
 
 _MNIST_MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -39,6 +38,7 @@ _MNIST = {
 }
 _CIFAR_MIRRORS = ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",)
 _CIFAR_SHA256 = "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
+_BATCH = re.compile(r"(data_batch_|test_batch).*\.bin")
 _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
@@ -76,7 +76,7 @@ def mnist(source: str = "") -> Dataset:
     when there is something to download.
     """
     if source:
-        folder = Path(source).expanduser()
+        folder = expanded(source)
     else:
         folder = cache_folder() / "mnist"
         for name, (compressed, _) in _MNIST.items():
@@ -110,7 +110,7 @@ def cifar10(source: str = "") -> Dataset:
     when there is something to download.
     """
     if source:
-        (images, classes), test = _cifar_folder(Path(source).expanduser())
+        (images, classes), test = _cifar_folder(expanded(source))
     else:
         (images, classes), test = _cifar_tar(fetch(_CIFAR_MIRRORS, _CIFAR_SHA256, cache_folder() / "cifar10"))
     if len(images) < 10:
@@ -162,14 +162,10 @@ def _cifar_folder(folder: Path) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
 def _cifar_tar(path: Path) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     train, test = {}, {}
     try:
-        # Members are read as streams and never unpacked, so that no path inside the archive can lead anywhere.
-        with tarfile.open(path, "r:gz") as archive:
-            for member in archive:
-                name = PurePosixPath(member.name).name
-                stream = archive.extractfile(member) if name.endswith(".bin") else None
-                if stream is not None and name.startswith(("data_batch_", "test_batch")):
-                    (test if name.startswith("test") else train)[name] = stream.read()
-    except (tarfile.TarError, OSError, EOFError, zlib.error) as error:
+        for member, content in members(path, lambda name: _BATCH.fullmatch(PurePosixPath(name).name) is not None):
+            name = PurePosixPath(member).name
+            (test if name.startswith("test") else train)[name] = content
+    except ARCHIVE_ERRORS as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}){describe(path, _CIFAR_SHA256)}") from error
     if not train or not test:
         raise ValueError(f"no data_batch_*.bin and test_batch.bin in {path}{describe(path, _CIFAR_SHA256)}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import files
+from ..folders import expanded
 from ..kinds import shown
 from ..spec import known
 from . import text
@@ -22,6 +23,7 @@ from .generated import TASKS
 MOST = 256  # tokens of a source or a target, unless a length is given
 PARTS = 20  # of which one is for validation and one for the test
 LARGEST = 2**20  # levels of tokens: a row of the embedding each
+IN_MEMORY = 32  # bytes for each byte of a file, while pairs are lists of numbers
 Pair = tuple[list[int], list[int]]
 
 
@@ -109,7 +111,7 @@ def load(source: str, length: int) -> Pairs:
     """
     if not source:
         raise ValueError(f"pairs need a source: pairs:FILE, or one that is generated, pairs:{' or pairs:'.join(TASKS)}")
-    path, numbers = Path(source).expanduser(), of_numbers(source)
+    path, numbers = expanded(source), of_numbers(source)
     if source in TASKS:
         data = "".join(f"{one}\t{other}\n" for one, other in TASKS[source]()).encode()
     else:
@@ -117,7 +119,7 @@ def load(source: str, length: int) -> Pairs:
             raise ValueError(
                 f"no pairs at {path.absolute()}: there is no such file; pairs that are generated: {', '.join(TASKS)}"
             )
-        data = files.without_mark(text.unpacked(path))
+        data = files.without_mark(text.unpacked(path, times=IN_MEMORY))
     parts: dict[str, list[Pair]] = {"train": [], "validation": [], "test": []}
     highest, longest = 0, 0
     for pair in _lines(data, str(path), length or MOST, numbers):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import files
+from ..folders import expanded
 from ..spec import known
 from .download import read
 
@@ -76,7 +77,7 @@ def load(name: str, seed: int = 0) -> Proteins:
     kind, source = parsed(name)
     if kind == "synthetic":
         return synthetic(seed)
-    path = _inside(Path(source).expanduser())
+    path = _inside(expanded(source))
     content = read(path)
     sequences = tuple(fasta(content, str(path)))
     return Proteins(name, sequences, families(sequences), hashlib.sha256(content).hexdigest())

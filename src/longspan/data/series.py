@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import files
-from ..folders import cache_folder
+from ..folders import cache_folder, expanded
 from ..spec import known
 from .download import fetch, read
 
@@ -82,7 +82,7 @@ def load(name: str, seed: int = 0) -> Series:
     if kind == "synthetic":
         return synthetic(seed)
     if source:
-        path = Path(source).expanduser()
+        path = expanded(source)
         path = path / "ETTh1.csv" if path.is_dir() else path
     else:
         path = fetch(ETT, ETT_SHA256, cache_folder() / "ett")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from .. import checkpoint, extras, pictures
+from .. import checkpoint, extras, files, pictures
 from ..bench import plots
 from . import EXPERIMENTS, experiment, page
 from .experiment import QUICK, Result, Track
@@ -51,6 +51,7 @@ def run(
     """
     extras.need("the experiments", "matplotlib", "PIL")
     pictures.claim_folder(out)
+    files.check_output(out / PAGE)
     plots.pyplot()
     expected = {name: minutes(name, scale, out, data) for name in chosen}
     found: list[Outcome] = []
@@ -133,7 +134,7 @@ def _shown(name: str, out: Path) -> None:
     """See that a result is drawn, which needs nothing but its JSON."""
     path = out / f"{name}.json"
     if not (path.with_suffix(".png").exists() and path.with_suffix(".md").exists()):
-        experiment.show(name, EXPERIMENTS[name], json.loads(path.read_text(encoding="utf-8")), out)
+        experiment.show(name, EXPERIMENTS[name], json.loads(files.read_text(path)), out)
 
 
 def text(out: Path, scale: str, found: Iterable[Outcome]) -> str:
@@ -167,7 +168,7 @@ def _results(out: Path) -> Iterator[tuple[str, Result]]:
     for name in EXPERIMENTS:
         path = out / f"{name}.json"
         if path.exists() and path.with_suffix(".png").exists():
-            yield name, json.loads(path.read_text(encoding="utf-8"))
+            yield name, json.loads(files.read_text(path))
 
 
 def summary(found: Iterable[Outcome]) -> str:

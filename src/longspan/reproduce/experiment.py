@@ -48,7 +48,8 @@ class Place(NamedTuple):
         if not path.exists():
             return None
         try:
-            return torch.load(path, weights_only=True)
+            with files.open_regular(path) as file:
+                return torch.load(file, weights_only=True)
         # A foreign file may make the unpickler stumble over anything.
         except Exception as error:
             raise ValueError(f"{path} is corrupt or foreign; delete it") from error
@@ -145,6 +146,8 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
     settings.buildable()
     pictures.claim_folder(out)
     pictures.check(out / f"{name}.png")
+    for end in ("json", "md"):
+        files.check_output(out / f"{name}.{end}")
     plots.pyplot()
     with alone(out / f".{name}.lock", str(out / f"{name}.json")):
         return _run(name, experiment, scale, settings, out, track)
@@ -186,7 +189,7 @@ def missing(path: Path, experiment: Experiment, settings: Any) -> list[Row]:
     """The points that ``path`` does not hold with these settings, whatever data they were measured on."""
     points = experiment.points(settings)
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(files.read_text(path))
         asked = [json.loads(json.dumps(asdict(settings))), importlib.metadata.version("longspan")]
         return _left(points, result["rows"] if [result["settings"], result["longspan"]] == asked else [])
     except (OSError, ValueError, KeyError, TypeError):
@@ -198,7 +201,7 @@ def _left(points: list[Row], rows: list[Row]) -> list[Row]:
 
 
 def _kept(path: Path, points: list[Row]) -> str:
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(files.read_text(path))["rows"]
     kept = f"{len(rows)} of {len(points)} points are in {path}" if rows else "before the first point was done"
     return f"{kept}; the same command goes on from there"
 
@@ -249,7 +252,7 @@ def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: 
             raise ValueError(f"{work} belongs to a {path.name} that is not there; delete it or choose another --out")
         return {**fresh, "data": data, "machines": [], **NOTHING_YET, "rows": []}
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
+        result = json.loads(files.read_text(path))
         found = {"longspan": result["longspan"], **result["settings"]}
         old = {f"data.{key}": value for key, value in result.get("data", data).items()}
     except (ValueError, KeyError, TypeError) as error:

@@ -1,6 +1,7 @@
 """Images drawn pixel by pixel: what linear and softmax transformers of equal size learn, draw, and how fast."""
 
 import csv
+import io
 import re
 from dataclasses import dataclass, replace
 from itertools import product
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checkpoint, data, likelihood, pictures, spec
+from .. import checkpoint, data, files, likelihood, pictures, spec
 from ..attention import build
 from ..config import Config
 from ..data import Dataset
@@ -200,13 +201,12 @@ def curve(folder: Path) -> list[list]:
     The seconds are those of the training, evaluations included; those of each process that took part are summed.
     """
     found, before, last = [], 0.0, 0.0
-    with (folder / "metrics.csv").open(newline="", encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            seconds = float(row["seconds"])
-            # A process that goes on with a training counts from zero again.
-            before, last = before + (last if seconds < last else 0.0), seconds
-            if row["validation_bits"]:
-                found.append([int(row["step"]), round(before + seconds, 2), round(float(row["validation_bits"]), 5)])
+    for row in csv.DictReader(io.StringIO(files.read_text(folder / "metrics.csv"), newline="")):
+        seconds = float(row["seconds"])
+        # A process that goes on with a training counts from zero again.
+        before, last = before + (last if seconds < last else 0.0), seconds
+        if row["validation_bits"]:
+            found.append([int(row["step"]), round(before + seconds, 2), round(float(row["validation_bits"]), 5)])
     return found
 
 

@@ -1,6 +1,7 @@
 """AN4: names, addresses and commands spoken by 84 people, as the mel cepstra that come with it (CMU, 1991)."""
 
 import hashlib
+import io
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from .. import files
 from ..data.download import describe, read
+from ..folders import expanded
 from .corpus import Corpus, Utterance
 from .labels import BOUNDARY, LETTERS, encode
 
@@ -26,7 +28,7 @@ def load(folder: str, units: str) -> Corpus:
     """
     if units not in ("letters", "phonemes"):
         raise ValueError(f"units={units}: AN4 has labels of letters or phonemes")
-    place = Path(folder).expanduser()
+    place = expanded(folder)
     labels, spelt = LETTERS, None
     if units == "phonemes":
         spelt = pronunciations(place / WORDS)
@@ -59,9 +61,9 @@ def pronunciations(path: Path) -> dict[str, list[str]]:
 
 def _utterances(path: Path, labels: str, spelt: dict[str, list[str]] | None) -> list[Utterance]:
     """The utterances of one file. Raises ValueError for one that is not as it should be."""
-    read(path)  # says what is wrong with a file that is not there
+    content = read(path)
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
             feats, offsets = file["feats"], file["offsets"]
             speakers, texts = file["speaker"].tolist(), file["text"].tolist()
     except (OSError, ValueError, KeyError, EOFError) as error:

@@ -3,8 +3,6 @@
 import hashlib
 import io
 import re
-import tarfile
-import zlib
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -14,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import files
-from ..data.download import describe, fetch
-from ..folders import cache_folder
+from ..data.download import ARCHIVE_ERRORS, describe, fetch, members
+from ..folders import cache_folder, expanded
 from . import wav
 from .corpus import Corpus, Utterance
 from .digits import labels_of, target
@@ -97,7 +95,7 @@ def recordings(source: str = "") -> tuple[list[Recording], str]:
     Raises ValueError where there are none, for a file that is not as it should be, and when the download fails;
     ImportError without pooch when there is something to download.
     """
-    path = Path(source).expanduser() if source else fetch(MIRRORS, SHA256, cache_folder() / "fsdd")
+    path = expanded(source) if source else fetch(MIRRORS, SHA256, cache_folder() / "fsdd")
     if not path.exists():
         raise ValueError(f"no recordings at {path.absolute()}: there is no such file or folder")
     if path.is_dir():
@@ -129,12 +127,9 @@ def _unpacked(archives: list[Path]) -> dict[str, bytes]:
     found = {}
     for path in archives:
         try:
-            with files.reading(path), tarfile.open(path, "r:gz") as archive:
-                for member in archive:
-                    name = PurePosixPath(member.name).name
-                    if member.isfile() and NAME.fullmatch(name):
-                        found[name] = archive.extractfile(member).read()  # type: ignore[union-attr]
-        except (tarfile.TarError, EOFError, zlib.error) as error:
+            for name, content in members(path, lambda name: NAME.fullmatch(PurePosixPath(name).name) is not None):
+                found[PurePosixPath(name).name] = content
+        except ARCHIVE_ERRORS as error:
             raise ValueError(f"{path} is no tar.gz, or a part of one ({error}){describe(path)}") from error
     return found
 

@@ -64,7 +64,7 @@ def parsed(file: BinaryIO, name: str) -> tuple[Tensor, int]:
 def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
     """Read a recording in blocks of up to ``seconds``, each with the rate; no more than a block is in memory.
 
-    Wav files of one channel and 16 bits are read directly, also from a named pipe or a device. All other files are
+    Wav files of one channel and 16 bits are read directly, also from a named pipe that another program writes to. All other files are
     decoded by soundfile: wav files of other widths, flac, ogg and what else libsndfile knows.
 
     Raises ValueError, which names the file, where it cannot be read or decoded, is empty, has several channels, another
@@ -73,7 +73,7 @@ def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
     """
     path = Path(path)
     name = str(path)
-    with files.reading(path), open(path, "rb") as file:
+    with files.reading(path), files.open_stream(path) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             yield from stream(file, name, seconds)

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from .. import checkpoint as checkpoints
-from .. import signals
+from .. import files, signals
 from . import folder as runs
 from .learned import Diary, scalars, summary
 from .objective import Objective
@@ -258,7 +258,7 @@ class Keeper(Callback):
             if (
                 step
                 and (self.folder / _name(step)).is_dir()
-                and not (path.exists() and path.read_bytes() == text.encode())
+                and not (path.exists() and files.read(path) == text.encode())
             ):
                 checkpoints.write_text(path, text)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .. import checkpoint
+from .. import checkpoint, files
 from ..lock import alone
 from .run import Run
 
@@ -70,9 +70,9 @@ def start(folder: Path) -> tuple[Path | None, str]:
 def pointer(path: Path) -> str:
     """The name of the checkpoint that ``checkpoints/last`` or ``checkpoints/best`` holds. Raises ValueError."""
     try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is corrupt: it does not hold the name of a checkpoint") from error
+        return files.read_text(path).strip()
+    except ValueError as error:
+        raise ValueError(f"{path} is corrupt: it does not hold the name of a checkpoint ({error})") from error
 
 
 def kept(folder: Path) -> str:
@@ -115,7 +115,7 @@ def _same(folder: Path, recipe: dict[str, Any]) -> None:
     if not path.exists():
         raise ValueError(f"{folder} holds no run: it has no {CONFIG}; choose another folder by out")
     try:
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        before = yaml.safe_load(files.read_text(path))
         # A field that an older version did not have was as its default is.
         kind = recipe["model"].get("kind", "decoder")
         usual = {"model": {"kind": "decoder"} | asdict(checkpoint.KINDS[kind][0]()), "run": asdict(Run())}
@@ -128,7 +128,7 @@ def _same(folder: Path, recipe: dict[str, Any]) -> None:
             if old.get(name) != new.get(name) and not (part == "run" and name in free)
         ]
         fewer = recipe["run"]["steps"] < before["run"]["steps"]
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is corrupt: it holds no model and run") from error
     if fewer:
         differ.append(f"run.steps ({before['run']['steps']} -> {recipe['run']['steps']}; it may only grow)")

@@ -2,16 +2,17 @@
 
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import files
 from ..attention.adaptive_span import AdaptiveSpan
 from ..checkpoint import write_text
 from ..data import Dataset
-from ..files import named
 from ..model import Decoder
 from ..stacks import Act
 
@@ -90,7 +91,7 @@ class Diary:
     def write(self, step: int, found: dict[str, Any]) -> None:
         """Add a line. Raises OSError, with the file's name."""
         if found:
-            with named(self.path), self.path.open("a", encoding="utf-8") as file:
+            with files.named(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps({'step': step} | found)}\n")
 
 
@@ -103,11 +104,27 @@ def history(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        for line in files.read_text(path).splitlines(keepends=True):
             if line.endswith("\n"):
-                one = json.loads(line)
-                found.append({"step": int(one["step"])} | one)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+                found.append(_entry(json.loads(line)))
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         message = f"{path} is corrupt: it is not what training writes; move it away to go on without it"
         raise ValueError(message) from error
     return found
+
+
+def _entry(one: dict[str, Any]) -> dict[str, Any]:
+    """A line of the file. Raises ValueError, KeyError or TypeError for what training does not write."""
+    if type(one["step"]) is not int:
+        raise TypeError("step is not a whole number")
+    for _, heads in one.get("spans", ()):
+        _check_figures(heads)
+    for name in ("ponder", "steps", "example", "example_ponder"):
+        if name in one:
+            _check_figures(one[name])
+    return one
+
+
+def _check_figures(values: list[float]) -> None:
+    if not values or not all(type(z) in (int, float) and math.isfinite(z) for z in values):
+        raise ValueError("a list of finite numbers is something else")

@@ -12,7 +12,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from .. import progress
+from .. import files, progress
 from ..checkpoint import write_text
 from ..files import named
 
@@ -34,9 +34,9 @@ class Table:
         kept = []
         if path.exists():
             try:
-                with path.open(newline="", encoding="utf-8") as file:
-                    # A process killed while writing leaves a last row that is cut off.
-                    kept = [row for row in csv.DictReader(file) if _complete(row) and int(row["step"]) <= start]
+                file = io.StringIO(files.read_text(path), newline="")
+                # A process killed while writing leaves a last row that is cut off.
+                kept = [row for row in csv.DictReader(file) if _complete(row) and int(row["step"]) <= start]
             except (ValueError, csv.Error) as error:
                 raise ValueError(f"{path} is corrupt: {error}; move it away to go on without its rows") from error
         text = io.StringIO()

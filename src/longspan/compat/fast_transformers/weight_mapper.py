@@ -1,11 +1,14 @@
 """Weights of other implementations under the names of this one: rules that rename, split or drop keys."""
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ... import files
 
 
 class MappingRule:
@@ -110,8 +113,10 @@ class SimpleMapper:
         """``torch.load`` and ``map``. ``model_root``: the key under which a checkpoint has the state dict.
 
         Nothing but plain values and tensors is unpickled, unless ``weights_only=False`` asks for it, which runs
-        whatever code a file brings.
+        whatever code a file brings. Raises OSError for a path that is not a regular file.
         """
+        if isinstance(filepath, str | os.PathLike):
+            files.open_regular(filepath).close()
         state = torch.load(filepath, map_location=map_location, **{"weights_only": True, **other_args})
         if model_root is None:
             return cls().map(state)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ... import files
+from ...folders import expanded
 from ..download import read
 from .sequences import SPLITS, Arena, Sequences, arena, rows
 
@@ -45,7 +46,7 @@ def load(source: str, length: int, examples: int, tests: int, seed: int) -> Aren
         splits = _made(length, {"train": examples, "validation": tests, "test": tests}, seed)
     elif kind == "listops" and colon and folder:
         most = {"train": examples, "validation": tests, "test": tests}
-        splits = {split: _read(path, length, most[split]) for split, path in _files(Path(folder).expanduser()).items()}
+        splits = {split: _read(path, length, most[split]) for split, path in _files(expanded(folder)).items()}
     else:
         raise ValueError(f"listops={source}: expressions are made, or listops:FOLDER of TSV files")
     return arena(f"listops, {source}", len(SYMBOLS), length, 10, splits)

@@ -5,15 +5,14 @@ section 2.2.2.
 """
 
 import json
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import torch
 
 from ... import files
-from ...folders import cache_folder
-from ..download import describe, fetch, read
+from ...folders import cache_folder, expanded
+from ..download import ARCHIVE_ERRORS, describe, fetch, members, read
 from .sequences import Arena, arena, balanced, rows
 
 URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
@@ -41,7 +40,7 @@ def load(source: str, length: int, examples: int, tests: int, seed: int) -> Aren
     if kind != "imdb" or (colon and not name):
         raise ValueError(f"text={source}: reviews are imdb, which is downloaded, or imdb:FOLDER")
     if colon:
-        parts = {part: list(_folder(Path(name).expanduser(), part)) for part in ("train", "test")}
+        parts = {part: list(_folder(expanded(name), part)) for part in ("train", "test")}
     else:
         parts = _archive(fetch([URL], SHA256, cache_folder() / "imdb"))
     for part, found in parts.items():
@@ -109,13 +108,13 @@ def _archive(path: Path) -> dict[str, list[Review]]:
     """Both parts, in the order of the reviews' names."""
     found: dict[str, dict[str, Review]] = {"train": {}, "test": {}}
     try:
-        with tarfile.open(path, "r:gz") as archive:
-            for member in archive:
-                where = PurePosixPath(member.name).parts[-3:]
-                if member.isfile() and len(where) == 3 and where[0] in found and where[1] in LABELS:
-                    file = archive.extractfile(member)
-                    assert file is not None
-                    found[where[0]]["/".join(where)] = ((file.read(),), LABELS[where[1]])
-    except (OSError, EOFError, tarfile.TarError) as error:
+        for name, content in members(path, lambda name: _is_review(PurePosixPath(name).parts[-3:])):
+            where = PurePosixPath(name).parts[-3:]
+            found[where[0]]["/".join(where)] = ((content,), LABELS[where[1]])
+    except ARCHIVE_ERRORS as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}){describe(path, SHA256)}") from error
     return {part: [reviews[name] for name in sorted(reviews)] for part, reviews in found.items()}
+
+
+def _is_review(where: tuple[str, ...]) -> bool:
+    return len(where) == 3 and where[0] in ("train", "test") and where[1] in LABELS

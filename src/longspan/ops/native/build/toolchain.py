@@ -46,10 +46,14 @@ def find_compiler() -> list[str]:
     if sys.platform == "win32":
         raise Unavailable("they are not built on Windows yet")
     chosen = os.environ.get("CXX", "")
-    for command in [shlex.split(chosen)] if chosen.strip() else [[name] for name in COMPILERS]:
+    try:
+        named = shlex.split(chosen)
+    except ValueError as error:
+        raise Unavailable(f"CXX={chosen!r} is not a command: {error}; quote it as in a shell, or unset CXX") from error
+    for command in [named] if named else [[name] for name in COMPILERS]:
         if path := shutil.which(command[0]):
             return [path, *command[1:]]
-    if chosen.strip():
+    if named:
         raise Unavailable(f"the C++ compiler that CXX={chosen!r} names was not found; install it, or unset CXX")
     raise Unavailable("no C++ compiler such as g++ or clang++ was found; install one, or set CXX")
 
