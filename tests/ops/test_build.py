@@ -1,14 +1,19 @@
 """Where native kernels come from: the installation, the cache, the compiler; and what happens where one is bad."""
 
 import ctypes
+import dataclasses
 import hashlib
+import json
+import os
 import platform
+import re
 import stat
 import subprocess
 import sys
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +23,7 @@ import longspan
 from longspan import backend
 from longspan.cli import main
 from longspan.ops.native import build
-from longspan.ops.native.build import interface, openmp, prebuilt, store, toolchain, trial
+from longspan.ops.native.build import interface, openmp, prebuilt, store, toolchain, trial, trusted
 
 try:
     COMPILER = toolchain.find_compiler()
@@ -137,13 +142,81 @@ class TestStore:
         assert f"nothing can be kept in {tmp_path / 'file' / 'native'}" in found.why
         assert sorted(tmp_path.iterdir()) == before
 
-    def test_a_folder_where_others_may_write_is_not_used(self, tiny, folder):
+    @pytest.mark.parametrize("above", [0, 1, 2], ids=["native", "the cache", "above the cache"])
+    def test_a_folder_where_others_may_write_is_not_used(self, above, tiny, folder, tmp_path, monkeypatch):
+        """Nor one below it: they could put their own in the place of what was checked."""
+        monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "open" / "cache"))
+        folder = tmp_path / "open" / "cache" / "native"
         folder.mkdir(parents=True)
-        folder.chmod(0o777)
-        with pytest.raises(PermissionError, match="another user may write there"):
+        bad = (folder, *folder.parents)[above]
+        bad.chmod(0o777)
+        with pytest.raises(trusted.Untrusted, match=f"^{bad}: other users may write"):
             store.provide(COMPILER, folder)
+        with pytest.warns(RuntimeWarning, match=f"for this process alone, since the cache folder .*: {bad}: other"):
+            assert build.load().longspan_answer() == 42
         assert "nothing can be kept" in build.find().why
         assert list(folder.iterdir()) == []
+
+    def test_a_folder_below_one_where_names_are_their_owners_is_used(self, tiny, tmp_path):
+        """As /tmp is: everybody may write there, and nobody may rename what is another's."""
+        tmp_path.chmod(0o1777)
+        assert store.provide(COMPILER, tmp_path / "mine" / "native")[0].parent == tmp_path / "mine" / "native"
+        assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
+
+    @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give folders away")
+    def test_a_folder_that_belongs_to_somebody_else_is_not_used(self, tiny, tmp_path):
+        cache = tmp_path / "cache"
+        (cache / "native").mkdir(parents=True)
+        os.chown(cache, 65534, 65534)
+        with pytest.raises(trusted.Untrusted, match=f"^{cache}: it belongs to another user"):
+            store.provide(COMPILER, cache / "native")
+
+    def test_what_was_checked_is_what_is_loaded(self, tiny, folder, tmp_path):
+        path, seal = store.provide(COMPILER, folder)
+        other = tmp_path / "other.so"
+        name = trusted.library(path, seal.sha256)
+        tiny.with_suffix(".h").write_text("#define ANSWER 666\n")
+        toolchain.compile(COMPILER, other, "-O1", openmp=False)
+        os.replace(other, path)
+        if sys.platform == "linux":
+            assert ctypes.CDLL(name).longspan_answer() == 42
+        path.chmod(0o600)
+        with pytest.raises(trusted.Untrusted, match="it is not what was compiled"):
+            trusted.library(path, seal.sha256)
+        assert store.read(next(folder.glob("*.json"))) is None
+
+    def test_no_link_is_followed(self, tiny, folder, tmp_path):
+        path, seal = store.provide(COMPILER, folder)
+        os.replace(path, tmp_path / "moved.so")
+        path.symlink_to(tmp_path / "moved.so")
+        assert store.read(next(folder.glob("*.json"))) is None
+        with pytest.raises(OSError, match=re.escape(path.name)):
+            trusted.library(path, seal.sha256)
+        assert not store.provide(COMPILER, folder)[0].is_symlink()
+
+    @pytest.mark.parametrize("name", ["../x.so", "/x.so", ""])
+    def test_a_seal_names_a_library_of_its_own_folder(self, name, tiny, folder):
+        _, seal = store.provide(COMPILER, folder)
+        (path,) = folder.glob("*.json")
+        path.write_text(json.dumps(dataclasses.asdict(seal) | {"library": name}))
+        assert store.read(path) is None
+
+    def test_a_cache_without_a_meaning(self, tiny, monkeypatch):
+        monkeypatch.setenv("LONGSPAN_CACHE", "~no-such-user/x")
+        with pytest.warns(RuntimeWarning, match="LONGSPAN_CACHE: '~no-such-user/x' has no meaning") as said:
+            assert build.load().longspan_answer() == 42
+        assert len(said) == 1
+
+    def test_without_a_home(self, tiny, tmp_path, monkeypatch):
+        """As in a container whose user the system does not know."""
+        for name in ("LONGSPAN_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
+        found = build.find()
+        assert found.library.longspan_answer() == 42
+        assert found.path.startswith(f"{tmp_path}/longspan-{os.getuid()}/native/")
+        assert not found.distrust
 
     def test_nowhere_to_store_it(self, tiny, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
@@ -180,6 +253,7 @@ class TestWithout:
         ("text", "reason"),
         [
             (None, "the C.. compiler that CXX=.* names was not found; install it, or unset CXX"),
+            ("", "CXX=.* is not a command: No closing quotation; quote it as in a shell, or unset CXX"),
             ("echo it is broken >&2; exit 3", "failed with code 3: it is broken"),
             (
                 "echo 'a.cpp:1: error: no such thing\n 1 | x\n   | ^' >&2; exit 1",
@@ -189,10 +263,10 @@ class TestWithout:
             ("sleep 600 & sleep 600", "does not end"),
             ('case "$1" in --version) echo slow;; *) sleep 600 & sleep 600;; esac', "does not end"),
         ],
-        ids=["absent", "failing", "wordy", "crashing", "hanging", "hanging at work"],
+        ids=["absent", "half a quote", "failing", "wordy", "crashing", "hanging", "hanging at work"],
     )
     def test_one_warning_and_the_torch_path(self, text, reason, tmp_path, monkeypatch):
-        chosen = str(tmp_path / "none") if text is None else script(tmp_path / "compiler", text)
+        chosen = str(tmp_path / "none") if text is None else script(tmp_path / "compiler", text) if text else "g++ '"
         monkeypatch.setenv("CXX", chosen)
         for limit in ("SECONDS", "SECONDS_TO_ANSWER"):
             monkeypatch.setattr(toolchain, limit, 0.5)

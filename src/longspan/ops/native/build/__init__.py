@@ -1,6 +1,5 @@
 """Loads the C++ kernels: those that came with the installation, else those compiled on this machine on first use."""
 
-import contextlib
 import ctypes
 import os
 import sys
@@ -11,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....folders import cache_folder
-from . import interface, openmp, prebuilt, store, toolchain
+from . import interface, openmp, prebuilt, store, toolchain, trusted
 from .toolchain import Unavailable
+from .trusted import Untrusted
 
 _lock = threading.Lock()
 _found: list[ctypes.CDLL | None] = []  # empty until the first call
@@ -39,6 +39,8 @@ class Kernels:
     path: str
     why: str
     """why these and no others"""
+    distrust: str = ""
+    """why the cache folder is not used, where other users might write into it or it has no meaning"""
 
 
 def loaded() -> ctypes.CDLL | None:
@@ -59,8 +61,19 @@ def _load_or_warn() -> ctypes.CDLL | None:
 
 
 def load() -> ctypes.CDLL:
-    """The kernels, with their functions declared. Raises Unavailable with the reason."""
-    return find().library
+    """The kernels, with their functions declared; a warning where they are not taken from the cache on purpose.
+
+    Raises Unavailable with the reason.
+    """
+    found = find()
+    if found.distrust:
+        warnings.warn(
+            f"longspan compiled its native CPU kernels for this process alone, since the cache folder cannot be used: "
+            f"{found.distrust}; set LONGSPAN_CACHE to a folder of your own",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return found.library
 
 
 def find() -> Kernels:
@@ -86,23 +99,31 @@ def find() -> Kernels:
 
 def _compiled(why: str) -> Kernels:
     compiler = toolchain.find_compiler()
-    folder = cache_folder() / "native"
-    with contextlib.suppress(OSError):
+    distrust = ""
+    try:
+        folder = cache_folder() / "native"
         return _described(*store.provide(compiler, folder), why)
-    # That folder cannot be used: a library of this process's own, whose file is not needed once it is loaded.
-    why += f"; nothing can be kept in {folder}"
+    # A LONGSPAN_CACHE that has no meaning.
+    except ValueError as error:
+        distrust = str(error)
+        why += f"; {error}"
+    except OSError as error:
+        distrust = str(error) if isinstance(error, Untrusted) else ""
+        why += f"; nothing can be kept in {folder}{f', since {error}' if distrust else ''}"
+    # A library of this process's own, whose file is not needed once it is loaded.
     try:
         with tempfile.TemporaryDirectory(prefix="longspan-") as temporary:
-            return _described(*store.provide(compiler, Path(temporary)), why)
+            return _described(*store.provide(compiler, Path(temporary)), why, distrust)
     except OSError as error:
         raise Unavailable(f"the compiled kernels cannot be stored or loaded: {error.strerror or error}") from error
 
 
-def _described(path: Path, seal: store.Seal, why: str) -> Kernels:
-    return Kernels(_open(path), f"compiled here by {seal.compiler}", seal.flags, str(path), why)
+def _described(path: Path, seal: store.Seal, why: str, distrust: str = "") -> Kernels:
+    library = _open(trusted.library(path, seal.sha256))
+    return Kernels(library, f"compiled here by {seal.compiler}", seal.flags, str(path), why, distrust)
 
 
-def _open(path: Path) -> ctypes.CDLL:
+def _open(path: str | Path) -> ctypes.CDLL:
     """Raises OSError for a file that is no library of this system or lacks a function."""
     openmp.share()
     try:

@@ -1,18 +1,16 @@
 """Kernels compiled on this machine, in a folder of the user's: tried once, sealed, and checked before each use."""
 
 import contextlib
-import errno
 import functools
 import hashlib
 import json
 import os
 import platform
-import stat
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import openmp, toolchain, trial
+from . import openmp, toolchain, trial, trusted
 from .toolchain import Hangs, Unavailable
 
 
@@ -37,11 +35,10 @@ def provide(compiler: list[str], folder: Path) -> tuple[Path, Seal]:
     A library is there when its seal is, which is written last and renamed into place: two processes at once do the same
     work twice, and either result serves both. A compiler that hangs and a library that fails its trial are remembered.
 
-    Raises Unavailable with the reason, and OSError for a folder that cannot be used.
+    Raises Unavailable with the reason, and OSError for a folder that cannot be used: Untrusted where other users might
+    exchange what is in it.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not _private(folder):
-        raise PermissionError(errno.EPERM, "another user may write there", str(folder))
+    folder = trusted.folder(folder)
     path = folder / f"{key(compiler)}.json"
     seal = read(path)
     if seal is None:
@@ -69,15 +66,14 @@ def key(compiler: list[str]) -> str:
 
 def read(path: Path) -> Seal | None:
     """The seal in a file; None unless it, and the library that it names, are whole and nobody else may write them."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        if not _private(path):
-            return None
-        seal = Seal(**json.loads(path.read_text(encoding="utf-8")))
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        seal = Seal(**json.loads(trusted.content(path)))
         if seal.failed:
             return seal
-        library = path.with_name(seal.library)
-        if _private(library) and _sha256(library) == seal.sha256:
-            return seal
+        if Path(seal.library).name == seal.library:
+            content = trusted.content(path.with_name(seal.library))
+            if hashlib.sha256(content).hexdigest() == seal.sha256:
+                return seal
     return None
 
 
@@ -102,7 +98,7 @@ def _make(compiler: list[str], folder: Path, work: Path) -> Seal:
         trial.run(library)
     except (Hangs, trial.Failed) as error:
         return Seal(name, failed=str(error))
-    digest = _sha256(library)
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
     settled = folder / f"{digest[:24]}.so"
     _settle(library, settled)
     return Seal(name, flags, settled.name, digest)
@@ -123,13 +119,3 @@ def _compile(compiler: list[str], library: Path) -> str:
 def _settle(file: Path, place: Path) -> None:
     file.chmod(0o600)
     os.replace(file, place)
-
-
-def _private(path: Path) -> bool:
-    """Whether it is ours and nobody else may write it. Raises OSError where it does not exist."""
-    found = path.stat()
-    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

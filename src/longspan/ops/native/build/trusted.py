@@ -1,0 +1,99 @@
+"""Folders and files that no other user can exchange or change: the only ones from which code is loaded."""
+
+import errno
+import hashlib
+import os
+import stat
+import sys
+from pathlib import Path
+
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class Untrusted(PermissionError):
+    """Another user may put something else in the place of a folder or a file; the message names it and says why."""
+
+    def __init__(self, path: Path, why: str):
+        super().__init__(errno.EPERM, why, str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+
+def folder(path: Path) -> Path:
+    """The real path of a folder of ours, made if need be, into which nobody else may write, nor into those above it.
+
+    Raises Untrusted where somebody else owns it or may write into it, or may rename one of the folders above it;
+    OSError for one that cannot be made.
+    """
+    real = Path(os.path.realpath(path))
+    for above in reversed(real.parents):
+        if not above.exists():
+            above.mkdir(mode=0o700, exist_ok=True)
+        _check_above(above)
+    real.mkdir(mode=0o700, exist_ok=True)
+    found = os.lstat(real)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(real))
+    _check_own(real, found)
+    return real
+
+
+def open_file(path: Path) -> int:
+    """The descriptor of a regular file of ours that nobody else may write; no link is followed.
+
+    Raises Untrusted for another one, and OSError where there is none.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise Untrusted(path, "it is not a regular file")
+        _check_own(path, found)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def content(path: Path) -> bytes:
+    """What such a file holds. Raises as ``open_file`` does."""
+    with open(open_file(path), "rb") as file:
+        return file.read()
+
+
+def library(path: Path, sha256: str) -> str:
+    """A name by which the linker opens exactly the file whose content has this sha256.
+
+    On Linux it is that of a descriptor, which stays open: the linker takes a library of the same name for the same
+    library. Raises Untrusted for another content, and as ``open_file`` does.
+    """
+    descriptor = open_file(path)
+    try:
+        with open(descriptor, "rb", closefd=False) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                raise Untrusted(path, "it is not what was compiled")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    name = f"/proc/self/fd/{descriptor}"
+    if sys.platform == "linux" and os.path.exists(name):
+        return name
+    # Nobody else can rename anything on the way to it.
+    os.close(descriptor)
+    return str(path)
+
+
+def _check_above(path: Path) -> None:
+    found = os.lstat(path)
+    if found.st_uid not in (0, os.getuid()):
+        raise Untrusted(path, "it belongs to another user, who may exchange what is in it")
+    if found.st_mode & _WRITABLE and not found.st_mode & stat.S_ISVTX:
+        raise Untrusted(path, "other users may write into it; chmod go-w makes it safe")
+
+
+def _check_own(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.getuid():
+        raise Untrusted(path, "it belongs to another user")
+    if found.st_mode & _WRITABLE:
+        raise Untrusted(path, "other users may write there; chmod go-w makes it safe")
