@@ -76,7 +76,7 @@ def save(
     if taken := [name for name in extra or {} if name in entries]:
         raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(entries)}")
     weights = _weights(model)
-    _refuse_nan("the model", weights)
+    refuse_nan("the model", weights)
     try:
         _refuse_foreign(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -248,7 +248,8 @@ def _refuse_foreign(folder: Path) -> None:
         raise ValueError(f"{folder} exists and is no checkpoint (it has no {CONFIG}); it will not be replaced")
 
 
-def _refuse_nan(owner: str | Path, weights: Mapping[str, Tensor]) -> None:
+def refuse_nan(owner: str | Path, weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for weights that are NaN."""
     for name, tensor in weights.items():
         if tensor.is_floating_point() and (count := int(tensor.isnan().sum())):
             raise ValueError(f"{owner} has NaN among its weights: {count} of {tensor.numel()} in {name}")
@@ -297,7 +298,7 @@ def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     own, names = model.state_dict(), _first_names(model)
     weights |= {name: weights[first] for name, first in names.items() if name not in weights and first in weights}
     _compare(path, weights, own)
-    _refuse_nan(path, weights)
+    refuse_nan(path, weights)
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
@@ -318,13 +319,17 @@ def _compare(path: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) ->
         "of another kind": [
             f"{name} {found[name].dtype} instead of {wanted[name].dtype}"
             for name in both
-            if found[name].dtype != wanted[name].dtype
-            and not (found[name].is_floating_point() and wanted[name].is_floating_point())
+            if not same_kind(found[name].dtype, wanted[name].dtype)
         ],
     }
     said = [f"{len(p)} {what}: {', '.join(p[:3])}{', ...' if len(p) > 3 else ''}" for what, p in parts.items() if p]
     if said:
         raise ValueError(f"{path} does not fit the model; weights {'; '.join(said)}")
+
+
+def same_kind(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether weights of one dtype may take the place of another's: both real numbers, or the same dtype."""
+    return found == wanted or (found.is_floating_point and wanted.is_floating_point)
 
 
 def _read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:

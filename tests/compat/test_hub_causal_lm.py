@@ -11,6 +11,7 @@ from longspan import checkpoint
 
 pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 from transformers.utils import logging
 
@@ -199,6 +200,43 @@ def test_weights_that_do_not_fit_are_refused(tied, said, tmp_path):
     model(tied=tied).save_pretrained(tmp_path)
     model(tied=not tied).config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"the weights do not fit the model; {said}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda name, t: (t * 100).long(), "of another kind: .* torch.int64 instead of torch.float32"),
+        (lambda name, t: t > 0, "of another kind: .* torch.bool instead of torch.float32"),
+        (lambda name, t: t.to(torch.complex64), "cannot load .*model.safetensors: .* C64"),
+        (lambda name, t: t.masked_fill(t == t.max(), torch.nan), "the model has NaN among its weights: [0-9]+ of"),
+    ],
+    ids=["whole numbers", "bools", "complex numbers", "NaN"],
+)
+@pytest.mark.parametrize("count", [1, 1000], ids=["one weight", "all weights"])
+def test_weights_of_another_kind_are_refused(change, message, count, tmp_path):
+    model().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights |= {name: change(name, t) for name, t in [*weights.items()][:count]}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_another_precision_is_loaded(tmp_path):
+    lm = model()
+    lm.save_pretrained(tmp_path)
+    weights = {name: t.bfloat16() for name, t in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, weight in again.state_dict().items():
+        assert torch.equal(weight.bfloat16(), lm.state_dict()[name].bfloat16()), name
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    model().save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(ValueError, match="cannot load .*model.safetensors: "):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

@@ -1,13 +1,16 @@
 """A decoder as a causal language model of transformers: generate, Trainer, peft, and what else takes one."""
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import load_state_dict
 
 from ... import checkpoint, shipped, weights
 from ...likelihood import Categorical
@@ -95,7 +98,11 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in transformers. Raises ValueError for weights that do not fit the config, where it would invent them."""
+        """As in transformers.
+
+        Raises ValueError for weights that do not fit the config, are NaN or have another kind of numbers, where
+        transformers would invent or convert them.
+        """
         found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = found
         odd = {
@@ -106,8 +113,16 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         said = [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in odd.items() if names]
         if said:
             raise ValueError(f"the weights do not fit the model; {'; '.join(said)}")
+        checkpoint.refuse_nan("the model", {n: t for n, t in model.state_dict().items() if not t.is_meta})
         model._begin()
         return (model, info) if output_loading_info else model
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
+        """As in transformers, which would turn integers, bools and complex numbers into real ones silently."""
+        if not load_config.is_quantized:
+            _check_kinds(model.state_dict(), state_dict, checkpoint_files or ())
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
 
     def forward(
         self,
@@ -250,6 +265,25 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
     def is_gradient_checkpointing(self) -> bool:
         """Whether blocks are computed again in the backward."""
         return self.decoder.stack.checkpointing
+
+
+def _check_kinds(wanted: Mapping[str, Tensor], given: Mapping[str, Any] | None, files: Sequence[str]) -> None:
+    """Raise ValueError for weights, given or in files, of another kind of numbers than the model's."""
+    found = {name: t.dtype for name, t in (given or {}).items() if isinstance(t, Tensor)}
+    for file in files:
+        try:
+            found |= {name: t.dtype for name, t in load_state_dict(file, map_location="meta").items()}
+        # Complex numbers are a ValueError of transformers.
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"cannot load {file}: {' '.join(str(error).split())}") from error
+    odd = [
+        f"{name} {dtype} instead of {wanted[name].dtype}"
+        for name, dtype in found.items()
+        if name in wanted and not checkpoint.same_kind(dtype, wanted[name].dtype)
+    ]
+    if odd:
+        more = ", ..." if len(odd) > 3 else ""
+        raise ValueError(f"the weights do not fit the model; {len(odd)} of another kind: {', '.join(odd[:3])}{more}")
 
 
 AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM, exist_ok=True)
