@@ -3,13 +3,16 @@
 import functools
 import hashlib
 import http.server
+import io
 import sys
+import tarfile
 import threading
 
 import pytest
 
 from data_files import check_cifar, cifar_parts, mnist_folder, pack, same
-from longspan.data import cache_folder, fetch, images, load
+from longspan import memory
+from longspan.data import cache_folder, download, fetch, images, load
 
 
 @pytest.fixture
@@ -136,3 +139,17 @@ def test_a_bad_cifar10_archive_is_named(server, cache, monkeypatch):
     monkeypatch.setattr(images, "_CIFAR_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     with pytest.raises(ValueError, match=r"tar.gz is truncated or corrupt .*; its sha256 is"):
         load("cifar10")
+
+
+def test_an_archive_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypatch):
+    """A small archive can have large files in it."""
+    monkeypatch.setattr(memory, "available", lambda: 2**12)
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as archive:
+        for name, size in (("a", 2**10), ("unwanted", 2**20), ("b", 2**10), ("c", 1)):
+            entry = tarfile.TarInfo(name)
+            entry.size = size
+            archive.addfile(entry, io.BytesIO(bytes(size)))
+    found = []
+    with pytest.raises(ValueError, match=r"x.tar.gz has more in it than fits: c alone is 1 bytes"):
+        found.extend(name for name, _ in download.members(tmp_path / "x.tar.gz", lambda name: len(name) == 1))
+    assert dict(download.members(tmp_path / "x.tar.gz", "ab".__contains__)) == {"a": bytes(2**10), "b": bytes(2**10)}

@@ -6,7 +6,9 @@ import json
 import lzma
 import math
 import os
+import shutil
 import tarfile
+import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import yaml
 pytest.importorskip("lightning", reason="the runs are trained: pip install longspan[train]")
 
 import longspan
-from longspan import cli, data, runs
+from longspan import checkpoint, cli, data, memory, runs
 from longspan.config import Config, EncoderConfig, StackConfig
 
 TEXT = bytes(range(97, 123)) * 40
@@ -215,6 +217,95 @@ def test_what_is_no_run_is_refused(home, tmp_path, capsys):
     (tmp_path / "metrics.csv").write_text("a,b\n1,2\n")
     assert "metrics.csv is corrupt: it is not the table" in refused(capsys, "show", str(tmp_path))
     assert "pictures are PNG files" in refused(capsys, "compare", str(home / "one"), "--out", "curves.pdf")
+
+
+def test_damaged_weights_are_named(home, tmp_path, capsys):
+    shutil.copytree(home / "one", tmp_path / "one")
+    path = checkpoint.resolve(tmp_path / "one") / "model.safetensors"
+    path.write_bytes(b"garbage")
+    for command in ("show", "compare"):
+        assert f"{path} is corrupt: " in refused(capsys, command, str(tmp_path / "one"))
+
+
+HEAD = "step,validation_bits,tokens_per_second,seconds\n1,3.0,5,10\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("inf,3.0,5,10", "step is inf"),
+        (",3.0,5,10", "step is nan"),
+        ("1.5,3.0,5,10", "step is 1.5"),
+        ("-1,3.0,5,10", "step is -1"),
+        ("2,3.0,inf,10", "tokens_per_second is inf"),
+        ("2,3.0,5,nan", "seconds is nan"),
+        ("2,3.0,5,-3", "seconds is -3"),
+        ("2,3.0", "seconds is nan"),
+        ("2,3.0,5,10,7", "not 'list'"),
+        ("2,x,5,10", "could not convert string to float"),
+    ],
+)
+def test_figures_that_no_training_writes_are_refused(row, said, tmp_path):
+    (tmp_path / "metrics.csv").write_text(f"{HEAD}{row}\n")
+    with pytest.raises(ValueError, match=f"metrics.csv is corrupt: it is not the table that training writes .*{said}"):
+        runs.metrics(tmp_path)
+    # A row that a kill has cut off is none.
+    (tmp_path / "metrics.csv").write_text(HEAD + row)
+    assert [one["step"] for one in runs.metrics(tmp_path)] == [1]
+
+
+def test_an_evaluation_that_gave_infinity_is_not_the_best(home, tmp_path, capsys):
+    shutil.copytree(home / "one", tmp_path / "one")
+    path = tmp_path / "one" / "metrics.csv"
+    head = path.read_text().partition("\n")[0]
+    usual = dict.fromkeys(head.split(","), "1")
+    rows = [usual | {"step": step, "validation_bits": bits} for step, bits in ((1, "inf"), (2, "3"))]
+    path.write_text("\n".join([head, *(",".join(map(str, row.values())) for row in rows), ""]))
+    assert (runs.facts(tmp_path / "one")["bits"], runs.facts(tmp_path / "one")["best_step"]) == (3.0, 2)
+
+
+class TestText:
+    """A text is in memory once, and never more than fits."""
+
+    def test_is_held_once(self, tmp_path):
+        count = 3
+        for i in range(count):
+            (tmp_path / f"{i}.txt").write_bytes(bytes(range(256)) * 2**13)
+        with gzip.open(tmp_path / "last.txt.gz", "wb") as file:
+            file.write(bytes(256) * 2**13)
+        tracemalloc.start()
+        try:
+            found = data.load(f"text:{tmp_path}", 16)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        size = (count + 1) * 2**21
+        assert sum(map(len, found.splits.values())) == size
+        assert peak < 1.5 * size
+
+    @pytest.mark.parametrize("kind", ["hole", "gzip", "xz", "folder"])
+    def test_that_does_not_fit_is_refused(self, kind, tmp_path, monkeypatch):
+        monkeypatch.setattr(memory, "available", lambda: 2**22)
+        path = tmp_path / {"hole": "a.txt", "gzip": "a.gz", "xz": "a.xz", "folder": "a.txt"}[kind]
+        if kind in ("hole", "folder"):
+            with open(path, "wb") as file:
+                file.truncate(1 << 40)
+        else:
+            pack = gzip if kind == "gzip" else lzma
+            path.write_bytes(pack.compress(bytes(2**23)))
+        name = f"text:{tmp_path if kind == 'folder' else path}"
+        with pytest.raises(ValueError, match=f"{path} .*2 times as much must be free in memory"):
+            data.load(name, 16)
+
+    def test_pairs_take_more_memory_than_text(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(memory, "available", lambda: 2**20)
+        path = tmp_path / "a.txt"
+        path.write_bytes(b"ab\tcd\n" * 2**13)
+        with pytest.raises(ValueError, match="32 times as much must be free in memory"):
+            data.load(f"pairs:{path}")
+        monkeypatch.setattr(memory, "available", lambda: 2**22)
+        with pytest.raises(ValueError, match="none of them falls to"):
+            data.load(f"pairs:{path}")
 
 
 def test_a_resumed_run_counts_the_seconds_of_all_its_processes(tmp_path):

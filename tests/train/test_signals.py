@@ -63,6 +63,19 @@ def test_a_closed_terminal_counts_once():
     assert came == [signal.SIGHUP, signal.SIGTERM]
 
 
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "\u0663"])
+def test_a_rank_that_is_no_number(text, tmp_path, monkeypatch, capsys):
+    """A training refuses it by name; other commands have no use for it, and end at a signal as ever."""
+    monkeypatch.setenv("RANK", text)
+    with pytest.raises(signals.Interrupted), signals.raised():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert main(["train", "--config", "digits", "--run.steps", "1", "--run.out", str(tmp_path / "r")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"the environment variable RANK={text!r} must be a whole number from 0 on" in said
+    assert not (tmp_path / "r").exists()
+
+
 def test_a_process_that_does_not_lead_leaves_it_to_the_first(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert running(monkeypatch, lambda args: signal.raise_signal(signal.SIGTERM) or 0) == 0

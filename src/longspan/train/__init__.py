@@ -74,6 +74,7 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
     that says how to go on, after Ctrl-C, SIGTERM or SIGHUP, when the step in hand is finished and saved, and after a
     second one at once. Raises ImportError without the extra ``train``.
     """
+    signals.check_ranks()
     # Data of one's own are found again from any folder.
     run = replace(run, data=data.absolute(run.data))
     folder, first = Path(run.out), signals.first_rank()
