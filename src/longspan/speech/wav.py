@@ -64,8 +64,8 @@ def parsed(file: BinaryIO, name: str) -> tuple[Tensor, int]:
 def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
     """Read a recording in blocks of up to ``seconds``, each with the rate; no more than a block is in memory.
 
-    Wav files of one channel and 16 bits are read directly, also from a named pipe that another program writes to. All other files are
-    decoded by soundfile: wav files of other widths, flac, ogg and what else libsndfile knows.
+    Wav files of one channel and 16 bits are read directly, also from a named pipe that another program writes to. All
+    other files are decoded by soundfile: wav files of other widths, flac, ogg and what else libsndfile knows.
 
     Raises ValueError, which names the file, where it cannot be read or decoded, is empty, has several channels, another
     rate than speech has, samples that are not finite, or fewer samples than announced, and for ``seconds`` in which
