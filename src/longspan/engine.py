@@ -1,10 +1,12 @@
 """The decode engine: a decoder's token step without Python between its layers."""
 
 import ctypes
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import ops
 from .attention.linear import Linear, RotaryState, State
@@ -13,7 +15,7 @@ from .layers import FeedForward, check_counts, sinusoid
 from .model import Decoder, DecoderState, Embedding, check_tokens
 from .ops.native import decode
 from .ops.native.call import MAPS, available
-from .ops.operands import in_memory, overlap, overwritten
+from .ops.operands import check_stored, in_memory, overlap, overwritten, stored
 from .positions import Sinusoidal
 from .stacks import Stack
 from .stacks.block import Block
@@ -23,13 +25,23 @@ from .states import cache
 from .states.cache import KeyValues
 
 
+class Known(NamedTuple):
+    """A state that a call has returned, and where its numbers lie."""
+
+    state: DecoderState
+    addresses: ctypes.Array  # of the layers' states, as the kernel takes them
+    places: list[tuple[int, int]]  # address and size in bytes of each tensor's storage
+
+
 class Engine:
     """``outputs, state = engine(tokens, state)``: as ``decoder(tokens, state, donate=True)`` for one token, but faster.
 
     tokens (B,1) int64 -> outputs (B,1,likelihood.size) in the decoder's dtype; the state is the decoder's own, may go
     from one to the other at any token, and is overwritten. Sums, norms and activations are float32, also where the
-    weights are bfloat16. The engine keeps a copy of the weights as they are now (later training does not reach it) and
-    the state that it returned last.
+    weights are bfloat16. The engine keeps a copy of the weights as they are now (later training does not reach it) and,
+    for each thread that calls it, the state that it returned last.
+
+    Threads may share an engine: calls with different states run at the same time and do not affect each other.
 
     Serves decoders on the CPU, in float32 or bfloat16, of ``linear`` and ``softmax`` layers; ``why_not`` tells.
     Raises ValueError for a decoder that it does not serve, for the tokens and positions that a decoder refuses, and for
@@ -52,7 +64,7 @@ class Engine:
         tied = config.tied
         head = parts.embedding.tokens.weight[:-1] if tied else parts.head.weight
         self.outputs = len(head)
-        self.last: tuple[DecoderState, ctypes.Array] | None = None
+        self.local = threading.local()  # ``last``: what this thread's last call has returned
         self.plan = decode.Model(
             ctypes.addressof(self.layers), tokens, table, final,
             self.weights.linear([head], [None if tied else parts.head.bias]),
@@ -80,7 +92,8 @@ class Engine:
     def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """See the class."""
         # The state that the last call returned is nearly always the one that the next call brings.
-        known = self.last is not None and state is self.last[0]
+        last: Known | None = getattr(self.local, "last", None)
+        known = last is not None and state is last.state and _places(state) == last.places
         if not known:
             self._check(state)
         batch = len(state.position)
@@ -88,13 +101,13 @@ class Engine:
             came = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
             raise ValueError(f"tokens must be int64 {(batch, 1)} on the CPU, not {came}")
         if known:
-            addresses = self.last[1]  # type: ignore[index]
+            addresses = last.addresses  # type: ignore[union-attr]
         else:
             state = DecoderState(state.position.contiguous(), tuple(map(_whole, state.layers)))
             if overlap(*(t for layer in state.layers for t in layer if t.is_floating_point())):
                 raise ValueError("the engine overwrites the state, parts of which share memory; give a clone of it")
             addresses = _addresses(state)
-        self.last, embedded = None, None
+        self.local.last, embedded = None, None
         if self.sinusoidal:
             check_tokens(tokens, self.model.start, None)
             embedded = self._embedded(tokens, state.position)
@@ -114,7 +127,7 @@ class Engine:
             raise AssertionError(f"the kernel refused with code {code} what the decoder accepts")
         overwritten(*(t for layer in state.layers for t in layer))
         state = _advance(state, addresses)
-        self.last = state, addresses
+        self.local.last = Known(state, addresses, _places(state))
         return (out if self.dtype == torch.float32 else out.to(self.dtype)), state
 
     def _embedded(self, tokens: Tensor, position: Tensor) -> Tensor:
@@ -144,6 +157,8 @@ class Engine:
                 case _:
                     fits = False
         if not fits or not _is(state.position, torch.int64, len(state.position)):
+            if isinstance(state, DecoderState):
+                check_stored("the state", *pytree.tree_leaves(state))
             raise ValueError("the state does not fit this decoder; take it from its init_state, or from its calls")
         _check_counters(state)
 
@@ -192,7 +207,8 @@ def _odd(name: str, module: nn.Module) -> str:
 
 def _is(t: Any, dtype: torch.dtype, *shape: int) -> bool:
     """Whether it is a tensor of this type and shape with numbers in the memory of the CPU."""
-    return isinstance(t, Tensor) and in_memory(t) and t.is_cpu and t.dtype == dtype and t.shape == shape
+    fits = isinstance(t, Tensor) and in_memory(t) and t.is_cpu and t.dtype == dtype and t.shape == shape
+    return fits and stored(t)
 
 
 def _check_counters(state: DecoderState) -> None:
@@ -213,6 +229,12 @@ def _whole(layer: Any) -> Any:
 def _addresses(state: DecoderState) -> ctypes.Array:
     """Where the kernel finds the layers' states."""
     return (decode.State * len(state.layers))(*map(_address, state.layers))
+
+
+def _places(state: DecoderState) -> list[tuple[int, int]]:
+    """Address and size of what each tensor of a state lies in; another one was freed or replaced since."""
+    tensors = {id(t): t for t in (state.position, *(t for layer in state.layers for t in layer))}
+    return [(t.data_ptr(), t.untyped_storage().nbytes()) for t in tensors.values()]
 
 
 def _address(layer: Any) -> decode.State:

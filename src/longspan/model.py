@@ -10,7 +10,7 @@ from . import likelihood
 from .attention.arguments import check_mask, check_segments, check_x, real_segments
 from .config import Config, EncoderConfig
 from .layers import check_counts, sinusoid
-from .ops.operands import same_device
+from .ops.operands import check_stored, same_device
 from .ops.tensors import positions
 from .positions import Learned, Sinusoidal, parse
 from .stacks import Stack, afford
@@ -199,6 +199,7 @@ def check_position(position: Tensor, tokens: Tensor) -> None:
         came = f"{position.dtype} {tuple(position.shape)}" if isinstance(position, Tensor) else type(position).__name__
         raise ValueError(f"the position of this decoder's state must be int64 {(batch,)}, not {came}")
     same_device(tokens=tokens, state=position)
+    check_stored("the state", position)
     check_counts("position", position)
 
 

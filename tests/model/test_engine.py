@@ -1,8 +1,12 @@
 """The decode engine: the decoder's own answers and states, and what it cannot serve it does not touch."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import longspan
 from longspan import backend
@@ -259,3 +263,22 @@ def test_a_backward_pass_is_told_that_its_state_is_gone():
     Engine(model)(tokens, state)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("row", MODELS[:3], ids=lambda row: row[0])
+def test_threads_share_an_engine(row):
+    """Each thread has its own states, and gets the numbers of a thread that is alone, to the last bit."""
+    model = decoder(row, depth=2)
+    engine = Engine(model)
+    tokens = torch.randint(0, 37, (8, 1, 12), generator=torch.Generator().manual_seed(0))
+    alone = [run(engine, model.init_state(1, 2), row) for row in tokens]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda i: run(engine, model.init_state(1, 2), tokens[i % 8]), range(64)))
+    finally:
+        sys.setswitchinterval(before)
+    for i, (outputs, state) in enumerate(found):
+        wanted = pytree.tree_leaves(alone[i % 8])
+        assert all(torch.equal(a, b) for a, b in zip(pytree.tree_leaves((outputs, state)), wanted, strict=True))

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from test_engine import MODELS, decoder, needs_kernels, plain, run
+from torch.utils import _pytree as pytree
 
 import longspan
 from longspan.engine import Engine
@@ -146,6 +147,76 @@ class TestEngine:
         for odd in (None, (), model.init_state(2).layers, model.init_state(2)._replace(layers=None)):
             with pytest.raises(ValueError, match="the state does not fit this decoder"):
                 Engine(model)(TOKEN, odd)
+
+
+class TestFreedMemory:
+    """``untyped_storage().resize_(0)``, with which sharding and offloading free memory, leaves a tensor's shape."""
+
+    @pytest.mark.parametrize("which", range(6))
+    def test_a_state_whose_memory_was_freed(self, made, which):
+        state, step = made
+        leaves = pytree.tree_leaves(state)
+        leaves[which].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
+            step(TOKEN, state)
+
+    @pytest.mark.parametrize("which", range(6))
+    def test_the_state_that_the_last_call_returned(self, made, which):
+        state, step = made
+        _, state = step(TOKEN, state)
+        pytree.tree_leaves(state)[which].untyped_storage().resize_(0)
+        with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
+            step(TOKEN, state)
+
+    def test_a_view_into_freed_memory(self, made):
+        state, step = made
+        both = torch.cat([state.layers[0].sums] * 2)
+        view = both[2:]
+        both.untyped_storage().resize_(both.nbytes // 2)
+        with pytest.raises(ValueError, match="not all of its elements"):
+            step(TOKEN, change(state, 0, sums=view))
+
+    def test_memory_that_was_replaced_is_the_one_that_counts(self, made):
+        state, step = made
+        _, known = step(TOKEN, longspan.clone(state))
+        other = longspan.clone(known)
+        for tensor in pytree.tree_leaves(other):
+            if tensor.is_floating_point():
+                tensor.mul_(0.5)
+        wanted, _ = step(TOKEN, longspan.clone(other))
+        _, known = step(TOKEN, longspan.clone(state))
+        for old, new in zip(pytree.tree_leaves(known), pytree.tree_leaves(other), strict=True):
+            old.data = new
+        torch.testing.assert_close(step(TOKEN, known)[0], wanted)
+
+    @pytest.mark.parametrize("spec", ["local(window=3)", "gated_deltanet", "performer", "transformer_xl(memory=4)"])
+    def test_other_mechanisms(self, spec):
+        attention = longspan.build(spec, 16, 2)
+        x = torch.randn(2, 1, 16)
+        for which in range(len(pytree.tree_leaves(attention.init_state(2, 4)))):
+            with torch.no_grad():
+                _, state = attention(x, attention.init_state(2, 4))
+                pytree.tree_leaves(state)[which].untyped_storage().resize_(0)
+                with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
+                    attention(x, state)
+        for function in (longspan.clone, lambda state: longspan.select(state, [0])):
+            with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
+                function(state)
+
+    def test_operations(self):
+        x, ones = torch.randn(2, 2, 1, 8), torch.ones(2, 2, 1)
+        calls = {
+            "linear": lambda s: longspan.linear_attention(x, x, x, state=s),
+            "decay": lambda s: longspan.decay_attention(x, x, x, log_decay=-ones, state=s),
+            "delta": lambda s: longspan.delta_rule(x, x, x, beta=ones, state=s),
+            "convolution": lambda s: longspan.causal_convolution(x[:, 0], torch.ones(8, 4), state=s),
+        }
+        for name, call in calls.items():
+            shape = {"linear": (2, 2, 8, 9), "convolution": (2, 3, 8)}.get(name, (2, 2, 8, 8))
+            state = torch.randn(*shape)
+            state.untyped_storage().resize_(0)
+            with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
+                call(state)
 
 
 def test_a_step_compiles_although_counters_are_checked():

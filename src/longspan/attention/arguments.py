@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from ..layers import check_counts
 from ..ops import refuse_tracing
-from ..ops.operands import check_donation, same_device
+from ..ops.operands import check_donation, check_stored, same_device
 from ..ops.prefix import inside
 from ..spec import known
 
@@ -194,6 +194,7 @@ def check_state(attention: "Attention", state: Any, batch: int) -> None:
             f"{', '.join(_kind(kind) for kind in attention.states + attention.contexts)}, made by init_state or a call"
         )
     leaves = pytree.tree_leaves(state)
+    check_stored("the state", *leaves)
     if leaves[0].shape[0] != batch:
         raise ValueError(f"state is for {len(leaves[0])} sequences, x has {batch}")
     if isinstance(state, attention.contexts):

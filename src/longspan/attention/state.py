@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import files
+from ..ops.operands import check_stored
 
 # Names that mean one thing in every state: counters, what says that every token is kept, and the axis of tokens then.
 COUNTERS = (".length", ".position")
@@ -32,6 +33,7 @@ def clone(state: S) -> S:
     >>> copy.sums.data_ptr() == state.sums.data_ptr()
     False
     """
+    check_stored("the state", *pytree.tree_leaves(state))
     return pytree.tree_map(torch.clone, state)
 
 
@@ -58,6 +60,7 @@ def select(state: S, rows: Tensor | Sequence[int]) -> S:
 
     ``rows`` (R,) integers. Raises IndexError for a row that does not exist.
     """
+    check_stored("the state", *pytree.tree_leaves(state))
     return pytree.tree_map(lambda t: t.index_select(0, torch.as_tensor(rows, device=t.device)), state)
 
 
@@ -108,6 +111,7 @@ def save_state(path: str | os.PathLike, state: Any) -> None:
     """
     path, leaves = files.check(Path(path)), _named(state)
     _refuse_meta(leaves)
+    check_stored("the state", *leaves.values())
     leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
     metadata = {"longspan": "state", "tree": _shape(state), "sha256": _digest(leaves)}
     try:

@@ -103,6 +103,33 @@ def in_memory(x: Tensor) -> bool:
     return x.layout == torch.strided and not x.is_meta and not own_rules
 
 
+def stored(x: Tensor) -> bool:
+    """Whether the storage of a plain tensor still holds all of its elements, so that reading them is safe.
+
+    ``x.untyped_storage().resize_(0)`` frees the memory and leaves the shape as it was. Always True where there is no
+    storage to look at: while a compiler traces, inside transforms of ``torch.func``, and for other kinds of tensors.
+    """
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or transformed():
+        return True
+    if not in_memory(x) or not x.numel():
+        return True
+    if x.is_contiguous():
+        last = x.numel()
+    else:
+        last = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.untyped_storage().nbytes() >= (x.storage_offset() + last) * x.element_size()
+
+
+def check_stored(name: str, *tensors: Tensor | None) -> None:
+    """Raise ValueError for a tensor whose storage was freed or is too small for its shape."""
+    for x in tensors:
+        if x is not None and not stored(x):
+            raise ValueError(
+                f"{name} has a tensor {tuple(x.shape)} whose storage holds {x.untyped_storage().nbytes()} bytes, not "
+                f"all of its elements: the memory was freed; restore it, or start from a new state"
+            )
+
+
 def overlap(*tensors: Tensor) -> bool:
     """Whether two of some contiguous tensors share memory."""
     ranges = sorted(_range(t) for t in tensors if t.numel())

@@ -14,6 +14,7 @@ from ..attention.arguments import check_mask, check_record, check_x, settle
 from ..attention.base import make
 from ..config import Seq2SeqConfig, StackConfig
 from ..layers import norm
+from ..ops.operands import check_stored
 from . import reversible
 from .block import Block, CrossState
 from .plain import Call, Plain
@@ -142,6 +143,8 @@ class Stack(nn.Module):
         if steps and (state.position.dtype != torch.int64 or tuple(state.position.shape) != (batch,)):
             came = f"{state.position.dtype} {tuple(state.position.shape)}"
             raise ValueError(f"the position of this stack's state must be int64 {(batch,)}, not {came}")
+        if steps:
+            check_stored("the state", state.position)
 
 
 def kind_of(text: str) -> type:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...spec import known
 from .. import chosen, tell, wanted
-from ..operands import check_donation, resolved, same_device
+from ..operands import check_donation, check_stored, resolved, same_device
 from ..packed import check_packed
 from ..tensors import widen
 from . import native as kernels
@@ -196,6 +196,7 @@ def check(x, weight, bias, state, activation, segments, cu_seqlens) -> None:
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(f"x must be a floating-point (B, N, C), not {x.dtype} {tuple(x.shape)}")
     same_device(x=x, weight=weight, bias=bias, state=state, segments=segments, cu_seqlens=cu_seqlens)
+    check_stored("the state", state)
     batch, n, channels = x.shape
     if weight.dim() != 2 or len(weight) != channels or not weight.shape[1] or not weight.is_floating_point():
         found = f"{weight.dtype} {tuple(weight.shape)}"

@@ -11,7 +11,7 @@ from ..memory import fresh_like
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten
+from ..operands import gradients_again, overwritten, stored
 from ..packed import check_packed
 
 MOST = 256  # taps and rows of a state; each thread has room for some windows of them
@@ -140,6 +140,8 @@ def step(
     """
     dtype, kept = x.dtype, state.dtype
     if dtype not in HALVES or not (readable(x, dtype=dtype) and readable(state, dtype=kept)) or activation not in ACTS:
+        return None
+    if not stored(state):
         return None
     if kept not in (torch.float32, dtype) or x.dim() != 3 or state.dim() != 3 or weight.dim() != 2:
         return None

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...spec import known
 from .. import chosen, tell, wanted
 from ..native import call
-from ..operands import check_donation, hidden, resolved, same_device, transformed
+from ..operands import check_donation, check_stored, hidden, resolved, same_device, transformed
 from ..packed import check_packed
 from ..tensors import widen
 from . import chunks, exported
@@ -265,6 +265,7 @@ def check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seql
     others = {"log_decay": log_decay, "beta": beta, "mask": mask, "segments": segments, "state": state}
     others["cu_seqlens"] = cu_seqlens
     same_device(query=query, key=key, value=value, **others)
+    check_stored("the state", state)
     (batch, groups, n, size), (heads, width) = key.shape, value.shape[1::2]
     if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % max(groups, 1):
         raise ValueError(

@@ -10,7 +10,7 @@ from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, TYPES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten
+from ..operands import gradients_again, overwritten, stored
 from ..packed import check_packed
 from .chunks import CHUNK, composed
 from .prepared import prepared
@@ -159,7 +159,7 @@ def step(
         return None
     if dtype is not torch.float32:
         log_decay, beta = (t if t is None or t.dtype not in HALVES else t.float() for t in (log_decay, beta))
-    if not readable(q, k, v, dtype=dtype) or not readable(state, log_decay, beta):
+    if not readable(q, k, v, dtype=dtype) or not readable(state, log_decay, beta) or not stored(state):
         return None
     batch, groups, tokens, keys = shape = q.shape
     _, heads, _, values = v.shape

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .. import chosen, prefix, tell, wanted
 from ..native import call
-from ..operands import check_donation, hidden, resolved, same_device, transformed
+from ..operands import check_donation, check_stored, hidden, resolved, same_device, transformed
 from ..tensors import widen, with_ones
 from . import bidirectional, composed, native, recurrence
 from . import causal as causally
@@ -230,6 +230,7 @@ def _check(query, key, value, causal, mask, segments, state):
             f"(B, H, N, D), (B, H, M, D), (B, H, M, E) are expected"
         )
     same_device(query=query, key=key, value=value, mask=mask, segments=segments, state=state)
+    check_stored("the state", state)
     batch, _, keys, _ = key.shape
     if (causal or segments is not None) and query.shape[2] != keys:
         raise ValueError(f"causal or packed attention needs as many queries as keys, not {query.shape[2]} and {keys}")

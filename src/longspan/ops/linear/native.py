@@ -7,7 +7,7 @@ from ..memory import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten
+from ..operands import gradients_again, overwritten, stored
 from .composed import composed
 
 
@@ -141,7 +141,7 @@ def step(
     feature = MAPS.get(feature_map)
     if feature is None or v.dtype not in HALVES or not q.dim() == v.dim() == 4:
         return None
-    if not readable(q, k, v, dtype=v.dtype) or not readable(state):
+    if not readable(q, k, v, dtype=v.dtype) or not readable(state) or not stored(state):
         return None
     batch, heads, tokens, keys = shape = q.shape
     values = v.shape[3]
