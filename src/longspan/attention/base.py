@@ -2,13 +2,14 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .. import kinds, spec, weights
+from ..ops.isolated import Packed, Part, isolated
 from ..patterns import Pattern
 from ..positions import ASKED, Positions, parse
 from . import arguments, plugins
@@ -88,7 +89,7 @@ class Attention(nn.Module):
     directions: tuple[str, ...] = ("causal", "bidirectional")
     """the forms that exist; an instance whose options rule one out has fewer"""
     carries: ClassVar[bool] = False
-    """takes and returns ``carry``, something handed from layer to layer"""
+    """takes and returns ``carry``, something handed from layer to layer; see ``cut_carry``"""
     penalty: ClassVar[str] = ""
     """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
     samples: ClassVar[bool] = False
@@ -109,6 +110,13 @@ class Attention(nn.Module):
     """how far ahead a bidirectional query surely reads, where that is bounded and ``sees`` is None"""
     added: int = 0
     """how many tokens, of a layer's own, ``sees`` counts before those of the input"""
+
+    apart: bool = False
+    """``attend`` computes packed sequences one by one, so that no NaN or infinity of one can reach another"""
+    cut_carry: Callable[[Any, Tensor, Part], Any] | None = None
+    """what one packed sequence gets of a carry, of the call's segments; without it, ``apart`` must be true"""
+    join_carry: Callable[[Tensor, list[Part], list[Any]], Any] | None = None
+    """what all packed sequences of a call hand on, from what each hands on: the inverse of ``cut_carry``"""
 
     takes: frozenset[str] = frozenset()
     """the arguments that ``attend`` names; filled in by the class statement; an instance may take fewer"""
@@ -248,10 +256,37 @@ class Attention(nn.Module):
             given |= {"record": told} if told else {}
         # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
         absent = None if mask is None else ~mask[..., None]
-        y, *rest = self.attend(x if absent is None else x.masked_fill(absent, 0.0), state, **given)
+        x = x if absent is None else x.masked_fill(absent, 0.0)
+        y, *rest = self._attend_packed(x, state, given) if "segments" in given else self.attend(x, state, **given)
         if record is not None:
             arguments.answer(record, told)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
+
+    def _attend_packed(self, x: Tensor, state: Any, given: dict[str, Any]) -> Any:
+        """``attend`` with ``segments`` among the arguments: NaN and infinity stay in the sequence that holds them."""
+        segments, mask, carry = given["segments"], given.get("mask"), given.get("carry")
+        if self.apart or (carry is not None and self.cut_carry is None):
+            return self.attend(x, state, **given)
+        # The state may be needed once more, so it is not given away.
+        given = {name: value for name, value in given.items() if name not in ("carry", "donate")}
+
+        def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple:
+            more = {} if carry is None else {"carry": carry}
+            if part is None:
+                y, *rest = self.attend(tokens[0], state, **given, **more)
+                return (y if mask is None else y.masked_fill(~mask[..., None], 0.0)), *rest
+            if carry is not None and self.cut_carry is not None:
+                more = {"carry": self.cut_carry(carry, segments, part)}
+            # Still packed, if alone: states, and what is handed on, are laid out as they are in packed rows.
+            own = {name: part.cut(given[name]) for name in ("segments", "mask") if name in given}
+            return self.attend(tokens[0], state, **own, **more)
+
+        def join(parts: list[Part], handed: list[Any]) -> Any:
+            return self.join_carry and self.join_carry(segments, parts, handed)
+
+        how = Packed(run, segments, 1, lambda: self.start(1, 0), join, causal=self.causal)
+        # A loss of the mechanism's own has gradients of which its outputs do not tell.
+        return isolated(how, [x], state, carry, gradients="record" not in given)
 
     def update(self, record: dict) -> None:
         """Move the buffers that no gradient moves by ``record["statistics"]``; training does so after each step.

@@ -79,6 +79,7 @@ class Luna(Attention):
         super().__init__(dim, heads, causal=causal)
         if slots < 1:
             raise ValueError(f"slots={slots} must be at least 1")
+        self.apart = not causal
         self.slots, self.activation = slots, known(activation, ACTIVATIONS, "activation")
         if activation != "softplus":
             if not causal:
@@ -97,6 +98,14 @@ class Luna(Attention):
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Zeros (1,1,1), which stand for any number of rows or packed sequences."""
         return x.new_zeros(1, 1, 1)
+
+    def cut_carry(self, carry, segments, part):
+        return carry if len(carry) == 1 else part.rows(carry)
+
+    def join_carry(self, segments, parts, handed):
+        if handed[0].shape == (1, 1, 1):
+            return handed[0]
+        return torch.cat([own for part, own in zip(parts, handed, strict=True) if part.first])
 
     def attend(
         self, x, state, *, mask=None, segments=None, context=None, context_mask=None, carry=None, record=None,

@@ -1,6 +1,7 @@
 """Softmax attention with residual scores: every layer adds its own to those of the layer below."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.softmax import scores, similarity
@@ -53,6 +54,24 @@ class RealFormer(Attention):
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Zeros (B,1,1,1), which stand for scores of 0 against however many keys the call will see."""
         return widen(x.new_zeros(len(x), 1, 1, 1))
+
+    def cut_carry(self, carry, segments, part):
+        if carry.shape[1:] == (1, 1, 1):
+            return part.rows(carry)
+        slots = carry.shape[3] - segments.shape[1]  # of a state, in front of the tokens; another sequence has none
+        own = part.rows(carry)[:, :, part.start : part.stop]
+        new = own[..., slots + part.start : slots + part.stop]
+        return torch.cat([own[..., :slots], new], -1) if part.first else new
+
+    def join_carry(self, segments, parts, handed):
+        batch, n = segments.shape
+        slots = handed[0].shape[3] - (parts[0].stop - parts[0].start)
+        rows: list[list[Tensor]] = [[] for _ in range(batch)]
+        for part, total in zip(parts, handed, strict=True):
+            new = F.pad(total[..., slots if part.first else 0 :], (part.start, n - part.stop))
+            old = total[..., :slots] if part.first else total.new_zeros(*total.shape[:3], slots)
+            rows[part.row].append(torch.cat([old, new], -1))
+        return torch.cat([torch.cat(row, 2) for row in rows])
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)

@@ -65,7 +65,7 @@ class SparseAdaptive(Attention):
     )
     examples = ("sac(edges=2)",)
     exempt: ClassVar = {"bidirectional": "which edges there are is picked: the first token need not read the last one"}
-    states, samples = (State,), True
+    states, samples, apart = (State,), True, True
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, edges: int = 4):
         super().__init__(dim, heads, causal=causal)

@@ -103,7 +103,10 @@ def cut(
         within = torch.arange(length, device=like.device)
         place = starts[number, None] + within  # (S,L)
         there = within < sizes[number, None]
+        # Zeros after the end, not the tokens of the next sequence: causality does not hide NaN or infinity.
+        beyond = ~there
         rows = [x[place.clamp(max=len(token) - 1)] for x in flat]
+        rows = [x.masked_fill(beyond.view(*beyond.shape, *(1,) * (x.dim() - 2)), 0.0) for x in rows]
         out = out.index_put((token[place[there]],), run(number, *rows)[there].to(out.dtype))
     return out.unflatten(0, (batch, n))
 

@@ -1,12 +1,15 @@
 """The recurrence with decay and delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...spec import known
 from .. import chosen, tell, wanted
+from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_stored, hidden, resolved, same_device, transformed
 from ..packed import check_packed
@@ -75,9 +78,8 @@ def decay_attention(
         if found is not None:
             return found if return_state else found[0]
     check(query, key, value, log_decay, None, normalise, mask, segments, cu_seqlens, state)
-    options = {"log_decay": log_decay, "scale": scale, "normalise": normalise, "state": state}
-    options |= {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    out, state = recur(query, key, value, donate=donate, **options)
+    options = {"scale": scale, "normalise": normalise, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    out, state = _checked(query, key, value, log_decay, None, state, donate=donate, **options)
     return (out, state) if return_state else out
 
 
@@ -128,10 +130,28 @@ def delta_rule(
         if found is not None:
             return found if return_state else found[0]
     check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seqlens, state)
-    options = {"log_decay": log_decay, "scale": scale, "normalise": normalise, "state": state}
-    options |= {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    out, state = recur(query, key, value, beta=beta, donate=donate, **options)
+    options = {"scale": scale, "normalise": normalise, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    out, state = _checked(query, key, value, log_decay, beta, state, donate=donate, **options)
     return (out, state) if return_state else out
+
+
+def _checked(query, key, value, log_decay, beta, state, *, mask, segments, donate, **options):
+    """``recur``, where NaN and infinity stay in the packed sequence that holds them."""
+
+    def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
+        q, k, v, log_decay, beta = tokens
+        own = (mask, segments) if part is None else (part.cut(mask), None)
+        return recur(
+            q, k, v, log_decay=log_decay, beta=beta, state=state, mask=own[0], segments=own[1],
+            donate=donate and segments is None, **options,
+        )  # fmt: skip
+
+    if segments is None:
+        return run((query, key, value, log_decay, beta), state, None, None)
+    # What masked tokens hold has no part in this, and -inf is a decay like others.
+    tokens = hidden(mask, query, key, value, log_decay, beta)
+    examined = [t if t is None or i != 3 else t.clamp(min=LOWEST) for i, t in enumerate(tokens)]
+    return isolated(Packed(run, segments, 2), tokens, state, examined=examined)  # type: ignore[return-value]
 
 
 def recur(

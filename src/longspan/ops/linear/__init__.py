@@ -1,9 +1,13 @@
 """Normalised linear attention: phi(q)^T sum phi(k) v^T / (phi(q)^T sum phi(k) + eps)."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import chosen, prefix, tell, wanted
+from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_stored, hidden, resolved, same_device, transformed
 from ..tensors import widen, with_ones
@@ -73,16 +77,21 @@ def linear_attention(
             found = f"{state.dtype} {tuple(state.shape)}"
             raise ValueError(f"state must be {wide} (B, H, F, E+1) = {expected}, not {found}")
     query, (key, value) = hidden(mask if causal else None, query)[0], hidden(mask, key, value)
-    if isinstance(feature_map, str):
-        out, state = named(
-            query, key, value, causal=causal, feature_map=feature_map, eps=eps, mask=mask, segments=segments,
-            state=state, donate=donate,
-        )  # fmt: skip
+
+    def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
+        q, k, v = tokens
+        own = (mask, segments) if part is None else (part.cut(mask), None)
+        options = {"causal": causal, "eps": eps, "mask": own[0], "segments": own[1], "state": state}
+        options["donate"] = donate and segments is None
+        if isinstance(feature_map, str):
+            return named(q, k, v, feature_map=feature_map, **options)
+        return attend(phi(widen(q)), phi(widen(k)), v, **options)
+
+    if segments is None:
+        out, state = run((query, key, value), state, None, None)
     else:
-        q, k = phi(widen(query)), phi(widen(key))
-        out, state = attend(
-            q, k, value, causal=causal, eps=eps, mask=mask, segments=segments, state=state, donate=donate
-        )
+        packed = Packed(run, segments, 2, total=not causal, causal=causal)
+        out, state = isolated(packed, (query, key, value), state)
     return (out, state) if return_state else out
 
 

@@ -1,0 +1,253 @@
+"""Packed sequences that keep NaN and infinity to themselves, whatever form computes them.
+
+A weight or a mask of 0 does not stop NaN or infinity, since 0 * inf is NaN, and neither does a product of matrices. But
+they cannot cross from one sequence into the next without a trace: a row whose results are all finite is one in which
+nothing has crossed. So the packed form runs first, and where a result is not finite, each sequence runs alone. The same
+holds for gradients. Both ways have the same answer; finite rows pay for a look at their results.
+
+A compiler, a transform of ``torch.func`` and the capture of a CUDA graph cannot branch on values. There, tokens that
+are not finite, and those of their sequence that can see them, are replaced by zeros, and their results are NaN. That
+stops NaN and infinity in what comes in, not an overflow of finite numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .operands import transformed
+from .segments import numbered
+
+
+class Part(NamedTuple):
+    """One packed sequence: tokens ``start`` to ``stop`` of a row; ``first`` and ``last`` of that row or not."""
+
+    row: int
+    start: int
+    stop: int
+    first: bool
+    last: bool
+
+    def cut(self, x: Any, axis: int = 1) -> Any:
+        """Its tokens of x (B,...,N,...), as a batch of one row; None for None."""
+        if x is None:
+            return None
+        return x[self.row : self.row + 1].narrow(axis, self.start, self.stop - self.start)
+
+    def rows(self, state: Any) -> Any:
+        """Its row of a state, as a batch of one."""
+        return pytree.tree_map(lambda t: t[self.row : self.row + 1] if isinstance(t, Tensor) else t, state)
+
+
+# (tokens, state, carry, the sequence or None for all rows as they are packed) -> outputs, state, what else there is
+Run = Callable[[Sequence[Any], Any, Any, Part | None], tuple]
+
+
+class Packed(NamedTuple):
+    """How a call on packed rows is computed, and its sequences apart."""
+
+    run: Run
+    segments: Tensor  # (B,N) int64, equal ids side by side
+    axis: int  # of tokens, in what ``run`` takes and in its outputs
+    fresh: Callable[[], Any] = lambda: None  # the state of one row before the first token
+    join: Callable[[list[Part], list[Any]], Any] | None = None  # what sequences hand on, as that of the packed call
+    total: bool = False  # the state is the sum over all sequences of a row, not that of the last one
+    causal: bool = True  # no token sees later ones
+
+
+def isolated(
+    packed: Packed,
+    tokens: Sequence[Tensor | None],
+    state: Any = None,
+    carry: Any = None,
+    *,
+    examined: Sequence[Tensor | None] | None = None,
+    gradients: bool = True,
+) -> tuple:
+    """``packed.run`` of these, in which no sequence changes another one's outputs, states or gradients.
+
+    tokens (B,...,N,...) each. ``examined``: those whose NaN and infinity must be stopped, None for ``tokens``.
+    ``gradients=False`` leaves the gradients as the packed form has them.
+    """
+    if 0 in packed.segments.shape:
+        return packed.run(tokens, state, carry, None)
+    if torch.compiler.is_compiling() or transformed() or _capturing(packed.segments):
+        return _hidden(packed, tokens, state, carry, tokens if examined is None else examined)
+    given, tree = pytree.tree_flatten((tuple(tokens), state, carry))
+    places = [i for i, t in enumerate(given) if _follows(t)] if gradients and torch.is_grad_enabled() else []
+    upstream: dict[int, Tensor] = {}
+    inputs = list(given)
+    if places:
+        views = _Enter.apply(packed, upstream, given, tree, places, *(given[i] for i in places))
+        for i, view in zip(places, views, strict=True):  # type: ignore[arg-type]
+            inputs[i] = view
+    found = packed.run(*pytree.tree_unflatten(inputs, tree), None)
+    y, after = found[:2]
+    if not (finite(y) and all(_usual(t) for t in pytree.tree_leaves(after))):
+        return _alone(packed, *pytree.tree_unflatten(given, tree))
+    if not places:
+        return found
+    outputs, tree = pytree.tree_flatten(found)
+    for i, t in enumerate(outputs):
+        if _follows(t):
+            # A view, since the call itself may read what it returns. Hooks, since the outputs of a function of autograd
+            # could not be changed in place.
+            outputs[i] = t.view_as(t)
+            outputs[i].register_hook(partial(_keep, upstream, i))
+    return pytree.tree_unflatten(outputs, tree)
+
+
+def _keep(upstream: dict[int, Tensor], number: int, grad: Tensor) -> None:
+    upstream[number] = grad
+
+
+def finite(t: Tensor) -> bool:
+    """Whether nothing of it is NaN or infinite: one pass without a mask, and a second one where a sum overflows."""
+    t = t.detach()
+    wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
+    return bool(t.sum(dtype=wide).isfinite()) or bool(t.isfinite().all())
+
+
+def _usual(t: Any) -> bool:
+    """``finite`` for part of a state, which may hold -inf: the largest of no numbers at all."""
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        return True
+    return finite(t) or bool((t.detach() < torch.inf).all())
+
+
+def _follows(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.requires_grad
+
+
+def _capturing(like: Tensor) -> bool:
+    return like.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _parts(segments: Tensor) -> list[Part]:
+    """The packed sequences, row by row."""
+    found, n = [], segments.shape[1]
+    for row, ids in enumerate(numbered(segments).tolist()):
+        starts = [i for i in range(n) if i == 0 or ids[i] != ids[i - 1]]
+        for i, (start, stop) in enumerate(zip(starts, [*starts[1:], n], strict=True)):
+            found.append(Part(row, start, stop, i == 0, i == len(starts) - 1))
+    return found
+
+
+def _alone(packed: Packed, tokens: Sequence[Any], state: Any, carry: Any) -> tuple:
+    """The same, sequence by sequence."""
+    parts, results = _parts(packed.segments), []
+    for part in parts:
+        own = [part.cut(t, packed.axis) for t in tokens]
+        before = None if state is None else part.rows(state) if part.first else packed.fresh()
+        results.append(packed.run(own, before, carry, part))
+    rows: list[list[Tensor]] = [[] for _ in range(len(packed.segments))]
+    for part, result in zip(parts, results, strict=True):
+        rows[part.row].append(result[0])
+    y = torch.cat([torch.cat(row, packed.axis) for row in rows])
+    if packed.total:
+        ends: list[Any] = [None] * len(rows)
+        for part, result in zip(parts, results, strict=True):
+            ends[part.row] = result[1] if part.first else ends[part.row] + result[1]
+    else:
+        ends = [result[1] for part, result in zip(parts, results, strict=True) if part.last]
+    after = None if ends[0] is None else pytree.tree_map(_stacked, *ends)
+    if len(results[0]) == 2:
+        return y, after
+    assert packed.join is not None
+    return y, after, packed.join(parts, [result[2] for result in results])
+
+
+def _stacked(*rows: Any) -> Any:
+    """Rows of a state as one; what grows with the tokens is filled up with zeros, which no counter counts."""
+    if not isinstance(rows[0], Tensor):
+        return rows[0]
+    sizes = [max(sizes) for sizes in zip(*(t.shape[1:] for t in rows), strict=True)]
+    padded = []
+    for t in rows:
+        more = [room for size, most in zip(t.shape[:0:-1], sizes[::-1], strict=True) for room in (0, most - size)]
+        padded.append(F.pad(t, more) if any(more) else t)
+    return torch.cat(padded)
+
+
+class _Enter(torch.autograd.Function):
+    """The inputs of a call as they are; where a gradient is not finite, that of sequences that run alone.
+
+    ``upstream``: the gradients of those outputs that have one, by number, filled in before this runs backwards.
+    """
+
+    @staticmethod
+    def forward(ctx, packed, upstream, given, tree, places, *inputs):
+        kind = packed.segments.device.type
+        ctx.packed, ctx.upstream, ctx.tree, ctx.places = packed, upstream, tree, places
+        ctx.cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
+        ctx.others = [None if isinstance(t, Tensor) else t for t in given]
+        # Kept by autograd, so that checkpoints can do without.
+        ctx.save_for_backward(*(given[i] for i in ctx.tensors))
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        upstream = dict(ctx.upstream)
+        ctx.upstream.clear()
+        if not upstream or all(g is None or finite(g) for g in grads):
+            return *(None,) * 5, *grads
+        again, given = torch.is_grad_enabled(), list(ctx.others)
+        for i, t in zip(ctx.tensors, ctx.saved_tensors, strict=True):
+            given[i] = t.view_as(t) if again else t.detach().requires_grad_(i in ctx.places)
+        kind, dtype, cast = ctx.cast
+        with torch.enable_grad(), torch.autocast(kind, dtype, cast):
+            found = _alone(ctx.packed, *pytree.tree_unflatten(given, ctx.tree))
+        outputs = pytree.tree_leaves(found)
+        pairs = [(outputs[i], _fitted(g, outputs[i])) for i, g in upstream.items() if _follows(outputs[i])]
+        outputs, passed = zip(*pairs, strict=True)
+        inputs = [given[i] for i in ctx.places]
+        found = torch.autograd.grad(outputs, inputs, passed, create_graph=again, allow_unused=True)
+        return *(None,) * 5, *found
+
+
+def _fitted(grad: Tensor, like: Tensor) -> Tensor:
+    """A gradient in the size of another form's output: a cache can have more slots, or fewer, that hold nothing."""
+    sizes = zip(like.shape[::-1], grad.shape[::-1], strict=True)
+    return F.pad(grad, [edge for wanted, size in sizes for edge in (0, wanted - size)]).to(like.dtype)
+
+
+def _hidden(packed: Packed, tokens: Sequence[Any], state: Any, carry: Any, examined: Sequence[Tensor | None]) -> tuple:
+    """The same without a branch: tokens that see NaN or infinity give NaN, and no other token sees them."""
+    spoilt = torch.zeros_like(packed.segments, dtype=torch.bool)
+    for t in examined:
+        if t is not None:
+            tokenwise = t.movedim(packed.axis, 1).flatten(2) if t.dim() > 2 else t[..., None]
+            spoilt = spoilt | ~tokenwise.isfinite().all(-1)
+    spoilt = _seen(spoilt, packed.segments, packed.causal)
+
+    def along(t: Tensor) -> Tensor:
+        """``spoilt`` for a tensor (B,...,N,...)."""
+        return spoilt.view(len(spoilt), *(1,) * (packed.axis - 1), -1, *(1,) * (t.dim() - packed.axis - 1))
+
+    kept = [t if t is None else t.masked_fill(along(t), 0.0) for t in tokens]
+    y, after, *rest = packed.run(kept, state, carry, None)
+    ending = spoilt.any(1) if packed.total else spoilt[:, -1]
+
+    def ended(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            return t
+        return t.masked_fill(ending.view(-1, *(1,) * (t.dim() - 1)), torch.nan)
+
+    return y.masked_fill(along(y), torch.nan), pytree.tree_map(ended, after), *rest
+
+
+def _seen(spoilt: Tensor, segments: Tensor, causal: bool) -> Tensor:
+    """Which tokens (B,N) see one that is spoilt: later ones of its sequence, or all of it."""
+    border = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    count = spoilt.long().cumsum(1)
+    before = torch.where(border, count - spoilt.long(), 0).cummax(1).values
+    if causal:
+        return count > before
+    number = numbered(segments)
+    return torch.zeros_like(count).scatter_add(1, number, spoilt.long()).gather(1, number) > 0
