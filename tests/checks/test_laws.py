@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from longspan import checks
-from longspan.attention import Attention
+from longspan.attention import Attention, base
 from longspan.attention.linear import Linear
 from longspan.attention.softmax import Softmax
 from longspan.checks import Broken, Gauge, numeric
 from longspan.checks.gauge import DIM, Subject
-from longspan.ops import gated, sparse
+from longspan.ops import gated, isolated, sparse
 from longspan.states import lookback
 
 
@@ -76,6 +76,12 @@ def wrong_from_nothing(q, k, v, pattern, *, original=sparse.blockwise.attend, **
     return 1.01 * out, *rest
 
 
+def looking_at_what_comes_in(packed, tokens, state=None, carry=None, original=base.isolated, **options):
+    if all(t.isfinite().all() for t in tokens):
+        return packed.run(tokens, state, carry, None)
+    return original(packed, tokens, state, carry, **options)
+
+
 ROTARY = "linear(rotary=100.0)"
 LOCAL = "local(window=5)"
 MISTAKES = {
@@ -87,6 +93,9 @@ MISTAKES = {
     "a parameter gets no gradient": ("gradients", "softmax", Softmax, "__init__", with_an_idle_weight),
     "NaN and infinity in masked tokens": ("content", "linear", Attention, "forward", reading_masked_tokens),
     "a masked token's gradient is not zero": ("content", "linear", Attention, "forward", leaking_gradients),
+    "NaN and infinity in a packed neighbour": ("content", "softmax", isolated, "finite", lambda t: True),
+    "the largest numbers in a packed neighbour": ("content", "softmax", base, "isolated", looking_at_what_comes_in),
+    "NaN in the gradients of a packed neighbour": ("content", "softmax", isolated, "_keep", lambda *given: None),
     "a used row beside another: one call": ("mixed_rows", LOCAL, lookback, "_from_nothing", fresh_if_some_row_is),
     "139 tokens, packed, from nothing": ("blocks", LOCAL, sparse, "attend", meeting_in_long_rows),
     "packed, from nothing, without gradients": (

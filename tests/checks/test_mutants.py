@@ -6,7 +6,7 @@ import torch
 from longspan import checks
 from longspan.attention import arguments
 from longspan.attention import linear as linear_module
-from longspan.ops import gated, linear, prefix
+from longspan.ops import gated, isolated, linear, prefix
 from longspan.ops.gated import chunks
 from longspan.ops.linear import causal as spans
 from longspan.ops.linear import composed, recurrence, workspace
@@ -146,6 +146,11 @@ def blind_to_itself(cache_, k, v, used, donate, original=cache._extend_even):
     ), added
 
 
+def starting_with_the_state(packed, tokens, state, carry, original=isolated._alone):
+    return original(packed._replace(fresh=lambda: None if state is None else state._replace(sums=state.sums[:1] + 1)),
+                    tokens, state, carry)  # fmt: skip
+
+
 CUT = "parallel_is_recurrent"
 ROTARY = "linear(rotary=100.0)"  # goes by the scan; others have forms of their own
 MUTANTS = {
@@ -178,6 +183,9 @@ MUTANTS = {
     "a prefill one position off": (linear_module, "positions", positions_from_one, ROTARY, CUT),
     "a cache one slot short": (cache, "_extend_even", cache_one_short, "softmax", CUT),
     "a step blind to its own token": (cache, "_extend_even", blind_to_itself, "softmax", CUT),
+    "packed rows whose results are not looked at": (isolated, "finite", lambda t: True, "average", "content"),
+    "packed rows whose gradients are not kept": (isolated, "_keep", lambda *given: None, "realformer", "content"),
+    "packed sequences that start with a state": (isolated, "_alone", starting_with_the_state, "linear", "content"),
     "a prefix that is written twice": (prefix, "fold", prefix_written_twice, "linear", "prefix_mode"),
     "a prefix that counts padding": (arguments, "inside", prefix_counting_padding, "linear", "prefix_mode"),
     "a prefix that stays causal": (cache, "join", causal_prefix, "softmax", "prefix_mode"),

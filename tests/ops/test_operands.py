@@ -307,3 +307,48 @@ def test_logits_of_any_size(kind, pattern, size):
         grad = torch.autograd.grad(found.sum(), leaves[2])[0]
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(grad.double(), right, atol=1e-4, rtol=1e-4)
+
+
+CALLS = {
+    "sparse": lambda q, v, g: sparse_attention(q, q, v, "causal"),
+    "linear": lambda q, v, g: linear_attention(q, q, v),
+    "linear, bidirectional": lambda q, v, g: linear_attention(q, q, v, causal=False),
+    "decay": lambda q, v, g: decay_attention(q, q, v, log_decay=g, return_state=True)[0],
+    "decay by channel": lambda q, v, g: decay_attention(q, q, v, log_decay=g[..., None].expand_as(q)),
+    "delta": lambda q, v, g: delta_rule(q, q, v, beta=g.exp(), log_decay=g),
+    "a packed decay": lambda q, v, g: decay_attention(
+        q, q, v, log_decay=g, cu_seqlens=torch.tensor([0, 2, g.shape[2]])
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["auto", "reference", "torch"])
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("n", [2, 5])
+def test_heads_of_no_channels(name, kind, n):
+    """The product of no channels is 0: a softmax is a mean, and a sum of products reads nothing."""
+    q, v, g = torch.zeros(1, 2, n, 0), torch.randn(1, 2, n, 4, requires_grad=True), -torch.ones(1, 2, n)
+    with backend(kind):
+        found = CALLS[name](q, v, g)
+        found.sum().backward() if found.requires_grad else None
+        assert CALLS[name](torch.randn(1, 2, n, 3), v[..., :0], g).shape == (1, 2, n, 0)
+    means = v.cumsum(2) / torch.arange(1, n + 1)[:, None]
+    torch.testing.assert_close(found, means if name == "sparse" else torch.zeros_like(v))
+
+
+@pytest.mark.parametrize("kind", ["auto", "reference", "torch"])
+def test_no_heads(kind):
+    q, g = torch.zeros(1, 0, 5, 4), torch.zeros(1, 0, 5)
+    with backend(kind):
+        for name, call in CALLS.items():
+            if name != "sparse":
+                assert call(q, q, g).shape == q.shape
+        with pytest.raises(ValueError, match="do not fit"):
+            decay_attention(q, q, torch.zeros(1, 2, 5, 4), log_decay=torch.zeros(1, 2, 5))
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_a_query_that_sees_nothing_reads_nothing_whatever_there_is(kind):
+    x = torch.full((1, 2, 5, 4), NAN)
+    with backend(kind):
+        assert torch.equal(sparse_attention(x, x, x, "causal - causal"), torch.zeros_like(x))

@@ -137,3 +137,11 @@ class TestCache:
         state = cache.empty(1, 1, 7, 1, torch.zeros(()))
         _, state = cache.extend(state, torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))
         assert state.keys.shape[2] == 3
+
+
+@pytest.mark.parametrize("kind", ["all", "causal", "mask"])
+def test_gradients_of_gradients_in_a_batch(kind):
+    """Those of the fused kernels are made by plain operations, for any number of rows."""
+    options = {"mask": torch.ones(13, 13, dtype=torch.bool).tril(2)} if kind == "mask" else {"causal": kind == "causal"}
+    inputs = [t.clone().requires_grad_() for t in (Q, K, V)]
+    assert torch.autograd.gradgradcheck(lambda *given: dense.attend(*given, **options), inputs, fast_mode=True)

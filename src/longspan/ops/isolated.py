@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .operands import transformed
+from .operands import in_memory, transformed
 from .segments import numbered
 
 
@@ -75,7 +75,7 @@ def isolated(
     """
     if 0 in packed.segments.shape:
         return packed.run(tokens, state, carry, None)
-    if torch.compiler.is_compiling() or transformed() or _capturing(packed.segments):
+    if torch.compiler.is_compiling() or transformed() or not _readable(packed.segments):
         return _hidden(packed, tokens, state, carry, tokens if examined is None else examined)
     given, tree = pytree.tree_flatten((tuple(tokens), state, carry))
     places = [i for i, t in enumerate(given) if _follows(t)] if gradients and torch.is_grad_enabled() else []
@@ -123,8 +123,9 @@ def _follows(t: Any) -> bool:
     return isinstance(t, Tensor) and t.requires_grad
 
 
-def _capturing(like: Tensor) -> bool:
-    return like.is_cuda and torch.cuda.is_current_stream_capturing()
+def _readable(segments: Tensor) -> bool:
+    """Whether values can be looked at: not those of fake tensors, nor while a CUDA graph is captured."""
+    return in_memory(segments) and not (segments.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _parts(segments: Tensor) -> list[Part]:

@@ -10,6 +10,11 @@ def widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def per_root(dim: int) -> float:
+    """1 / sqrt(D), the default scale of products of D channels; 1 where there are none, whose products are 0."""
+    return float(max(dim, 1) ** -0.5)
+
+
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps), so never longer than 1: (..., D) -> (..., D) in x's dtype, summed in float32 at least."""
     wide = widen(x)

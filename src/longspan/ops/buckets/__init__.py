@@ -5,6 +5,7 @@ from torch import Tensor
 
 from .. import chosen
 from ..operands import TRANSFORMED, resolved, transformed
+from ..tensors import per_root
 from . import native, tiles
 from .definition import weighted
 from .places import Places, Rule, coded, find, first, pairs, ranked
@@ -73,7 +74,7 @@ def read(
     q: Tensor, k: Tensor, v: Tensor, places: Places, rule: Rule, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """``attend`` for given places: q (B,H,N,D), k (B,H,P,M,D), v (B,H,P,M,E), whose last N tokens are the queries'."""
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    scale = per_root(q.shape[-1]) if scale is None else scale
     q, k, v = resolved(q, k, v)
     why_not = native.why_not(q, k, v, laid_out(rule, k.shape[3]))
     way = chosen(OP, SERVED, "reference" if transformed() else "torch" if why_not else "native", why_not)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...spec import known
@@ -13,7 +14,7 @@ from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_stored, hidden, resolved, same_device, transformed
 from ..packed import check_packed
-from ..tensors import widen
+from ..tensors import per_root, widen
 from . import chunks, exported
 from . import native as kernels
 from .decays import LOWEST
@@ -178,15 +179,23 @@ def recur(
         sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=widen(v[:0]).dtype)
     if torch.compiler.is_exporting():
-        factor = q.shape[-1] ** -0.5 if scale is None else scale
+        factor = per_root(q.shape[-1]) if scale is None else scale
         return recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalise is not None)
+    if not q.shape[-1]:
+        # No channels read nothing, as one channel of zeros does, which every form can take.
+        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
+        log_decay = F.pad(log_decay, (0, 1)) if log_decay is not None and log_decay.dim() == 4 else log_decay
+        options = {"log_decay": log_decay, "beta": beta, "scale": scale, "normalise": normalise, "mask": mask}
+        options |= {"segments": segments, "cu_seqlens": cu_seqlens, "state": F.pad(state, (0, 0, 0, 1))}
+        out, end = recur(q, k, v, **options)
+        return out, end[:, :, :0]
     if mask is None and cu_seqlens is None and q.shape[2] == 1:
         found = _token(q, k, v, log_decay, beta, scale, normalise, state, donate)
         if found is not None:
             return found
     q, k, v, state, log_decay, beta = resolved(q, k, v, state, log_decay, beta)
     assert state is not None
-    op, factor = _op(log_decay, beta), q.shape[-1] ** -0.5 if scale is None else scale
+    op, factor = _op(log_decay, beta), per_root(q.shape[-1]) if scale is None else scale
     options = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
     options |= {"segments": segments, "normalise": normalise is not None, "cu_seqlens": cu_seqlens}
     why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
@@ -232,6 +241,8 @@ def _op(log_decay, beta) -> str:
 
 def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tuple[Tensor, Tensor]:
     """The definition, one token at a time, in float32 at least; arguments as in ``recur``."""
+    if not k.shape[1]:
+        return torch.zeros_like(v), state.clone()
     wide, groups = state.dtype, v.shape[1] // k.shape[1]
     q, k, v, log_decay, beta = hidden(mask, q, k, v, log_decay, beta)
     queries, keys = (t.to(wide).repeat_interleave(groups, 1) for t in (q, k))
@@ -287,7 +298,7 @@ def check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seql
     same_device(query=query, key=key, value=value, **others)
     check_stored("the state", state)
     (batch, groups, n, size), (heads, width) = key.shape, value.shape[1::2]
-    if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % max(groups, 1):
+    if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % (groups or heads + 1):
         raise ValueError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit: (B, G, N, D) "
             f"twice and (B, H, N, E) are expected, with G a divisor of H"

@@ -14,7 +14,7 @@ from .. import tell, wanted
 from ..operands import TRANSFORMED, hidden, resolved, same_device, transformed
 from ..rows import ragged
 from ..softmax import dense as softmax
-from ..tensors import positions
+from ..tensors import per_root, positions
 from . import blockwise
 from . import native as kernels
 from .definition import scores, weighted
@@ -91,8 +91,11 @@ def attend(
 
     With a mask or segments of all M tokens, fewer queries than keys become as many.
     """
-    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    scale = per_root(q.shape[-1]) if scale is None else scale
     q, k, v = resolved(q, k, v)
+    if not q.shape[-1]:
+        # Products of no channels are 0, as are those of one channel of zeros, which every form can take.
+        q, k = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k))
     way, plain = wanted(blockwise.OP, blockwise.SERVED, ""), transformed()
     if plain and way not in ("", "torch", "reference"):
         raise ValueError(f"backend {way!r} cannot serve this call of {blockwise.OP}: {TRANSFORMED}")

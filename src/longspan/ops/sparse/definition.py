@@ -30,4 +30,5 @@ def weighted(logits: Tensor, v: Tensor, allowed: Tensor) -> tuple[Tensor, Tensor
     # A row without keys: every weight is 0, and so is every gradient.
     blind = (lse == -torch.inf)[..., None]
     p = logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(~allowed, 0.0)
-    return p.to(v.dtype) @ v, p, lse
+    # Not by the weights alone: 0 times NaN is NaN.
+    return (p.to(v.dtype) @ v).masked_fill(blind, 0.0), p, lse

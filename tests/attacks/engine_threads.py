@@ -1,0 +1,91 @@
+"""Threads that share one decode engine, each with its own states: the numbers of one thread, to the last bit.
+
+The cases run in a child process, since what goes wrong here can end a process.
+"""
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from . import Case
+
+SHORT, LONG = 2, 150
+THREADS = 8
+MODELS = ("linear", "softmax", "linear(rotary=100.0)", "linear; softmax(kv_heads=1)")
+
+
+def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
+    """See the package."""
+    results: dict[int, str] = {}
+    for i in range(count):
+        yield f"{i}", lambda i=i: answer(seed, i, count, results)
+
+
+def answer(seed: int, i: int, count: int, results: dict[int, str]) -> str | None:
+    """The result of a case, which runs in one process with those after it."""
+    if i not in results:
+        code = "import sys; from attacks import engine_threads as e; e.serve(*map(int, sys.argv[1:]))"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(seed), str(i), str(count)],
+            cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        lines = [line.split("\t", 2) for line in done.stdout.splitlines() if line.startswith("case\t")]
+        results |= {int(number): said for _, number, said in lines}
+        if i not in results:
+            return f"the process ended with code {done.returncode}: {done.stderr[-300:]}"
+    return results[i] or None
+
+
+def serve(seed: int, begin: int, count: int) -> None:
+    """The cases from ``begin`` on, one line each."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-5)
+    for i in range(begin, count):
+        print(f"case\t{i}\t{attack(random.Random(f'{seed}-{i}')) or ''}", flush=True)
+
+
+def attack(dice: random.Random) -> str | None:
+    """One model, decoded by many threads at once."""
+    import longspan
+    from longspan.engine import Engine
+
+    torch.manual_seed(0)
+    text, positions = dice.choice(MODELS), dice.choice(["none", "learned", "sinusoidal"])
+    config = longspan.Config(dim=16, heads=2, depth=2, vocab=11, attention=text, positions=positions, length=64)
+    model = longspan.Decoder(config).eval()
+    if why_not := Engine.why_not(model):
+        # Without native kernels there is no engine to share; plain calls must stand threads as well.
+        step, where = plain(model), f"without the engine ({why_not})"
+    else:
+        step, where = Engine(model), "by the engine"
+    tokens = torch.randint(0, 11, (THREADS, 2, dice.choice([5, 17])), generator=torch.Generator().manual_seed(1))
+    capacity = dice.choice([0, 2, 20])
+
+    def run(i: int) -> torch.Tensor:
+        outputs, state = [], model.init_state(2, capacity)
+        for token in tokens[i % THREADS].split(1, 1):
+            out, state = step(token, state)
+            outputs.append(out)
+        return torch.cat(outputs, 1)
+
+    alone = [run(i) for i in range(THREADS)]
+    try:
+        with ThreadPoolExecutor(THREADS) as threads:
+            found = list(threads.map(run, range(4 * THREADS)))
+    except Exception as error:  # whatever it is, one thread alone has none
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:150]} ({text}, {positions}, {where})"
+    wrong = sum(not torch.equal(out, alone[i % THREADS]) for i, out in enumerate(found))
+    return f"{wrong} of {len(found)} runs have other numbers ({text}, {positions}, {where})" if wrong else None
+
+
+def plain(model):
+    @torch.no_grad()
+    def step(token, state):
+        return model(token, state)
+
+    return step
