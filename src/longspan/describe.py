@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from . import dispatch, notation, patterns, spec
 from .attention import REGISTRY, Attention, build, names, nbytes
-from .attention.base import mechanism, own_options
+from .attention.base import mechanism, own_options, signature
 from .layers import FeedForward
 from .ops.buckets import tiles
 from .ops.sparse import blockwise
@@ -56,10 +56,15 @@ def parts(text: str) -> list[tuple[str, type[Attention]]]:
     """
 
     def maker(cls: type[Attention]) -> Callable[..., type[Attention]]:
-        def found(**options: Any) -> type[Attention]:
+        takes = signature(cls)
+
+        def found(*args: Any, **options: Any) -> type[Attention]:
+            for option, value in takes.bind(*args, **options).arguments.items():
+                if takes.parameters[option].annotation is spec.Spec:
+                    parts(value)
             return cls
 
-        found.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
+        found.__signature__ = takes  # type: ignore[attr-defined]
         return found
 
     specs = list(dict.fromkeys(spec.split(text)))

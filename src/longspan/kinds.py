@@ -7,7 +7,7 @@ import reprlib
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _FLOAT32 = 3.4028234663852886e38  # the largest number there, since weights and their neighbours are no wider
 _SHORT = reprlib.Repr()
@@ -65,6 +65,8 @@ def words(kind: Any) -> str:
     ('a whole number or (a whole number, a whole number)', "'a' or 'b'")
     """
     parts = get_args(kind)
+    if get_origin(kind) is Annotated:
+        return f"a {parts[1]}"
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, parts))
     if get_origin(kind) in (Union, types.UnionType):
@@ -87,6 +89,8 @@ def shown(value: Any) -> str:
 
 
 def _fits(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Annotated:
+        return _fits(value, get_args(kind)[0])
     origin, parts = get_origin(kind), get_args(kind)
     if kind in (int, float) and isinstance(value, bool):
         return False

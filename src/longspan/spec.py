@@ -5,9 +5,12 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from . import kinds
+
+Spec = Annotated[str, "spec"]
+"""The annotation of an option that holds a nested spec: ``parse`` passes its text on and evaluates nothing in it."""
 
 _OPERATORS = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.Sub: operator.sub}
 # A spec is written by hand or printed by what it built, and what is longer, deeper or more joined than this is neither.
@@ -27,6 +30,12 @@ def parse(text: str, names: Mapping[str, Callable]) -> Any:
 
     >>> parse("pair(first=1, second=-2.5)", {"pair": lambda *, first, second: (first, second)})
     (1, -2.5)
+
+    An option annotated with ``Spec`` holds a nested spec, which is passed on as text.
+
+    >>> def twice(of: Spec): return of
+    >>> parse("twice(local(window=64))", {"twice": twice})
+    'local(window=64)'
     """
     return _walk(_tree(text), text, names)
 
@@ -110,8 +119,17 @@ def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
         case ast.Call(func=ast.Name(id=name), args=positional, keywords=keywords):
             if any(isinstance(a, ast.Starred) for a in positional) or any(k.arg is None for k in keywords):
                 raise ValueError(f"cannot read * or ** in spec {kinds.shown(text)}; write each option as name=value")
-            arguments = [_walk(a, text, names) for a in positional]
-            return _call(name, arguments, {k.arg: _option(k.arg, k.value, text, names) for k in keywords}, text, names)
+            has = options(names[name]) if name in names else {}
+            nested = [option for option, p in has.items() if p.annotation is Spec]
+            first = list(has)[: len(positional)]
+            arguments = [
+                _nested(a) if at < len(first) and first[at] in nested else _walk(a, text, names)
+                for at, a in enumerate(positional)
+            ]
+            given = {
+                k.arg: _nested(k.value) if k.arg in nested else _option(k.arg, k.value, text, names) for k in keywords
+            }
+            return _call(name, arguments, given, text, names)
         case ast.BinOp(op=op) if type(op) in _OPERATORS:
             first, others = _chain(node)
             if len(others) >= JOINED:
@@ -122,6 +140,11 @@ def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
             return value
     part = kinds.shown(ast.unparse(node))
     raise ValueError(f"cannot read {part} in spec {kinds.shown(text)}; a spec has names, options and literals only")
+
+
+def _nested(value: ast.expr) -> Any:
+    """The text of a nested spec, written bare or as a string; a number or a truth value is returned as it is."""
+    return value.value if isinstance(value, ast.Constant) else ast.unparse(value)
 
 
 def _option(option: str | None, value: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:

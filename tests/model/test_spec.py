@@ -103,6 +103,25 @@ def test_refused(text, message):
         spec.parse(text, NAMES)
 
 
+def test_a_nested_spec_is_passed_on_as_text():
+    def both(of: spec.Spec = "linear", times: int = 1):
+        return of, times
+
+    def later(times: int = 1, *, of: spec.Spec = "linear"):
+        return of, times
+
+    names = {**NAMES, "both": both, "later": later}
+    assert spec.parse("both(local(window = 3))", names) == ("local(window=3)", 1)
+    assert spec.parse("both(of=unknown(x='a'), times=2)", names) == ("unknown(x='a')", 2)
+    assert spec.parse("both('linear', 3)", names) == ("linear", 3)
+    assert spec.parse("both", names) == ("linear", 1)
+    assert spec.parse("later(4, of=-3)", names) == ("-3", 4)
+    with pytest.raises(ValueError, match="both: of=3 must be a spec"):
+        spec.parse("both(3)", names)
+    with pytest.raises(ValueError, match="unknown name 'unknown'"):
+        spec.parse("later(unknown)", names)
+
+
 def test_a_spec_is_a_string():
     with pytest.raises(ValueError, match="a spec is a string .*, not int"):
         spec.parse(3, NAMES)  # type: ignore[arg-type]

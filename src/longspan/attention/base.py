@@ -150,7 +150,9 @@ class Attention(nn.Module):
             raise ValueError(f"dim={dim} is not a multiple of heads={heads}")
         direction = "causal" if causal else "bidirectional"
         if direction not in self.directions:
-            raise ValueError(f"{self.name} has no {direction} form; it has: {', '.join(self.directions)}")
+            more = self.carries or self.penalty or self.samples or self.statistics
+            hint = "" if causal or more else f"; {f'bidirectional({self.name})'!r} runs it in both directions"
+            raise ValueError(f"{self.name} has no {direction} form; it has: {', '.join(self.directions)}{hint}")
         self.dim, self.heads, self.causal = dim, heads, causal
 
     @property
@@ -303,10 +305,13 @@ class Attention(nn.Module):
     @property
     def spec(self) -> str:
         """The spec that builds this attention again: its name and the options that differ from their defaults."""
-        changed = {
-            name: getattr(self, name) for name, p in own_options(type(self)).items() if getattr(self, name) != p.default
-        }
-        return self.name + (f"({', '.join(f'{k}={v!r}' for k, v in changed.items())})" if changed else "")
+        changed = []
+        for at, (name, p) in enumerate(own_options(type(self)).items()):
+            if (value := getattr(self, name)) != p.default:
+                nested = p.annotation is spec.Spec
+                label = "" if nested and at == 0 else f"{name}="
+                changed.append(label + (value if nested else repr(value)))
+        return self.name + (f"({', '.join(changed)})" if changed else "")
 
     def extra_repr(self) -> str:
         return f"{self.spec}, dim={self.dim}, heads={self.heads}, causal={self.causal}"
@@ -316,6 +321,14 @@ class Attention(nn.Module):
 def own_options(cls: type[Attention]) -> Mapping[str, inspect.Parameter]:
     """The options of a mechanism: the keyword-only parameters of its ``__init__`` that a spec may set."""
     return {name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE}
+
+
+def signature(cls: type[Attention]) -> inspect.Signature:
+    """The options of a mechanism by keyword, and its first by position too where that is a nested spec."""
+    found = list(own_options(cls).values())
+    if found and found[0].annotation is spec.Spec:
+        found[0] = found[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return inspect.Signature(found)
 
 
 def build(
@@ -350,12 +363,14 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
     placed = parse(positions)
 
     def maker(cls: type[Attention]) -> Callable[..., Attention]:
-        def made(**options: Any) -> Attention:
-            kind, options = _placed(cls, placed, options)
+        takes = signature(cls)
+
+        def made(*args: Any, **options: Any) -> Attention:
+            kind, options = _placed(cls, placed, takes.bind(*args, **options).arguments)
             place, taken = {"causal": causal, "layer": layer, "depth": depth}, spec.options(kind.__init__)
             return kind(dim, heads, **options, **{name: value for name, value in place.items() if name in taken})
 
-        made.__signature__ = inspect.Signature(list(own_options(cls).values()))  # type: ignore[attr-defined]
+        made.__signature__ = takes  # type: ignore[attr-defined]
         return made
 
     if name := spec.head(text):

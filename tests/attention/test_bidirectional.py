@@ -1,0 +1,144 @@
+"""Both directions of a causal mechanism: worked by hand, and equal to runs over sequences reversed one by one."""
+
+import math
+
+import pytest
+import torch
+
+import longspan
+from gated_cases import DIM, HEADS, B, N, fill, seeded, tokens
+
+CAUSAL_ONLY = [
+    "average", "deltanet", "fast_weights", "gated_deltanet", "gla(rank=3)", "image(block=5, memory=3)",
+    "infini(segment=4)", "kda", "retention", "rfa(gate=True)", "ssd(channels=5)",
+]  # fmt: skip
+X = tokens((1,), (3,), (-4,))
+
+
+def by_hand(spec):
+    module = longspan.build(spec, 1, 1, causal=False).double()
+    for direction in filter(None, (module.forwards, module.backwards)):
+        fill(direction, gates__weight=0.0, gates__bias=[0.0, math.log(3)])  # i = 1/2, f = 3/4
+        fill(direction, feedforward__expand__weight=1.0, feedforward__expand__bias=0.0)
+        fill(direction, feedforward__contract__weight=2.0, feedforward__contract__bias=1.0)
+    return module
+
+
+def test_shared_weights_by_hand():
+    """y = x / 2 + 3/4 (2 relu(mean) + 1) from either end: means 1, 2, 0, and from the end -4, -1/2, 0."""
+    forwards, backwards = (0.5 + 2.25, 1.5 + 3.75, -2 + 0.75), (0.5 + 0.75, 1.5 + 0.75, -2 + 0.75)
+    expected = tokens(*((a + b,) for a, b in zip(forwards, backwards, strict=True)))
+    module = by_hand("bidirectional(average(inner=1), share=True)")
+    assert module.backwards is None
+    torch.testing.assert_close(module(X)[0], expected)
+
+
+def test_separate_weights_by_hand():
+    """The backward direction alone has f = 1/2."""
+    module = by_hand("bidirectional(average(inner=1))")
+    fill(module.backwards, gates__bias=0.0)
+    forwards, backwards = (0.5 + 2.25, 1.5 + 3.75, -2 + 0.75), (0.5 + 0.5, 1.5 + 0.5, -2 + 0.5)
+    expected = tokens(*((a + b,) for a, b in zip(forwards, backwards, strict=True)))
+    torch.testing.assert_close(module(X)[0], expected)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("spec", CAUSAL_ONLY)
+def test_is_a_run_over_each_sequence_and_its_reverse(spec, share):
+    module, x = seeded(f"bidirectional({spec}, share={share})", causal=False)
+    x = x.requires_grad_()
+    segments = torch.tensor([[0] * 5 + [4] * 1 + [7] * 7, [2] * 8 + [3] * 5])
+    mask = torch.ones(B, N, dtype=torch.bool)
+    mask[0, [0, 6, 7]] = mask[1, [3, 8, 12]] = False
+    y, state = module(x, mask=mask, segments=segments)
+    expected = torch.zeros_like(y)
+    for row in range(B):
+        for segment in segments[row].unique():
+            at = ((segments[row] == segment) & mask[row]).nonzero()[:, 0]
+            back = at.flip(0)
+            expected = expected.index_put((torch.tensor(row), at), module.forwards(x[row, at][None])[0][0])
+            reverse = (module.backwards or module.forwards)(x[row, back][None])[0][0]
+            expected = expected.index_put((torch.tensor(row), back), reverse, accumulate=True)
+    assert state is None
+    torch.testing.assert_close(y, expected)
+    upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    weights = [x, *module.parameters()]
+    got, wanted = (torch.autograd.grad(out, weights, upstream, materialize_grads=True) for out in (y, expected))
+    torch.testing.assert_close(got, wanted)
+    assert all(g.abs().sum() > 0 for g in got[1:])
+
+
+def test_every_token_reads_every_other():
+    module, x = seeded("bidirectional(gla)", causal=False)
+    x = x[:1].requires_grad_()
+    for token in (0, 5, N - 1):
+        (seen,) = torch.autograd.grad(module(x)[0][0, token].sum(), x)
+        assert (seen[0].abs().sum(-1) > 0).all()
+
+
+def test_directions_have_weights_of_their_own_unless_shared():
+    one, other = (seeded(f"bidirectional(gla, share={share})", causal=False)[0] for share in (True, False))
+    assert 2 * sum(p.numel() for p in one.parameters()) == sum(p.numel() for p in other.parameters())
+    assert not torch.equal(other.forwards.query.weight, other.backwards.query.weight)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("bidirectional", "bidirectional"),
+        ("bidirectional(gla)", "bidirectional"),
+        ("bidirectional('ssd(channels=5)', share=True)", "bidirectional(ssd(channels=5), share=True)"),
+        ("bidirectional(share=True, of=kda)", "bidirectional(kda, share=True)"),
+        ("bidirectional(rfa(gate=True, map='arccos'))", "bidirectional(rfa(map='arccos', gate=True))"),
+    ],
+)
+def test_the_spec_builds_it_again(text, spec):
+    module, x = seeded(text, causal=False)
+    again = longspan.build(module.spec, DIM, HEADS, causal=False).double()
+    again.load_state_dict(module.state_dict())
+    assert module.spec == spec == again.spec
+    assert torch.equal(module(x)[0], again(x)[0])
+
+
+@pytest.mark.parametrize(
+    "attention", ["bidirectional(gla)", "bidirectional(ssd(channels=5)); softmax; bidirectional(kda)"]
+)
+def test_an_encoder_has_it(attention):
+    config = longspan.EncoderConfig(dim=8, depth=3, heads=2, attention=attention, feedforward=16)
+    encoder = longspan.Encoder(config).double().eval()
+    x = torch.randn(1, N, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    (seen,) = torch.autograd.grad(encoder(x)[0, 0, 0], x)
+    assert (seen[0].abs().sum(-1) > 0).all()
+    again = longspan.Encoder(config).double().eval()
+    again.load_state_dict(encoder.state_dict())
+    assert torch.equal(encoder(x), again(x))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("bidirectional(nystrom)", "and nystrom has no causal form; it has: bidirectional"),
+        ("bidirectional(bidirectional(gla))", "and bidirectional has no causal form"),
+        ("bidirectional(softmax)", "state of fixed size, and the state of softmax grows"),
+        ("bidirectional(luna)", "cannot pass on what luna returns besides: a carry for the next layer"),
+        ("bidirectional(routing)", "cannot pass on what routing returns besides: a loss"),
+        ("bidirectional(gla(ranks=3))", "gla has no option 'ranks'"),
+        ("bidirectional(gal)", "unknown attention 'gal' .did you mean 'gla'"),
+        ("bidirectional(3)", "bidirectional: of=3 must be a spec"),
+    ],
+)
+def test_bad_specs_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(spec, DIM, HEADS, causal=False)
+
+
+def test_what_is_causal_alone_names_the_wrapper():
+    with pytest.raises(ValueError, match=r"gla has no bidirectional form; .*'bidirectional\(gla\)' runs it in both"):
+        longspan.build("gla", DIM, HEADS, causal=False)
+    with pytest.raises(ValueError, match="adaptive_span has no bidirectional form; it has: causal$"):
+        longspan.build("adaptive_span", DIM, HEADS, causal=False)
+
+
+def test_there_is_no_causal_form():
+    with pytest.raises(ValueError, match="bidirectional has no causal form; it has: bidirectional"):
+        longspan.build("bidirectional(gla)", DIM, HEADS)
