@@ -77,6 +77,39 @@ def test_by_hand():
     assert y.tolist() == pytest.approx([0.5, (1 + 3) / 2, (2 * 1 + 4 * 3) / 6 / 2])
 
 
+def test_the_delta_rule_with_a_large_eps_by_hand():
+    """Segments of one token and eps = 1: what a key reads in the memory is divided by its sum plus 1, too.
+
+    phi is 2, 4, 1. S = 2, z = 2 after the first token; the second reads 2 4 / (2 4 + 1) = 8/9 and adds 4 (3 - 8/9).
+    """
+    module = build("segment=1, delta=True, eps=1.0", (0.0,), 1, 1)
+    with torch.no_grad():
+        for part in (module.query, module.key, module.value, module.out):
+            part.weight.fill_(1.0)
+            part.bias.zero_()
+    x = torch.tensor([[[1.0], [3.0], [0.0]]], dtype=torch.float64)
+    memory = 2 + 4 * (3 - 8 / 9)
+    expected = [0.5, (8 / 9 + 3) / 2, memory / (6 + 1) / 2]
+    assert module(x)[0].flatten().tolist() == pytest.approx(expected, rel=1e-12)
+    for cuts in ([3], [1, 1, 1], [2, 1], [1, 2]):
+        y, state = run(module, x, cuts)
+        assert y.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+        # phi(0) = 1 reads memory / 7 and adds 0 - memory / 7.
+        assert state.sums.flatten().tolist() == pytest.approx([memory - memory / 7, 7.0], rel=1e-12)
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("segment", [4, 7])
+def test_eps_is_part_of_every_read(segment, cuts):
+    module, x = build(f"segment={segment}, delta=True, eps=0.7"), data(1, N, DIM)
+    expected, memory, z = oracle(module, x[0])
+    y, state = run(module, x, cuts)
+    torch.testing.assert_close(module(x)[0][0], expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(y[0], expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(state.sums[0, ..., :-1], memory, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(state.sums[0, ..., -1], z, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("delta", [False, True])
 @pytest.mark.parametrize("segment", [1, 4, 7, N, 40])

@@ -185,6 +185,15 @@ class TestLength:
         with pytest.raises(ValueError, match=self.message):
             module(x[:, :3], context=x)
 
+    @pytest.mark.parametrize("counts", [(12, 3), (3, 12), (12, 0)])
+    def test_a_row_that_is_too_long_is_refused_beside_a_short_one(self, counts):
+        module, x = build(), data(2, 14, 6)
+        mask = torch.arange(14) < torch.tensor(counts)[:, None]
+        with pytest.raises(ValueError, match=self.message):
+            module(x, mask=mask)
+        with pytest.raises(ValueError, match=self.message):
+            module(x[:, :3], context=x, context_mask=mask)
+
     def test_padding_does_not_count(self):
         module, x = build(), data(2, 12, 6)
         mask = torch.arange(12) != 4
@@ -196,6 +205,23 @@ class TestLength:
         weights = module.state_dict()
         short.load_state_dict({n: w[..., :N] if "slots" in n else w for n, w in weights.items()})
         same(module(x)[0], short(x)[0])
+
+
+@pytest.mark.parametrize("share", ["none", "headwise", "key-value"])
+@pytest.mark.parametrize("slots", [4, 64])
+def test_slots_have_variance_1_over_their_number(slots, share):
+    """Theorem 2 of the paper: E and F are normal with mean 0 and variance 1 / S, so that sizes are kept on average."""
+    module = build(f"length={65536 // slots}, slots={slots}, share={share!r}")
+    assert {n for n, _ in module.named_parameters() if "slots" in n} == (
+        {"key_slots"} if share == "key-value" else {"key_slots", "value_slots"}
+    )
+    for name, weight in module.named_parameters():
+        if "slots" in name:
+            # The standard error of the variance of 65536 numbers is 0.6 %.
+            assert weight.var().item() * slots == pytest.approx(1.0, abs=0.03), name
+            assert abs(weight.mean().item()) * slots**0.5 < 0.03, name
+            within = (weight.abs() < slots**-0.5).double().mean().item()
+            assert within == pytest.approx(0.6827, abs=0.01), name
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,45 @@ def test_it_is_softmax_under_the_mask_that_it_tells(spec, causal):
     assert shown.max() == reader.rounds
 
 
+def test_bidirectional_chunks_by_hand():
+    """Chunks of two of the tokens sorted by bucket; each reads its own chunk, the one before, and the first the last.
+
+    Buckets are the sign of the first channel: right 0 2 3 6, left 1 4 5, and the last chunk has one token.
+    """
+    x = torch.tensor([[1.0, 5.0], [-1.0, 6.0], [2.0, 7.0], [3.0, 8.0], [-4.0, 9.0], [-2.0, 3.0], [0.5, 4.0]])
+    within = {0: [2], 2: [0], 3: [0, 2, 6], 6: [0, 2, 3], 1: [4], 4: [1], 5: [1, 4]}
+    across = {0: [2, 5], 2: [0, 5], 3: [0, 2, 6], 6: [0, 2, 3], 1: [3, 4, 6], 4: [1, 3, 6], 5: [1, 4]}
+    for cross, lists in ((False, within), (True, across)):
+        module = build(f"reformer(chunk=2, buckets=2, rounds=1, cross={cross})", 2, 1, causal=False)
+        with torch.no_grad():
+            for part in (module.query, module.value, module.out):
+                part.weight.copy_(torch.eye(2))
+                part.bias.zero_()
+            module.rotations.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
+        assert module.hash(split(x.double()[None], 1)).tolist() == [[[[0, 1, 0, 0, 1, 1, 0]]]]
+        allowed = torch.zeros(1, 1, 7, 7, dtype=torch.bool)
+        for token, seen in lists.items():
+            allowed[0, 0, token, seen] = True
+        record = {}
+        y, _ = module(x.double()[None], record=record)
+        assert torch.equal(record["mask"], allowed)
+        torch.testing.assert_close(y, definition(module, x.double()[None], allowed)[0], rtol=1e-10, atol=1e-10)
+
+
+def test_one_bucket_wraps_by_hand():
+    """Five tokens of one bucket in chunks of two: those of the first chunk read the last one."""
+    module, x = build("reformer(chunk=2, buckets=2, rounds=1)", 2, 1, causal=False), data(1, 5, 2).abs()
+    with torch.no_grad():
+        module.query.weight.copy_(torch.eye(2))
+        module.query.bias.zero_()
+        module.rotations.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
+    lists = {0: [1, 4], 1: [0, 4], 2: [0, 1, 3], 3: [0, 1, 2], 4: [2, 3]}
+    allowed = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
+    for token, seen in lists.items():
+        allowed[0, 0, token, seen] = True
+    torch.testing.assert_close(module(x)[0], definition(module, x, allowed)[0], rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_one_bucket_and_one_chunk_is_attention_of_shared_queries_and_keys(rounds, monkeypatch):
     """However many identical rounds there are: every pair counts once."""

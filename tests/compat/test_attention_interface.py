@@ -1,8 +1,11 @@
 """attn_implementation="longspan": the same outputs and gradients as the original softmax layers, under their masks."""
 
+import math
+
 import pytest
 import torch
 
+import longspan
 from hybrids import VOCAB, tokens, version
 from longspan import patterns
 from longspan.compat import transformers as on_cpu
@@ -211,6 +214,53 @@ def test_log_sums_have_gradients(pattern):
     up = torch.randn_like(wanted)
     for a, b in zip(*(torch.autograd.grad(o, (q, k, v, sink), up) for o in (ours, wanted)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("kind", ["bool", "added"])
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("sink", [None, 0.5])
+def test_a_row_that_sees_nothing_gives_zeros_in_blocks(sink, cap, kind):
+    """By hand: one channel, q = k = 1, scale 1, values 1, 2, 4. Row 0 sees nothing, row 1 key 0, row 2 keys 0 and 2."""
+    q, k = (torch.ones(1, 1, 3, 1, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    v = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64).view(1, 1, 3, 1).requires_grad_()
+    allowed = torch.tensor([[False, False, False], [True, False, False], [True, False, True]])[None, None]
+    added = torch.zeros(1, 1, 3, 3, dtype=torch.float64).masked_fill(~allowed, -torch.inf)
+    given = None if sink is None else torch.tensor([sink], dtype=torch.float64, requires_grad=True)
+    out = softmax._in_blocks(q, k, v, allowed if kind == "bool" else added, 1.0, cap, given, 0.0)
+    e, s = math.exp(cap * math.tanh(1 / cap) if cap else 1.0), math.exp(sink) if sink is not None else 0.0
+    wanted = [0.0, e / (e + s), (1 + 4) * e / (2 * e + s)]
+    assert out.flatten().tolist() == pytest.approx(wanted, rel=1e-12)
+    leaves = [t for t in (q, k, v, given) if t is not None]
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert all(g.isfinite().all() for g in grads)
+    assert grads[0][0, 0, 0] == 0
+    assert grads[2].flatten().tolist() == pytest.approx([e / (e + s) + e / (2 * e + s), 0.0, e / (2 * e + s)])
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+def test_a_row_that_sees_nothing_gives_zeros_with_a_sink(cap, backend):
+    """By hand, under causal - band(1): rows 0 and 1 see nothing, row 2 key 0, row 3 keys 0 and 1; the sink is 1/2."""
+    if backend == "native" and not available():
+        pytest.skip("no kernels here")
+    q, k = (torch.ones(1, 1, 4, 1, requires_grad=True) for _ in range(2))
+    v = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(1, 1, 4, 1).requires_grad_()
+    sink = torch.tensor([0.5], requires_grad=True)
+    with longspan.backend(backend):
+        out, lse = sums.attend(q, k, v, patterns.parse("causal - band(1)"), scale=1.0, softcap=cap)
+        y = sums.with_sink(out, lse, sink)
+        grads = torch.autograd.grad(y.sum(), (q, k, v, sink))
+    e, s = math.exp(cap * math.tanh(1 / cap) if cap else 1.0), math.exp(0.5)
+    assert lse.flatten().tolist()[:2] == [-math.inf] * 2
+    wanted = [0.0, 0.0, e / (e + s), 3 * e / (2 * e + s)]
+    assert y.flatten().tolist() == pytest.approx(wanted, rel=1e-5)
+    assert all(g.isfinite().all() for g in grads)
+    assert grads[0].flatten().tolist()[:2] == [0.0, 0.0]
+    assert grads[1].flatten().tolist()[2:] == [0.0, 0.0]
+    by_values = [e / (e + s) + e / (2 * e + s), e / (2 * e + s), 0.0, 0.0]
+    assert grads[2].flatten().tolist() == pytest.approx(by_values, rel=1e-5)
+    by_sink = -e * s / (e + s) ** 2 - 3 * e * s / (2 * e + s) ** 2
+    assert grads[3].item() == pytest.approx(by_sink, rel=1e-5)
 
 
 def test_a_mask_by_its_function():

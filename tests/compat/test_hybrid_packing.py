@@ -113,9 +113,32 @@ def test_borders_by_each_of_their_names():
     assert torch.equal(packing.of_positions(torch.tensor([[0, 1, 2, 0, 0, 1]])), wanted)
 
 
+@pytest.mark.parametrize("name", ["cu_seqlens", "cu_seq_lens_q"])
+@pytest.mark.parametrize(
+    ("starts", "wanted"),
+    [
+        ([0, 3, 3, 6], [0, 0, 0, 1, 1, 1]),
+        ([0, 3, 3, 3, 4, 4, 6], [0, 0, 0, 1, 2, 2]),
+        ([0, 0, 0, 3, 6], [0, 0, 0, 1, 1, 1]),
+        ([0, 3, 6, 6, 6], [0, 0, 0, 1, 1, 1]),
+        ([0, 0, 6, 6], [0] * 6),
+        ([0, 1, 1], [0]),
+        ([0, 0, 1], [0]),
+        ([0, 0], []),
+        ([0, 0, 0], []),
+        ([0], []),
+    ],
+)
+def test_empty_sequences_have_no_token(name, starts, wanted):
+    found = packing.borders({name: torch.tensor(starts, dtype=torch.int32)}, 1, len(wanted))
+    assert found.dtype == torch.int64
+    assert found.tolist() == [wanted]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, r"cu_seqlens=\[\] must rise from 0"),
         ({"seq_idx": torch.zeros(1, 5)}, r"seq_idx \(1, 5\) must have a number for each token: \(1, 6\)"),
         ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens=\[0, 3\] must rise from 0 to the 6 tokens"),
         ({"cu_seqlens": torch.tensor([0, 4, 3, 6])}, "must rise from 0"),

@@ -19,6 +19,28 @@ class TestGates:
         x, y = torch.randn(2, 3, 5, 8, dtype=torch.float64)
         torch.testing.assert_close(gate(x, y), x, rtol=1e-9, atol=1e-9)
 
+    @pytest.mark.parametrize("y", [3.0, -3.0])
+    @pytest.mark.parametrize("name", ["add", "input", "output", "highway", "sigtanh"])
+    def test_by_hand(self, name, y):
+        """One channel, x = 2: W (of sigtanh the gate) is 0.1, U 0.2, b 0.5; the gates read relu(y)."""
+        gate = gates.build(name if name == "add" else f"{name}(bias=0.5)", 1).double()
+        weights = {"stream": 0.1, "gate": 0.1, "value": 0.2}
+        with torch.no_grad():
+            for part in getattr(gate, "linear", ()):
+                gate.linear[part].weight.fill_(weights[part])
+        x, r = 2.0, max(y, 0.0)
+        sigmoid = lambda t: 1 / (1 + math.exp(-t))  # noqa: E731
+        s = sigmoid(0.1 * x + 0.5)
+        expected = {
+            "add": x + y,
+            "input": s * x + r,
+            "output": x + sigmoid(0.1 * x - 0.5) * r,
+            "highway": s * x + (1 - s) * r,
+            "sigtanh": x + sigmoid(0.1 * r - 0.5) * math.tanh(0.2 * r),
+        }[name]
+        found = gate(torch.full((1, 1, 1), x, dtype=torch.float64), torch.full((1, 1, 1), y, dtype=torch.float64))
+        assert found.item() == pytest.approx(expected, rel=1e-12)
+
     def test_gru_by_hand(self):
         gate = gates.build("gru(bias=0.5)", 1)
         with torch.no_grad():

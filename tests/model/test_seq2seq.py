@@ -134,6 +134,27 @@ def every(model, source, tokens, stop, penalty):
     return sorted(found, reverse=True)
 
 
+def beam_by_lists(model, source, tokens, beams, stop, penalty):
+    """Beam search over lists of one row: each hypothesis is read anew in every step."""
+    begun = [((), 0.0)]
+
+    def score(one):
+        return one[1] / ((5 + len(one[0])) / 6) ** penalty
+
+    for _ in range(tokens):
+        found = []
+        for sequence, total in begun:
+            if stop in sequence:
+                found.append((sequence, total))
+                continue
+            # The last token is only a place to predict at.
+            outputs = model(source, model.shift(torch.tensor([[*sequence, 0]])))
+            logs = model.likelihood.log_probs(outputs)[0, -1].tolist()
+            found += [((*sequence, token), total + log) for token, log in enumerate(logs)]
+        begun = sorted(found, key=score, reverse=True)[:beams]
+    return [(sequence, score((sequence, total))) for sequence, total in begun]
+
+
 class TestBeams:
     @pytest.mark.parametrize("penalty", [0.0, 1.0])
     @pytest.mark.parametrize("fields", [{}, {"cross_attention": "linear", "attention": "softmax"}], ids=str)
@@ -147,6 +168,21 @@ class TestBeams:
             assert found.lengths[0, k] == len(sequence)
             assert tuple(found.tokens[0, k, : len(sequence)].tolist()) == sequence
             assert found.scores[0, k].item() == pytest.approx(score, rel=1e-9)
+
+    @pytest.mark.parametrize("penalty", [0.0, 1.5])
+    @pytest.mark.parametrize("seed", range(4))
+    @torch.no_grad()
+    def test_is_a_search_over_lists(self, seed, penalty):
+        """A narrow beam in which ended hypotheses change places with those that go on."""
+        model, (source, _) = build(seed=seed, vocab=4).eval(), pair(batch=2, seed=seed)
+        source = source % 4
+        found = beam_search(model, source=source, tokens=5, beams=3, best=3, length_penalty=penalty, stop=1)
+        for row in range(2):
+            for k, (sequence, score) in enumerate(beam_by_lists(model, source[row][None], 5, 3, 1, penalty)):
+                assert found.lengths[row, k] == len(sequence)
+                assert tuple(found.tokens[row, k, : len(sequence)].tolist()) == sequence
+                assert (found.tokens[row, k, len(sequence) :] == 1).all()
+                assert found.scores[row, k].item() == pytest.approx(score, rel=1e-9)
 
     @torch.no_grad()
     def test_states_are_selected_and_never_shared(self):

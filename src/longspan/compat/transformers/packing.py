@@ -51,8 +51,10 @@ def _counted(border: Tensor) -> Tensor:
 
 def _from_starts(name: str, starts: Tensor, batch: int, n: int) -> Tensor:
     starts = starts.flatten().long()
-    if batch != 1 or starts[0] != 0 or starts[-1] != n or bool((starts.diff() < 0).any()):
+    if batch != 1 or not len(starts) or starts[0] != 0 or starts[-1] != n or bool((starts.diff() < 0).any()):
         raise ValueError(f"{name}={starts.tolist()} must rise from 0 to the {n} tokens of a single row, not of {batch}")
+    if not n:
+        return torch.zeros(1, 0, dtype=torch.long)
     border = torch.zeros(1, n - 1, dtype=torch.bool)
     inner = starts[(starts > 0) & (starts < n)]
     border[0, inner - 1] = True

@@ -144,9 +144,9 @@ def _in_blocks(
         if sink is not None:
             more = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, more], -1)
-        # A row that sees nothing, which is padding.
+        # A row that sees nothing, which is padding: its output is 0, as under a pattern.
         blind = (scores == -torch.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(blind, 0.0).softmax(-1)[..., : k.shape[2]].to(v.dtype)
+        weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)[..., : k.shape[2]].to(v.dtype)
         return torch.nn.functional.dropout(weights, dropout) @ v
 
     outs = []
