@@ -291,10 +291,25 @@ def tasks(_: Figures) -> str:
     return table(("task", "attention", "found"), rows)
 
 
+def forecasts(_: Figures) -> str:
+    """Squared errors of the forecasts of ETTh1 by horizon, the smallest sum first."""
+    found = json.loads((TASKS / "forecast.json").read_text(encoding="utf-8"))
+    horizons, errors = found["settings"]["horizons"], {}
+    for row in found["rows"]:
+        errors.setdefault(row["model"], {}).setdefault(row["horizon"], []).append(row["mse"])
+    means = {model: [sum(of[h]) / len(of[h]) for h in horizons] for model, of in errors.items()}
+    attentions = found["settings"]["specs"].split("; ")
+    rows = [
+        (f"`{model}`" if model in attentions else model, *(f"{error:.3f}" for error in means[model]))
+        for model in sorted(means, key=lambda model: sum(means[model]))
+    ]
+    return table(("squared error on ETTh1", *(f"{h} hours" for h in horizons)), rows)
+
+
 BLOCKS: dict[str, Callable[[Figures], str]] = {
     "where": where, "length": length, "causal": causal, "exact": exact, "bidirectional": bidirectional,
     "memory": memory, "decoding": decoding, "smallest": smallest, "grown": grown, "left": left, "picture": picture,
-    "recall": recall, "tasks": tasks, "budget": budget,
+    "recall": recall, "tasks": tasks, "budget": budget, "forecasts": forecasts,
 }  # fmt: skip
 
 

@@ -213,8 +213,32 @@ def leak(spec, n=64, trials=20):
 def test_the_published_form_leaks_and_the_default_does_not():
     assert leak("informer") == 0.0
     assert leak("informer(factor=1)") == 0.0
-    rate = leak("informer(published=True)")
-    assert f"{rate:.0%}".replace("%", " %") in str(longspan.attention.REGISTRY["informer"].__doc__)
+    assert leak("informer(published=True)") > 0.1
+
+
+@pytest.mark.parametrize("factor", [1, 5])
+def test_measures_in_random_order_make_as_many_queries_active_as_the_page_says(factor):
+    n = 1024
+    scores = torch.rand(200, 2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    active = probsparse.among_earlier(scores, torch.arange(n)[None], None, None, factor).double().sum(-1).mean()
+    # L = 1, whose logarithm is 0, has one active query.
+    expected = sum(min(1.0, max(factor * math.ceil(math.log(many)), 1) / many) for many in range(1, n + 1))
+    assert active.item() == pytest.approx(expected, abs=1.0)
+    if factor == 5:
+        assert f"which is {expected:.0f} of {n} with c = 5" in " ".join(
+            longspan.attention.informer.Informer.__doc__.split()
+        )
+
+
+def test_more_queries_are_active_since_later_measures_are_larger():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = longspan.build("informer", 32, 4).double()
+    x = torch.randn(8, 1024, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        active = module.active(x).double().sum(-1).mean().item()
+    assert active == pytest.approx(150, abs=5)
+    assert "of 1024 random tokens about 150." in " ".join(longspan.attention.informer.Informer.__doc__.split())
 
 
 def test_the_default_does_not_look_at_later_measures():

@@ -175,6 +175,20 @@ def test_lengths_that_were_measured_again_take_their_place(script, result, tmp_p
     assert f"with `--lengths {first}`" in script.PAGE.read_text()
 
 
+def test_forecasters_are_sent_to_what_has_the_smallest_error(script):
+    lines = script.forecasts(None).splitlines()[2:]
+    errors = {line.split(" | ")[0][2:]: [float(cell) for cell in line.strip("| ").split(" | ")[1:]] for line in lines}
+    first, *others = errors
+    assert first == "linear map, ridge"
+    assert all(a < b for other in others for a, b in zip(errors[first], errors[other], strict=True))
+    found = json.loads((script.TASKS / "forecast.json").read_text(encoding="utf-8"))
+    (row,) = [row for row in found["rows"] if (row["model"], row["horizon"]) == ("informer", 168)]
+    assert errors["`informer`"][found["settings"]["horizons"].index(168)] == round(row["mse"], 3)
+    day = errors["the last day again"]
+    assert all(a < b for name in ("`informer`", "`softmax`") for a, b in zip(day, errors[name], strict=True))
+    assert "**Forecasts of time series**: `informer`" not in script.PAGE.read_text(encoding="utf-8")
+
+
 def test_tasks_are_those_of_the_experiments(script):
     found = json.loads((script.TASKS / "mqar.json").read_text(encoding="utf-8"))
     pairs, dims = found["settings"]["pairs"][-1], found["settings"]["dims"]

@@ -32,11 +32,15 @@ class Informer(Attention):
 
     Bidirectional: the $c \lceil \log N \rceil$ queries of a head with the largest measures are active, and L = N.
     Causal: the keys are the L = i + 1 up to the query's own, and it is active if its measure is among the
-    $c \lceil \log L \rceil$ largest up to its own; of N queries that differ by chance about $c (\log N)^2 / 2$ are.
+    $c \lceil \log L \rceil$ largest up to its own. Of N queries whose measures come in random order
+    $\sum_{L=1}^N \min(1, \frac{c}{L} \lceil \log L \rceil)$ are active on average, which is 126 of 1024 with c = 5.
+    Measures grow with the number of sampled keys, so that later queries have the larger ones and more are active: of
+    1024 random tokens about 150.
 
     ``factor``: c. ``published``: the causal form of the paper, where keys are sampled and queries chosen from the whole
-    sequence, and the others read the sum of the values up to their own. It LEAKS the future: in random sequences of 64
-    tokens, with c = 5 and 2 heads, another second half moves 22 % of the outputs in the first. It has no state.
+    sequence, and the others read the sum of the values up to their own. It LEAKS the future: with c = 5 and 64 random
+    tokens of which the later ones change, 17 % of the outputs before these change with 1 head, 44 % with 4 and 60 %
+    with 8. It has no state.
 
     ``record`` gets the attention matrix, whose rows are even for queries that are not active. The state is all keys and
     values, one number for each query, and the values' sum.

@@ -32,8 +32,9 @@ class Routing(Attention):
 
     ``published=True``: as in the paper, each centre takes the w tokens nearest to it, whatever is still to come, and a
     token reads the mean over the lists that it is in, or 0 if it is in none. In a causal model that leaks: with
-    clusters=8, window=8 and 64 tokens of which the later ones change, 38 % of the outputs before these move. There is
-    no state, as no step can know the lists. A bidirectional model always does so, with a projection for its keys.
+    clusters=8, window=8 and 64 random tokens of which the later ones change, 36 % of the outputs before these change
+    with 1 head, 79 % with 4 and 92 % with 8. There is no state, as no step can know the lists. A bidirectional model
+    always does so, with a projection for its keys.
 
     Centres move by ``update(record)`` alone, which training calls after each step with what the step's calls have
     counted in ``record["statistics"]``: $\mu_c$ is a mean over past members, in which a step's weigh $1 - \lambda$

@@ -1,0 +1,57 @@
+"""What published causal forms leak with 1, 4 and 8 heads: the docstrings and the page have the measured figures."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from longspan.attention.base import REGISTRY
+from longspan.spec import head
+
+DOCS = Path(__file__).parents[2] / "docs"
+CHANGED = "{} % of the outputs before these change with 1 head, {} % with 4 and {} % with 8."
+TOKENS = f"64 random tokens of which the later ones change, {CHANGED}"
+SAID = {
+    "reformer(chunk=8, rounds=1, buckets=16, published=True)": f"With chunk=8, rounds=1, buckets=16 and {TOKENS}",
+    "reformer(chunk=8, rounds=1, buckets=4, published=True)": "With buckets=4 it is {}, {} and {} %.",
+    "reformer(chunk=8, rounds=1, buckets=16, published=True, cross=True)": (
+        "With ``cross=True``, where a chunk's tokens see other buckets', it is {}, {} and {} %."
+    ),
+    "routing(clusters=8, window=8, published=True)": f"with clusters=8, window=8 and {TOKENS}",
+    "informer(factor=5, published=True)": f"with c = 5 and {TOKENS}",
+}
+
+
+@pytest.fixture(scope="module")
+def script():
+    found = importlib.util.spec_from_file_location("leaks_script", DOCS / "leaks.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_every_measured_form_is_compared(script):
+    assert sorted(SAID) == sorted(script.SPECS)
+    assert script.HEADS == (1, 4, 8)
+
+
+@pytest.mark.parametrize("spec", SAID)
+def test_the_docstring_and_the_page_have_the_measured_figures(script, spec):
+    shares = script.shares(spec)
+    assert SAID[spec].format(*shares) in " ".join(REGISTRY[head(spec)].__doc__.split())
+    row = f"| `{spec}` | {' | '.join(f'{share} %' for share in shares)} |"
+    assert row in script.PAGE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize(
+    "spec", ["reformer(chunk=8, rounds=1, buckets=4)", "routing(clusters=8, window=8)", "informer"]
+)
+def test_the_default_forms_leak_nothing_with_many_heads(script, spec):
+    assert script.leak(spec, 8) == 0
+
+
+def test_the_table_is_written_between_the_markers(script):
+    page = "a\n<!-- leaks:begin -->\nold\n<!-- leaks:end -->\nb\n"
+    assert script.written(page, "new") == "a\n<!-- leaks:begin -->\n\nnew\n\n<!-- leaks:end -->\nb\n"
+    with pytest.raises(ValueError, match="the page has no block between <!-- leaks:begin -->"):
+        script.written("a", "new")
