@@ -3,9 +3,11 @@
 import itertools
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 # Where the system does not say: more than a machine has that would run this.
 _UNKNOWN = 1 << 40
@@ -26,13 +28,29 @@ def afford(size: int, what: str) -> None:
         raise ValueError(f"{what} would take {_read(size)} of memory; this machine has {_read(has)}")
 
 
+class _Unfilled(TorchFunctionMode):
+    """Leaves out random initial values, which tensors on the meta device do not hold.
+
+    PyTorch would import its compiler to fill them, which takes a second.
+    """
+
+    FILLS = frozenset({Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_})
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None):
+        if func in self.FILLS:
+            tensor = args[0] if args else (kwargs or {}).get("tensor")
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                return tensor
+        return func(*args, **(kwargs or {}))
+
+
 def shapes(make: Callable[[], nn.Module]) -> nn.Module:
     """What ``make`` builds, on the meta device: its weights have shapes and take no memory.
 
     Raises ValueError for sizes that no tensor can have.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             return make()
     # Too large for 64 bits is a TypeError in torch.
     except (RuntimeError, TypeError) as error:
