@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import os
+import re
 import signal
 import sys
 import traceback
@@ -135,7 +136,24 @@ def _run(words: list[str], modules: list[str]) -> int:
     except SystemExit:
         # --help and --print_config leave this way, having printed what was asked for; mistakes raise ValueError.
         return OK
-    return command.run(args)
+    try:
+        return command.run(args)
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        size = re.search(r"(?:tried to allocate|Unable to allocate) ([\d.]+ \w+)", str(error))
+        reduce = getattr(command, "MEMORY", "")
+        raise ValueError(
+            f"out of memory{f', allocating {size[1]}' if size else ''}{f'; reduce {reduce}' if reduce else ''}"
+        ) from error
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed: PyTorch raises a RuntimeError, on the CPU one that only its words tell apart."""
+    words = (
+        "DefaultCPUAllocator", "can't allocate memory", "out of memory", "bad_alloc", "Storage size calculation",
+    )  # fmt: skip
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _help() -> str:

@@ -194,6 +194,16 @@ def test_declared_powers(cost, power):
     assert figures.declared(cost) == power
 
 
+def test_exponents_need_lengths_that_show_growth():
+    def times(*lengths, first=1e-3):
+        return {n: first * n / lengths[0] for n in lengths}
+
+    assert figures.unfitted(times(256, 512, 1024)) == ""
+    assert "needs 3 lengths" in figures.unfitted(times(256, 1024))
+    assert "needs 3 lengths" in figures.unfitted(times(256, 300, 512))
+    assert "overhead" in figures.unfitted(times(256, 512, 1024, first=1e-6))
+
+
 def test_exponents_are_fitted():
     assert figures.exponent({n: 3e-6 * n**1.5 for n in (64, 256, 1024)}) == pytest.approx(1.5)
 

@@ -109,7 +109,7 @@ MISTAKES = {
     "generate m/digits --count 0": "--count=0 must be at least 1",
     "generate m/digits --temperature -1": "temperature=-1.0",
     "generate m/digits --top_p 0": "top_p=0.0",
-    "generate m/digits --top_k -1": "top_k=-1",
+    "generate m/digits --top_k -1": "--top-k=-1 must not be negative",
     "generate m/digits --prompt a": "--prompt and --tokens are for text; digits has images",
     "generate m/digits --complete tset": "unknown split 'tset'",
     "generate m/digits --complete test --top 1": "--top=1.0 must lie between 0 and 1",
@@ -135,7 +135,7 @@ MISTAKES = {
     "train --run.batch 0": "batch=0 must be at least 1",
     "train --config": "--config",
     "train --config none.yaml": "--config: cannot read 'none.yaml': No such file",
-    "train --run.out m": "is not empty; go on with its run by resume",
+    "train --run.out m": "m is not empty and holds no run; choose another folder with out",
     "train --run.out m/text/config.json/run --model.vocab 17": "cannot write the run's folder m/text/config.json/run",
     "train --run.out new --resume": "nothing to resume in new",
 }

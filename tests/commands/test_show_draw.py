@@ -161,7 +161,7 @@ MISTAKES = {
     ("band(2); linear", "--draw", "p.png"): "--draw takes one spec, not the 2 of 'band(2); linear'",
     ("band(2)", "--draw", "p.jpg"): "pictures are PNG files, so their names end in .png, unlike p.jpg",
     ("band(2)", "--draw", "no/p.png"): "cannot write no/p.png: there is no folder no",
-    ("band(2)", "--tokens", "0"): "tokens=0 must be from 1 to 4096, since all pairs are looked at",
+    ("band(2)", "--tokens", "0"): "--tokens=0 must be at least 1",
     ("band(2)", "--draw", "p.png", "--tokens", "4097"): "tokens=4097 must be from 1 to 4096",
     ("band(2) | nothing",): "unknown name 'nothing'; known: band, block",
     ("band(2) | linear",): "unknown name 'linear'; known: band, block",

@@ -163,7 +163,9 @@ class TestStopAndResume:
 
 class TestRefused:
     def test_taken_folder(self, whole):
-        with pytest.raises(ValueError, match=r"is not empty; go on with its run by resume, or choose another folder"):
+        with pytest.raises(
+            ValueError, match=r"holds a run; resume it with `longspan train --config \S*config.yaml --resume`"
+        ):
             fit(TINY, tiny(whole), progress=False)
 
     def test_nothing_to_resume(self, tmp_path):
@@ -218,7 +220,7 @@ class TestRefused:
             fit(TINY, tiny(tmp_path), progress=False)
 
     def test_diverged_run_keeps_the_last_good_checkpoint(self, tmp_path):
-        run = tiny(tmp_path, learning_rate=1e30, clip=0.0, warmup=0, save_every=1, schedule="constant")
+        run = tiny(tmp_path, learning_rate=1e6, clip=0.0, warmup=0, save_every=1, schedule="constant")
         with pytest.raises(ValueError, match=r"the (loss|gradient's norm) became (nan|inf) at step \d+; .* may help"):
             fit(TINY, run, progress=False)
         kept = checkpoint.load(checkpoint.resolve(tmp_path / "run", prefer="last"))

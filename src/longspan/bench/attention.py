@@ -194,7 +194,9 @@ def _growth(rows: list[dict[str, Any]], names: dict[str, local.Name]) -> list[di
             if not seconds:
                 continue
             entry: dict[str, Any] = {"candidate": name, "mode": mode, "declared": figures.declared(one.cost)}
-            if len(seconds) > 1:
+            if reason := figures.unfitted(seconds):
+                entry["unfitted"] = reason
+            else:
                 entry["exponent"] = figures.exponent(seconds)
             exact = _exact(group(one), names)
             softmax = {r["length"]: r["seconds"] for r in rows if (r["candidate"], r["mode"]) == (exact, mode)}
@@ -223,7 +225,7 @@ def text(result: dict[str, Any]) -> list[Table]:
                 tables += _tables(f"{one}, {mode}", rows, baseline)
     growth = [["time grows as", "mode", "fitted", "declared", "faster than softmax"]]
     for entry in result["growth"]:
-        fitted = f"N^{entry['exponent']:.2f}" if "exponent" in entry else ""
+        fitted = f"N^{entry['exponent']:.2f}" if "exponent" in entry else f"none: {entry.get('unfitted', 'one length')}"
         growth.append([entry["candidate"], entry["mode"], fitted, f"N^{entry['declared']:g}",
                        entry.get("faster_than_sdpa") or entry.get("faster_than_softmax", "")])  # fmt: skip
     return [*tables, growth, [[f"GEMM peak {result['gemm_gflops']:.0f} GFLOP/s"]]]

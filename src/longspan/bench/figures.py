@@ -5,6 +5,9 @@ import re
 from collections.abc import Mapping
 from itertools import pairwise
 
+# What a fitted exponent needs: that many lengths, that far apart, and seconds of the longest call that are no overhead.
+LENGTHS, SPREAD, MEASURABLE = 3, 4, 1e-4
+
 
 def exponent(found: Mapping[int, float]) -> float:
     """The growth exponent: slope of log value by log size, least squares.
@@ -15,6 +18,19 @@ def exponent(found: Mapping[int, float]) -> float:
     xs, ys = [math.log(n) for n in found], [math.log(value) for value in found.values()]
     mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
     return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+
+
+def unfitted(found: Mapping[int, float]) -> str:
+    """Why no growth exponent of times in seconds, by length, would mean anything; "" where one does.
+
+    >>> unfitted({256: 0.001, 512: 0.002})
+    'needs 3 lengths, the longest at least 4 times the shortest'
+    """
+    if len(found) < LENGTHS or max(found) < SPREAD * min(found):
+        return f"needs {LENGTHS} lengths, the longest at least {SPREAD} times the shortest"
+    if found[max(found)] < MEASURABLE:
+        return f"calls under {1e6 * MEASURABLE:.0f} us measure overhead, not growth"
+    return ""
 
 
 def slope(found: Mapping[int, float]) -> float:

@@ -212,7 +212,12 @@ class Run:
             found[f"memory, {mode}"] = {
                 r["length"]: max(r["mb"], 1e-3) for r in rows if r["mode"] == mode and "mb" in r
             }
-        fitted = {what: figures.exponent(values) for what, values in found.items() if len(values) > 1}
+        # Memory is exact at any size; times are not.
+        fitted = {
+            what: figures.exponent(values)
+            for what, values in found.items()
+            if len(values) >= figures.LENGTHS and (what not in MODES or not figures.unfitted(values))
+        }
         return {"candidate": spec, "family": module.family, "causal": module.causal, "cost": module.cost,
                 "declared": figures.declared(module.cost), **fitted}  # fmt: skip
 
@@ -238,7 +243,7 @@ def _how(options: Options) -> list[str]:
         "memory: resident memory of one call in a fresh process beyond its inputs, of which the upstream gradient is "
         "one",
         "state: its bytes after N tokens; step: one token more, on a state that it may overwrite",
-        "exponents are fitted to all lengths measured",
+        "exponents are fitted to all lengths measured, where these are 3 or more and far enough apart",
         f"each first agreed with its own reference in float64 on {min(oracle.COMPARED, *options.lengths)} tokens",
     ]
 

@@ -315,7 +315,9 @@ def _growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return {r["length"]: r["seconds"] for r in same}
 
         entry: dict[str, Any] = {"pattern": text, "mode": mode, "candidate": way}
-        if len(seconds(way)) > 1:
+        if reason := figures.unfitted(seconds(way)):
+            entry["unfitted"] = reason
+        else:
             entry["exponent"] = figures.exponent(seconds(way))
         if way not in (*LAYOUTS, "sdpa all") and seconds("sdpa all"):
             entry["faster_than_all"] = figures.crossover(seconds(way), seconds("sdpa all"))
@@ -339,7 +341,7 @@ def text(result: dict[str, Any]) -> list[Table]:
                            *([way, *(_cell(at.get((way, n))) for n in lengths)] for way in ways)])  # fmt: skip
     growth = [["time grows as", "mode", "candidate", "fitted", "faster than sdpa all"]]
     for entry in result["growth"]:
-        fitted = f"N^{entry['exponent']:.2f}" if "exponent" in entry else ""
+        fitted = f"N^{entry['exponent']:.2f}" if "exponent" in entry else f"none: {entry.get('unfitted', 'one length')}"
         growth.append([*(entry[name] for name in ("pattern", "mode", "candidate")), fitted,
                        entry.get("faster_than_all", "")])  # fmt: skip
     return [*tables, growth]

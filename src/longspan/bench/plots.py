@@ -45,6 +45,8 @@ def save(plt: Any, figure: Any, path: Path) -> None:
 
 def _panels(plt: Any, count: int) -> tuple[Any, list[Any]]:
     """A figure with up to three panels side by side, or more in rows of two."""
+    # Where nothing was measured the picture has one empty panel.
+    count = max(count, 1)
     columns = count if count < 4 else 2
     rows = -(-count // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 4.4 * rows), layout="constrained", squeeze=False)

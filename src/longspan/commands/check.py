@@ -1,6 +1,6 @@
 """``longspan check``: the laws that every attention keeps, measured."""
 
-from .parser import Parser, make
+from .parser import SEEDS, Parser, make, natural_int
 
 
 def parser() -> Parser:
@@ -20,7 +20,7 @@ def parser() -> Parser:
         help="how blocks around them are run: plain, universal(steps=3), act(steps=4), "
         "reversible; without it one attention is measured by itself",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights and inputs")
+    parser.add_argument("--seed", type=natural_int(SEEDS), default=0, help="of the random weights and inputs")
     return parser
 
 

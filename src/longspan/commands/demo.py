@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .parser import Parser, make, positive
+from .parser import SEEDS, Parser, make, natural_int, positive_int
 
 
 def parser() -> Parser:
@@ -14,15 +14,16 @@ def parser() -> Parser:
         "longspan demo --out demo --seed 1",
     )
     parser.add_argument("--out", type=str, default="demo", help="folder for the figures and the pictures")
-    parser.add_argument("--steps", type=int, default=600, help="training steps of each of the two models")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights, the order of the data and the samples")
+    parser.add_argument("--steps", type=positive_int(), default=600, help="training steps of each of the two models")
+    parser.add_argument(
+        "--seed", type=natural_int(SEEDS), default=0, help="of the weights, the order of the data and the samples"
+    )
     return parser
 
 
 def run(args) -> int:
     from .. import extras, pictures, signals
 
-    positive(args, "steps")
     extras.need("the demo", "lightning", "tensorboard", "sklearn", "matplotlib", "PIL")
     out = Path(args.out)
     pictures.claim_folder(out)

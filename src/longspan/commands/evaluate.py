@@ -5,7 +5,9 @@ import math
 
 from .. import signals
 from .generate import HELP
-from .parser import Parser, make, positive
+from .parser import BEAMS, Parser, make, natural_int, number, optional, positive_int
+
+MEMORY = "--batch, --beams or --length"
 
 
 def parser() -> Parser:
@@ -27,19 +29,22 @@ def parser() -> Parser:
     )
     parser.add_argument("--split", type=str, default="test", help="train, validation or test")
     parser.add_argument(
-        "--batch", type=int, default=None,
+        "--batch", type=optional(positive_int(1_000_000)), default=None,
         help="examples per call, else up to 64; changes speed and memory only, except "
         "that with --stream and --sliding it is how many stretches of the text are read",
     )  # fmt: skip
     parser.add_argument(
-        "--stepwise", nargs="?", type=int, const=100, default=0, metavar="N",
+        "--stepwise", nargs="?", type=natural_int(), const=100, default=0, metavar="N",
         help="also score N examples (100 without a number) token by token, as an RNN, and print the largest difference",
     )  # fmt: skip
     parser.add_argument(
-        "--beams", type=int, default=0, help="pairs: count the targets that a search with so many beams writes, too"
+        "--beams",
+        type=natural_int(BEAMS),
+        default=0,
+        help="pairs: count the targets that a search with so many beams writes, too",
     )
     parser.add_argument(
-        "--length_penalty", type=float, default=0.0, help="of that search: larger ones favour longer targets"
+        "--length_penalty", type=number(1000.0), default=0.0, help="of that search: larger ones favour longer targets"
     )
     parser.add_argument(
         "--stream", action="store_true",
@@ -47,14 +52,20 @@ def parser() -> Parser:
         "token is computed once; prints tokens per second, too",
     )  # fmt: skip
     parser.add_argument(
-        "--sliding", type=int, default=0, metavar="STRIDE",
+        "--sliding", type=natural_int(), default=0, metavar="STRIDE",
         help="move a window of the run's length along the text by so many tokens, which alone count, computed anew "
         "each time; beside --stream, of the same tokens, with the ratio of the speeds",
     )  # fmt: skip
     parser.add_argument(
-        "--examples", type=int, default=0, metavar="N", help="about so many examples or windows, evenly spaced; 0: all"
+        "--examples",
+        type=natural_int(),
+        default=0,
+        metavar="N",
+        help="about so many examples or windows, evenly spaced; 0: all",
     )
-    parser.add_argument("--length", type=int, default=0, metavar="N", help="tokens of a window of a text; 0: the run's")
+    parser.add_argument(
+        "--length", type=natural_int(), default=0, metavar="N", help="tokens of a window of a text; 0: the run's"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     return parser
 
@@ -64,11 +75,6 @@ def run(args) -> int:
     from ..train.evaluate import roomy
     from . import targets, trained
 
-    if args.batch is not None:
-        positive(args, "batch")
-    for option in ("stepwise", "sliding", "examples", "length"):
-        if args[option] < 0:
-            raise ValueError(f"--{option}={args[option]} must not be negative")
     if args.stepwise and (args.stream or args.sliding):
         raise ValueError("--stepwise scores examples by themselves, so it does not go with --stream and --sliding")
     targets.check_search(args)

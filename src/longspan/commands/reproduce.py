@@ -8,7 +8,7 @@ from typing import Any
 import jsonargparse
 
 from ..spec import known
-from .parser import Parser, kebab, make
+from .parser import MANY, SEEDS, Number, Parser, kebab, make
 
 COMMON = (
     "Writes NAME.json after every point that is measured, and at the end NAME.png and NAME.md, all of it as Markdown. "
@@ -124,7 +124,7 @@ def subparser(name: str, scale: str = "laptop") -> Parser:
         several = isinstance(default, tuple)
         parser.add_argument(
             f"--{one.name}",
-            type=str if several else type(default),
+            type=str if several else _number(one.name, default),
             default=",".join(map(str, default)) if several else default,
             help=f"{one.metadata['help']}{', separated by commas' if several else ''}",
         )
@@ -133,6 +133,15 @@ def subparser(name: str, scale: str = "laptop") -> Parser:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, in seconds, that only show that it works")
     parser.add_argument("--out", type=str, default="reproduce", help="folder for the files")
     return parser
+
+
+def _number(name: str, default: Any) -> Any:
+    """The type of a setting's flag: of numbers with bounds; only a setting that is negative by default may be so."""
+    kind = type(default)
+    if kind not in (int, float):
+        return kind
+    high = SEEDS if name == "seed" else MANY
+    return Number(kind, -high if default < 0 else 0, high)
 
 
 def run(args) -> int:
@@ -179,7 +188,10 @@ def _value(args: Any, name: str, settings: Any) -> Any:
         return value
     kind = type(default[0])
     try:
-        return tuple(dict.fromkeys(kind(word.strip()) for word in value.split(",")))
+        found = tuple(dict.fromkeys(kind(word.strip()) for word in value.split(",")))
     except ValueError as error:
         example = ",".join(map(str, default[:2]))
         raise ValueError(f"--{kebab(name)}={value}: expected numbers, separated by commas: {example}") from error
+    for one in found if kind in (int, float) else ():
+        _number(name, min(default)).check(f"--{kebab(name)}", one)
+    return found

@@ -4,8 +4,9 @@ import json
 import textwrap
 from pathlib import Path
 
-from .parser import Parser, make
+from .parser import Parser, make, optional, positive_int
 
+MEMORY = "--dim or --tokens"
 SIZE = 256  # pixels that a head's picture is high at least
 
 
@@ -30,8 +31,8 @@ def parser() -> Parser:
         help="a spec of an attention or a pattern, or a stack of which each distinct one is shown; or the "
         "folder of a training run",
     )
-    parser.add_argument("--dim", type=int, default=256, help="width of the model")
-    parser.add_argument("--heads", type=int, default=8, help="attention heads")
+    parser.add_argument("--dim", type=positive_int(1_000_000), default=256, help="width of the model")
+    parser.add_argument("--heads", type=positive_int(1_000_000), default=8, help="attention heads")
     parser.add_argument("--device", type=str, default="cpu", help="where it would run: cpu, cuda, ...")
     parser.add_argument(
         "--draw",
@@ -43,7 +44,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "--tokens",
-        type=int | None,
+        type=optional(positive_int()),
         default=None,
         help="tokens of the picture, and of the number of keys; otherwise as many as show what the pattern does",
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import files, signals
 from ..data import pairs
-from .parser import kebab, positive
+from .parser import kebab
 
 BATCH = 32  # sources whose targets are written together
 DRAWS = {"temperature": None, "top_k": 0, "top_p": 1.0, "seed": 0}
@@ -27,8 +27,6 @@ def refuse(args: Any, options: dict[str, Any], why: str) -> None:
 
 def check_search(args: Any) -> None:
     """Raise ValueError for options of a beam search that do not fit one another."""
-    if args.beams < 0:
-        raise ValueError(f"--beams={args.beams} must not be negative; 0 is no beam search")
     if not args.beams:
         searching = {name: default for name, default in SEARCH.items() if name != "beams" and hasattr(args, name)}
         refuse(args, searching, "belongs to a beam search; say --beams N")
@@ -40,7 +38,6 @@ def check_beams(args: Any) -> None:
     if not args.beams:
         return
     refuse(args, DRAWS, "belongs to drawing, and --beams draws nothing: it searches for the likeliest")
-    positive(args, "n_best")
     if args.n_best > args.beams:
         raise ValueError(f"--n-best={args.n_best} of --beams={args.beams}: a beam has at most as many as it follows")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import jsonargparse
 import yaml
 
-from .. import checkpoint, data, files, recipes, signals
+from .. import checkpoint, data, files, recipes, signals, stacks
 from ..attention import plugins
 from ..config import Config, Seq2SeqConfig
 from ..kinds import shown
@@ -17,6 +17,8 @@ from .parser import Parser, make
 SECTIONS = ("model", "run", "resume")
 KINDS = {"decoder": Config, "seq2seq": Seq2SeqConfig}
 DEEPEST = 8
+ANY_VOCAB = 256  # stands for the number of tokens that only the data know
+MEMORY = "--run.batch, --run.length or the sizes of the model"
 
 
 class _Parser(Parser):
@@ -85,6 +87,8 @@ def run(args) -> int:
     from ..train import Run, exactly, fit
 
     fields, run = args.model.as_dict(), Run(**args.run.as_dict())
+    # A mistake in a flag is reported before data, optional packages and the folder are looked at.
+    _check(fields)
     if fields["vocab"] == 0:
         fields["vocab"] = data.load(run.data, run.length).vocab
     config = checkpoint.config_of(fields)
@@ -98,6 +102,12 @@ def run(args) -> int:
         bits = f"bits/{data.unit(run.data)}: {bits}{exactly(result.exact)}"
         print(f"{result.folder}: {result.steps} steps, {result.seconds:.1f} s, {bits}")
     return 0
+
+
+def _check(fields: dict) -> None:
+    """Raise ValueError for a model that cannot be built; its weights get shapes and no memory."""
+    config = checkpoint.config_of({**fields, "vocab": fields["vocab"] or ANY_VOCAB})
+    stacks.weigh(checkpoint.KINDS[checkpoint.kind_of(config)][1], config)
 
 
 def _how_to_go_on(said: str, recipe: Path) -> str:

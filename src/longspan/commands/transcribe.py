@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 from .. import files, signals
-from .parser import Parser, make
+from .parser import BEAMS, Parser, make, natural_int
 
 HELP = "a checkpoint of a transcriber, or a model that comes with longspan: digits"
 STANDARD_INPUT = "-"
+MEMORY = "--beam, or use --stream for long recordings"
 CHUNK = 0.1  # seconds that are read at a time
 
 
@@ -28,7 +29,7 @@ def parser() -> Parser:
     parser.add_argument("folder", type=str, help=HELP)
     parser.add_argument("files", nargs="+", type=str, metavar="FILE.wav", help="the recordings; -: standard input")
     parser.add_argument(
-        "--beam", type=int, default=0, metavar="N",
+        "--beam", type=natural_int(BEAMS), default=0, metavar="N",
         help="follow the N likeliest beginnings, each with all its alignments; 0: the likeliest label of each token",
     )  # fmt: skip
     parser.add_argument(
@@ -42,8 +43,6 @@ def parser() -> Parser:
 def run(args) -> int:
     from . import trained
 
-    if args.beam < 0:
-        raise ValueError(f"--beam={args.beam} must not be negative; 0 is greedy decoding")
     model = trained.transcriber(args.folder)
     if args.stream and not model.config.causal:
         raise ValueError(f"--stream needs a causal model; {args.folder} sees whole recordings")

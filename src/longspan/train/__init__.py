@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from .. import checkpoint, data, signals
+from .. import checkpoint, data, signals, weights
 from ..config import Config, Seq2SeqConfig
 from ..data import Dataset, Pairs
 from ..describe import parts
@@ -201,3 +201,13 @@ def _check(config: Config, run: Run, dataset: Dataset | Pairs) -> None:
             )
     if not dataset.count("train"):
         raise ValueError(f"{run.data} has no training example")
+    if not torch.accelerator.is_available():
+        what = f"the activations of batch={run.batch} examples of {dataset.length} tokens"
+        weights.afford(run.batch * dataset.length * _activations(config), what)
+
+
+def _activations(config: Config) -> int:
+    """The least bytes that a step keeps for each token, in bfloat16 where it may: more is kept, but never less."""
+    if config.checkpointing or config.stack != "plain" or config.feedforward_chunk:
+        return 2 * config.dim
+    return 2 * config.depth * (config.dim + config.feedforward)

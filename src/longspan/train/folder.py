@@ -1,6 +1,7 @@
 """A run's folder: whose it is, what of it is there already, and where it goes on."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -47,7 +48,13 @@ def claim(folder: Path, recipe: dict[str, Any], resume: bool) -> None:
         if resume and not taken:
             raise ValueError(f"nothing to resume in {folder}; start the run without resume")
         if taken and not resume:
-            raise ValueError(f"{folder} is not empty; go on with its run by resume, or choose another folder by out")
+            if not begun(folder):
+                raise ValueError(f"{folder} is not empty and holds no run; choose another folder with out")
+            recipe_file = shlex.quote(str(folder / CONFIG))
+            raise ValueError(
+                f"{folder} holds a run; resume it with `longspan train --config {recipe_file} --resume`, in Python "
+                f"with resume=True and the settings of that file, or choose another folder with out"
+            )
         if resume:
             _same(folder, recipe)
 

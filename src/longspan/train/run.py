@@ -2,14 +2,17 @@
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from ..kinds import check_fields
+from ..kinds import check_fields, shown
 from ..spec import known
 
 OPTIMIZERS = ("adamw", "radam")
 SCHEDULES = ("cosine", "constant", "drop")
 PRECISIONS = ("32", "bf16")
+# The largest values of fields; of those that are not named, of all numbers.
+HIGHEST = {"batch": 1_000_000, "targets": 1_000_000, "devices": 10_000, "learning_rate": 1e6, "seed": 2**63 - 1}
+MANY = 10**9
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,15 @@ class Run:
         check_fields(self)
         for name in ("steps", "batch", "accumulate", "evaluate_every", "save_every", "keep", "devices", "targets"):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("length", "warmup", "drop_at", "weight_decay", "penalty", "clip", "evaluate_examples", "seconds"):
+        for name in (
+            "length", "warmup", "drop_at", "weight_decay", "penalty", "clip", "evaluate_examples", "seed", "seconds",
+        ):  # fmt: skip
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value} must be at least 0")
+        for field in fields(self):
+            value, high = getattr(self, field.name), HIGHEST.get(field.name, MANY)
+            if isinstance(value, int | float):
+                _require(value <= high, f"{field.name}={shown(value)} must be at most {high}")
         _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
         for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
             known(getattr(self, name), dict.fromkeys(choices), name)

@@ -9,6 +9,7 @@ from ..parser import Parser, make
 from . import compared, own
 from .kind import Kind
 
+MEMORY = "the sizes and lengths"
 KINDS: dict[str, Kind] = compared.KINDS | own.KINDS
 
 COMMON = (

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from ...spec import known
-from ..parser import Parser, positive
+from ..parser import LONG, MOST, ROUNDS, Parser, natural_int, number, positive_int
 from .kind import Kind, numbers, seconds
 
 
@@ -29,19 +29,20 @@ def _attention_options(parser: Parser) -> None:
         "its projections (specs that no function serves are always measured so), or sdpa",
     )
     parser.add_argument("--lengths", type=str, default="1024,4096,16384,65536", help="tokens, separated by commas")
-    parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument("--heads", type=int, default=8, help="heads")
-    parser.add_argument("--size", type=int, default=64, help="channels of a head")
+    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="sequences")
+    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads")
+    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels of a head")
     parser.add_argument("--dtype", type=str, default="float32", help="float32 or bfloat16")
-    parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=7, help="samples of each candidate")
     parser.add_argument("--no-backward", action="store_true", help="forward only")
-    parser.add_argument("--limit", type=float, default=20.0, help="seconds; leave out calls expected to take longer")
+    parser.add_argument(
+        "--limit", type=number(LONG), default=20.0, help="seconds; leave out calls expected to take longer"
+    )
 
 
 def _attention(args) -> tuple[Generator, Callable]:
     from ...bench import attention, oracle
 
-    positive(args, "batch", "heads", "size", "rounds")
     known(args.dtype, oracle.ALLOWED, "dtype")
     options = attention.Options(
         lengths=numbers(args, "lengths"), batch=args.batch, heads=args.heads, size=args.size, dtype=args.dtype,
@@ -53,15 +54,14 @@ def _attention(args) -> tuple[Generator, Callable]:
 def _step_options(parser: Parser) -> None:
     _candidates(parser, "kernel linear linear@torch; kernel is the native function alone")
     parser.add_argument("--batches", type=str, default="1,64,1024", help="sequences, separated by commas")
-    parser.add_argument("--heads", type=int, default=8, help="heads")
-    parser.add_argument("--size", type=int, default=64, help="channels of a head")
-    parser.add_argument("--rounds", type=int, default=21, help="samples of each candidate")
+    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads")
+    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels of a head")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=21, help="samples of each candidate")
 
 
 def _step(args) -> tuple[Generator, Callable]:
     from ...bench import step
 
-    positive(args, "heads", "size", "rounds")
     options = step.Options(numbers(args, "batches"), args.heads, args.size, args.rounds)
     return _compared(args, step, options)
 
@@ -77,12 +77,14 @@ def _generate_options(parser: Parser) -> None:
     )
     parser.add_argument("--positions", type=str, default="784,3072,16384", help="tokens before the one that is timed")
     parser.add_argument("--batches", type=str, default="1,256", help="sequences, separated by commas")
-    parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate")
-    parser.add_argument("--images", type=int, default=3, help="samples of whole images; 0: none")
-    parser.add_argument("--tokens", type=int, default=784, help="tokens of an image")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds; leave out images expected to take longer")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=7, help="samples of each candidate")
+    parser.add_argument("--images", type=natural_int(), default=3, help="samples of whole images; 0: none")
+    parser.add_argument("--tokens", type=positive_int(), default=784, help="tokens of an image")
+    parser.add_argument(
+        "--limit", type=number(LONG), default=150.0, help="seconds; leave out images expected to take longer"
+    )
     for field, (default, what) in SIZES.items():
-        parser.add_argument(f"--{field}", type=int, default=default, help=f"{what} of the decoder")
+        parser.add_argument(f"--{field}", type=positive_int(MOST), default=default, help=f"{what} of the decoder")
     parser.add_argument(
         "--like",
         type=str,
@@ -97,9 +99,6 @@ def _generate(args) -> tuple[Generator, Callable]:
     from ...bench import decoding
     from ..trained import sizes
 
-    positive(args, "rounds", "tokens")
-    if args.images < 0:
-        raise ValueError(f"--images={args.images} must not be negative; 0 measures no whole images")
     shape = {field: getattr(args, field) for field in SIZES}
     if args.like:
         given = [f"--{field}" for field, (default, _) in SIZES.items() if shape[field] != default]

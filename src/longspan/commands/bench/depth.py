@@ -3,8 +3,8 @@
 import contextlib
 from collections.abc import Callable, Generator
 
-from ..parser import Parser, positive
-from .kind import Kind
+from ..parser import LONG, MOST, Parser, natural_int, number, positive_int
+from .kind import Kind, numbers
 
 
 def _options(parser: Parser) -> None:
@@ -12,16 +12,22 @@ def _options(parser: Parser) -> None:
 
     depths = ",".join(map(str, Options.depths))
     parser.add_argument("--depths", type=str, default=depths, help="numbers of blocks, separated by commas")
-    parser.add_argument("--length", type=int, default=Options.length, help="tokens")
+    parser.add_argument("--length", type=positive_int(), default=Options.length, help="tokens")
     parser.add_argument("--attention", type=str, default=Options.attention, help="specs, tiled over the depth")
-    parser.add_argument("--dim", type=int, default=Options.dim, help="width")
-    parser.add_argument("--heads", type=int, default=Options.heads, help="heads")
-    parser.add_argument("--feedforward", type=int, default=Options.feedforward, help="inner width")
+    parser.add_argument("--dim", type=positive_int(MOST), default=Options.dim, help="width")
+    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="heads")
+    parser.add_argument("--feedforward", type=positive_int(MOST), default=Options.feedforward, help="inner width")
     parser.add_argument(
-        "--feedforward-chunk", type=int, default=0, help="tokens that the feed-forward network takes at a time; 0: all"
+        "--feedforward-chunk",
+        type=natural_int(),
+        default=0,
+        help="tokens that the feed-forward network takes at a time; 0: all",
     )
     parser.add_argument(
-        "--limit", type=float, default=Options.limit, help="MB; leave out steps expected to take more, by their line"
+        "--limit",
+        type=number(LONG),
+        default=Options.limit,
+        help="MB; leave out steps expected to take more, by their line",
     )
 
 
@@ -29,16 +35,10 @@ def _measure(args) -> tuple[Generator, Callable]:
     from ...bench import depth
     from ...progress import track
 
-    positive(args, "length", "dim", "heads", "feedforward")
-    words = [word.strip() for word in args.depths.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"--depths={args.depths}: expected whole numbers from 1 on, separated by commas: 2,4,8")
     if not args.limit > 0:
         raise ValueError(f"--limit={args.limit} must be a positive number of MB")
     sizes = {name: getattr(args, name) for name in ("length", "attention", "dim", "heads", "feedforward", "limit")}
-    options = depth.Options(
-        depths=tuple(sorted(map(int, set(words)))), feedforward_chunk=args.feedforward_chunk, **sizes
-    )
+    options = depth.Options(depths=numbers(args, "depths"), feedforward_chunk=args.feedforward_chunk, **sizes)
 
     def results() -> Generator[dict, None, None]:
         with contextlib.closing(depth.weigher()) as weigher:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from ..parser import Parser
 
+DIGITS = 9  # of a number in a list
+
 
 class Kind(NamedTuple):
     """One of the benchmarks."""
@@ -20,8 +22,11 @@ def numbers(args: Any, name: str) -> tuple[int, ...]:
     """Numbers separated by commas, each once, in order. Raises ValueError for anything else."""
     text = getattr(args, name)
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise ValueError(f"--{name}={text}: expected whole numbers from 1 on, separated by commas: 1,64,1024")
+    if not all(word.isdecimal() and len(word) <= DIGITS and int(word) for word in words):
+        raise ValueError(
+            f"--{name}={text}: expected whole numbers from 1 on, separated by commas, of at most {DIGITS} digits: "
+            "1,64,1024"
+        )
     return tuple(sorted({int(word) for word in words}))
 
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Generator
 
 from ...spec import split
-from ..parser import Parser, positive
+from ..parser import LONG, MOST, ROUNDS, Parser, natural_int, number, positive_int
 from .depth import KIND as DEPTH
 from .kind import Kind, numbers, seconds
 
@@ -12,22 +12,21 @@ from .kind import Kind, numbers, seconds
 def _gated_options(parser: Parser) -> None:
     parser.add_argument("rules", type=str, nargs="*", help="what to measure; without any, all: decay, 'channel decay', "
                         "delta, 'gated delta', 'channel delta'")  # fmt: skip
-    parser.add_argument("--length", type=int, default=4096, help="tokens")
-    parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument("--heads", type=int, default=8, help="heads of values")
-    parser.add_argument("--key-heads", type=int, default=0, help="heads of queries and keys (0: as many)")
-    parser.add_argument("--size", type=int, default=64, help="channels of a head")
+    parser.add_argument("--length", type=positive_int(), default=4096, help="tokens")
+    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="sequences")
+    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads of values")
+    parser.add_argument("--key-heads", type=natural_int(MOST), default=0, help="heads of queries and keys (0: as many)")
+    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels of a head")
     parser.add_argument("--batches", type=str, default="1,64,1024", help="sequences of the token step; 0: no step")
-    parser.add_argument("--rounds", type=int, default=7, help="samples of each candidate; three times that of steps")
+    parser.add_argument(
+        "--rounds", type=positive_int(ROUNDS), default=7, help="samples of each candidate; three times that of steps"
+    )
 
 
 def _gated(args) -> tuple[Generator, Callable]:
     from ...bench import gated
     from ...progress import track
 
-    positive(args, "length", "batch", "heads", "size", "rounds")
-    if args.key_heads < 0:
-        raise ValueError(f"--key-heads={args.key_heads} must not be negative")
     options = gated.Options(
         rules=tuple(args.rules) or tuple(gated.RULES), length=args.length, batch=args.batch, heads=args.heads,
         key_heads=args.key_heads or args.heads, size=args.size, rounds=args.rounds,
@@ -41,16 +40,16 @@ def _pattern_options(parser: Parser) -> None:
 
     parser.add_argument("--patterns", type=str, default="; ".join(DEFAULT), help="patterns, separated by semicolons")
     parser.add_argument("--lengths", type=str, default="1024,4096,16384,65536", help="tokens, separated by commas")
-    parser.add_argument("--batch", type=int, default=1, help="sequences")
-    parser.add_argument("--heads", type=int, default=8, help="heads")
-    parser.add_argument("--size", type=int, default=64, help="channels of a head")
-    parser.add_argument("--rounds", type=int, default=Options.rounds, help="samples of each candidate")
+    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="sequences")
+    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads")
+    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels of a head")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each candidate")
     parser.add_argument("--no-backward", action="store_true", help="forward only")
     parser.add_argument(
-        "--matrix", type=int, default=Options.matrix, help="tokens up to which sdpa mask and flex take part"
+        "--matrix", type=natural_int(), default=Options.matrix, help="tokens up to which sdpa mask and flex take part"
     )
     parser.add_argument(
-        "--limit", type=float, default=Options.limit, help="seconds; leave out calls expected to take longer"
+        "--limit", type=number(LONG), default=Options.limit, help="seconds; leave out calls expected to take longer"
     )
     parser.add_argument("--flex", action="store_true", help="FlexAttention too, forward only; its compilation is slow")
 
@@ -60,9 +59,6 @@ def _pattern(args) -> tuple[Generator, Callable]:
     from ...bench import pattern
     from ...progress import track
 
-    positive(args, "batch", "heads", "size", "rounds")
-    if args.matrix < 0:
-        raise ValueError(f"--matrix={args.matrix} must not be negative; 0: no candidate that needs all pairs")
     texts = tuple(split(args.patterns))
     for text in texts:
         patterns.parse(text)
@@ -85,12 +81,12 @@ def _members_options(parser: Parser) -> None:
         "--members", type=str, default="", help="specs, separated by semicolons; otherwise every mechanism by its name"
     )
     parser.add_argument("--lengths", type=str, default="1024,4096,16384", help="tokens, separated by commas")
-    parser.add_argument("--dim", type=int, default=Options.dim, help="width of the model")
-    parser.add_argument("--heads", type=int, default=Options.heads, help="heads")
-    parser.add_argument("--rounds", type=int, default=Options.rounds, help="samples of each mechanism")
+    parser.add_argument("--dim", type=positive_int(MOST), default=Options.dim, help="width of the model")
+    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="heads")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each mechanism")
     parser.add_argument("--no-backward", action="store_true", help="forward and token step only")
     parser.add_argument(
-        "--limit", type=float, default=Options.limit, help="seconds; leave out calls expected to take longer"
+        "--limit", type=number(LONG), default=Options.limit, help="seconds; leave out calls expected to take longer"
     )
 
 
@@ -98,7 +94,6 @@ def _members(args) -> tuple[Generator, Callable]:
     from ...bench import members
     from ...progress import track
 
-    positive(args, "dim", "heads", "rounds")
     specs = tuple(split(args.members)) if args.members else ()
     options = members.Options(
         members=specs, lengths=numbers(args, "lengths"), dim=args.dim, heads=args.heads, rounds=args.rounds,
@@ -118,9 +113,11 @@ def _hybrids_options(parser: Parser) -> None:
     parser.add_argument(
         "models", type=str, nargs="*", help=f"what to measure, of {', '.join(MODELS)}; without any: all"
     )
-    parser.add_argument("--length", type=int, default=Options.length, help="tokens of prompts and training steps")
+    parser.add_argument(
+        "--length", type=positive_int(), default=Options.length, help="tokens of prompts and training steps"
+    )
     parser.add_argument("--dtypes", type=str, default=",".join(DTYPES), help="separated by commas")
-    parser.add_argument("--rounds", type=int, default=Options.rounds, help="samples of each way")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each way")
     parser.add_argument("--small", action="store_true", help="models a few channels wide, to try it in seconds")
 
 
@@ -128,7 +125,6 @@ def _hybrids(args) -> tuple[Generator, Callable]:
     from ...bench import hybrids
     from ...progress import track
 
-    positive(args, "length", "rounds")
     options = hybrids.Options(
         models=tuple(args.models) or tuple(hybrids.MODELS), length=args.length, dtypes=tuple(args.dtypes.split(",")),
         rounds=args.rounds, small=args.small,
@@ -139,20 +135,19 @@ def _hybrids(args) -> tuple[Generator, Callable]:
 def _convolution_options(parser: Parser) -> None:
     from ...bench.convolution import Options
 
-    parser.add_argument("--length", type=int, default=Options.length, help="tokens")
-    parser.add_argument("--channels", type=int, default=Options.channels, help="channels")
+    parser.add_argument("--length", type=positive_int(), default=Options.length, help="tokens")
+    parser.add_argument("--channels", type=positive_int(MOST), default=Options.channels, help="channels")
     parser.add_argument(
-        "--width", type=int, default=Options.width, help="values of its own that a channel is mixed with"
+        "--width", type=positive_int(MOST), default=Options.width, help="values of its own that a channel is mixed with"
     )
     parser.add_argument("--batches", type=str, default="1,64", help="sequences of the token step")
-    parser.add_argument("--rounds", type=int, default=Options.rounds, help="samples of each candidate")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each candidate")
 
 
 def _convolution(args) -> tuple[Generator, Callable]:
     from ...bench import convolution
     from ...progress import track
 
-    positive(args, "length", "channels", "width", "rounds")
     options = convolution.Options(
         length=args.length, channels=args.channels, width=args.width, batches=numbers(args, "batches"),
         rounds=args.rounds,
@@ -161,14 +156,13 @@ def _convolution(args) -> tuple[Generator, Callable]:
 
 
 def _limits_options(parser: Parser) -> None:
-    parser.add_argument("--rounds", type=int, default=7, help="samples of each figure")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=7, help="samples of each figure")
 
 
 def _limits(args) -> tuple[Generator, Callable]:
     from ...bench import limits
     from ...progress import track
 
-    positive(args, "rounds")
     return limits.run(args.rounds, track), limits.text
 
 
