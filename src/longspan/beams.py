@@ -1,13 +1,17 @@
 """Beam search: the likeliest continuations, of which several are followed at a time."""
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import weights
+from .aliases import hinted
 from .attention.arguments import check_mask
 from .attention.state import select
-from .generate import begun, check_source
+from .generate import afford_rows, begun, check_source
+from .kinds import check
 from .model import Decoder
 from .seq2seq import Seq2Seq
 
@@ -20,6 +24,7 @@ class Beams(NamedTuple):
     lengths: Tensor  # (B,K) int64, tokens up to and with the stop token
 
 
+@hinted
 @torch.no_grad()
 def beam_search(
     model: Decoder | Seq2Seq,
@@ -56,6 +61,10 @@ def beam_search(
     if prompt is None:
         assert source is not None
         prompt = source.new_zeros(len(source), 0)
+    if isinstance(model, Decoder):
+        rows = len(prompt) * beams
+        afford_rows(model, rows, prompt.shape[1] + tokens, f"the states of beams={beams}")
+    weights.afford(len(prompt) * beams * model.likelihood.levels * 8, f"the candidates of beams={beams}")
     outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens)
     batch, levels = len(outputs), model.likelihood.levels
     logs = model.likelihood.log_probs(outputs).double()  # (B,V)
@@ -76,7 +85,7 @@ def beam_search(
             logs = torch.where(done[..., None], ended, logs)
         found = (total[..., None] + logs).flatten(1)  # (B,K V)
         longer = (lengths + (~done).long())[..., None].expand(-1, -1, levels).flatten(1)
-        order = _scored(found, longer, length_penalty).sort(dim=1, descending=True, stable=True).indices[:, :beams]
+        order = _best_first(found, longer, length_penalty, tokens)[:, :beams]
         parent, token = order // levels, order % levels
         total, lengths = found.gather(1, order), longer.gather(1, order)
         written = torch.cat([written[rows, parent], token[..., None]], 2)
@@ -86,13 +95,33 @@ def beam_search(
         state = select(state, (rows * beams + parent).flatten())
         outputs, state = step(token.flatten()[:, None], state)
         logs = model.likelihood.log_probs(outputs[:, 0]).double().unflatten(0, (batch, beams))
-    scores = _scored(total, lengths, length_penalty)
-    order = scores.sort(dim=1, descending=True, stable=True).indices[:, :best]
+    order = _best_first(total, lengths, length_penalty, tokens)[:, :best]
+    scores = _scored(total, lengths, length_penalty, tokens)
     return Beams(written[rows, order], scores.gather(1, order), lengths.gather(1, order))
 
 
-def _scored(total: Tensor, lengths: Tensor, penalty: float) -> Tensor:
-    return total / ((5 + lengths.double()) / 6) ** penalty
+def _overflows(penalty: float, tokens: int) -> bool:
+    """Whether the length penalty of the longest sequence may be beyond float64."""
+    return penalty * math.log((5 + tokens) / 6) > 700
+
+
+def _scored(total: Tensor, lengths: Tensor, penalty: float, tokens: int) -> Tensor:
+    """Scores (B,K); beyond float64 by logarithms, where they may underflow to 0 but are never NaN."""
+    if not _overflows(penalty, tokens):
+        return total / ((5 + lengths.double()) / 6) ** penalty
+    scores = -(torch.log(-total) - penalty * torch.log((5 + lengths.double()) / 6)).exp()
+    return torch.where(total == -torch.inf, total, scores)
+
+
+def _best_first(total: Tensor, lengths: Tensor, penalty: float, tokens: int) -> Tensor:
+    """The order of sequences by their scores, (B,K) indices; ties keep theirs."""
+    if not _overflows(penalty, tokens):
+        return _scored(total, lengths, penalty, tokens).sort(dim=1, descending=True, stable=True).indices
+    # The same order, by the logarithm of the negative score over the penalty; of equal lengths by probability.
+    order = total.sort(dim=1, descending=True, stable=True).indices
+    total, lengths = total.gather(1, order), lengths.gather(1, order)
+    ranks = torch.log(-total) / penalty - torch.log((5 + lengths.double()) / 6)
+    return order.gather(1, ranks.sort(dim=1, stable=True).indices)
 
 
 def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length_penalty, stop) -> None:
@@ -103,13 +132,32 @@ def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length
             raise ValueError("a Decoder continues a prompt; give prompt=(B,P) int64, P may be 0")
         if mask is not None:
             check_mask("mask", mask, tuple(prompt.shape))
+    check("length_penalty", length_penalty, float)
+    check("stop", stop, int | None)
     for name, value in (("tokens", tokens), ("beams", beams), ("best", best)):
+        check(name, value, int)
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if best > beams:
         raise ValueError(f"best={best} of beams={beams}: a beam returns at most as many as it follows")
-    if not 0 <= length_penalty < float("inf"):
-        raise ValueError(f"length_penalty={length_penalty} must be a finite number >= 0")
+    if length_penalty < 0:
+        raise ValueError(f"length_penalty={length_penalty} must not be negative")
     levels = model.likelihood.levels
     if stop is not None and not 0 <= stop < levels:
         raise ValueError(f"stop={stop} is no token; this model has 0 to {levels - 1}")
+    if (count := _sequences(levels, tokens, stop, best)) < best:
+        raise ValueError(
+            f"best={best}, but a model of {levels} tokens has only {count} different sequences of at most {tokens} "
+            f"tokens; pass best={count} or fewer"
+        )
+
+
+def _sequences(levels: int, tokens: int, stop: int | None, enough: int) -> int:
+    """How many different sequences a search can return, counted up to ``enough``."""
+    going, ended = 1, 0
+    for _ in range(tokens):
+        ended += 0 if stop is None else going
+        going *= levels if stop is None else levels - 1
+        if going + ended >= enough or not going:
+            break
+    return going + ended

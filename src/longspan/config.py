@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
 
 from . import kinds, positions
+from .aliases import refuse
 from .spec import known, split
 
 ACTIVATIONS = ("relu", "gelu", "silu", "squared_relu", "geglu", "swiglu")
@@ -24,6 +25,12 @@ def _choose(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 class _Fields:
+    def __new__(cls, *values: Any, **options: Any) -> Self:
+        """An argument that is no field is refused by name, with the field that was meant."""
+        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        refuse(cls.__name__, options, names)
+        return super().__new__(cls)
+
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build from plain values. Raises ValueError for a field that does not exist, naming those that do."""

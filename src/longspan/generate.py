@@ -6,8 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import weights
+from .aliases import hinted
+from .attention import nbytes
 from .attention.arguments import check_mask
 from .engine import Engine
+from .kinds import check, shown
 from .model import Decoder, DecoderState
 from .ops.memory import reuse_pages
 from .seq2seq import Seq2Seq
@@ -38,6 +42,7 @@ def prefill(
     return outputs[torch.arange(len(last), device=last.device), last], state  # type: ignore[return-value]
 
 
+@hinted
 def generate(
     model: Decoder | Seq2Seq,
     prompt: Tensor | None = None,
@@ -76,9 +81,15 @@ def generate(
     Raises ValueError, at the call, for a prompt, source or sampling option out of range, and for ``prefix=True``
     without a prompt or with an attention that has no prefix mode.
     """
+    check_source(model, prompt, mask, source, source_mask)
     device = model.device
     reuse_pages()
-    check_source(model, prompt, mask, source, source_mask)
+    for name, value in (("tokens", tokens), ("batch", batch), ("top_k", top_k)):
+        check(name, value, int)
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        check(name, value, float)
+    check("stop", stop, int | None)
+    check("seed", seed, int | None)
     if source is not None:
         if prefix or batch != 1:
             raise ValueError("prefix= and batch= are for a decoder; a Seq2Seq writes one target for each source")
@@ -101,6 +112,8 @@ def generate(
     if stop is not None and not 0 <= stop < model.start:
         raise ValueError(f"stop={stop} is no token; this model has 0 to {model.start - 1}")
     options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if source is None and isinstance(model, Decoder):
+        afford_rows(model, len(prompt), prompt.shape[1] + tokens, f"the states of {len(prompt)} sequences")
     # Draw once from a flat distribution, so that wrong options are refused now and not at the first token.
     model.likelihood.sample(
         torch.zeros(1, model.likelihood.size), **options, generator=torch.Generator().manual_seed(0)
@@ -117,6 +130,9 @@ def check_source(
     model: Any, prompt: Tensor | None, mask: Tensor | None, source: Tensor | None, source_mask: Tensor | None
 ) -> None:
     """Raise ValueError for a model that generates nothing, or is not given what it reads."""
+    for name, ids in (("prompt", prompt), ("source", source)):
+        if ids is not None:
+            check_ids(name, ids)
     if isinstance(model, Seq2Seq):
         if source is None:
             raise ValueError("a Seq2Seq writes the target of a source; give source=(B,M) int64")
@@ -130,6 +146,24 @@ def check_source(
         raise ValueError(f"what continues sequences is a Decoder or a Seq2Seq, not {type(model).__name__}")
     elif source is not None or source_mask is not None:
         raise ValueError("a Decoder reads no source; it continues a prompt")
+
+
+def afford_rows(model: Decoder, rows: int, capacity: int, what: str) -> None:
+    """Raise ValueError where the states of so many sequences would not fit into this machine's memory."""
+    if rows > FEW and model.device.type == "cpu":
+        weights.afford(rows * nbytes(model.init_state(1, capacity)), what)
+
+
+def check_ids(name: str, ids: Any) -> None:
+    """Raise ValueError unless these are tokens, int64 (B,N); for a text, with how to make some of it."""
+    if isinstance(ids, str):
+        raise ValueError(
+            f"{name} must be int64 (B, N), not the text {shown(ids)}; for a model of bytes pass "
+            f"torch.tensor([list(text.encode())])"
+        )
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
+        came = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{name} must be int64 (B, N), not {came}")
 
 
 @torch.no_grad()
@@ -170,6 +204,7 @@ def _tokens(model, step, outputs, state, tokens, options, generator, stop) -> It
             outputs = outputs[:, 0]
 
 
+@hinted
 @torch.no_grad()
 def score(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: int = 0) -> Tensor:
     """Log-likelihood of each sequence in nats: tokens (B,N) int64, mask (B,N) -> (B,) float64, summed in float64.
@@ -184,6 +219,8 @@ def score(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: 
     ``chunk=0`` reads the whole sequence in one call; ``chunk=n`` reads n tokens a call, carrying the state
     (n = 1: as an RNN). The answer is the same to rounding.
     """
+    check_ids("tokens", tokens)
+    check("chunk", chunk, int)
     if chunk < 0:
         raise ValueError(f"chunk={chunk} must be 0 (all at once) or a number of tokens")
     if mask is not None:

@@ -1,12 +1,13 @@
 """Models: a decoder that predicts tokens, an encoder that sees whole sequences, each around a stack of blocks."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Never
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import likelihood
+from .aliases import refuse
 from .attention.arguments import check_mask, check_segments, check_x, real_segments
 from .config import Config, EncoderConfig
 from .layers import check_counts, sinusoid
@@ -107,6 +108,7 @@ class Decoder(nn.Module):
         prefix: Tensor | None = None,
         record: dict | None = None,
         donate: bool = False,
+        **unknown: Never,
     ) -> tuple[Tensor, DecoderState | None]:
         """See the class; mask, segments, prefix and donate as in ``Attention.forward``, record as in ``Stack``.
 
@@ -116,6 +118,8 @@ class Decoder(nn.Module):
         Raises ValueError for tokens of a wrong kind or out of range, a position beyond a learned table, and whatever
         the attentions refuse.
         """
+        if unknown:
+            refuse("Decoder", unknown, ("tokens", "state", "mask", "segments", "prefix", "record", "donate"))
         check_tokens(tokens, self.start, mask, segments)
         if state is not None and not isinstance(state, DecoderState):
             raise ValueError(f"a decoder continues a DecoderState, not {type(state).__name__}")
@@ -150,12 +154,20 @@ class Encoder(nn.Module):
         initialise(self, config.depth)
 
     def forward(
-        self, x: Tensor, *, mask: Tensor | None = None, segments: Tensor | None = None, record: dict | None = None
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict | None = None,
+        **unknown: Never,
     ) -> Tensor:
         """See the class; mask and segments as in ``Attention.forward``, record as in ``Stack``.
 
         Raises ValueError for input of a wrong kind.
         """
+        if unknown:
+            refuse("Encoder", unknown, ("x", "mask", "segments", "record"))
         if self.config.vocab:
             check_tokens(x, self.config.vocab - 1, mask, segments)
         else:

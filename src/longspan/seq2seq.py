@@ -1,10 +1,13 @@
 """Encoder and decoder: the encoder sees the whole source, and the decoder writes the target with it in view."""
 
+from typing import Never
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import likelihood
+from .aliases import refuse
 from .config import EncoderConfig, Seq2SeqConfig
 from .model import DecoderState, Embedding, check_position, check_tokens, initialise
 from .stacks import Stack, afford
@@ -98,12 +101,15 @@ class Seq2Seq(nn.Module):
         source_mask: Tensor | None = None,
         mask: Tensor | None = None,
         record: dict | None = None,
+        **unknown: Never,
     ) -> Tensor:
         """See the class; the masks (B,M) and (B,N) are True on real tokens.
 
         ``record`` is asked of both stacks: it gets ``encoder`` and ``decoder``, what ``Stack`` tells, and the sum of
         their penalties. Raises ValueError for tokens of a wrong kind or out of range.
         """
+        if unknown:
+            refuse("Seq2Seq", unknown, ("source", "tokens", "source_mask", "mask", "record"))
         told = [None if record is None else dict(record) for _ in range(2)]
         context = self.encode(source, mask=source_mask, record=told[0])
         check_tokens(tokens, self.start, mask)

@@ -1,13 +1,13 @@
 """Specs: the one small language of the library. ``local(window=64)`` names a thing and its options."""
 
 import ast
-import difflib
 import inspect
 import operator
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from . import kinds
+from .aliases import suggestion
 
 Spec = Annotated[str, "spec"]
 """The annotation of an option that holds a nested spec: ``parse`` passes its text on and evaluates nothing in it."""
@@ -94,8 +94,8 @@ def known(name: str, names: Mapping[str, object], kind: str = "name", hint: str 
     """
     if isinstance(name, str) and name in names:
         return name
-    close = difflib.get_close_matches(name, names, n=1) if isinstance(name, str) else ()
-    guess = f" (did you mean {close[0]!r}?)" if close else ""
+    meant = suggestion(name, names) if isinstance(name, str) else ""
+    guess = f" (did you mean {meant!r}?)" if meant else ""
     raise ValueError(f"unknown {kind} {kinds.shown(name)}{guess}; known: {', '.join(sorted(names))}{hint}")
 
 
@@ -173,7 +173,9 @@ def _call(name: str, arguments: list, keywords: dict, text: str, names: Mapping[
     has = options(maker)
     unknown = [k for k in keywords if k not in has]
     if unknown:
-        raise ValueError(f"{name} has no option {unknown[0]!r}; it has {', '.join(has) or 'none'}")
+        meant = suggestion(unknown[0], has)
+        guess = f" (did you mean {meant!r}?)" if meant else ""
+        raise ValueError(f"{name} has no option {unknown[0]!r}{guess}; it has {', '.join(has) or 'none'}")
     try:
         bound = inspect.signature(maker).bind(*arguments, **keywords)
     except TypeError as error:

@@ -3,12 +3,13 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Never
 
 import torch
 from torch import Tensor, nn
 
 from .. import kinds, spec, weights
+from ..aliases import hinted, refuse
 from ..ops.isolated import Packed, Part, isolated
 from ..patterns import Pattern
 from ..positions import ASKED, Positions, parse
@@ -220,6 +221,7 @@ class Attention(nn.Module):
         carry: Any = None,
         record: dict | None = None,
         donate: bool = False,
+        **unknown: Never,
     ) -> Any:
         """x (B,N,dim), state -> y (B,N,dim), state; a class that ``carries`` returns a given ``carry`` too.
 
@@ -242,6 +244,8 @@ class Attention(nn.Module):
         Raises ValueError where an argument has the wrong rank, shape or dtype, is not supported by the mechanism, or
         does not go with another one.
         """
+        if unknown:
+            refuse(self.name, unknown, ("x", "state", *ARGUMENTS))
         given: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "context": context}
         given |= {"context_mask": context_mask, "carry": carry, "record": record, "donate": donate or None}
         given = {name: value for name, value in given.items() if value is not None}
@@ -331,6 +335,7 @@ def signature(cls: type[Attention]) -> inspect.Signature:
     return inspect.Signature(found)
 
 
+@hinted
 def build(
     text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, positions: str = "none"
 ) -> Attention:
@@ -361,6 +366,11 @@ def build(
 def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: int, positions: str) -> Attention:
     """``build`` without a look at the memory that it takes."""
     placed = parse(positions)
+    if isinstance(text, str) and ";" in text:
+        raise ValueError(
+            f"{kinds.shown(text)} is a stack, and build makes one attention; a stack is built by a model: "
+            f"Decoder(Config(attention={kinds.shown(text)})), or Stack(StackConfig(...)) without embeddings"
+        )
 
     def maker(cls: type[Attention]) -> Callable[..., Attention]:
         takes = signature(cls)

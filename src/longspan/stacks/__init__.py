@@ -3,12 +3,13 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
 from .. import spec, weights
+from ..aliases import refuse
 from ..attention import Attention
 from ..attention.arguments import check_mask, check_record, check_x, settle
 from ..attention.base import make
@@ -21,6 +22,8 @@ from .plain import Call, Plain
 from .reversible import Reversible
 from .universal import Act, Universal, UniversalState
 
+# The arguments of a call.
+STACKED = ("x", "state", "mask", "segments", "prefix", "context", "context_mask", "record", "donate")
 STACKS = {"plain": Plain, "universal": Universal, "act": Act, "reversible": Reversible}
 
 
@@ -102,8 +105,11 @@ class Stack(nn.Module):
         context_mask: Tensor | None = None,
         record: dict | None = None,
         donate: bool = False,
+        **unknown: Never,
     ) -> tuple[Tensor, tuple | None]:
         """See the class; arguments as in ``Attention.forward``, context and context_mask for its cross attentions."""
+        if unknown:
+            refuse("Stack", unknown, STACKED)
         check_x(self, self.dim, x)
         if mask is not None:
             check_mask("mask", mask, tuple(x.shape[:2]))
