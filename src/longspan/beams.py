@@ -141,7 +141,7 @@ def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length
     if best > beams:
         raise ValueError(f"best={best} of beams={beams}: a beam returns at most as many as it follows")
     if length_penalty < 0:
-        raise ValueError(f"length_penalty={length_penalty} must not be negative")
+        raise ValueError(f"length_penalty={length_penalty} must be at least 0")
     levels = model.likelihood.levels
     if stop is not None and not 0 <= stop < levels:
         raise ValueError(f"stop={stop} is no token; this model has 0 to {levels - 1}")

@@ -50,6 +50,8 @@ def checked(init: Callable[..., None], owner: str) -> Callable[..., None]:
         for name, value in bound.arguments.items():
             if parameters[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
                 check(name, value, parameters[name].annotation, owner)
+                if name == "context_dim" and value < 0:
+                    raise ValueError(f"{owner}: context_dim={value} must not be negative; 0 means dim")
                 if parameters[name].annotation is float:
                     # Whole numbers of more than 64 bits are numbers, which torch cannot take as whole ones.
                     bound.arguments[name] = float(value)

@@ -47,6 +47,23 @@ def facts(folder: str | Path) -> dict[str, Any]:
     }
 
 
+def model_facts(folder: str | Path) -> dict[str, Any]:
+    """The model that a checkpoint holds: kind, config, parameters, bytes of its files, and the run that trained it.
+
+    ``run`` is empty for a model that was saved by hand. Raises ValueError for a folder that is no checkpoint.
+    """
+    place = checkpoint.resolve(folder)
+    header = checkpoint.read_config(place)
+    return {
+        "folder": str(folder),
+        "kind": header["kind"],
+        "model": header["config"],
+        "run": header.get("run") or {},
+        "parameters": _parameters(place),
+        "bytes": sum(path.stat().st_size for path in Path(place).iterdir() if path.is_file()),
+    }
+
+
 def metrics(folder: str | Path) -> list[dict[str, float]]:
     """The rows of metrics.csv as numbers, NaN where a field is empty, with the seconds of all processes in ``elapsed``.
 

@@ -394,3 +394,48 @@ def test_print_config_shows_flags_over_recipes_over_defaults_and_reads_back(at, 
     assert all(part in shown for part in ("dim: 96", "depth: 5", "heads: 8", "learning_rate: 0.0001"))
     Path("s.yaml").write_text(shown)
     assert said(capsys, "train", "--config", "s.yaml", "--print_config") == shown
+
+
+def test_show_of_a_saved_model(at, capsys):
+    shown = said(capsys, "show", "m/digits")
+    assert shown.startswith("m/digits: a saved decoder\n")
+    assert f"{sum(p.numel() for p in longspan.load('m/digits').parameters()):,} parameters" in shown
+    assert "vocab=17" in shown
+    assert "data='digits'" in shown
+    found = json.loads(said(capsys, "show", "m/encoder", "--json"))
+    assert (found["kind"], found["model"]["dim"], found["run"]) == ("encoder", 6, {})
+    assert "--draw is for a pattern or a training run" in refused(capsys, "show", "m/digits", "--draw", "x.png")
+    assert "m is no checkpoint" in refused(capsys, "show", "m")
+
+
+def test_a_wrong_spec_is_refused_before_any_progress(capsys, monkeypatch):
+    monkeypatch.setattr("longspan.progress.track", lambda *_: pytest.fail("began"))
+    assert "unknown attention" in refused(capsys, "check", "gla --causal")
+    assert "unknown feature map" in refused(capsys, "check", "linear(feature_map='x')")
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--model.attention=liner", "unknown name 'liner' (did you mean 'linear'?)"),
+        ("--model.attention=linear(x=1)", "linear has no option 'x'"),
+        ("--model.dim=65", "dim=65 is not a multiple of heads=8"),
+        ("--run.batch=0", "batch=0 must be at least 1"),
+    ],
+)
+def test_train_checks_its_flags_before_data_and_packages(flag, message, at, capsys, monkeypatch):
+    def missing(*_):
+        raise ImportError('missing: sklearn; pip install "longspan[train]"')
+
+    monkeypatch.setattr(data, "load", missing)
+    assert message in refused(capsys, "train", "--run.data", "digits", flag)
+
+
+def test_a_folder_with_a_run_says_how_to_resume_it(at, capsys):
+    Path("my run").mkdir()
+    Path("my run/config.yaml").write_text("model: {}\nrun: {}\n")
+    told = refused(capsys, "train", "--run.out", "my run", *TINY)
+    assert "holds a run; resume it with `longspan train --config 'my run/config.yaml' --resume`" in told
+    Path("other").mkdir()
+    Path("other/a.txt").write_text("")
+    assert "resume" not in refused(capsys, "train", "--run.out", "other", *TINY)

@@ -173,3 +173,28 @@ def test_the_engine_is_for_more_than_a_few_tokens(tokens, engines, monkeypatch):
     assert len(made) == engines
     list(generate(model.double(), PROMPT, tokens=tokens, seed=0))
     assert len(made) == engines
+
+
+IDS = torch.zeros(1, 2, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("hello", {"tokens": 3}, r"not the text 'hello'; .*torch.tensor\(\[list\(text.encode\(\)\)\]\)"),
+        ([1, 2], {"tokens": 3}, r"prompt must be int64 \(B, N\), not list"),
+        (IDS[0], {"tokens": 3}, r"prompt must be int64 \(B, N\), not torch.int64 \(2,\)"),
+        (IDS.float(), {"tokens": 3}, r"prompt must be int64 \(B, N\), not torch.float32"),
+        (IDS, {"tokens": 2.5}, "tokens=2.5 must be a whole number"),
+        (IDS, {"tokens": True}, "tokens=True must be a whole number"),
+        (IDS, {"tokens": 3, "temperature": "hot"}, "temperature='hot' must be a number"),
+        (IDS, {"tokens": 3, "top_k": 1.5}, "top_k=1.5 must be a whole number"),
+        (IDS, {"tokens": 3, "stop": 1.0}, "stop=1.0 must be a whole number or None"),
+        (IDS, {"tokens": 3, "seed": 10**30}, "seed=.* must be a whole number or None"),
+        (None, {"tokens": 3, "batch": 1.5}, "batch=1.5 must be a whole number"),
+    ],
+)
+def test_wrong_types_are_named(prompt, options, message):
+    model = Decoder(Config(dim=8, depth=1, heads=2, feedforward=16, vocab=5)).eval()
+    with pytest.raises(ValueError, match=message):
+        generate(model, prompt, **options)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from longspan import Config, Decoder, Seq2Seq, Seq2SeqConfig, beam_search
+from longspan import Config, Decoder, Seq2Seq, Seq2SeqConfig, beam_search, beams
 from longspan.stacks import STACKS
 
 SMALL = {"dim": 16, "depth": 2, "heads": 2, "feedforward": 24, "vocab": 7}
@@ -263,3 +263,51 @@ def test_what_cannot_be_built_or_called():
         model(source * 0 + torch.tensor([0, 9, 1, 1, 1, 1]), target)
     with pytest.raises(ValueError, match="this stack reads a context"):
         model.stack(torch.zeros(1, 3, 16, dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def eleven():
+    torch.manual_seed(0)
+    return Seq2Seq(Seq2SeqConfig(dim=16, depth=1, heads=2, feedforward=32, vocab=11)).eval()
+
+
+SOURCE = torch.tensor([[1, 2, 3]])
+
+
+@pytest.mark.parametrize("penalty", [100.0, 300.0, 400.0, 4000.0, 1e38])
+def test_huge_length_penalties_give_scores_and_the_order_by_logarithms(eleven, penalty):
+    found = longspan.beam_search(eleven, source=SOURCE, tokens=30, length_penalty=penalty, stop=0, beams=4, best=4)
+    assert not found.scores.isnan().any()
+    assert (found.scores[:, :-1] >= found.scores[:, 1:]).all()
+    # With such a penalty the length decides.
+    assert (found.lengths[:, :-1] >= found.lengths[:, 1:]).all()
+
+
+def test_the_order_does_not_change_where_penalties_leave_float64(eleven):
+    """220 is within float64 for 30 tokens, and by logarithms the order is the same."""
+    total = -torch.rand(2, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 40
+    lengths = torch.randint(1, 31, (2, 50), generator=torch.Generator().manual_seed(1))
+    total[0, 3] = -torch.inf
+    plain = beams._scored(total, lengths, 30.0, 30).argsort(dim=1, descending=True, stable=True)
+    assert torch.equal(plain, beams._best_first(total, lengths, 30.0, 30))
+    assert not beams._overflows(30.0, 30)
+    assert beams._overflows(30.0, 10**12)
+    assert torch.equal(plain, beams._best_first(total, lengths, 30.0, 10**12))
+    scores = beams._scored(total, lengths, 30.0, 30)
+    torch.testing.assert_close(beams._scored(total, lengths, 30.0, 10**12), scores, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(("tokens", "stop", "count"), [(1, None, 11), (1, 0, 11), (2, None, 121), (2, 3, 111)])
+def test_best_is_at_most_the_number_of_sequences(eleven, tokens, stop, count):
+    options = {"source": SOURCE, "tokens": tokens, "stop": stop, "beams": count + 1}
+    found = longspan.beam_search(eleven, best=count, **options)
+    assert found.scores.isfinite().all()
+    assert len({tuple(row) for row in found.tokens[0].tolist()}) == count
+    with pytest.raises(ValueError, match=f"best={count + 1}, but a model of 11 tokens has only {count} different"):
+        longspan.beam_search(eleven, best=count + 1, **options)
+
+
+@pytest.mark.parametrize("name", ["beams", "tokens", "best"])
+def test_counts_of_a_search_are_whole(eleven, name):
+    with pytest.raises(ValueError, match=f"{name}=1.5 must be a whole number"):
+        longspan.beam_search(eleven, source=SOURCE, **({"tokens": 2} | {name: 1.5}))

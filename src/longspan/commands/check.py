@@ -28,8 +28,11 @@ def run(args) -> int:
     from .. import checks
     from ..progress import track
 
+    # A mistake in the spec is reported before any progress is.
+    subject = checks.Subject(args.spec, args.seed, args.stack)
+    subject.make()
     laws = checks.laws()
     rows = [checks.check(law, args.spec, seed=args.seed, stack=args.stack) for law in track(laws, len(laws), "laws")]
-    report = checks.Report(checks.Subject(args.spec, args.seed, args.stack).named, tuple(rows))
+    report = checks.Report(subject.named, tuple(rows))
     print(report)
     return 0 if report.ok else 1

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import jsonargparse
 
+from ..aliases import suggestion
 from ..kinds import shown
 from ..spec import known
 
 LONGEST = 400  # characters of a message
+FEW = 30  # options that a message lists beside a guess
 MANY = 10**9  # the largest count of steps, tokens or samples that an option accepts
 MOST = 1_000_000  # the largest size of a model or an operand that an option accepts
 BEAMS = 100_000  # the most sequences that a search follows
@@ -97,11 +99,18 @@ class Parser(jsonargparse.ArgumentParser):
                 # A recipe has some forty fields; those of the same group are enough to find the right one.
                 group = name.partition(".")[0] + "."
                 near = {option: None for option in options if option.startswith(group)} or options
-                words[place] = options[known(kebab(name), near, "option")] + equals + value
+                words[place] = options[self._known(kebab(name), near)] + equals + value
         args = self.parse_args(words)
         for name, kind in self.numbers.items():
             kind.check(f"--{kebab(name)}", args[name])
         return args
+
+    def _known(self, name: str, options: dict[str, Any]) -> str:
+        """``spec.known``, without the list where there is a guess and the list would fill lines."""
+        guess = suggestion(name, options)
+        if name not in options and guess and len(options) > FEW:
+            raise ValueError(f"unknown option {shown(name)} (did you mean {guess!r}?); see {self.prog} --help")
+        return known(name, options, "option")
 
     def format_help(self) -> str:
         """The help, with options as they are best typed: fields are named as in a recipe, with underscores."""

@@ -17,10 +17,11 @@ def parser() -> Parser:
         "attention against those of the feed-forward network and the bytes of the recurrent state by length, and the "
         "backend that serves it. Where it has a pattern, or is one: how far and how many keys a query sees, and a "
         "picture of that. Of a training run: its config, steps, bits, size and data, and the spans and ponder "
-        "times that it has learned.",
+        "times that it has learned. Of a saved model: its kind, config and size.",
         "longspan show linear",
         "longspan show \"linear(feature_map='relu'); softmax\" --dim 512 --heads 8 --json",
         "longspan show runs/digits",
+        "longspan show mnist",
         "longspan show runs/adaptive_span --draw spans.png",
         "longspan show \"sparse(pattern='band(8) | globals(2)')\" --draw sparse.png",
         'longspan show "causal & (band(3) | strided(8))" --draw strided.png --tokens 48',
@@ -29,7 +30,7 @@ def parser() -> Parser:
         "spec",
         type=str,
         help="a spec of an attention or a pattern, or a stack of which each distinct one is shown; or the "
-        "folder of a training run",
+        "folder of a training run or of a saved model",
     )
     parser.add_argument("--dim", type=positive_int(1_000_000), default=256, help="width of the model")
     parser.add_argument("--heads", type=positive_int(1_000_000), default=8, help="attention heads")
@@ -53,12 +54,14 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
-    from .. import describe, pictures, runs, spec
+    from .. import describe, pictures, runs, shipped, spec
     from ..attention import names
 
     # A run in a folder named as a mechanism is ./linear.
     if runs.means(args.spec) and args.spec not in names():
         return _run(args)
+    if args.spec not in names() and (Path(args.spec).is_dir() or shipped.means(args.spec)):
+        return _model(args)
     specs = list(dict.fromkeys(spec.split(args.spec)))
     if args.draw:
         if len(specs) > 1:
@@ -99,6 +102,32 @@ def _run(args) -> int:
     found["learned"] = told[-1] if told else None
     print(json.dumps(found, indent=2) if args.json else _run_text(found))
     return 0
+
+
+def _model(args) -> int:
+    """Show a saved model."""
+    from .. import runs, shipped
+
+    if args.draw:
+        raise ValueError(f"--draw is for a pattern or a training run; {args.spec} is a saved model")
+    found = runs.model_facts(shipped.path(args.spec) if shipped.means(args.spec) else args.spec)
+    found["folder"] = args.spec
+    print(json.dumps(found, indent=2) if args.json else _model_text(found))
+    return 0
+
+
+def _model_text(one: dict) -> str:
+    """The lines about a saved model."""
+    lines = [
+        f"{one['folder']}: a saved {one['kind']}",
+        f"  size        {one['parameters']:,} parameters; "
+        f"{_short(one['bytes'], 1024, ('', 'Ki', 'Mi', 'Gi'))}B in its files",
+    ]
+    for part in ("model", "run"):
+        if one[part]:
+            text = ", ".join(f"{name}={value!r}" for name, value in one[part].items())
+            lines += textwrap.wrap(f"  {part:<11} {text}", 118, subsequent_indent=" " * 14)
+    return "\n".join(lines)
 
 
 def _learned(one: dict) -> list[str]:

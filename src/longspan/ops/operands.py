@@ -1,5 +1,6 @@
 """What enters an operation: views with another sign, masked content, memory that is given away, transforms of torch."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -95,6 +96,18 @@ def check_donation(state: Tensor, **others: Tensor | None) -> None:
             first, last = _range(other)
             if first < end and begin < last:
                 raise ValueError(f"donate=True overwrites the state, which shares memory with {name}; give a clone")
+
+
+def check_scale(scale: Any) -> None:
+    """Raise ValueError unless this is a finite number, or None."""
+    if scale is not None and not (isinstance(scale, int | float) and -math.inf < scale < math.inf):
+        raise ValueError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(D)")
+
+
+def check_eps(eps: Any) -> None:
+    """Raise ValueError unless this is a finite number that is not negative."""
+    if not (isinstance(eps, int | float) and 0 <= eps < math.inf):
+        raise ValueError(f"eps={eps!r} is added to the denominator and must be a finite number >= 0")
 
 
 def in_memory(x: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ops import gated
+from ...ops.operands import check_scale
 from ...ops.tensors import widen
 from .arguments import laid_out, refuse, refuse_per_channel, refuse_per_head
 
@@ -225,6 +226,7 @@ def fused_recurrent_linear_attn(
 
 
 def _recur(q, k, v, g, beta, scale, state, final, normalised, cu_seqlens) -> tuple[Tensor, Tensor | None]:
+    check_scale(scale)
     given = laid_out(q, k, v, g, beta, state, cu_seqlens)
     options = {"scale": scale, "cu_seqlens": cu_seqlens, "normalise": "l2" if normalised else None}
     # By the public operations' own checks; their names for decays and steps are others.

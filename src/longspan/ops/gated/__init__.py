@@ -12,7 +12,7 @@ from ...spec import known
 from .. import chosen, tell, wanted
 from ..isolated import Packed, Part, isolated
 from ..native import call
-from ..operands import check_donation, check_stored, hidden, resolved, same_device, transformed
+from ..operands import check_donation, check_scale, check_stored, hidden, resolved, same_device, transformed
 from ..packed import check_packed
 from ..tensors import per_root, widen
 from . import chunks, exported
@@ -71,6 +71,7 @@ def decay_attention(
     Source: Yang et al. 2023 (2312.06635), eq. 3, per channel; Sun et al. 2023 (2307.08621), eq. 6, and Dao and Gu 2024
     (2405.21060), eq. 16, per head.
     """
+    check_scale(scale)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value, log_decay=log_decay)
     if mask is None and segments is None and cu_seqlens is None and state is not None:
@@ -123,6 +124,7 @@ def delta_rule(
     Source: Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5; with a decay per head Yang et
     al. 2024 (2412.06464), eq. 10, and per channel Kimi Team 2025 (2510.26692), eq. 1.
     """
+    check_scale(scale)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value, beta=beta, log_decay=log_decay)
     if mask is None and segments is None and cu_seqlens is None and state is not None:

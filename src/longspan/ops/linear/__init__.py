@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import chosen, prefix, tell, wanted
 from ..isolated import Packed, Part, isolated
 from ..native import call
-from ..operands import check_donation, check_stored, hidden, resolved, same_device, transformed
+from ..operands import check_donation, check_eps, check_stored, hidden, resolved, same_device, transformed
 from ..tensors import widen, with_ones
 from . import bidirectional, composed, native, recurrence
 from . import causal as causally
@@ -60,6 +60,7 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020 (2006.16236), eqs 4-12. The state and all sums are float32 at least.
     """
+    check_eps(eps)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value)
     if causal and mask is None and segments is None and state is not None and isinstance(feature_map, str):
@@ -231,6 +232,8 @@ def normalise(read: Tensor, eps: float) -> Tensor:
 
 def _check(query, key, value, causal, mask, segments, state):
     for name, t in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {type(t).__name__}")
         if t.dim() != 4 or not t.is_floating_point():
             raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {t.dtype} {tuple(t.shape)}")
     if query.shape[:2] != key.shape[:2] or query.shape[-1] != key.shape[-1] or key.shape[:3] != value.shape[:3]:

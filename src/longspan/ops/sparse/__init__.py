@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ... import patterns
 from ...patterns import Pattern
 from .. import tell, wanted
-from ..operands import TRANSFORMED, hidden, resolved, same_device, transformed
+from ..operands import TRANSFORMED, check_scale, hidden, resolved, same_device, transformed
 from ..rows import ragged
 from ..softmax import dense as softmax
 from ..tensors import per_root, positions
@@ -64,6 +64,7 @@ def sparse_attention(
     softcap that is not positive.
     """
     _check(query, key, value, mask, bias)
+    check_scale(scale)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap={softcap} must be positive and finite; None caps no logit")
     if isinstance(bias, Tensor):
