@@ -148,29 +148,37 @@ def test_the_penalty_is_the_mean_span_of_real_tokens():
     assert record["penalty"] == 0
 
 
-def test_a_fraction_that_left_its_range_can_only_come_back():
+@pytest.mark.parametrize(("outside", "border"), [(-0.3, 0.0), (1.3, 1.0)])
+def test_a_fraction_outside_its_range_counts_as_the_border(outside, border):
+    """Its gradient is that of the border, of either sign, until a projection moves it there."""
     x, upstream = data(2, N, 6), data(2, N, 6, seed=1)
-    for outside, border in ((-0.3, 0.0), (1.3, 1.0)):
-        module, inside = build("span=6, ramp=4", (outside, outside)), build("span=6, ramp=4", (border, border))
-        torch.testing.assert_close(module(x)[0], inside(x)[0], rtol=0, atol=0)
-        out = 1 if outside < 0 else -1  # a gradient of this sign would lead farther out
-        for sign in (1, -1):
-            (grad,) = torch.autograd.grad((sign * module.spans(x)).sum(), module.fraction)
-            assert (grad == 0).all() if sign == out else (grad == sign * 6 * 2 * N).all()
-        y = module(x)[0]
+    module, inside = build("span=6, ramp=4", (outside, outside)), build("span=6, ramp=4", (border, border))
+    found, expected = module(x)[0], inside(x)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for sign in (1, -1):
+        (grad,) = torch.autograd.grad((sign * module.spans(x)).sum(), module.fraction)
+        assert (grad == sign * 6 * 2 * N).all()
         grads = [
-            torch.autograd.grad((sign * y * upstream).sum(), module.fraction, retain_graph=True)[0] for sign in (1, -1)
+            torch.autograd.grad((sign * y * upstream).sum(), one.fraction, retain_graph=True)[0]
+            for y, one in ((found, module), (expected, inside))
         ]
-        assert all((grad * out <= 0).all() for grad in grads)
+        torch.testing.assert_close(*grads, rtol=0, atol=0)
+    module.project()
+    assert module.fraction.tolist() == [border, border]
+    build("span=6, ramp=4, dynamic=True").project()
 
 
-def test_a_learned_span_can_return_from_zero():
-    """At z = 0, the first span, gradients that would lead below are dropped, and others not."""
-    module, x = build("span=6, ramp=4", (0.0, 0.0)), data(2, N, 6)
-    (grad,) = torch.autograd.grad(-module.spans(x).mean(), module.fraction)
-    assert (grad < 0).all()
-    (grad,) = torch.autograd.grad(module.spans(x).mean(), module.fraction)
-    assert (grad == 0).all()
+def test_the_gradient_of_a_first_span_is_the_mean_of_those_of_the_rows():
+    """At z = 0, where every head begins, the rows' gradients have both signs."""
+    module, x, upstream = build("span=6, ramp=4", (0.0, 0.0)), data(8, N, 6), data(N, 6, seed=1)
+
+    def pulled(rows):
+        return torch.autograd.grad((module(rows)[0] * upstream).sum((1, 2)).mean(), module.fraction)[0]
+
+    rows = torch.stack([pulled(row[None]) for row in x])
+    assert (rows.amin(0) < 0).all()
+    assert (rows.amax(0) > 0).all()
+    torch.testing.assert_close(pulled(x), rows.mean(0), rtol=1e-10, atol=1e-10)
 
 
 def test_a_state_serves_while_the_spans_fit():

@@ -7,6 +7,7 @@ from longspan import checks
 from longspan.attention import arguments
 from longspan.attention import linear as linear_module
 from longspan.ops import gated, isolated, linear, prefix
+from longspan.attention.adaptive_span import AdaptiveSpan
 from longspan.ops.gated import chunks
 from longspan.ops.linear import causal as spans
 from longspan.ops.linear import composed, recurrence, workspace
@@ -152,6 +153,27 @@ def starting_with_the_state(packed, tokens, state, carry, original=isolated._alo
 
 
 CUT = "parallel_is_recurrent"
+SPANS = "adaptive_span(span=7, ramp=3, initial=2.5)"
+
+
+class ClampedBackwards(torch.autograd.Function):
+    """A clamp to [0, 1] that drops the gradients which lead farther out: not linear in them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad.masked_fill(((x <= 0) & (grad > 0)) | ((x >= 1) & (grad < 0)), 0.0)
+
+
+def spans_clamped_backwards(self):
+    return self.span * ClampedBackwards.apply(self.fraction)[:, None, None]
+
+
 ROTARY = "linear(rotary=100.0)"  # goes by the scan; others have forms of their own
 MUTANTS = {
     "a leaky mask in the scan": (chunks.Span, "products", leaky_products, ROTARY, "causal"),
@@ -186,6 +208,7 @@ MUTANTS = {
     "packed rows whose results are not looked at": (isolated, "finite", lambda t: True, "average", "content"),
     "packed rows whose gradients are not kept": (isolated, "_keep", lambda *given: None, "realformer", "content"),
     "packed sequences that start with a state": (isolated, "_alone", starting_with_the_state, "linear", "content"),
+    "a gradient that is clamped": (AdaptiveSpan, "_fixed", spans_clamped_backwards, SPANS, "additive"),
     "a prefix that is written twice": (prefix, "fold", prefix_written_twice, "linear", "prefix_mode"),
     "a prefix that counts padding": (arguments, "inside", prefix_counting_padding, "linear", "prefix_mode"),
     "a prefix that stays causal": (cache, "join", causal_prefix, "softmax", "prefix_mode"),

@@ -4,7 +4,6 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ..ops.tensors import merge, split, widen
 from ..patterns import band
@@ -21,8 +20,11 @@ class AdaptiveSpan(Attention):
 
     ``span``: S, the longest span. ``ramp``: R, over how many tokens weights fall. ``initial``: the span z, in tokens,
     that heads begin with. ``dynamic``: every token chooses its own span for each head; otherwise z is one number per
-    head, learned as f, the ``fraction`` of S. A fraction outside 0 to 1 counts as 0 or 1, and
-    gets only gradients that lead back.
+    head, learned as f, the ``fraction`` of S.
+
+    A fraction outside 0 to 1 counts as 0 or 1. Its gradient is that of the span there, as if nothing was clamped, so
+    that gradients of parts of a batch add up to that of the batch. Training clamps the fraction itself after each
+    optimiser step, as the paper's code does; a training loop of your own calls ``project()`` there.
 
     ``record["penalty"]`` is the mean span, to be added to the loss times some small factor (``run.penalty`` of a
     training); ``spans(x)`` gives the spans. Keys that no head sees are not read. The state is a ring of the last
@@ -83,14 +85,15 @@ class AdaptiveSpan(Attention):
         return self._fixed()[:, 0].expand(len(x), -1, x.shape[1])
 
     def _fixed(self) -> Tensor:
-        """z of each head, (H,1,1)."""
-        # A jvp of _Within, which could say so itself, would keep it out of compiled graphs.
-        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-            if forward_ad.unpack_dual(self.fraction).tangent is not None:
-                raise ValueError(
-                    "the spans of adaptive_span learn by a rule for gradients; forward-mode derivatives have none"
-                )
-        return self.span * _Within.apply(widen(self.fraction))[:, None, None]  # type: ignore[no-any-return]
+        """z of each head, (H,1,1): that of the fraction in [0, 1], with the derivative of the fraction itself."""
+        f = widen(self.fraction)
+        return self.span * (f.detach().clamp(0, 1) + (f - f.detach()))[:, None, None]
+
+    @torch.no_grad()
+    def project(self):
+        """Clamp the fractions to [0, 1]."""
+        if not self.dynamic:
+            self.fraction.clamp_(0, 1)
 
     def keys_seen(self) -> int:
         """How many keys the widest head sees: max ceil(z + R), at most S + R."""
@@ -155,22 +158,3 @@ class _Ramp:
         m = ((self.ramp + z - (i[:, None] - j[None])) / self.ramp).clamp(0, 1)
         # log 0 has no gradient that one could multiply by a weight of zero, so it is never taken.
         return m.masked_fill(m == 0, 1.0).log().masked_fill(m == 0, -torch.inf)
-
-
-class _Within(torch.autograd.Function):
-    """x.clamp(0, 1), except that a gradient which would lead farther out is dropped, and one that leads back is not."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):  # type: ignore[override]
-        return x.clamp(0, 1)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return grad.masked_fill(((x <= 0) & (grad > 0)) | ((x >= 1) & (grad < 0)), 0.0)

@@ -91,6 +91,9 @@ class Attention(nn.Module):
     """the forms that exist; an instance whose options rule one out has fewer"""
     carries: ClassVar[bool] = False
     """takes and returns ``carry``, something handed from layer to layer; see ``cut_carry``"""
+    no_decay: ClassVar[tuple[str, ...]] = ()
+    """its own parameters of two dimensions or more that weight decay leaves alone, such as decays, scales and learned
+    positions; vectors, biases and embeddings are never decayed, see ``train.parameter_groups``"""
     penalty: ClassVar[str] = ""
     """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
     samples: ClassVar[bool] = False
@@ -300,6 +303,13 @@ class Attention(nn.Module):
         Statistics are tensors, those of several calls added up. Raises ValueError for a mechanism without them.
         """
         raise ValueError(f"{self.name} has no statistics: gradients alone move what it learns")
+
+    def project(self) -> None:
+        """Move parameters back into their range, in place; training does so after each optimiser step.
+
+        For a mechanism whose parameters have a range, such as the spans of ``adaptive_span``. No gradient depends on
+        the range, so that gradients of a batch are the mean of those of its parts. Others do nothing here.
+        """
 
     @property
     def positional(self) -> bool:

@@ -31,6 +31,7 @@ _LAWS = {
     "oracle": (numeric.oracle, ()),
     "attention_matrix": (numeric.attention_matrix, ("record",)),
     "gradients": (numeric.gradients, ()),
+    "additive": (numeric.additive, ()),
     "dtypes": (numeric.dtypes, ()),
     "adversarial": (numeric.adversarial, ()),
     "arguments": (software.arguments, ()),

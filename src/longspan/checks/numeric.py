@@ -139,6 +139,39 @@ def gradients(subject: Subject, gauge: Gauge) -> None:
     gauge.close(found[1], found[0], "gradients through states")
 
 
+def additive(subject: Subject, gauge: Gauge) -> None:
+    """The gradient of a batch is the mean of its halves', penalty included; what the halves count adds up."""
+    x = subject.data()
+    asks = any(kind.penalty for kind in [*subject.classes, *([subject.kind] if subject.kind else [])])
+    asks = asks or any(cls.statistics for cls in subject.classes)
+    for how in ("as they begin", "far from their beginning"):
+        module = subject.make()
+        if how != "as they begin":
+            generator = torch.Generator().manual_seed(6)
+            with torch.no_grad():
+                # So far that parameters leave whatever range they may have.
+                for weight in module.parameters():
+                    weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+        whole, *halves = (_pulled(module, rows, asks) for rows in (x, x[:1], x[1:]))
+        mean = [sum(grads) / 2 for grads in zip(*(gradients for gradients, _ in halves), strict=True)]
+        gauge.close(mean, whole[0], f"gradients of two half batches, with weights {how}")
+        counted = [sum(counts) for counts in zip(*(statistics for _, statistics in halves), strict=True)]
+        gauge.close(counted, whole[1], f"statistics of two half batches, with weights {how}")
+
+
+def _pulled(module: Any, x: Tensor, asks: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the weights from a loss that is a mean over rows, and what the call has counted."""
+    record: dict[str, Any] = {"penalty": None, "statistics": None}
+    y = module(x, record=record)[0] if asks else module(x)[0]
+    upstream = torch.randn(y.shape[1:], generator=torch.Generator().manual_seed(4), dtype=y.dtype)
+    loss = (y * upstream).sum((1, 2)).mean()
+    if record.get("penalty") is not None:
+        loss = loss + record["penalty"]
+    layers = [record, *record.get("layers", ())]
+    counted = [leaf for told in layers for leaf in pytree.tree_leaves(told.get("statistics")) if leaf is not None]
+    return [*torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)], counted
+
+
 def dtypes(subject: Subject, gauge: Gauge) -> None:
     """Each precision is kept and finite, its error at most twice the reference's in it, or what roundings explain."""
     exact, x = subject.make(), subject.data()

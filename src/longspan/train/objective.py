@@ -105,7 +105,9 @@ class Objective(nn.Module, ABC):
                 self.statistics[layer] = new if sums is None else pytree.tree_map(torch.add, sums, new)
 
     def update(self, model: Any) -> None:
-        """Move what no gradient moves, after an optimizer's step: by what all of its micro-batches have counted."""
+        """After an optimizer's step: statistics move buffers, and parameters with a range are moved back into it."""
+        for attention in self.attentions(model):
+            attention.project()
         for layer, statistics in self.statistics.items():
             self.attentions(model)[layer].update({"statistics": statistics})
         self.statistics.clear()
