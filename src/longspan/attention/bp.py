@@ -47,6 +47,7 @@ class BinaryPartition(Attention):
     )
     examples = ("bp(k=1, levels=2)", "bp(k=2)")
     states = (tree.Nodes,)
+    no_decay = ("edges",)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, k: int = 4, levels: int = 6):
         super().__init__(dim, heads, causal=causal)

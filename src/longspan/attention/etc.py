@@ -46,6 +46,7 @@ class Etc(Attention):
     )
     examples = ("etc(globals=3, radius=5, clip=2)",)
     directions, carries = ("bidirectional",), True
+    no_decay = ("tokens", "labels")
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = False, globals: int = 32, radius: int = 84, clip: int = 12

@@ -47,6 +47,7 @@ class KDA(Attention):
     examples = ("kda", "kda(lower_bound=-5.0, convolution=0)")
     directions = ("causal",)
     states = (State,)
+    no_decay = ("a_log", "dt_bias")
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, convolution: int = 4, lower_bound: float = 0.0):
         super().__init__(dim, heads, causal=causal)

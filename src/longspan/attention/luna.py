@@ -74,6 +74,7 @@ class Luna(Attention):
     )
     examples = ("luna(slots=5)", "luna(slots=3, activation='elu')")
     carries, states, contexts = True, (State,), (Context,)
+    no_decay = ("memory",)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, slots: int = 16, activation: str = "softplus"):
         super().__init__(dim, heads, causal=causal)

@@ -60,6 +60,7 @@ class MemoryCompressed(Attention):
     )
     examples = ("memory_compressed(stride=3)", "memory_compressed(stride=4, pool='mean', null=True)")
     states = (State,)
+    no_decay = ("null_key", "null_value")
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, stride: int = 3, pool: str = "conv", null: bool = False

@@ -36,6 +36,7 @@ class Relative(Attention):
     )
     examples = ("relative", "relative(clamp=3)")
     states, places, stands_for = (KeyValues,), "relative", "softmax"
+    no_decay = ("u", "v")
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, clamp: int = 0):
         super().__init__(dim, heads, causal=causal)

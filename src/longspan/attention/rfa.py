@@ -67,6 +67,7 @@ class RFA(Attention):
     )
     examples = ("rfa(features=31)", "rfa(gate=True, features=101)", "rfa(map='arccos', features=13, rows='orthogonal')")
     states, contexts = (State, GatedState), (Context,)
+    no_decay = ("sigma",)
     projection: Tensor  # (H,m,D)
 
     def __init__(

@@ -70,6 +70,7 @@ class Synthesizer(Attention):
         "synthesizer(kind='random+dense+dot', length=307)",
     )
     states = (State, KeyValues)
+    no_decay = ("offsets",)
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, kind: str = "dense", length: int = 4096, rank: int = 8

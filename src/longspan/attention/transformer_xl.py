@@ -56,6 +56,7 @@ class TransformerXL(Attention):
     )
     exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins")
     states, places = (Memory,), "relative"
+    no_decay = ("u", "v")
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class Settings(Buildable):
     learning_rate: float = setting(3e-3, "the highest learning rate")
     schedule: str = setting("cosine", "of the learning rate: cosine | constant")
     warmup: int = setting(20, "steps in which the learning rate rises")
-    weight_decay: float = setting(0.05, "of matrices and embeddings")
+    weight_decay: float = setting(0.05, "of matrices")
     precision: str = setting("32", "of the training: 32 | bf16")
     evaluate_every: int = setting(40, "steps between two tests on validation images")
     evaluate_examples: int = setting(100, "validation images of such a test; 0: all")

@@ -32,11 +32,12 @@ from . import carry
 from . import folder as runs
 from . import objective as objectives
 from .evaluate import bits
+from .groups import parameter_groups
 from .run import Run, rate
 
 begun = runs.begun
 
-__all__ = ["Result", "Run", "begun", "bits", "fit", "rate"]
+__all__ = ["Result", "Run", "begun", "bits", "fit", "parameter_groups", "rate"]
 
 
 @dataclass(frozen=True)

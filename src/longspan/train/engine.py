@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from .. import checkpoint as checkpoints
 from .. import files, signals
 from . import folder as runs
+from .groups import parameter_groups
 from .learned import Diary, scalars, summary
 from .objective import Objective
 from .report import EVERY, Bar, Clock, Events, Table
@@ -73,11 +74,7 @@ class Task(LightningModule):
         return {name: torch.stack([one[name] for one in self.parts]).double().mean() for name in self.parts[0]}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.run.weight_decay},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
+        groups = parameter_groups(self, self.run.weight_decay)
         if self.run.optimizer == "radam":
             return torch.optim.RAdam(groups, lr=self.run.learning_rate, decoupled_weight_decay=True)
         return torch.optim.AdamW(groups, lr=self.run.learning_rate, betas=(0.9, 0.95))

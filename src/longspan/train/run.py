@@ -44,7 +44,7 @@ class Run:
     drop_at: int = 0
     """steps before schedule=drop lowers the learning rate"""
     weight_decay: float = 0.0
-    """decoupled weight decay of matrices and embeddings; biases and gains have none"""
+    """decoupled weight decay of matrices; biases, gains, decays, embeddings and tables of positions have none"""
     penalty: float = 0.0
     """weight of the loss that mechanisms add of their own, such as the spans of adaptive_span, summed over layers, and
     of that by which picks, such as those of sac, learn from each row's likelihood"""
