@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator
 
 # Windows has no SIGHUP.
 ENDING = [one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-# Where launchers write which of several processes this is; Lightning reads each of them.
-RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 
 
 class Interrupted(KeyboardInterrupt):
@@ -64,27 +62,16 @@ def handled(handler: Callable[[int], None]) -> Iterator[Callable[[], None]]:
             signal.signal(one, old)
 
 
+def rank(name: str) -> int:
+    """The whole number in an environment variable; 0 where it is not set, empty or something else."""
+    value = os.environ.get(name, "")
+    return int(value) if value.isascii() and value.isdigit() else 0
+
+
 def first_rank() -> bool:
-    """Whether this process leads; the others of a training that is spread over several are started for their part.
-
-    One whose rank is no number leads, since no launcher has started it; ``check_ranks`` refuses it.
-    """
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    return not _is_rank(rank) or int(rank) == 0
-
-
-def check_ranks() -> None:
-    """Raise ValueError for a number of this process, which launchers set, that is not a number from 0 on."""
-    for name in RANKS:
-        if not _is_rank(text := os.environ.get(name, "0")):
-            raise ValueError(
-                f"the environment variable {name}={text!r} must be a whole number from 0 on, as torchrun sets it; "
-                f"unset it to train in one process"
-            )
-
-
-def _is_rank(text: str) -> bool:
-    return text.isascii() and text.strip().isdigit()
+    """Whether this process leads; the others of a training that is spread over several are started for their part."""
+    # Both: a RANK of 0 may come from outside, and Lightning numbers the processes that it starts by LOCAL_RANK.
+    return rank("RANK") == 0 and rank("LOCAL_RANK") == 0
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ def test_a_rank_that_is_no_number(text, tmp_path, monkeypatch, capsys):
     assert main(["train", "--config", "digits", "--run.steps", "1", "--run.out", str(tmp_path / "r")]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert f"the environment variable RANK={text!r} must be a whole number from 0 on" in said
+    assert f"RANK={text!r} in the environment is not a whole number" in said
     assert not (tmp_path / "r").exists()
 
 

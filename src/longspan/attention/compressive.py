@@ -39,7 +39,8 @@ class Compressive(Attention):
 
     ``record["penalty"]`` is the attention-reconstruction loss: the mean squared difference between what queries read,
     by content alone, of the tokens that their segment has seen leave the memory, and of their entries. A segment is m
-    tokens of the call. It gives gradients to the convolution alone, whose only teacher it is.
+    tokens of the call. It gives gradients to the convolution alone, whose only teacher it is: from the outputs the
+    convolution gets gradients of zero.
 
     Source: Rae et al. 2020, section 3 and algorithms 1 and 2. Raises ValueError for an unknown pool, and for memory,
     compressed or rate below 1 or above 2^30 - 1.
@@ -69,6 +70,7 @@ class Compressive(Attention):
     exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins") | {
         "attention_matrix": "an entry of the second memory stands for several tokens, and its value for none of theirs"
     }
+    no_decay = ("u", "v")
 
     def __init__(
         self,
@@ -133,7 +135,12 @@ class Compressive(Attention):
             read = torch.full_like(start, x.shape[1]) if mask is None else mask.sum(1)
             kept = newest(entries, runs, start, memory.position, read, memory=self.memory)
             state = State(memory, kept.to(state.entries.dtype))
-        return self.out(rows.back(mask, merge(view.after(o)))), state
+        y = self.out(rows.back(mask, merge(view.after(o))))
+        if stop and self.pool == "convolution":
+            # Only the penalty teaches the convolution. A gradient of zero without it, as data-parallel training waits
+            # for a gradient of every parameter.
+            y = y + sum((0 * p).sum() for p in self.compress.parameters()).to(y.dtype)
+        return y, state
 
     def _pooled(self, tokens, runs):
         """The new entries, (B,P,dim)."""

@@ -84,11 +84,12 @@ def _made(kind: str) -> Parser:
 
 
 def run(args) -> int:
-    from ..train import Run, exactly, fit
+    from ..train import Run, exactly, fit, launch
 
     fields, run = args.model.as_dict(), Run(**args.run.as_dict())
     # A mistake in a flag is reported before data, optional packages and the folder are looked at.
     _check(fields)
+    launch.check(run.devices)
     if fields["vocab"] == 0:
         fields["vocab"] = data.load(run.data, run.length).vocab
     config = checkpoint.config_of(fields)

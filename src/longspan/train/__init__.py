@@ -28,7 +28,7 @@ from ..data import Dataset, Pairs
 from ..describe import parts
 from ..ops.memory import return_pages, reuse_pages
 from ..stacks import kind_of
-from . import carry
+from . import carry, launch
 from . import folder as runs
 from . import objective as objectives
 from .evaluate import bits
@@ -70,15 +70,16 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
     is started by torchrun. Nobody else may write into the folder meanwhile; a run that is refused leaves nothing there.
 
     Raises ValueError for a folder that is taken (without ``resume``), in use, has nothing to resume, belongs to another
-    run, has a corrupt file or cannot be written (any more); for a config that does not fit the data; for a loss or
-    gradient that is not finite (the last good checkpoint stays). Raises ``signals.Interrupted``, a KeyboardInterrupt
-    that says how to go on, after Ctrl-C, SIGTERM or SIGHUP, when the step in hand is finished and saved, and after a
-    second one at once. Raises ImportError without the extra ``train``.
+    run, has a corrupt file or cannot be written (any more); where torchrun or SLURM started other than ``run.devices``
+    processes, or the environment holds a rank that is no number, before anything is written; for a config that does not
+    fit the data; for a loss or gradient that is not finite (the last good checkpoint stays). Raises
+    ``signals.Interrupted``, a KeyboardInterrupt that says how to go on, after Ctrl-C, SIGTERM or SIGHUP, when the step
+    in hand is finished and saved, and after a second one at once. Raises ImportError without the extra ``train``.
     """
-    signals.check_ranks()
     # Data of one's own are found again from any folder.
     run = replace(run, data=data.absolute(run.data))
-    folder, first = Path(run.out), signals.first_rank()
+    launch.check(run.devices)
+    folder, first = Path(run.out), launch.first()
     engine = _engine()
     (return_pages if config.checkpointing or config.stack == "reversible" else reuse_pages)()
     with contextlib.ExitStack() as stack:
@@ -105,7 +106,7 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
             bar.line(remark)
         objective = objectives.build(model, run, dataset)
         try:
-            if signals.first_rank():
+            if launch.first():
                 checkpoint.write_text(folder / runs.CONFIG, yaml.safe_dump(recipe(config, run), sort_keys=False))
             end = engine.train(model, run, objective, {"run": asdict(run)}, start, bar)
         except OSError as error:
