@@ -9,7 +9,7 @@ from .spec import known, split
 
 ACTIVATIONS = ("relu", "gelu", "silu", "squared_relu", "geglu", "swiglu")
 NORMS = ("layer", "rms")
-POOLS = ("none", "mean")
+POOLS = ("none", "mean", "first")
 # Blocks cost time to build, whatever their weights are; the deepest networks that were ever trained have 1000.
 DEEPEST = 10_000
 LARGEST = 10**12  # of any size, some hundred times what a machine's memory holds
@@ -151,7 +151,9 @@ class EncoderConfig(StackConfig):
     outputs: int = 0
     """outputs of a linear head; 0: no head, the features themselves"""
     pool: str = "none"
-    """none: one output per token; mean: one per sequence, the mean over its real tokens"""
+    """none: one output per token; mean: one per sequence, the mean over its real tokens; first: its first real token"""
+    labels: str = ""
+    """of a classifier: the names of the outputs, with spaces between; one for each of outputs"""
     positions: str = "sinusoidal"
     """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
     length: int = 1024
@@ -164,6 +166,12 @@ class EncoderConfig(StackConfig):
         _require(self.length >= 1, f"length={self.length} must be at least 1")
         positions.parse(self.positions)
         _choose("pool", self.pool, POOLS)
+        found = self.labels.split()
+        _require(
+            not found or len(found) == self.outputs,
+            f"labels={self.labels!r} are {len(found)} names of outputs={self.outputs}; give one for each output",
+        )
+        _require(len(set(found)) == len(found), f"labels={self.labels!r} has a name twice")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Models: a decoder that predicts tokens, an encoder that sees whole sequences, each around a stack of blocks."""
 
+from collections.abc import Sequence
 from typing import NamedTuple, Never
 
 import torch
@@ -12,7 +13,7 @@ from .attention.arguments import check_mask, check_segments, check_x, real_segme
 from .config import Config, EncoderConfig
 from .layers import check_counts, sinusoid
 from .ops.operands import check_stored, same_device
-from .ops.tensors import positions
+from .ops.tensors import positions, widen
 from .positions import Learned, Sinusoidal, parse
 from .stacks import Stack, afford
 
@@ -132,6 +133,13 @@ class Decoder(nn.Module):
         return outputs, None if layers is None else DecoderState(end, layers)
 
 
+class Classes(NamedTuple):
+    """What a classifier says of texts."""
+
+    labels: list[str]  # the likeliest one of each text
+    probabilities: Tensor  # (B, labels), float32 at least
+
+
 class Encoder(nn.Module):
     """Sees whole sequences: tokens (B,N) or vectors (B,N,dim) -> features (B,N,dim), or outputs of a linear head.
 
@@ -140,8 +148,9 @@ class Encoder(nn.Module):
     >>> longspan.Encoder(config)(torch.randn(2, 5, 8)).shape
     torch.Size([2, 3])
 
-    With ``pool="mean"`` the result is one per sequence, (B,dim) or (B,outputs): the mean over its real tokens.
-    Building it raises what ``Stack`` raises.
+    With ``pool="mean"`` the result is one per sequence, (B,dim) or (B,outputs): the mean over its real tokens;
+    with ``pool="first"`` it is that of the first real token. With ``labels``, names of the outputs, it is a classifier:
+    the outputs are logits, and ``classify`` reads texts. Building it raises what ``Stack`` raises.
     """
 
     def __init__(self, config: EncoderConfig):
@@ -177,10 +186,61 @@ class Encoder(nn.Module):
             raise ValueError(f"pool={self.config.pool!r} gives one output per row, so it cannot serve packed segments=")
         x, _ = self.embedding(x, mask=mask, segments=segments)
         x, _ = self.stack(x, mask=mask, segments=segments, record=record)
-        if self.config.pool == "mean":
-            real = x.new_ones(x.shape[:2]) if mask is None else mask.to(x.dtype)
-            x = (x * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+        if self.config.pool != "none":
+            real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+            if self.config.pool == "first":
+                real = real & (real.cumsum(1) == 1)
+            weights = real.to(x.dtype)
+            x = (x * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
         return self.head(x)
+
+    @torch.no_grad()
+    def classify(self, texts: Sequence[str], *, length: int = 0, batch: int = 64) -> Classes:
+        """The labels of texts, by a classifier of UTF-8 bytes such as ``longspan train`` trains on ``labels:FILE``.
+
+        Args:
+            texts: strings, none of them empty.
+            length: bytes of a text that are read; 0: all, or with learned positions as many as their table has. Pass
+                the ``run.length`` of the training to read as much of a text as it did.
+            batch: texts per call, which changes speed and memory only.
+
+        Returns:
+            The likeliest label of each text, and the probabilities of all labels in the order of ``config.labels``.
+
+        Raises:
+            ValueError: for a model without labels, with one output per token or another vocabulary than bytes, for
+                texts that are no strings or empty, and for a length or a batch that is not positive.
+
+        Example:
+            >>> import longspan
+            >>> sizes = {"dim": 8, "depth": 1, "heads": 2, "feedforward": 16}
+            >>> config = longspan.EncoderConfig(**sizes, vocab=256, outputs=2, labels="bad good", pool="mean")
+            >>> labels, probabilities = longspan.Encoder(config).eval().classify(["a fine film", "dull"])
+            >>> len(labels), probabilities.shape
+            (2, torch.Size([2, 2]))
+        """
+        config = self.config
+        names = config.labels.split()
+        if not names or config.pool == "none" or config.vocab != 256:
+            raise ValueError(
+                "classify needs a model of bytes with labels and one output per text: vocab=256, labels and "
+                f"pool='mean' or 'first', not vocab={config.vocab}, labels={config.labels!r}, pool={config.pool!r}"
+            )
+        if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError("texts must be a list of strings that are not empty")
+        if length < 0 or batch < 1:
+            raise ValueError(f"length={length} must not be negative, and batch={batch} must be at least 1")
+        if isinstance(self.embedding.positions, Learned):
+            length = min(length or config.length, config.length)
+        device = next(self.parameters()).device
+        found = []
+        for begin in range(0, len(texts), batch):
+            rows = [torch.tensor(list(text.encode()[: length or None])) for text in texts[begin : begin + batch]]
+            tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+            found.append(widen(self(tokens.to(device), mask=mask.to(device))).softmax(-1))
+        probabilities = torch.cat(found) if found else torch.zeros(0, len(names), device=device)
+        return Classes([names[i] for i in probabilities.argmax(-1).tolist()], probabilities)
 
 
 def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None, segments: Tensor | None = None) -> None:

@@ -22,7 +22,8 @@ def means(folder: str) -> bool:
 def facts(folder: str | Path) -> dict[str, Any]:
     """The model and the run of a folder, steps made, seconds, parameters, bits at best, and bytes on the disk.
 
-    ``exact`` is the part of the targets that was written exactly at that step, None for models without targets.
+    ``exact`` is the part of the targets that was written exactly at that step, and ``accuracy`` the part of the labels
+    that was right, each None for models without.
 
     Raises ValueError for a folder that holds no training run, and for files of it that are corrupt.
     """
@@ -39,6 +40,7 @@ def facts(folder: str | Path) -> dict[str, Any]:
         "tokens_per_second": rows[-1]["tokens_per_second"] if rows else math.nan,
         "bits": None if best is None else best["validation_bits"],
         "exact": None if best is None or not math.isfinite(best["validation_exact"]) else best["validation_exact"],
+        "accuracy": None if best is None or not math.isfinite(best["validation_accuracy"]) else best["validation_accuracy"],
         "best_step": None if best is None else int(best["step"]),
         "unit": data.unit(str(recipe["run"].get("data", ""))),
         "parameters": _parameters(checkpoint.resolve(folder)) if saved else None,
@@ -78,7 +80,7 @@ def metrics(folder: str | Path) -> list[dict[str, float]]:
         # A process that was killed while writing leaves a last row that is cut off.
         for text in csv.DictReader(io.StringIO(content[: content.rfind("\n") + 1], newline="")):
             # Tables that an older version began lack columns.
-            row = {"validation_exact": math.nan}
+            row = {"validation_exact": math.nan, "validation_accuracy": math.nan}
             row |= {name: float(value) if value else math.nan for name, value in text.items()}
             _check_row(row)
             # A process that goes on with a training counts from zero again.

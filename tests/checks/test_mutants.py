@@ -6,8 +6,8 @@ import torch
 from longspan import checks
 from longspan.attention import arguments
 from longspan.attention import linear as linear_module
-from longspan.ops import gated, isolated, linear, prefix
 from longspan.attention.adaptive_span import AdaptiveSpan
+from longspan.ops import gated, isolated, linear, prefix
 from longspan.ops.gated import chunks
 from longspan.ops.linear import causal as spans
 from longspan.ops.linear import composed, recurrence, workspace

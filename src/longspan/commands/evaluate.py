@@ -1,4 +1,4 @@
-"""``longspan eval``: bits per dimension, byte or token of a trained model, and how many targets it writes exactly."""
+"""``longspan eval``: bits per dimension, byte, token or label of a trained model, exact targets and accuracy."""
 
 import json
 import math
@@ -15,13 +15,14 @@ def parser() -> Parser:
         "eval",
         "Bits per dimension (images), byte (text) or token (pairs) of a trained model on a held-out split: of examples "
         "by themselves, or of a text from beginning to end, with a state carried along or a window that slides; of a "
-        "model of pairs also the part of the targets that it writes exactly.",
+        "model of pairs also the part of the targets that it writes exactly, and of a classifier its accuracy.",
         "longspan eval runs/digits",
         "longspan eval mnist --data mnist:FOLDER --stepwise",
         "longspan eval runs/digits --split validation --stepwise 20 --json",
         "longspan eval runs/xl --stream",
         "longspan eval runs/xl --stream --sliding 1 --examples 32",
         "longspan eval runs/dates --beams 4",
+        "longspan eval runs/labels --data labels:FOLDER",
     )
     parser.add_argument("folder", type=str, help=HELP)
     parser.add_argument(
@@ -78,15 +79,20 @@ def run(args) -> int:
     if args.stepwise and (args.stream or args.sliding):
         raise ValueError("--stepwise scores examples by themselves, so it does not go with --stream and --sliding")
     targets.check_search(args)
-    model, name, length = trained.model(args.folder, args.data)
-    pairs = trained.kind(name) == trained.PAIRS
-    if pairs:
+    model, name, length = trained.model(args.folder, args.data, *trained.WRITERS, "encoder")
+    pairs, labels = trained.kind(name) == trained.PAIRS, trained.kind(name) == trained.LABELS
+    if labels:
+        alone = {"stepwise": 0, "stream": False, "sliding": 0, "beams": 0}
+        targets.refuse(args, alone, "is for models that write tokens, and a classifier writes none")
+    elif pairs:
         targets.refuse(args, {"stepwise": 0}, "is for a decoder; models of pairs write token by token anyway")
         targets.refuse(args, {"stream": False, "sliding": 0, "length": 0}, "is for a text; pairs are read one by one")
     else:
         targets.refuse(args, {"beams": 0}, f"is for pairs; {name} has no targets to be written")
     data = trained.dataset(model, name, args.length or length)
     reuse_pages()
+    if labels:
+        return _classified(args, model, data)
     if pairs:
         targets.measure(model, data, args)
         return 0
@@ -143,6 +149,33 @@ def _along(args, model, data) -> int:
             )
     if "ratio" in result:
         print(f"  with states {result['ratio']:.3g} times as many tokens per second")
+    return 0
+
+
+def _classified(args, model, data) -> int:
+    """Accuracy and bits per label of a classifier."""
+    from ..progress import track
+    from ..train.evaluate import classified, roomy
+
+    count = min(args.examples or data.count(args.split), data.count(args.split))
+    parts, sums = -(-count // (args.batch or roomy(data.length))), []
+    try:
+        for i in track(range(parts), parts, "batches"):
+            sums.append(classified(model, data, args.split, args.batch or roomy(data.length), args.examples, i, parts))
+    except KeyboardInterrupt as error:
+        if not sums:
+            raise
+        _, right, seen = sum(sums).tolist()
+        said = f"interrupted: {right / seen:.2%} accuracy on {int(seen)} of {count} examples, evenly spaced"
+        raise signals.told(error, said) from error
+    nats, right, _ = sum(sums).tolist()
+    result = {"data": data.name, "split": args.split, "examples": count, "accuracy": right / count}
+    result |= {"bits": nats / count / math.log(2), "unit": data.unit}
+    if args.json:
+        print(json.dumps({"folder": args.folder, **result}, indent=2))
+        return 0
+    where = f"{count} examples of {data.name}, {args.split}"
+    print(f"{result['accuracy']:.2%} accuracy, {result['bits']:.4f} bits/{data.unit} on {where}")
     return 0
 
 

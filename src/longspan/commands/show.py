@@ -154,6 +154,7 @@ def _run_text(one: dict) -> str:
     settings = {part: ", ".join(f"{name}={value!r}" for name, value in one[part].items()) for part in ("model", "run")}
     bits = "none yet" if one["bits"] is None else f"{one['bits']:.4f} bits/{one['unit']} at step {one['best_step']}"
     bits += "" if one["exact"] is None else f", {one['exact']:.1%} of the targets exact"
+    bits += "" if one["accuracy"] is None else f", {one['accuracy']:.1%} of the labels right"
     weights = "" if one["parameters"] is None else f"{one['parameters']:,} parameters; "
     lines = [
         f"{one['folder']}: a training run on {one['run'].get('data')}",

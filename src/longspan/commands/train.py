@@ -9,13 +9,13 @@ import yaml
 
 from .. import checkpoint, data, files, recipes, signals, stacks
 from ..attention import plugins
-from ..config import Config, Seq2SeqConfig
+from ..config import Config, EncoderConfig, Seq2SeqConfig
 from ..kinds import shown
 from ..spec import known
 from .parser import Parser, make
 
 SECTIONS = ("model", "run", "resume")
-KINDS = {"decoder": Config, "seq2seq": Seq2SeqConfig}
+KINDS = {"decoder": Config, "seq2seq": Seq2SeqConfig, "encoder": EncoderConfig}
 DEEPEST = 8
 ANY_VOCAB = 256  # stands for the number of tokens that only the data know
 MEMORY = "--run.batch, --run.length or the sizes of the model"
@@ -52,13 +52,15 @@ def _made(kind: str) -> Parser:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = make(
         "train",
-        "Train a decoder, or on pairs an encoder-decoder. A recipe is a YAML file with the two entries model and run; "
-        "every field of it is also a flag, and flags win over the recipes before them; model.vocab 0 takes that of the "
-        "data. The run's folder gets config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves one from "
-        "which --resume goes on to the very same result; a second one ends at once.",
+        "Train a decoder, on pairs an encoder-decoder, or on labelled texts an encoder. A recipe is a YAML file with the "
+        "two entries model and run; every field of it is also a flag, and flags win over the recipes before them; "
+        "model.vocab 0 takes that of the data, and so do an encoder's model.outputs and model.labels. The run's folder "
+        "gets config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves one from which --resume goes on to "
+        "the very same result; a second one ends at once.",
         "longspan train --config digits --run.steps 100 --run.out runs/digits",
         "longspan train --config text --run.data text:book.txt --run.out runs/book",
         "longspan train --config dates --run.data pairs:FILE --run.out runs/pairs",
+        "longspan train --config labels --run.data labels:FILE --run.out runs/labels",
         "longspan train --config runs/digits/config.yaml --resume",
         "longspan train --model.vocab 17 --model.dim 64 --run.data digits --print_config",
         cls=_Parser,
@@ -73,8 +75,8 @@ def _made(kind: str) -> Parser:
         "--model.kind",
         type=str,
         default=kind,
-        help="decoder | seq2seq: an encoder-decoder, for pairs, which has more fields: longspan train --model.kind "
-        "seq2seq --help",
+        help="decoder | seq2seq: an encoder-decoder, for pairs | encoder: for labelled texts; each has its own fields: "
+        "longspan train --model.kind seq2seq --help",
     )
     parser.add_class_arguments(KINDS[kind], "model")
     parser.add_class_arguments(Run, "run")
@@ -84,14 +86,17 @@ def _made(kind: str) -> Parser:
 
 
 def run(args) -> int:
-    from ..train import Run, exactly, fit, launch
+    from ..train import Run, fit, launch, parts_right
 
     fields, run = args.model.as_dict(), Run(**args.run.as_dict())
     # A mistake in a flag is reported before data, optional packages and the folder are looked at.
     _check(fields)
     launch.check(run.devices)
     if fields["vocab"] == 0:
-        fields["vocab"] = data.load(run.data, run.length).vocab
+        found = data.load(run.data, run.length)
+        fields["vocab"] = found.vocab
+        if fields.get("kind") == "encoder" and isinstance(found, data.Labelled) and not fields["labels"]:
+            fields |= {"labels": " ".join(found.labels), "outputs": fields["outputs"] or len(found.labels)}
     config = checkpoint.config_of(fields)
     try:
         result = fit(config, run, resume=args.resume)
@@ -100,7 +105,7 @@ def run(args) -> int:
     # Of several processes only the first one has the result.
     if result.bits:
         bits = ", ".join(f"{s} {value:.3f} ({result.examples[s]:,} examples)" for s, value in result.bits.items())
-        bits = f"bits/{data.unit(run.data)}: {bits}{exactly(result.exact)}"
+        bits = f"bits/{data.unit(run.data)}: {bits}{parts_right(result.exact, result.accuracy)}"
         print(f"{result.folder}: {result.steps} steps, {result.seconds:.1f} s, {bits}")
     return 0
 
@@ -167,7 +172,11 @@ def _check_fields(path: str, recipe: dict, kind: str) -> None:
             {"kind": None} if section == "model" else {}
         )
         for name in recipe.get(section, {}):
-            if section == "model" and name in {field.name for field in dataclasses.fields(Seq2SeqConfig)} - set(names):
+            if (
+                kind == "decoder"
+                and section == "model"
+                and name in {field.name for field in dataclasses.fields(Seq2SeqConfig)} - set(names)
+            ):
                 raise ValueError(f"--config: model.{name} of {path} belongs to an encoder-decoder; add kind: seq2seq")
             known(str(name), names, f"field of {section} in {path}")
 

@@ -15,28 +15,33 @@ SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "cifar10": ((32, 32, 3), 256),
     "text": ((), 256),
 }
-PAIRS = "pairs"
+PAIRS, LABELS = "pairs", "labels"
+# Kind of data -> kind of model that reads it; a decoder reads all others.
+READERS = {PAIRS: "seq2seq", LABELS: "encoder"}
 # Kinds of models that write tokens, and the kind that reads speech.
 WRITERS, TRANSCRIBER = ("decoder", "seq2seq"), "transcriber"
 DOWNLOADED = ("mnist", "cifar10")
 
 
-def model(folder: str, data: str) -> tuple[Any, str, int]:
-    """-> decoder or encoder-decoder, name of its data, tokens per example of a text or most of a pair (0: the default).
+def model(folder: str, data: str, *kinds: str) -> tuple[Any, str, int]:
+    """-> a model, name of its data, tokens per example of a text or most of a pair or labelled text (0: the default).
 
+    ``kinds`` are those of models that serve: decoders and encoder-decoders, if nothing is said.
     ``folder`` may also name a model that comes with the package. ``data`` takes the place of the data that the model
-    was trained on. Raises ValueError for a folder that is no checkpoint, an encoder, a checkpoint that does not say on
-    which data it was trained, and for data of another kind than the model's.
+    was trained on. Raises ValueError for a folder that is no checkpoint, a model of another kind, a checkpoint that
+    does not say on which data it was trained, and for data of another kind than the model's.
     """
-    path, header = _header(folder, *WRITERS)
+    path, header = _header(folder, *(kinds or WRITERS))
     run = header.get("run") or {}
     name = data or run.get("data", "")
     if not name:
         raise ValueError(f"{folder} does not say on which data it was trained; name it by --data, e.g. --data digits")
     length = run.get("length", 0) if kind(name) == kind(run.get("data", "text")) else 0
-    if (kind(name) == PAIRS) != (header["kind"] == "seq2seq"):
-        reads = "a source, so its data are pairs:FILE" if header["kind"] == "seq2seq" else "no source, so not of pairs"
-        raise ValueError(f"{folder} holds a {header['kind']}, which reads {reads}; {name} does not fit")
+    if READERS.get(kind(name), "decoder") != header["kind"]:
+        reads = {"seq2seq": "pairs:FILE", "encoder": "labels:FILE"}.get(header["kind"], "images or text")
+        raise ValueError(
+            f"the data of {header['kind']} models are {reads}, and {folder} holds one; {name} does not fit"
+        )
     return shipped.load(folder) if shipped.means(folder) else checkpoint.load(path), name, length
 
 
@@ -79,6 +84,10 @@ def dataset(model: Any, name: str, length: int) -> Any:
             raise
         raise ValueError(f"{error}; where its files are at hand, name their folder: --data {name}:FOLDER") from error
     _fits(model, name, found.vocab, found.length)
+    if kind(name) == LABELS:
+        if not model.config.labels:
+            raise ValueError("the encoder has no labels; a classifier is trained by longspan train on labels:FILE")
+        found = found.renumbered(model.config.labels.split())
     return found
 
 
@@ -101,7 +110,7 @@ def _resolve(folder: str, *kinds: str) -> Path:
 
 def kind(name: str) -> str:
     """The kind of data of a name: text of text:FILE. Raises ValueError for an unknown one."""
-    return known(name.partition(":")[0], {**SHAPES, PAIRS: None}, "data set")
+    return known(name.partition(":")[0], {**SHAPES, PAIRS: None, LABELS: None}, "data set")
 
 
 def _fits(model: Any, name: str, vocab: int, length: int) -> None:

@@ -9,6 +9,8 @@
 | ``text:PATH`` | bytes of a file (plain, .gz, .xz), or of a folder of such .txt files; nothing is decoded | the same |
 | ``pairs:dates``, ``pairs:reverse`` | bytes of generated pairs of a source and a target, and the stop token | by the sha256 of the source, one of 20 values to validation, one to the test |
 | ``pairs:FILE`` | bytes of two columns with a tab between them, or of .jsonl whole numbers; plain, .gz, .xz | the same |
+| ``labels:majority`` | bytes of generated texts, each with a label | by the sha256 of the text, one of 20 values to validation, one to the test |
+| ``labels:FILE``, ``labels:FOLDER`` | UTF-8 bytes of the texts of a .jsonl, .tsv or .csv file with ``text`` and ``label``, or of a folder's files train, test and, where there is one, validation; plain, .gz, .xz | the same, for what has no file |
 """  # noqa: E501 - a table's rows cannot be broken
 
 from pathlib import Path
@@ -16,25 +18,29 @@ from typing import Any
 
 from ..folders import cache_folder, expanded
 from ..spec import known
-from . import images, pairs, text
+from . import images, labelled, pairs, text
 from .dataset import Dataset
 from .download import fetch
+from .labelled import Labelled
 from .order import batch_indices
 from .pairs import Pairs
 
-__all__ = ["Dataset", "Pairs", "absolute", "batch_indices", "cache_folder", "fetch", "load", "unit"]
+__all__ = ["Dataset", "Labelled", "Pairs", "absolute", "batch_indices", "cache_folder", "fetch", "load", "unit"]
 
 _IMAGES = {"digits": images.digits, "mnist": images.mnist, "cifar10": images.cifar10}
-_UNITS = {"text": "byte", "pairs": "token"}
+_UNITS = {"text": "byte", "pairs": "token", "labels": "label"}
+_READERS = {"text": text.load, "pairs": pairs.load, "labels": labelled.load}
 # Names of data that no file has.
 _OWN = {f"text:{text.STDLIB}", *(f"pairs:{task}" for task in pairs.TASKS)}
+_OWN |= {f"labels:{task}" for task in labelled.LABELLED}
 
 
 def load(name: str, length: int = 0) -> Any:
-    """Load the data set ``name``, one of the names in the table above: a ``Dataset``, or ``Pairs`` where it has pairs.
+    """Load the data set ``name``, one of the names in the table above: a ``Dataset``, ``Pairs`` or
+    ``Labelled`` texts.
 
     ``length`` is the tokens per example: any window for text (0 means 256), the most that a source or a target may have
-    (0 means 256); images have their own, which 0 stands for.
+    (0 means 256), the bytes that are read of a labelled text (0 means 1024); images have their own, which 0 stands for.
     Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder
     (see ``folders.cache_folder``). Nothing depends on a random number generator.
 
@@ -45,13 +51,13 @@ def load(name: str, length: int = 0) -> Any:
     kind, colon, source = name.partition(":")
     if not colon and name not in _IMAGES and Path(name).exists():
         raise ValueError(f"{name!r} is a path and no name of a data set; a text of your own is text:{name}")
-    kind = known(kind, {**_IMAGES, "text": text.load, "pairs": pairs.load}, "data set")
+    kind = known(kind, {**_IMAGES, **_READERS}, "data set")
     if colon and not source:
         raise ValueError(f"nothing follows the colon of {name!r}; write e.g. {kind}:FOLDER")
     if length < 0:
         raise ValueError(f"length={length}: must be >= 0; 0 means the data set's own")
-    if kind in _UNITS:
-        return (text.load if kind == "text" else pairs.load)(source, length)
+    if kind in _READERS:
+        return _READERS[kind](source, length)
     data = _IMAGES[kind](source)
     if length not in (0, data.length):
         raise ValueError(f"length={length}: {kind} has {data.length} tokens per image; leave length at 0")
@@ -69,5 +75,5 @@ def absolute(name: str) -> str:
 
 
 def unit(name: str) -> str:
-    """What a token of the data of this name is, in "bits per ...": dim, byte or token."""
+    """What a token of the data of this name is, in "bits per ...": dim, byte, token or label."""
     return _UNITS.get(name.partition(":")[0], "dim")

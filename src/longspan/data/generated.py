@@ -1,4 +1,4 @@
-"""Generated pairs: dates in many written forms and their ISO form, and words with their letters reversed."""
+"""Generated pairs, dates to their ISO form and words reversed; and labelled texts, by their more frequent letter."""
 
 import datetime
 import random
@@ -67,6 +67,19 @@ def reverse(seed: int = 0, count: int = COUNT) -> Iterator[tuple[str, str]]:
         yield word, word[::-1]
 
 
+def majority(seed: int = 0, count: int = 4000) -> Iterator[tuple[str, str]]:
+    """So many texts of 5 to 25 letters a and b, and which of the two occurs more often.
+
+    >>> list(majority(0, 2))
+    [('baababaabbbabbabbbbabbb', 'b'), ('aabbbababbababb', 'b')]
+    """
+    draw = _draws(seed)
+    for _ in range(count):
+        letters = "".join(draw("ab") for _ in range(draw(range(5, 26, 2))))
+        yield letters, max("ab", key=letters.count)
+
+
+LABELLED: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {"majority": majority}
 TASKS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {"dates": dates, "reverse": reverse}
 
 

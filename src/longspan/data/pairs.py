@@ -3,10 +3,10 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,7 +133,7 @@ def load(source: str, length: int) -> Pairs:
         )
     stop = highest + 1 if numbers else 256
     splits = {
-        split: (_column(one for one, _ in pairs), _column([*other, stop] for _, other in pairs))
+        split: (column(one for one, _ in pairs), column([*other, stop] for _, other in pairs))
         for split, pairs in parts.items()
     }
     return Pairs(f"pairs:{source}", stop + 1, longest, sha256([np.frombuffer(data, np.uint8)]), splits)
@@ -163,7 +163,7 @@ def decode(tokens: list[int], numbers: bool) -> str:
 
 def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     """Rows of tokens -> (B,N) int64, 0 where they are padded on the right, and the mask (B,N) of what is real."""
-    return _column(rows).padded(torch.arange(len(rows)))
+    return column(rows).padded(torch.arange(len(rows)))
 
 
 def _lines(data: bytes, path: str, limit: int, numbers: bool) -> Iterator[Pair]:
@@ -222,7 +222,8 @@ def _split(source: list[int]) -> str:
     return {0: "validation", 1: "test"}.get(int.from_bytes(digest[:8]) % PARTS, "train")
 
 
-def _column(rows: Iterator[list[int]] | list[list[int]]) -> Column:
+def column(rows: Iterable[Any]) -> Column:
+    """Rows of whole numbers, lists or arrays, as one column."""
     kept = [np.array(row, np.int32) for row in rows]
     ends = torch.tensor([0, *itertools.accumulate(map(len, kept))])
     # One more, so that rows which are all empty have something to be taken and masked.

@@ -23,8 +23,8 @@ import torch
 import yaml
 
 from .. import checkpoint, data, signals, weights
-from ..config import Config, Seq2SeqConfig
-from ..data import Dataset, Pairs
+from ..config import Config, EncoderConfig, Seq2SeqConfig
+from ..data import Dataset, Labelled, Pairs
 from ..describe import parts
 from ..ops.memory import return_pages, reuse_pages
 from ..stacks import kind_of
@@ -56,13 +56,15 @@ class Result:
     """on how many examples these were measured"""
     exact: dict[str, float] = field(default_factory=dict)
     """of a model of pairs: the part of the targets that greedy decoding writes exactly, as ``bits``"""
+    accuracy: dict[str, float] = field(default_factory=dict)
+    """of a classifier: the part of the labels that are right, as ``bits``"""
 
 
 SPLITS = ("validation", "test")
 
 
 def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True) -> Result:
-    """Train a decoder, or an encoder-decoder on pairs.
+    """Train a decoder, an encoder-decoder on pairs, or an encoder on labelled texts.
 
     ``resume=True`` goes on from the last checkpoint in ``run.out``, or starts if there is none yet.
     ``progress``: a bar on a terminal, else a line now and then, and a line per evaluation, on stderr. With ``devices``
@@ -122,14 +124,15 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
     best = checkpoint.load(folder)
     objective = objectives.build(best, run, dataset)
     figures = {split: objective.score(best, split) for split in SPLITS}
-    scores, exact = ({s: one[name] for s, one in figures.items() if name in one} for name in ("bits", "exact"))
+    names = ("bits", "exact", "accuracy")
+    scores, exact, accuracy = ({s: one[name] for s, one in figures.items() if name in one} for name in names)
     examples = {s: min(run.evaluate_examples or dataset.count(s), dataset.count(s)) for s in SPLITS}
     if bar:
         shown = ", ".join(f"{split} {value:.3f} ({examples[split]:,} examples)" for split, value in scores.items())
-        shown += f" bits/{dataset.unit}{exactly(exact)}"
+        shown += f" bits/{dataset.unit}{parts_right(exact, accuracy)}"
         early = f" ({end.why})" if end.why else ""
         bar.line(f"{end.steps} steps{early}; best checkpoint: {shown}; in {folder}")
-    return Result(folder, end.steps, time.monotonic() - begin, scores, examples, exact)
+    return Result(folder, end.steps, time.monotonic() - begin, scores, examples, exact, accuracy)
 
 
 def recipe(config: Config, run: Run) -> dict[str, Any]:
@@ -138,18 +141,22 @@ def recipe(config: Config, run: Run) -> dict[str, Any]:
     return {"model": ({} if kind == "decoder" else {"kind": kind}) | asdict(config), "run": asdict(run)}
 
 
-def exactly(exact: dict[str, float]) -> str:
-    """The end of a line about splits: how many of their targets are written exactly, where that was asked."""
-    return f"; exact: {', '.join(f'{split} {part:.1%}' for split, part in exact.items())}" if exact else ""
+def parts_right(exact: dict[str, float], accuracy: dict[str, float]) -> str:
+    """The end of a line about splits: the parts of targets that are written exactly, and of labels that are right."""
+    found = {"exact": exact, "accuracy": accuracy}
+    shown = {name: ", ".join(f"{split} {part:.1%}" for split, part in one.items()) for name, one in found.items()}
+    return "".join(f"; {name}: {text}" for name, text in shown.items() if text)
 
 
-def _opening(model: Any, run: Run, dataset: Dataset | Pairs) -> str:
+def _opening(model: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> str:
     """What is trained, on what and where, in one line."""
     weights, config = sum(p.numel() for p in model.parameters()), model.config
     where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     specs, most = config.attention, ""
     if isinstance(config, Seq2SeqConfig):
         specs, most = f"{config.encoder_attention} > {config.cross_attention} > {config.attention}", "up to "
+    if isinstance(dataset, Labelled):
+        most = "up to "
     return (
         f"{weights:,} parameters, {specs}; {run.data}: {dataset.count('train'):,} examples of {most}"
         f"{dataset.length} tokens, {run.batch * run.accumulate * run.devices} in a step; on {where}"
@@ -164,7 +171,7 @@ def _engine() -> Any:
     return engine
 
 
-def _check(config: Config, run: Run, dataset: Dataset | Pairs) -> None:
+def _check(config: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> None:
     specs = {"attention": config.attention}
     if isinstance(dataset, Pairs):
         if not isinstance(config, Seq2SeqConfig):
@@ -178,10 +185,20 @@ def _check(config: Config, run: Run, dataset: Dataset | Pairs) -> None:
                 f"{dataset.vocab - 1} levels"
             )
         specs["encoder_attention"] = config.encoder_attention
+    elif isinstance(dataset, Labelled):
+        if not isinstance(config, EncoderConfig):
+            raise ValueError(f"{run.data} has labels; it trains an encoder, model.kind=encoder")
+        if config.pool == "none":
+            raise ValueError("pool='none' gives one output per token; a classifier needs pool='mean' or 'first'")
+        if config.labels.split() != list(dataset.labels) or config.outputs != len(dataset.labels):
+            raise ValueError(
+                f"outputs={config.outputs} and labels={config.labels!r} do not fit {run.data}, whose "
+                f"{len(dataset.labels)} labels are {' '.join(dataset.labels)!r}"
+            )
     elif type(config) is not Config:
         raise ValueError(
-            f"{run.data} has no sources, so it trains a decoder and not a {checkpoint.kind_of(config)}; a model of "
-            "kind seq2seq is trained on pairs:FILE, pairs:dates or pairs:reverse"
+            f"{run.data} has neither sources nor labels, so it trains a decoder and not a "
+            f"{checkpoint.kind_of(config)}; kind=seq2seq is trained on pairs: and kind=encoder on labels:"
         )
     if config.vocab != dataset.vocab:
         raise ValueError(f"vocab={config.vocab} does not fit {run.data}, whose tokens have {dataset.vocab} levels")

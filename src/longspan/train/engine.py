@@ -235,6 +235,7 @@ class Keeper(Callback):
             star = "  (best so far)" if improved else ""
             train = f"training {bits:.3f}, validation {evaluated['bits']:.3f} bits/{task.objective.dataset.unit}"
             own = f", exact {evaluated['exact']:.1%}" if "exact" in evaluated else ""
+            own += f", accuracy {evaluated['accuracy']:.1%}" if "accuracy" in evaluated else ""
             own += f", penalty {parts['penalty']:.4g}" if "penalty" in parts else ""
             self.bar.line(f"step {step}: {train}{own}{star}")
 

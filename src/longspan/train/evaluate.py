@@ -1,4 +1,4 @@
-"""Evaluation: bits per dimension, byte or token of a model on a split, and how many targets it writes exactly."""
+"""Evaluation: bits per dimension, byte, token or label on a split, and how many targets or labels are right."""
 
 import contextlib
 import math
@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..beams import beam_search
-from ..data import Dataset, Pairs
+from ..data import Dataset, Labelled, Pairs
 from ..data.pairs import Batch
 from ..generate import generate
-from ..model import Decoder
+from ..model import Decoder, Encoder
 from ..seq2seq import Seq2Seq
 
 
@@ -75,6 +75,23 @@ def transduced(
             written = _written(model, pairs, dataset.stop, beams, length_penalty)
             exact = ((written == pairs.target) | ~pairs.mask).all(1)
             sums += torch.stack([-likelihood[pairs.mask].sum(), pairs.mask.sum().double(), exact.sum().double()])
+    return torch.tensor([*sums.tolist(), len(indices)], dtype=torch.float64)
+
+
+@torch.no_grad()
+def classified(
+    model: Encoder, dataset: Labelled, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
+) -> Tensor:
+    """Cross-entropy in nats, labels that are right, and texts, ``-> (3,) float64``, of ``rank``'s part of the texts."""
+    indices = _chosen(dataset.count(split), examples, rank, world)
+    device = next(model.parameters()).device
+    with _evaluating(model):
+        sums = torch.zeros(2, dtype=torch.float64, device=device)
+        for part in indices.split(batch):
+            tokens, mask, labels = (t.to(device) for t in dataset.take(split, part))
+            logits = model(tokens, mask=mask).double()
+            right = (logits.argmax(-1) == labels).sum().double()
+            sums += torch.stack([F.cross_entropy(logits, labels, reduction="sum"), right])
     return torch.tensor([*sums.tolist(), len(indices)], dtype=torch.float64)
 
 

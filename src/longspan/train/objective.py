@@ -10,22 +10,25 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
 from ..attention import Attention
 from ..data import Dataset
+from ..data.labelled import Batch as Texts
 from ..data.order import batch_indices
 from ..data.pairs import Batch
 from ..data.streams import Stream, Stretch, row_windows
-from ..model import Decoder
+from ..model import Decoder, Encoder
 from ..ops.edges import reinforce
+from ..ops.tensors import widen
 from ..seq2seq import Seq2Seq
 from . import along
 from .auxiliary import Auxiliary
 from .carry import Carry
-from .evaluate import roomy, total, transduced
+from .evaluate import classified, roomy, total, transduced
 from .learned import learned
 from .run import Run
 
@@ -273,15 +276,44 @@ class Target(Objective):
         return {"bits": nats / tokens / math.log(2), "exact": exact / pairs}
 
 
+class Labels(Objective):
+    """An encoder tells the label of a text: mean cross-entropy in nats, and the weighted penalty."""
+
+    @property
+    def tokens(self) -> float:
+        return self.dataset.mean("train")
+
+    def attentions(self, model: Encoder) -> list[Attention]:
+        return model.stack.attentions()
+
+    def loss(self, model: Encoder, batch: Texts) -> Loss:
+        record = self.asked(self.attentions(model))
+        tokens, mask, labels = batch
+        logits = widen(model(tokens, mask=mask, record=record))
+        nats = F.cross_entropy(logits, labels, reduction="none")  # (B,)
+        if record:
+            self.count(self.attentions(model), record["layers"])
+        total, parts = self.weighed(nats.mean(), nats.mean(), [record or {}], -nats)
+        return Loss(total, parts | {"accuracy": (logits.argmax(-1) == labels).to(nats.dtype).mean()})
+
+    def sums(self, model: Encoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
+        data = self.dataset
+        return classified(model, data, split, roomy(data.length), self.run.evaluate_examples, rank, world)
+
+    def figures(self, sums: Tensor) -> dict[str, float]:
+        nats, right, texts = sums.tolist()
+        return {"bits": nats / texts / math.log(2), "accuracy": right / texts}
+
+
 def _place() -> tuple[int, int]:
     """The rank of this process and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
-OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Target}
+OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Target, Encoder: Labels}
 
 
-def build(model: nn.Module, run: Run, dataset: Dataset) -> Objective:
+def build(model: nn.Module, run: Run, dataset: Any) -> Objective:
     """The objective by which this kind of model is trained. Raises ValueError for a run that it cannot serve."""
     kind = OBJECTIVES[type(model)]
     objective: Objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)

@@ -17,8 +17,8 @@ from ..checkpoint import write_text
 from ..files import named
 
 COLUMNS: tuple[str, ...] = (
-    "step", "loss", "bits", "validation_bits", "validation_exact", "penalty", "auxiliary", "span", "ponder",
-    "learning_rate", "gradient_norm", "tokens_per_second", "seconds",
+    "step", "loss", "bits", "validation_bits", "validation_exact", "accuracy", "validation_accuracy", "penalty",
+    "auxiliary", "span", "ponder", "learning_rate", "gradient_norm", "tokens_per_second", "seconds",
 )  # fmt: skip
 EVERY = 10
 

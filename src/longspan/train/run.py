@@ -21,9 +21,10 @@ class Run:
 
     data: str = "digits"
     """digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER | pairs:dates | pairs:reverse |
-    pairs:FILE; paths are kept absolute"""
+    pairs:FILE | labels:majority | labels:FILE | labels:FOLDER; paths are kept absolute"""
     length: int = 0
-    """tokens per example of a text, or the most that a source or a target of pairs may have; 0: 256"""
+    """tokens per example of a text, or the most that a source or a target of pairs may have; 0: 256. Of a labelled text
+    as many bytes are read; 0: 1024"""
     stream: bool = False
     """read a text in its order: each row of the batch goes on where it was, with the state that it had, through which
     no gradient goes back; documents (files of a folder) begin anew; for attentions with a state of bounded size"""
