@@ -52,8 +52,8 @@ def _made(kind: str) -> Parser:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = make(
         "train",
-        "Train a decoder, on pairs an encoder-decoder, or on labelled texts an encoder. A recipe is a YAML file with the "
-        "two entries model and run; every field of it is also a flag, and flags win over the recipes before them; "
+        "Train a decoder, on pairs an encoder-decoder, or on labelled texts an encoder. A recipe is a YAML file with "
+        "the two entries model and run; every field of it is also a flag, and flags win over the recipes before them; "
         "model.vocab 0 takes that of the data, and so do an encoder's model.outputs and model.labels. The run's folder "
         "gets config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves one from which --resume goes on to "
         "the very same result; a second one ends at once.",
