@@ -7,6 +7,7 @@ from torch import nn
 from longspan import checks
 from longspan.attention import Attention, base
 from longspan.attention.linear import Linear
+from longspan.attention.routing import Routing
 from longspan.attention.softmax import Softmax
 from longspan.checks import Broken, Gauge, numeric
 from longspan.checks.gauge import DIM, Subject
@@ -53,6 +54,16 @@ def leaking_gradients(self, x, state=None, original=Attention.forward, **argumen
     return y + Leak.apply(x), *rest
 
 
+def penalty_summed_over_rows(self, record, tokens, mask, original=Routing._count):
+    original(self, record, tokens, mask)
+    record["penalty"] = record["penalty"] * len(tokens[0])
+
+
+def statistics_averaged_over_rows(self, record, tokens, mask, original=Routing._count):
+    original(self, record, tokens, mask)
+    record["statistics"] = type(record["statistics"])(*(t / len(tokens[0]) for t in record["statistics"]))
+
+
 def reading_masked_tokens(self, x, state=None, original=Attention.forward, **arguments):
     y, *rest = original(self, x, state, **arguments)
     return y + 0.0 * x.sum((1, 2), keepdim=True), *rest
@@ -83,6 +94,7 @@ def looking_at_what_comes_in(packed, tokens, state=None, carry=None, original=ba
 
 
 ROTARY = "linear(rotary=100.0)"
+ROUTING = "routing(clusters=3, window=5)"
 LOCAL = "local(window=5)"
 MISTAKES = {
     "the state after two steps that continued it": ("state", ROTARY, gated, "step", step_in_place),
@@ -91,6 +103,8 @@ MISTAKES = {
     "a packed segment: differ": ("packed", "linear", Linear, "attend", wrong_where_nothing_is_recorded),
     "gradients through states": ("gradients", "linear", Linear, "attend", cut_off_from_the_past),
     "a parameter gets no gradient": ("gradients", "softmax", Softmax, "__init__", with_an_idle_weight),
+    "gradients of two half batches": ("additive", ROUTING, Routing, "_count", penalty_summed_over_rows),
+    "statistics of two half batches": ("additive", ROUTING, Routing, "_count", statistics_averaged_over_rows),
     "NaN and infinity in masked tokens": ("content", "linear", Attention, "forward", reading_masked_tokens),
     "a masked token's gradient is not zero": ("content", "linear", Attention, "forward", leaking_gradients),
     "NaN and infinity in a packed neighbour": ("content", "softmax", isolated, "finite", lambda t: True),

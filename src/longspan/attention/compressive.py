@@ -139,7 +139,7 @@ class Compressive(Attention):
         if stop and self.pool == "convolution":
             # Only the penalty teaches the convolution. A gradient of zero without it, as data-parallel training waits
             # for a gradient of every parameter.
-            y = y + sum((0 * p).sum() for p in self.compress.parameters()).to(y.dtype)
+            y = y + torch.stack([(0 * p).sum() for p in self.compress.parameters()]).sum().to(y.dtype)
         return y, state
 
     def _pooled(self, tokens, runs):

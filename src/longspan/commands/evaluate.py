@@ -154,6 +154,8 @@ def _along(args, model, data) -> int:
 
 def _classified(args, model, data) -> int:
     """Accuracy and bits per label of a classifier."""
+    import torch
+
     from ..progress import track
     from ..train.evaluate import classified, roomy
 
@@ -165,10 +167,10 @@ def _classified(args, model, data) -> int:
     except KeyboardInterrupt as error:
         if not sums:
             raise
-        _, right, seen = sum(sums).tolist()
+        _, right, seen = torch.stack(sums).sum(0).tolist()
         said = f"interrupted: {right / seen:.2%} accuracy on {int(seen)} of {count} examples, evenly spaced"
         raise signals.told(error, said) from error
-    nats, right, _ = sum(sums).tolist()
+    nats, right, _ = torch.stack(sums).sum(0).tolist()
     result = {"data": data.name, "split": args.split, "examples": count, "accuracy": right / count}
     result |= {"bits": nats / count / math.log(2), "unit": data.unit}
     if args.json:

@@ -212,7 +212,7 @@ def _check(config: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> None:
             f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "
             f"leave it at 0"
         )
-    if run.stream:
+    if run.stream and isinstance(config, Config):
         carry.check(config)
         if config.checkpointing:
             raise ValueError(
