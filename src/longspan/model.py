@@ -196,28 +196,22 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def classify(self, texts: Sequence[str], *, length: int = 0, batch: int = 64) -> Classes:
-        """The labels of texts, by a classifier of UTF-8 bytes such as ``longspan train`` trains on ``labels:FILE``.
+        """The labels of ``texts``, by a classifier of UTF-8 bytes such as ``longspan train`` trains on ``labels:FILE``.
 
-        Args:
-            texts: strings, none of them empty.
-            length: bytes of a text that are read; 0: all, or with learned positions as many as their table has. Pass
-                the ``run.length`` of the training to read as much of a text as it did.
-            batch: texts per call, which changes speed and memory only.
+        >>> import longspan
+        >>> sizes = {"dim": 8, "depth": 1, "heads": 2, "feedforward": 16}
+        >>> config = longspan.EncoderConfig(**sizes, vocab=256, outputs=2, labels="bad good", pool="mean")
+        >>> labels, probabilities = longspan.Encoder(config).eval().classify(["a fine film", "dull"])
+        >>> len(labels), probabilities.shape
+        (2, torch.Size([2, 2]))
 
-        Returns:
-            The likeliest label of each text, and the probabilities of all labels in the order of ``config.labels``.
+        Returns the likeliest label of each text, and the probabilities (B, labels) in the order of ``config.labels``.
+        ``length``: bytes of a text that are read; 0: all, or with learned positions as many as their table has. Pass
+        the ``run.length`` of the training to read as much of a text as it did. ``batch``: texts per call, which changes
+        speed and memory only.
 
-        Raises:
-            ValueError: for a model without labels, with one output per token or another vocabulary than bytes, for
-                texts that are no strings or empty, and for a length or a batch that is not positive.
-
-        Example:
-            >>> import longspan
-            >>> sizes = {"dim": 8, "depth": 1, "heads": 2, "feedforward": 16}
-            >>> config = longspan.EncoderConfig(**sizes, vocab=256, outputs=2, labels="bad good", pool="mean")
-            >>> labels, probabilities = longspan.Encoder(config).eval().classify(["a fine film", "dull"])
-            >>> len(labels), probabilities.shape
-            (2, torch.Size([2, 2]))
+        Raises ValueError for a model without labels, with one output per token or another vocabulary than bytes, for
+        texts that are no strings or empty, for a negative length and a batch below 1.
         """
         config = self.config
         names = config.labels.split()

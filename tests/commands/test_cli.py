@@ -99,7 +99,7 @@ MISTAKES = {
     "eval m/digits --stepwise -1": "--stepwise=-1 must not be negative",
     "eval m/nothing": "there is no such folder",
     "eval m": "is no checkpoint",
-    "eval m/encoder": "m/encoder holds an encoder; only a decoder",
+    "eval m/encoder": "m/encoder holds an encoder without labels",
     "eval m/silent": "does not say on which data it was trained; name it by --data",
     "eval m/digits --split tset": "unknown split 'tset' (did you mean 'test'?); known: test, train, validation",
     "eval m/digits --data moon": "unknown data set 'moon'; known: cifar10",

@@ -100,12 +100,12 @@ class TestTrain:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ("--model.kind encoder", "unknown kind of model to train 'encoder'"),
+            ("--model.kind transcriber", "unknown kind of model to train 'transcriber'"),
             ("--model.cross-attention linear", "unknown option '--model.cross-attention'"),
             ("--config digits --run.data pairs:words.tsv --model.vocab 0", "it takes an encoder-decoder, model.kind="),
             (
                 "--config dates --run.data digits --model.vocab 0",
-                "digits has no sources, so it trains a decoder and not",
+                "digits has neither sources nor labels, so it trains a decoder, not model.kind=seq2seq",
             ),
             (
                 "--config no-kind.yaml",
@@ -223,7 +223,7 @@ class TestGenerate:
                 "one --source a --data digits",
                 "one holds a seq2seq, which reads a source, so its data are pairs:FILE; d",
             ),
-            ("text --data pairs:dates", "text holds a decoder, which reads no source, so not of pairs; pairs:dates"),
+            ("text --data pairs:dates", "text holds a decoder, which reads images or text, without sources"),
         ],
     )
     def test_mistakes(self, capsys, words, message):
@@ -243,7 +243,7 @@ class TestGenerate:
         ("one --data pairs:numbers.jsonl", "choose other --data"),
         ("one --length-penalty 1", "--length-penalty belongs to a beam search; say --beams N"),
         ("images --beams 2", "--beams is for pairs; digits has no targets to be written"),
-        ("text --data pairs:dates", "text holds a decoder, which reads no source"),
+        ("text --data pairs:dates", "text holds a decoder, which reads images or text, without sources"),
     ],
 )
 def test_mistakes_of_eval(capsys, words, message):

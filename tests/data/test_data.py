@@ -311,7 +311,11 @@ def test_text_refuses_what_it_cannot_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "length", "message"),
     [
-        ("digit", 0, "unknown data set 'digit' .did you mean 'digits'.*known: cifar10, digits, mnist, pairs, text"),
+        (
+            "digit",
+            0,
+            "unknown data set 'digit' .did you mean 'digits'.*known: cifar10, digits, labels, mnist, pairs, text",
+        ),
         ("mnist:", 0, "nothing follows the colon of 'mnist:'; write e.g. mnist:FOLDER"),
         ("digits:folder", 0, "digits come with scikit-learn and take no folder; got 'folder'"),
         ("digits", 63, "length=63: digits has 64 tokens per image; leave length at 0"),

@@ -160,7 +160,7 @@ class TestTraining:
         (replace(TINY, positions="learned", length=24), {}, "length=24 learned positions are too few"),
         (TINY, {"stream": True}, "stream=True is for decoders"),
         (TINY, {"targets": 2}, "targets=2 is for decoders"),
-        (TINY, {"data": "digits"}, "digits has neither sources nor labels, so it trains a decoder and not a encoder"),
+        (TINY, {"data": "digits"}, "digits has neither sources nor labels, so it trains a decoder"),
     ])  # fmt: skip
     def test_what_does_not_fit_is_refused(self, config, fields, message, tmp_path):
         with pytest.raises(ValueError, match=message):
@@ -203,7 +203,7 @@ class TestCommands:
             (["--data", "labels:c.jsonl"], "has the label 'strange', and the model knows even, odd"),
             (
                 ["--data", "digits"],
-                "the data of encoder models are labels:FILE, and run holds one; digits does not fit",
+                "run holds an encoder, which reads texts with labels, so labels:FILE; digits does not fit",
             ),
             (["--stepwise"], "--stepwise is for models that write tokens"),
         ):

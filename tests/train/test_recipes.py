@@ -1,12 +1,14 @@
 """Every recipe is a config and a run that fit each other, and trains."""
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import yaml
 
 from longspan import checkpoint, recipes
+from longspan.commands.train import completed
 from longspan.spec import split
 from longspan.train import Run, fit
 
@@ -39,11 +41,12 @@ def test_trains(recipe, tmp_path):
     folder = FOLDERS.get(run["data"])
     if folder and not folder.is_dir():
         pytest.skip(f"needs the files of {run['data']} in {folder.relative_to(ROOT.parent)}")
-    config = checkpoint.config_of(model | {"depth": len(split(model["attention"]))})
+    name = f"{run['data']}:{folder}" if folder else run["data"]
+    fields = asdict(checkpoint.config_of(model | {"depth": len(split(model["attention"]))}))
+    kind = {"kind": model["kind"]} if "kind" in model else {}
+    config = checkpoint.config_of(completed(fields | kind, Run(data=name)))
     short = {"steps": 2, "warmup": 1, "batch": 1, "evaluate_examples": 1, "out": str(tmp_path / "run")}
-    result = fit(
-        config, Run(**run | short | {"data": f"{run['data']}:{folder}" if folder else run["data"]}), progress=False
-    )
+    result = fit(config, Run(**run | short | {"data": name}), progress=False)
     assert result.steps == 2
     assert all(math.isfinite(bits) for bits in result.bits.values())
     assert checkpoint.load(tmp_path / "run").config == config

@@ -3,6 +3,7 @@
 import dataclasses
 import shlex
 from pathlib import Path
+from typing import Any
 
 import jsonargparse
 import yaml
@@ -92,12 +93,7 @@ def run(args) -> int:
     # A mistake in a flag is reported before data, optional packages and the folder are looked at.
     _check(fields)
     launch.check(run.devices)
-    if fields["vocab"] == 0:
-        found = data.load(run.data, run.length)
-        fields["vocab"] = found.vocab
-        if fields.get("kind") == "encoder" and isinstance(found, data.Labelled) and not fields["labels"]:
-            fields |= {"labels": " ".join(found.labels), "outputs": fields["outputs"] or len(found.labels)}
-    config = checkpoint.config_of(fields)
+    config = checkpoint.config_of(completed(fields, run))
     try:
         result = fit(config, run, resume=args.resume)
     except KeyboardInterrupt as error:
@@ -114,6 +110,16 @@ def _check(fields: dict) -> None:
     """Raise ValueError for a model that cannot be built; its weights get shapes and no memory."""
     config = checkpoint.config_of({**fields, "vocab": fields["vocab"] or ANY_VOCAB})
     stacks.weigh(checkpoint.KINDS[checkpoint.kind_of(config)][1], config)
+
+
+def completed(fields: dict[str, Any], run: Any) -> dict[str, Any]:
+    """A model's fields with those that the data of the run determine: vocab 0, and the labels of a classifier."""
+    if fields["vocab"] != 0:
+        return fields
+    found = data.load(run.data, run.length)
+    if fields.get("kind") == "encoder" and isinstance(found, data.Labelled) and not fields["labels"]:
+        fields = fields | {"labels": " ".join(found.labels), "outputs": fields["outputs"] or len(found.labels)}
+    return fields | {"vocab": found.vocab}
 
 
 def _how_to_go_on(said: str, recipe: Path) -> str:

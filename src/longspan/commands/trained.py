@@ -32,16 +32,18 @@ def model(folder: str, data: str, *kinds: str) -> tuple[Any, str, int]:
     does not say on which data it was trained, and for data of another kind than the model's.
     """
     path, header = _header(folder, *(kinds or WRITERS))
+    if header["kind"] == "encoder" and not header["config"].get("labels"):
+        raise ValueError(f"{folder} holds an encoder without labels; a classifier has them, trained on labels:FILE")
     run = header.get("run") or {}
     name = data or run.get("data", "")
     if not name:
         raise ValueError(f"{folder} does not say on which data it was trained; name it by --data, e.g. --data digits")
     length = run.get("length", 0) if kind(name) == kind(run.get("data", "text")) else 0
     if READERS.get(kind(name), "decoder") != header["kind"]:
-        reads = {"seq2seq": "pairs:FILE", "encoder": "labels:FILE"}.get(header["kind"], "images or text")
-        raise ValueError(
-            f"the data of {header['kind']} models are {reads}, and {folder} holds one; {name} does not fit"
-        )
+        reads = {"seq2seq": "a source, so its data are pairs:FILE", "encoder": "texts with labels, so labels:FILE"}
+        said = reads.get(header["kind"], "images or text, without sources and labels")
+        article = "an" if header["kind"] == "encoder" else "a"
+        raise ValueError(f"{folder} holds {article} {header['kind']}, which reads {said}; {name} does not fit")
     return shipped.load(folder) if shipped.means(folder) else checkpoint.load(path), name, length
 
 
@@ -85,8 +87,6 @@ def dataset(model: Any, name: str, length: int) -> Any:
         raise ValueError(f"{error}; where its files are at hand, name their folder: --data {name}:FOLDER") from error
     _fits(model, name, found.vocab, found.length)
     if kind(name) == LABELS:
-        if not model.config.labels:
-            raise ValueError("the encoder has no labels; a classifier is trained by longspan train on labels:FILE")
         found = found.renumbered(model.config.labels.split())
     return found
 

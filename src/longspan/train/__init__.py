@@ -197,8 +197,8 @@ def _check(config: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> None:
             )
     elif type(config) is not Config:
         raise ValueError(
-            f"{run.data} has neither sources nor labels, so it trains a decoder and not a "
-            f"{checkpoint.kind_of(config)}; kind=seq2seq is trained on pairs: and kind=encoder on labels:"
+            f"{run.data} has neither sources nor labels, so it trains a decoder, not model.kind="
+            f"{checkpoint.kind_of(config)}; a seq2seq is trained on pairs:FILE and an encoder on labels:FILE"
         )
     if config.vocab != dataset.vocab:
         raise ValueError(f"vocab={config.vocab} does not fit {run.data}, whose tokens have {dataset.vocab} levels")

@@ -12,16 +12,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     and what a module names in its class attribute ``no_decay``: parameters of two dimensions or more that are decays,
     scales, biases or learned tokens. The matrices and filters that are left are decayed. Tied parameters count once.
 
-    Args:
-        weight_decay: that of the first group; the second has 0.
-
-    Example:
-        >>> import longspan, torch
-        >>> from longspan.train import parameter_groups
-        >>> model = longspan.Decoder(longspan.Config(dim=8, depth=1, heads=2, feedforward=16, attention="kda"))
-        >>> optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
-        >>> [group["weight_decay"] for group in optimizer.param_groups]
-        [0.1, 0.0]
+    >>> import longspan, torch
+    >>> from longspan.train import parameter_groups
+    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=1, heads=2, feedforward=16, attention="kda"))
+    >>> optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
+    >>> [group["weight_decay"] for group in optimizer.param_groups]
+    [0.1, 0.0]
     """
     spared = set()
     for module in model.modules():
