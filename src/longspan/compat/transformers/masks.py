@@ -1,10 +1,11 @@
 """Masks of transformers as patterns: which one a mask function means, asked of the function itself."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from ... import patterns
 from ...ops.tensors import positions
@@ -14,20 +15,42 @@ SAMPLE = 64  # rows of a mask that are looked at where transformers says that no
 ROWS = 1 << 22  # pairs that are looked at at once
 
 
-class Seen(NamedTuple):
-    """Who sees whom, in place of a mask (B,1,N,M); queries are the last N of M tokens."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Seen(BlockMask):
+    """Who sees whom, in place of a mask (B,1,N,M); queries are the last N of M tokens.
+
+    transformers hands a ``BlockMask`` of four dimensions on to the attention as it is. A static cache needs that:
+    there ``generate`` makes the mask and gives it to the model. Nothing else of ``BlockMask`` is used.
+    """
 
     pattern: Pattern
     mask: Tensor | None  # (B,M) bool, True: a real token
     segments: Tensor | None  # (B,M) int64, packed sequences
+    size: tuple[int, int]  # N, M
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B|1,1,N,M)."""
+        first = self.mask if self.mask is not None else self.segments
+        return 1 if first is None else len(first), 1, *self.size
+
+    def __repr__(self) -> str:
+        return f"Seen({self.pattern}, {self.shape})"
+
+    __str__ = __repr__
+
+    def contiguous(self) -> "Seen":
+        """Itself: some versions of transformers ask it of every mask."""
+        return self
 
     @property
     def plain(self) -> bool:
         """Whether it is the causal triangle and nothing else."""
         return self.pattern == patterns.causal() and self.mask is None and self.segments is None
 
-    def dense(self, n: int, m: int) -> Tensor:
+    def dense(self) -> Tensor:
         """The mask (B|1,1,N,M) that it stands for."""
+        n, m = self.size
         first = self.mask if self.mask is not None else self.segments
         at = torch.arange(m)[None] if first is None else _positions(first.shape[0], m, self.mask, self.segments)
         allowed = self.pattern.allow(at[:, m - n :, None], at[:, None])
@@ -57,7 +80,7 @@ def read(
     segments = _segments(function, batch, m, offsets[1], padding) if whole else None
     at = _positions(batch, m, padding, segments)
     for pattern in _candidates(local):
-        found = Seen(pattern, padding, segments)
+        found = Seen(pattern, padding, segments, (n, m))
         if _agrees(found, function, at, n, offsets, whole):
             return found
     return "no pattern describes the mask"

@@ -26,7 +26,8 @@ def register(name: str = NAME) -> None:
 
     A model loaded with it, or told by ``model.set_attn_implementation("longspan")``, has the masks of its softmax
     layers served by longspan's kernels where a pattern describes them: causal, windows, chunks, both directions,
-    padding at either end, packed rows, learned sinks, scores capped by tanh (Gemma 2), a prompt that is read in parts.
+    padding at either end, packed rows, learned sinks, scores capped by tanh (Gemma 2), a prompt that is read in parts,
+    dynamic and static caches.
     Others, single tokens, dropout and other devices are served by transformers' ``sdpa``, plain causal attention of a
     whole prompt too; ``status()`` counts which and why. Capped scores that no pattern serves are served by torch in
     blocks of queries, which ``sdpa`` would refuse.
@@ -45,7 +46,10 @@ def mask(
     attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, device: Any = "cpu", **kwargs,
 ) -> Seen | Tensor | None:  # fmt: skip
-    """What ``attend`` gets as its mask: a pattern, or the mask (B,1,N,M) of ``sdpa``. Called by transformers."""
+    """What ``attend`` gets as its mask: a pattern, or the mask (B,1,N,M) of ``sdpa``. Called by transformers.
+
+    A static cache has room for keys that are not there yet. No causal query sees them, so that a pattern ends before.
+    """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
@@ -53,10 +57,13 @@ def mask(
     if served and q_length > 1:
         offsets = int(q_offset), int(kv_offset)
         whole = not (allow_is_causal_skip or allow_is_bidirectional_skip)
+        read = offsets[0] + q_length - offsets[1]
         found = "functions were added to the mask"
-        if not use_vmap and offsets[0] + q_length == offsets[1] + kv_length:
+        if not use_vmap and q_length <= read <= kv_length:
             padding = None if attention_mask is None else attention_mask.bool()
-            found = masks.read(function, batch_size, q_length, kv_length, offsets, padding, local_size, whole)
+            found = masks.read(function, batch_size, q_length, read, offsets, padding, local_size, whole)
+            if isinstance(found, Seen) and read < kv_length and found.pattern.lookahead != 0:
+                found = "keys that are not there yet would be seen"
         if isinstance(found, Seen):
             return found
         calls[f"mask by sdpa, since {found}"] += 1
@@ -87,21 +94,25 @@ def attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """query (B,H,N,D), key (B,G,M,D), value (B,G,M,E) -> (B,N,H,E), None. Called by transformers."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    n, m = query.shape[2], key.shape[2]
     seen = attention_mask if isinstance(attention_mask, Seen) else None
+    if seen is not None:
+        # A static cache hands over all that it has room for.
+        key, value = key[:, :, : seen.size[1]], value[:, :, : seen.size[1]]
+    n, m = query.shape[2], key.shape[2]
     why = _why_not(seen, query, key, value, dropout, s_aux is None and not softcap)
     if why and (softcap or s_aux is not None):
         calls[f"torch, in blocks of queries, since {'scores are capped' if softcap else 'there are sinks'}"] += 1
-        allowed: Any = attention_mask if seen is None else seen.dense(n, m)
+        allowed: Any = attention_mask if seen is None else seen.dense()
         if allowed is None and n > 1 and kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False:
-            allowed = torch.ones(n, m, dtype=torch.bool, device=query.device).tril(m - n)[None, None]
+            # As in sdpa the first query sees the first key alone: keys beyond the queries are room in a static cache.
+            allowed = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()[None, None]
         out = _in_blocks(query, key, value, allowed, scale, softcap, s_aux, dropout if module.training else 0.0)
         return out.transpose(1, 2).contiguous(), None
     if why or seen is None:
         calls[f"sdpa, for {why}"] += 1
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        attention_mask = attention_mask if seen is None else None if seen.plain and n == m else seen.dense(n, m)
+        attention_mask = attention_mask if seen is None else None if seen.plain and n == m else seen.dense()
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
