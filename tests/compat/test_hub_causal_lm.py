@@ -106,10 +106,11 @@ def test_rows_that_begin_with_the_start_token_beside_rows_that_do_not():
 
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("spec", SPECS[:2])
-def test_packed_rows_are_separate_runs(spec, explicit):
+@pytest.mark.parametrize("begin", [0, 2])
+def test_packed_rows_are_separate_runs(spec, explicit, begin):
     lm, lengths = model(spec, positions="learned"), (4, 1, 6)
     parts = [ids(1, n) if not explicit else started(ids(1, n))[:, :n] for n in lengths]
-    at = torch.cat([torch.arange(n) for n in lengths])[None]
+    at = torch.cat([torch.arange(n) + begin for n in lengths])[None]
     packed = lm(torch.cat(parts, 1), position_ids=at, use_cache=False).logits
     alone = torch.cat([lm(part, use_cache=False).logits for part in parts], 1)
     assert torch.allclose(packed, alone, atol=1e-6)
@@ -126,6 +127,24 @@ def test_packed_rows_of_a_batch_differ_in_their_number_of_sequences():
     pairs = lm(tokens[0].view(3, 2), use_cache=False).logits
     assert torch.allclose(found[0], pairs.flatten(0, 1), atol=1e-6)
     assert torch.allclose(found[1:], lm(tokens[1:], use_cache=False).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal"])
+def test_position_ids_are_borders_alone(positions):
+    lm, tokens = model(positions=positions), ids(2, 6)
+    wanted = lm(tokens, use_cache=False).logits
+    assert torch.equal(lm(tokens, position_ids=torch.arange(7, 13)[None], use_cache=False).logits, wanted)
+
+
+def test_positions_go_on_with_a_cache_or_begin_again():
+    """As they are numbered from 2 on; the smallest number of a part begins a sequence only where they go back to it."""
+    mine, begun = {"mask": None, "begun": torch.tensor([True])}, torch.tensor([[3, 4, 5, 6, 7]])
+    on = read(begun, 9, positions=torch.tensor([[6, 7, 8, 9, 10]]), **mine)
+    assert (on.tokens.tolist(), on.segments) == (begun.tolist(), None)
+    again = read(begun, 9, positions=torch.tensor([[6, 7, 2, 3, 2]]), **mine)
+    assert again.tokens.tolist() == [[3, 4, 9, 5, 6, 9, 7]]
+    with pytest.raises(ValueError, match="from 7 to 3 in row 0; .* or go back to 2, the smallest of the row"):
+        read(begun, 9, positions=torch.tensor([[6, 7, 3, 2, 3]]), **mine)
 
 
 def test_reading_by_hand():

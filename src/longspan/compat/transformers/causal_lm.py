@@ -39,7 +39,10 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
     ``input_ids[:, t]``. For a loss that counts the first token too, begin ``input_ids`` and ``labels`` with the start
     token, which ``generation_config.bos_token_id`` is.
 
-    Padding (``attention_mask``) may stand on either side; ``position_ids`` that begin again at 0 are packed sequences.
+    Padding (``attention_mask``) may stand on either side. ``position_ids`` only say where packed sequences begin: where
+    they go back to the smallest number of their row, which may be another than 0 (``position_ids_start`` of
+    ``DataCollatorWithFlattening``). Learned and sinusoidal positions do not depend on them: the decoder counts from the
+    start of each sequence.
     A likelihood that is not categorical answers with the logarithms of its probabilities. Losses of mechanisms' own
     (``penalty``) are no part of the loss here.
 

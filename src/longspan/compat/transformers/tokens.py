@@ -26,8 +26,8 @@ def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | No
     """Lay out ids (B,N) for a decoder: where a sequence begins without the ``start`` token, that is put before it.
 
     mask (B,N) bool or None: True on real tokens. ``positions`` (B,N) or (1,N), or None: transformers' ``position_ids``,
-    which count up by one and begin again at 0 where rows hold packed sequences. ``begun`` (B,) bool: rows that go on
-    with a state; None: no row does.
+    which count up by one, and go back to the smallest number of the row where another packed sequence begins. They say
+    no more than that. ``begun`` (B,) bool: rows that go on with a state; None: no row does.
     Raises ValueError for positions that do neither.
     """
     batch, n = ids.shape
@@ -38,7 +38,7 @@ def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | No
     begins = first if begun is None else first & ~begun[:, None]
     segments = None
     if positions is not None:
-        packed = begins | _restarts(positions.expand(batch, n), real)
+        packed = begins | _restarts(positions.expand(batch, n).long(), real, begun)
         if bool((packed != begins).any()):
             begins, segments = packed, packed.long().cumsum(1)
     needs = begins & (ids != start)
@@ -62,14 +62,18 @@ def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | No
     return Read(tokens, there, packs.cummax(1).values, places)
 
 
-def _restarts(positions: Tensor, real: Tensor) -> Tensor:
-    """Where a sequence begins, by its positions: bool (B,N)."""
+def _restarts(positions: Tensor, real: Tensor, begun: Tensor | None) -> Tensor:
+    """Where a sequence begins, by positions (B,N) that go back to the smallest of their row: bool (B,N)."""
     jump = F.pad((positions[:, 1:] != positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1], (1, 0))
-    restart = real & (positions == 0)
+    first = positions.masked_fill(~real, torch.iinfo(positions.dtype).max).amin(1, keepdim=True)
+    restart = real & (positions == first)
+    if begun is not None:
+        # The smallest is also where the only sequence of a row goes on.
+        restart = restart & (jump | (positions == 0) | ~begun[:, None])
     if bool((odd := jump & ~restart).any()):
         row, column = (int(i) for i in odd.nonzero()[0])
         raise ValueError(
             f"position_ids go from {int(positions[row, column - 1])} to {int(positions[row, column])} in row {row}; "
-            f"they must count up by one, or begin again at 0 where a packed sequence begins"
+            f"they must count up by one, or go back to {int(first[row])}, the smallest of the row, at a new sequence"
         )
     return restart
