@@ -9,7 +9,7 @@ import torch
 
 from hybrids import KINDS, WHOLE, file, model, served, tokens, version
 from longspan.compat import transformers as on_cpu
-from longspan.compat.transformers import families, record, replace
+from longspan.compat.transformers import delta, families, record, replace
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,15 @@ def test_restore_puts_everything_back(kind):
     assert str(on_cpu.status()) == "nothing is replaced: longspan.compat.transformers.accelerate() does it"
 
 
+def test_restore_takes_methods_from_a_cache_that_inherits_them():
+    cache = file("minimax").MiniMaxCache
+    before = dict(vars(cache))
+    on_cpu.accelerate()
+    assert "get_seq_length" in vars(cache)
+    on_cpu.restore()
+    assert dict(vars(cache)) == before
+
+
 def test_a_second_call_changes_nothing_and_a_model_names_its_own_type_alone():
     made = model("qwen3_next")
     first = on_cpu.accelerate(made)
@@ -62,6 +71,15 @@ def test_what_is_not_known_stays_untouched_and_is_named():
     selective = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
     assert "Mamba-1" in on_cpu.accelerate(selective).untouched["mamba"]
     assert {"jamba", "rwkv"} <= set(on_cpu.accelerate().untouched)
+
+
+def test_layers_that_forget_a_cache_are_named(monkeypatch):
+    made = model("qwen3_next")
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.6.0")
+    assert "from 5.7 on not" in on_cpu.accelerate(made).untouched["qwen3_next.cache"]
+    on_cpu.restore()
+    monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.7.0")
+    assert "qwen3_next.cache" not in on_cpu.accelerate(made).untouched
 
 
 def test_a_function_with_an_unknown_parameter_is_left_alone(monkeypatch):
@@ -123,6 +141,17 @@ def test_steps_of_another_form_are_left_to_the_original():
     on_cpu.restore()
     assert torch.equal(found, file("mamba2").mamba2_selective_state_update(again, x, dt, a, b, b, None))
     assert torch.equal(state, again)
+
+
+def test_a_step_without_gradients_leaves_a_state_that_has_some():
+    """Caches of transformers before 5.15 keep the very state that a backward pass needs."""
+    q, rate = torch.randn(1, 1, 2, 4), torch.rand(1, 1, 2)
+    state = torch.randn(1, 2, 4, 4, requires_grad=True) * 2
+    before = state.detach().clone()
+    with torch.no_grad():
+        delta.gated_delta_rule(q, q, q, -rate, rate, initial_state=state, output_final_state=True)
+    assert torch.equal(state, before)
+    state.square().sum().backward()  # raises after an overwrite
 
 
 def test_step_sizes_are_clamped():

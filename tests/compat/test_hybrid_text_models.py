@@ -69,6 +69,30 @@ def test_sequences_and_steps_are_those_of_the_original_code(made):
     assert all(on_cpu.status().functions[kind].values())
 
 
+@pytest.mark.parametrize("cuts", [[11, 12], [9, 1, 13]], ids=str)
+def test_a_text_in_parts_and_its_gradients_are_those_of_the_whole(made, cuts):
+    _, model = made
+    on_cpu.accelerate(model)
+    x, found = tokens(2, 23), []
+    for parts in ([x], x.split(cuts, 1)):
+        cache, out = {}, []
+        for part in parts:
+            one = model(part, use_cache=len(parts) > 1, **cache)
+            cache = {NAME: one[NAME]} if len(parts) > 1 else {}
+            out.append(one.last_hidden_state)
+        model.zero_grad()
+        torch.cat(out, 1).sin().sum().backward()
+        found.append(
+            (torch.cat(out, 1).detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        )
+    (wanted, right), (got, ours) = found
+    assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-5
+    assert right.keys() == ours.keys()
+    largest = max(g.abs().max() for g in right.values())
+    for name, grad in right.items():
+        assert float((ours[name] - grad).abs().max() / largest) < 1e-4, name
+
+
 def test_packed_rows_are_refused(made):
     _, model = made
     on_cpu.accelerate(model)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ...ops.convolution import causal_convolution
 from .packing import borders
+from .states import carried, may_be_overwritten
 
 OURS = {"silu": "silu", "swish": "silu"}
 
@@ -40,10 +41,9 @@ def update(
 
     Source: transformers, ``causal_conv1d_update``.
     """
-    donate, act = not torch.is_grad_enabled(), OURS.get(activation or "")
-    past = conv_state.mT
-    if past.dtype not in (hidden_states.dtype, torch.float32):
-        past = past.to(hidden_states.dtype)
+    donate, act = may_be_overwritten(conv_state), OURS.get(activation or "")
+    known = conv_state.dtype in (hidden_states.dtype, torch.float32)
+    past = carried(conv_state.mT, conv_state.dtype if known else hidden_states.dtype)
     y, state = causal_convolution(hidden_states.mT, weight, bias, past, activation=act, donate=donate)
     if state.data_ptr() != conv_state.data_ptr():
         conv_state.copy_(state.mT)

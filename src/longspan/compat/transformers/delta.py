@@ -6,6 +6,7 @@ from torch import Tensor
 from ...ops.gated import delta_rule
 from ...ops.tensors import widen
 from .packing import borders
+from .states import carried, may_be_overwritten
 
 
 def gated_delta_rule(
@@ -35,10 +36,10 @@ def gated_delta_rule(
     if v.dtype == torch.float16 and n > 1:
         q, k, v = (t.float() for t in (q, k, v))
     # A cache copies the new state over the old one, so that a step may do so at once.
-    donate = n == 1 and initial_state is not None and output_final_state and not torch.is_grad_enabled()
+    donate = n == 1 and output_final_state and initial_state is not None and may_be_overwritten(initial_state)
     o, state = delta_rule(
         q, k, v, beta=widen(rate), log_decay=widen(decay), segments=segments, return_state=True, donate=donate,
         normalise="l2" if use_qk_l2norm_in_kernel else None,
-        state=None if initial_state is None else initial_state.to(widen(v[:0]).dtype),
+        state=None if initial_state is None else carried(initial_state, widen(v[:0]).dtype),
     )  # fmt: skip
     return o.transpose(1, 2).to(query.dtype), state if output_final_state else None

@@ -40,6 +40,15 @@ MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "zamba2", "falcon
 LIGHTNING = ("minimax",)
 TYPES = (*GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *MAMBA2, *LIGHTNING)
 
+# Model types that number the tokens after a cache from 0 on unless they are given position_ids.
+UNPLACED = ("bamba",)
+# By the name of a cache's class and of its method: what mends the original.
+CACHES = {
+    ("MiniMaxCache", "get_seq_length"): lightning.from_layer_with_keys,
+    ("MiniMaxCache", "get_mask_sizes"): lightning.from_layer_with_keys,
+    ("MiniMaxCache", "reorder_cache"): lightning.with_states,
+}
+
 # Recurrent layers of transformers that longspan has no kernel for.
 _SELECTIVE = "Mamba-1's selective scan has a decay per channel and state, for which longspan has no kernel"
 UNSERVED = {

@@ -1,11 +1,16 @@
 """MiniMax's lightning attention: a sum of outer products with one fixed decay per head."""
 
+import functools
+import inspect
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.gated import decay_attention
 from ...ops.tensors import widen
 from .packing import borders
+from .states import carried
 
 
 def forward(
@@ -35,10 +40,45 @@ def forward(
     q, k, v = (widen(t) for t in (q, k, v))
     o, state = decay_attention(
         q, k, v, log_decay=rate, scale=1.0, segments=borders(kwargs, batch, n), return_state=True,
-        state=None if state is None else state.to(rate.dtype),
+        state=None if state is None else carried(state, rate.dtype),
     )  # fmt: skip
     o = self.norm(o.transpose(1, 2).flatten(2).to(qkv.dtype))
     o = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * o)
     if cache is not None:
         cache.set_linear_cache(self.layer_idx, state)
     return o, state
+
+
+def from_layer_with_keys(original: Callable) -> Callable:
+    """``MiniMaxCache``'s lengths, where asked about a recurrent layer, which has no keys: those of the first that has.
+
+    transformers asks about layer 0, which is recurrent in MiniMax. Its positions would begin at 0 again after a cache,
+    and its masks would have room for the new tokens alone.
+    """
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def ask(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        layer, lengths = given.arguments["layer_idx"], [one.get_seq_length() for one in self.layers]
+        if layer < len(lengths) and not lengths[layer]:
+            given.arguments["layer_idx"] = next((i for i, length in enumerate(lengths) if length), layer)
+        return original(*given.args, **given.kwargs)
+
+    return ask
+
+
+def with_states(original: Callable) -> Callable:
+    """``MiniMaxCache.reorder_cache``, which leaves out the recurrent states: beams would go on with those of others."""
+
+    @functools.wraps(original)
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        original(self, beam_idx)
+        # A layer without a state has an empty list.
+        self.linear_cache = [
+            state.index_select(0, beam_idx.to(state.device)) if isinstance(state, Tensor) else state
+            for state in self.linear_cache
+        ]
+
+    return reorder_cache

@@ -1,12 +1,12 @@
 """Mamba-2's scan and step under the names and in the layouts of transformers, where states have values first."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.gated import decay_attention
 from ...ops.tensors import widen
 from .packing import borders
+from .states import carried, may_be_overwritten
 
 
 def scan(
@@ -37,7 +37,7 @@ def scan(
     q, k, v = (t.transpose(1, 2) for t in (widen(C), widen(B), x * dt[..., None]))
     o, state = decay_attention(
         q, k, v, log_decay=(A.to(dt.dtype) * dt).mT, scale=1.0, segments=segments, return_state=True,
-        state=None if initial_states is None else initial_states.mT.to(v.dtype),
+        state=None if initial_states is None else carried(initial_states.mT, v.dtype),
     )  # fmt: skip
     o = o.transpose(1, 2)
     if D is not None:
@@ -70,9 +70,9 @@ def step(
     q, k, v = (t[:, :, None] for t in (widen(C), widen(B), x * dt[..., None]))
     o, end = decay_attention(
         q, k, v, log_decay=(A[:, 0, 0].to(dt.dtype) * dt)[..., None], scale=1.0, return_state=True,
-        state=state.mT.to(v.dtype), donate=not torch.is_grad_enabled(),
+        state=carried(state.mT, v.dtype), donate=may_be_overwritten(state),
     )  # fmt: skip
-    state.copy_(end.mT)  # onto itself, where nothing had to be copied
+    state.copy_(end.mT)  # onto itself, where the kernel has overwritten it
     o = o[:, :, 0]
     if D is not None:
         o = o + x * D.to(o.dtype)

@@ -76,8 +76,11 @@ def positions_of(ids: Tensor) -> Tensor:
     return at - first
 
 
-def told(original: Callable, refused: str) -> Callable:
-    """A model's ``forward`` that hands on what it finds out of packed rows; ``refused``: why it cannot, or ""."""
+def told(original: Callable, refused: str, unplaced: bool = False) -> Callable:
+    """A model's ``forward`` that hands on what it finds out of packed rows; ``refused``: why it cannot, or "".
+
+    ``unplaced``: the model numbers the tokens after a cache from 0 on unless it is given ``position_ids``.
+    """
     names = tuple(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
@@ -86,11 +89,13 @@ def told(original: Callable, refused: str) -> Callable:
             return original(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         tokens = next((t for t in map(given.get, ("input_ids", "inputs_embeds")) if t is not None), None)
-        if tokens is None or not tokens.is_cpu or tokens.shape[1] < 2:
+        if tokens is None or not tokens.is_cpu:
             return original(self, *args, **kwargs)
-        ids = found(given, *tokens.shape[:2])
+        if unplaced and "position_ids" in names:
+            given |= _placed(given, tokens)
+        ids = found(given, *tokens.shape[:2]) if tokens.shape[1] > 1 else None
         if ids is None:
-            return original(self, *args, **kwargs)
+            return original(self, **given)
         if refused:
             raise ValueError(f"{type(self).__name__} cannot take packed rows: {refused}")
         token = _expected.set(ids)
@@ -148,6 +153,14 @@ def found(given: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
 
 def _cache(given: Mapping[str, Any]) -> Any:
     return next((c for c in map(given.get, ("cache", "past_key_values", "cache_params")) if c is not None), None)
+
+
+def _placed(given: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:
+    """``position_ids`` (1,N) of tokens (B,N,...) that go on with a cache, where a model is given none."""
+    cache = _cache(given)
+    if cache is None or given.get("position_ids") is not None:
+        return {}
+    return {"position_ids": torch.arange(tokens.shape[1])[None] + cache.get_seq_length()}
 
 
 def _completed(given: Mapping[str, Any], ids: Tensor, names: tuple[str, ...]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ class Replaced:
     original: Any
     counts: bool = False
     put: Any = None
+    inherited: bool = False
     active: bool = True
     calls: Counter[str] = field(default_factory=Counter)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import packing
 from .counting import counted
-from .families import ATTRIBUTES, FUNCTIONS, LEAKING, METHODS, TYPES, UNSERVED, Ours
+from .families import ATTRIBUTES, CACHES, FUNCTIONS, GATED_DELTA_NET, LEAKING, METHODS, TYPES, UNPLACED, UNSERVED, Ours
 from .record import Replaced, replaced, untouched, version
 from .report import Status, status
 
@@ -51,7 +51,10 @@ def restore() -> None:
     for one in reversed(replaced):
         # What somebody else has put there since stays.
         if one.owner.__dict__.get(one.attribute) is one.put:
-            setattr(one.owner, one.attribute, one.original)
+            if one.inherited:
+                delattr(one.owner, one.attribute)
+            else:
+                setattr(one.owner, one.attribute, one.original)
         one.active = False  # for whoever has kept the function
     replaced.clear()
     untouched.clear()
@@ -94,6 +97,10 @@ def _module(module: ModuleType) -> None:
     served = {one.attribute for one in replaced[before:]}
     if served & set(FUNCTIONS) and "causal_conv1d_fn" not in served:
         refused = "in this version of transformers its short convolutions look across sequences; from 5.15 on not"
+    if kind in GATED_DELTA_NET and version() < (5, 7):
+        untouched[f"{kind}.cache"] = (
+            "this version of transformers reads several tokens after a cache as a new sequence; from 5.7 on not"
+        )
     if len(replaced) == before:
         if kind in _types():
             return
@@ -107,7 +114,11 @@ def _module(module: ModuleType) -> None:
         if inspect.isclass(owner) and owner.__module__ == module.__name__ and _is_model(owner):
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
-            _put(one, packing.told(original, refused))
+            _put(one, packing.told(original, refused, kind in UNPLACED))
+    for (cache, name), mended in CACHES.items():
+        if (owner := module.__dict__.get(cache)) is not None:
+            original = getattr(owner, name)
+            _put(Replaced(kind, f"{cache}.{name}", owner, name, original), mended(original))
 
 
 def _is_model(owner: type) -> bool:
@@ -135,7 +146,7 @@ def _put(one: Replaced, new: Callable) -> None:
     if hasattr(one.original, "__longspan__"):
         return
     new.__longspan__ = True  # type: ignore[attr-defined]
-    one.put = new
+    one.put, one.inherited = new, inspect.isclass(one.owner) and one.attribute not in one.owner.__dict__
     setattr(one.owner, one.attribute, new)
     replaced.append(one)
 
