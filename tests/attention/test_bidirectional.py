@@ -68,6 +68,20 @@ def test_is_a_run_over_each_sequence_and_its_reverse(spec, share):
     assert all(g.abs().sum() > 0 for g in got[1:])
 
 
+def test_segments_never_decrease_in_the_reversed_run():
+    """As ``attend`` promises every mechanism."""
+    module, x = seeded("bidirectional(gla)", causal=False)
+    given = []
+    module.backwards.register_forward_pre_hook(
+        lambda _, args, kwargs: given.append(kwargs["segments"].value), with_kwargs=True
+    )
+    limits = torch.iinfo(torch.int64)
+    segments = torch.tensor([[limits.min] * 4 + [0] * 4 + [limits.max] * 5, [3] * N])
+    module(x, segments=segments)
+    assert (given[0][:, 1:] >= given[0][:, :-1]).all()
+    assert torch.equal(given[0].diff(dim=1) != 0, segments.flip(1).diff(dim=1) != 0)
+
+
 def test_every_token_reads_every_other():
     module, x = seeded("bidirectional(gla)", causal=False)
     x = x[:1].requires_grad_()
