@@ -40,7 +40,9 @@ def facts(folder: str | Path) -> dict[str, Any]:
         "tokens_per_second": rows[-1]["tokens_per_second"] if rows else math.nan,
         "bits": None if best is None else best["validation_bits"],
         "exact": None if best is None or not math.isfinite(best["validation_exact"]) else best["validation_exact"],
-        "accuracy": None if best is None or not math.isfinite(best["validation_accuracy"]) else best["validation_accuracy"],
+        "accuracy": None
+        if best is None or not math.isfinite(best["validation_accuracy"])
+        else best["validation_accuracy"],
         "best_step": None if best is None else int(best["step"]),
         "unit": data.unit(str(recipe["run"].get("data", ""))),
         "parameters": _parameters(checkpoint.resolve(folder)) if saved else None,
