@@ -265,6 +265,35 @@ def test_a_backward_pass_is_told_that_its_state_is_gone():
         out.sum().backward()
 
 
+class Interrupting(torch.Tensor):
+    """Tokens that run something else while a call looks at them, as a switch of threads may."""
+
+    @property
+    def is_cpu(self) -> bool:
+        self.meanwhile()
+        return True
+
+
+@pytest.mark.parametrize("row", MODELS[:3], ids=lambda row: row[0])
+def test_another_thread_in_the_middle_of_a_call(row):
+    model = decoder(row, depth=2)
+    engine, token = Engine(model), torch.ones(2, 1, dtype=torch.long)
+    _, first = engine(token, model.init_state(2, 4))
+    _, second = engine(2 * token, model.init_state(2, 4))
+    wanted = [engine(token, longspan.clone(state))[0] for state in (first, second)]
+    _, first = engine(token, model.init_state(2, 4))
+    found = []
+
+    def meanwhile():
+        with ThreadPoolExecutor(1) as other:
+            found.append(other.submit(lambda: engine(token, second)[0]).result())
+
+    interrupting = token.as_subclass(Interrupting)
+    interrupting.meanwhile = meanwhile
+    found.insert(0, engine(interrupting, first)[0])
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("row", MODELS[:3], ids=lambda row: row[0])
 def test_threads_share_an_engine(row):
     """Each thread has its own states, and gets the numbers of a thread that is alone, to the last bit."""
