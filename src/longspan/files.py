@@ -18,6 +18,7 @@ import select
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,7 +43,7 @@ _KINDS = (
 )
 
 
-def open_regular(path: str | os.PathLike) -> BinaryIO:
+def open_regular(path: str | os.PathLike) -> BufferedReader:
     """Open a regular file for reading; links are followed, and nothing is waited for.
 
     Raises OSError for what cannot be opened and for a folder, a FIFO, a device or a socket; ValueError for a path that

@@ -155,7 +155,7 @@ RECIPES = {
     "model:": "model of r.yaml must map fields to values, not be None",
     "- 3": "r.yaml is no recipe, which has the entries model and run",
     "model: [3": "r.yaml is no YAML",
-    "\xff": "cannot read 'r.yaml': it is no text",
+    "\xff": "r.yaml is not UTF-8",
     "model: {positions: null, vocab: 17}": "positions=None must be a string",
     "model: {attention: 5}": "--model.attention: expected str, got 5",
     "run: {keep: null}": "keep=None must be a whole number",

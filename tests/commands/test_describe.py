@@ -241,7 +241,7 @@ def test_other_things_are_no_pictures(images, tmp_path):
 
 
 def test_places_that_cannot_be_written_are_refused_at_once(tmp_path, monkeypatch):
-    for name, message in (("a.gif", "end in .png"), ("none/a.png", "no folder"), ("d.png", "it is a folder")):
+    for name, message in (("a.gif", "end in .png"), ("none/a.png", "no folder"), ("d.png", "Is a directory")):
         (tmp_path / "d.png").mkdir(exist_ok=True)
         with pytest.raises(ValueError, match=message):
             pictures.check(tmp_path / name)

@@ -19,7 +19,20 @@ PACKAGE = ROOT / "src" / "longspan"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
-    ("spec", "extras", "files", "folders", "kinds", "lock", "notation", "progress", "signals", "version", "weights"),
+    (
+        "spec",
+        "extras",
+        "files",
+        "folders",
+        "kinds",
+        "lock",
+        "memory",
+        "notation",
+        "progress",
+        "signals",
+        "version",
+        "weights",
+    ),
     ("config", "patterns", "positions", "sealed"),
     ("ops", "likelihood"),
     ("layers", "states"),

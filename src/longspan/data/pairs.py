@@ -166,7 +166,7 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     return column(rows).padded(torch.arange(len(rows)))
 
 
-def _lines(data: bytes, path: str, limit: int, numbers: bool) -> Iterator[Pair]:
+def _lines(data: bytes | bytearray, path: str, limit: int, numbers: bool) -> Iterator[Pair]:
     """The pairs of a file. Raises ValueError."""
     lines = data.split(b"\n")
     # Behind the last line's end there is no other line.
@@ -186,7 +186,7 @@ def _lines(data: bytes, path: str, limit: int, numbers: bool) -> Iterator[Pair]:
         yield pair
 
 
-def _columns(line: bytes, where: str) -> Pair:
+def _columns(line: bytes | bytearray, where: str) -> Pair:
     columns = line.split(b"\t")
     if len(columns) != 2:
         raise ValueError(f"{where} has {len(columns)} columns; a pair is a source, one tab and a target")
@@ -197,7 +197,7 @@ def _columns(line: bytes, where: str) -> Pair:
     return list(columns[0]), list(columns[1])
 
 
-def _numbers(line: bytes, where: str) -> Pair:
+def _numbers(line: bytes | bytearray, where: str) -> Pair:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
