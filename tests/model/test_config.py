@@ -29,7 +29,7 @@ def test_round_trip(config):
         (Config, {"tied": True, "likelihood": "logistics(mixtures=3)"}, "tied=True needs one output per token"),
         (EncoderConfig, {"vocab": -1}, "vocab=-1 must not be negative"),
         (EncoderConfig, {"outputs": -1}, "outputs=-1 must not be negative"),
-        (EncoderConfig, {"pool": "max"}, "unknown pool 'max'; known: mean, none"),
+        (EncoderConfig, {"pool": "max"}, "unknown pool 'max'; known: first, mean, none"),
         (Config, {"positions": None}, "positions=None must be a string"),
         (Config, {"attention": 5}, "attention=5 must be a string"),
         (Config, {"norm": []}, r"norm=\[\] must be a string"),
