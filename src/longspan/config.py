@@ -12,7 +12,6 @@ NORMS = ("layer", "rms")
 POOLS = ("none", "mean", "first")
 # Blocks cost time to build, whatever their weights are; the deepest networks that were ever trained have 1000.
 DEEPEST = 10_000
-LARGEST = 10**12  # of any size, some hundred times what a machine's memory holds
 
 
 def _require(condition: bool, message: str) -> None:
@@ -90,10 +89,6 @@ class StackConfig(_Fields):
         _require(self.dim % self.heads == 0, f"dim={self.dim} is not a multiple of heads={self.heads}")
         _require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         _require(self.feedforward_chunk >= 0, f"feedforward_chunk={self.feedforward_chunk} must not be negative")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, int):
-                _require(value <= LARGEST, f"{field.name}={kinds.shown(value)} must be at most {LARGEST}")
         _choose("activation", self.activation, ACTIVATIONS)
         _choose("norm", self.norm, NORMS)
         specs = split(self.attention)

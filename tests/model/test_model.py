@@ -120,7 +120,7 @@ class TestEncoder:
 
     def test_errors(self):
         model = Encoder(EncoderConfig(**SMALL))
-        with pytest.raises(ValueError, match=r"vectors must be \(B, N, 8\), not \(2, 3, 7\)"):
+        with pytest.raises(ValueError, match=r"x must be floating-point \(B, N, 8\), not torch.float32 \(2, 3, 7\)"):
             model(torch.zeros(2, 3, 7))
         pooled = Encoder(EncoderConfig(**SMALL, vocab=7, pool="mean"))
         with pytest.raises(ValueError, match="cannot serve packed segments="):

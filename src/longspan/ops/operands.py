@@ -55,7 +55,9 @@ def gradients_again(
     views = [t if t is None else t.view_as(t) for t in inputs]
     wanted = [t for t in views if t is not None and t.requires_grad]
     # An output that comes of none of these, such as a state that no query enters, has no gradient to pass on.
-    passed = [(out, grad) for out, grad in zip(function(*views, **options), grads, strict=True) if out.requires_grad]
+    made = function(*views, **options)
+    made = (made,) if isinstance(made, Tensor) else made
+    passed = [(out, grad) for out, grad in zip(made, grads, strict=True) if out.requires_grad]
     if not passed:
         return [t if t is None or not t.requires_grad else torch.zeros_like(t) for t in views]
     outputs, above = zip(*passed, strict=True)
