@@ -93,6 +93,7 @@ def linear_attention(
     else:
         packed = Packed(run, segments, 2, total=not causal, causal=causal)
         out, state = isolated(packed, (query, key, value), state)
+    assert state is not None
     return (out, state) if return_state else out
 
 
