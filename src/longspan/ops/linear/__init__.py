@@ -122,7 +122,9 @@ def named(
     if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
         return found
     q, k, v, state = resolved(q, k, v, state)
-    why_not = call.why_not(q, k, v, state, mask, segments) if causal else "they are for causal attention"
+    why_not = (
+        call.why_not(q, k, v, state, mask, segments, family="linear") if causal else "they are for causal attention"
+    )
     options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
     match chosen(OP, SERVED, "torch" if why_not else "native", why_not):
         case "native":
