@@ -549,6 +549,17 @@ class TestTrial:
         lines = [line for line in capsys.readouterr().out.splitlines() if "failed their trial" in line]
         assert [line.split()[0] for line in lines] == ["native", "compiled"]
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("family", interface.FAMILIES)
+    def test_finds_wrong_kernels_of_every_family(self, family, tmp_path):
+        source, library = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
+        # Functions without arguments return constants, which no kernel can do without.
+        values = {name: 512 if not arguments else 0 for name, (_, arguments) in interface.FAMILIES[family].items()}
+        source.write_text("".join(f'extern "C" long {name}() {{ return {n}; }}\n' for name, n in values.items()))
+        toolchain.run([*COMPILER, "-shared", "-fPIC", str(source), "-o", str(library)])
+        with pytest.raises(trial.Failed, match="failed their trial: .* is off by "):
+            trial.run(library, family)
+
     def test_that_does_not_end(self, bad, tmp_path, monkeypatch):
         bad("for (volatile int i = 0;; i = i + 1) {}")
         toolchain.compile(COMPILER, tmp_path / "bad.so", toolchain.THIS_MACHINE, openmp=False)

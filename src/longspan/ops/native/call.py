@@ -75,7 +75,7 @@ def available(*families: str) -> bool:
 
     torch.compile keeps the answer as a constant.
     """
-    return all([build.loaded(family) is not None for family in families or build.FAMILIES])
+    return all(build.loaded(family) is not None for family in families or build.FAMILIES)
 
 
 def readable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
