@@ -389,7 +389,8 @@ class TestLock:
         lock.mkdir()
         assert store.provide("linear", COMPILER, folder)[1].library
 
-    def test_no_link_is_followed(self, lock, folder, tmp_path):
+    def test_no_link_is_followed(self, lock, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr(store, "WAIT", 0.2)
         lock.symlink_to(tmp_path / "other")
         assert store.provide("linear", COMPILER, folder)[1].library
         assert not (tmp_path / "other").exists()
