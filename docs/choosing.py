@@ -21,10 +21,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from longspan.attention.base import REGISTRY, names
-from longspan.bench import figures, members, plots
-from longspan.bench.report import duration, rows_csv
-from longspan.spec import head
+from longspan._utils import plots
+from longspan._utils.spec import head
+from longspan._utils.tables import duration
+from longspan.attention.base import REGISTRY
+from longspan.attention.registry import names
+from longspan.bench import figures, members
+from longspan.bench.report import rows_csv
 
 DOCS = Path(__file__).resolve().parent
 PAGE, RESULTS, TASKS = DOCS / "choosing.md", DOCS.parent / "benchmarks" / "results", DOCS / "reproduction"

@@ -12,8 +12,10 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 import longspan
-from longspan import describe, dispatch, pictures
-from longspan.attention.base import FAMILIES, LEGEND, REGISTRY, Attention, own_options
+from longspan._utils import png
+from longspan.attention.base import REGISTRY, Attention, own_options
+from longspan.attention.families import FAMILIES, LEGEND
+from longspan.cli import describe, dispatch
 
 project, author, copyright = "longspan", "the longspan contributors", "the longspan contributors"
 version = release = installed("longspan")
@@ -115,7 +117,7 @@ def drawing(cls: type[Attention]) -> tuple[str, ...]:
     except ValueError:
         return ()
     name = f"{cls.name}.png"
-    pictures.save(MECHANISMS / name, images, columns=len(images), size=256)
+    png.save(MECHANISMS / name, images, columns=len(images), size=256)
     heads = ", head by head" if len(images) > 1 else ""
     return (
         f"What each query sees in `{spec}`{heads}: queries downwards, keys to the right, black is seen.",

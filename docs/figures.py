@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longspan import cli
+from longspan.cli import entry
 
 DOCS = Path(__file__).resolve().parent
 README, IMAGES = DOCS.parent / "README.md", DOCS / "images"
@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> None:
         raise ValueError("usage: python docs/figures.py [demo/demo.json | --draw]")
     if arguments == ["--draw"]:
         for name, command in DRAWN.items():
-            if cli.main([*command.split(), "--out", str(IMAGES / name)]):
+            if entry.main([*command.split(), "--out", str(IMAGES / name)]):
                 raise ValueError(f"{name} could not be drawn")
         return
     source = Path(arguments[0]) if arguments else IMAGES / "demo.json"

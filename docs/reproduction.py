@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longspan.reproduce import EXPERIMENTS, images_speed, page, paper, published, speech_report
+from longspan.experiments import EXPERIMENTS, images_speed, page, paper, published, speech_report
 
 DOCS = Path(__file__).resolve().parent
 PAGE, RESULTS = DOCS / "reproduction.md", DOCS / "reproduction"

@@ -25,14 +25,15 @@ import torch
 import yaml
 from torch import Tensor
 
-from longspan import checkpoint, data, recipes, shipped
-from longspan.attention.state import nbytes
+from longspan import data
 from longspan.bench import throughput
-from longspan.config import Config
 from longspan.data import Dataset
-from longspan.generate import generate, score
-from longspan.reproduce import images, provenance
-from longspan.train import Run, bits
+from longspan.experiments import images, provenance
+from longspan.generation.sampling import generate, score
+from longspan.models import checkpoint, pretrained
+from longspan.models.config import Config
+from longspan.states.utils import nbytes
+from longspan.train import Run, bits, recipes
 from longspan.train.evaluate import roomy
 
 SAMPLES, SEED, STEPPED, TRAIN, BROKEN, SURE = 500, 0, 100, 20_000, 2000, 0.5
@@ -62,11 +63,11 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
     settings = {**header["run"], "data": kind, "out": f"runs/{name}"}
     # What is in the package must not know the folders of the machine that made it.
     checkpoint.save(
-        shipped.FOLDER / name,
+        pretrained.FOLDER / name,
         checkpoint.load(run).bfloat16(),
         extra={"run": settings, "step": header["step"]},
     )
-    model, curve = shipped.load(name), images.curve(run)
+    model, curve = pretrained.load(name), images.curve(run)
     record = {
         "command": command(header["config"], settings, name),
         **({"about": about} if about else {}),
@@ -86,7 +87,7 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
         "stepping": stepping(model, dataset, STEPPED),
         **(drawing(model, dataset, samples) if dataset.grid else writing(model)),
     }
-    checkpoint.write_text(shipped.FOLDER / name / shipped.RECORD, json.dumps(record, indent=2) + "\n")
+    checkpoint.write_text(pretrained.FOLDER / name / pretrained.RECORD, json.dumps(record, indent=2) + "\n")
     return record
 
 

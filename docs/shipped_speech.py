@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from longspan import checkpoint, files, sealed, shipped
-from longspan.reproduce import EXPERIMENTS, page, provenance, speech, speech_train
-from longspan.reproduce.experiment import Result
-from longspan.speech import Transcriber, corpora, fsdd, transcribe
+from longspan._utils import atomic_io, sealed_dir
+from longspan.experiments import EXPERIMENTS, page, provenance, speech, speech_train
+from longspan.experiments.experiment import Result
+from longspan.generation.transcription import Sound, transcribe
+from longspan.models import checkpoint, pretrained
+from longspan.models.transcriber import Transcriber
+from longspan.speech import corpora, fsdd
 from longspan.speech.digits import SPOKEN
 from longspan.speech.errors import rate
-from longspan.speech.transcribe import Sound
 
 BEAMS, STREAMED = 8, 20
 LICENCE = (
@@ -38,7 +40,7 @@ def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
     Raises ValueError for a folder without such an experiment, and for other data than it had.
     """
     path = out / "speech.json"
-    result = sealed.parsed(path, files.read(path))
+    result = sealed_dir.parsed(path, atomic_io.read(path))
     settings = result["settings"]
     rows = [row for row in result["rows"] if row.get("encoder") == encoder]
     if not rows:
@@ -49,8 +51,8 @@ def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
     commit = provenance.commit()  # before what is written below changes the folder
     folder = out / "speech-work" / speech.slug(encoder)
     run = checkpoint.read_config(folder)["run"]
-    checkpoint.save(shipped.FOLDER / name, checkpoint.load(folder).bfloat16(), extra={"run": run})
-    model = shipped.load(name)
+    checkpoint.save(pretrained.FOLDER / name, checkpoint.load(folder).bfloat16(), extra={"run": run})
+    model = pretrained.load(name)
     held = settings["speaker"] or sorted({one.speaker for one in found})[-1]
     strings = corpora.load(f"fsdd:{source}", units=settings["units"], speaker=held, longest=settings["longest"],
                            seed=settings["seed"])  # fmt: skip
@@ -80,7 +82,7 @@ def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
         },
         "streaming": {"recordings": STREAMED, "largest_difference": streaming(model, official(found, held)[:STREAMED])},
     }
-    checkpoint.write_text(shipped.FOLDER / name / shipped.RECORD, json.dumps(record, indent=2) + "\n")
+    checkpoint.write_text(pretrained.FOLDER / name / pretrained.RECORD, json.dumps(record, indent=2) + "\n")
     return record
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan import progress
+from longspan._utils import progress
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes side by side, each with as many threads as there are processors, would only wait for each other; the

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from longspan.config import TranscriberConfig
-from longspan.speech import Transcriber
+from longspan.models.config import TranscriberConfig
+from longspan.models.transcriber import Transcriber
 
 
 def wav_bytes(samples: np.ndarray, rate: int = 8000, channels: int = 1, width: int = 2) -> bytes:

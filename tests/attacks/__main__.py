@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from longspan.reproduce import provenance
+from longspan.experiments import provenance
 
 from . import failures, module, names
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from longspan import cli
+from longspan.cli import entry
 from longspan.speech.digits import SPOKEN
 
 from . import Case
@@ -103,16 +103,16 @@ def attack(content: bytes, by: str, options: list[str], path: Path) -> str | Non
             bounded(SECONDS, GIB), mock.patch.object(sys, "stdin", stdin),
             contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
         ):  # fmt: skip
-            code = cli.main(["transcribe", "digits", str(path) if by == "file" else "-", *options])
+            code = entry.main(["transcribe", "digits", str(path) if by == "file" else "-", *options])
     except (TooLong, Exception) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
         path.unlink()
     words, said = out.getvalue(), err.getvalue()
-    if code == cli.OK:
+    if code == entry.OK:
         wrong = set(words.split()) - set(SPOKEN)
         return f"words that no digit has, or a message: {words[:100]!r}, {said[:100]!r}" if wrong or said else None
-    if code != cli.WRONG:
+    if code != entry.WRONG:
         return f"exit code {code}: {said[:200]!r}"
     if not said.startswith("longspan: error: ") or said.count("\n") != 1 or not said.endswith("\n"):
         return f"no line of an error: {said[:200]!r}"

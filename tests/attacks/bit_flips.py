@@ -10,9 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 import longspan
-from longspan import checkpoint
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models import checkpoint
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 
 from . import Case
 

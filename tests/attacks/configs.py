@@ -19,8 +19,11 @@ from unittest import mock
 
 import yaml
 
-from longspan import Config, EncoderConfig, cli, weights
-from longspan.model import Decoder, Encoder
+from longspan import Config, EncoderConfig
+from longspan._utils import model_memory
+from longspan.cli import entry
+from longspan.models.decoder import Decoder
+from longspan.models.encoder import Encoder
 from longspan.train import Run
 
 from . import Case
@@ -110,7 +113,7 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
 
 def _fields(kind: Any, values: Any) -> str | None:
     try:
-        with bounded(SECONDS, GIB), mock.patch.object(weights, "memory", return_value=1 << 28):
+        with bounded(SECONDS, GIB), mock.patch.object(model_memory, "memory", return_value=1 << 28):
             made = kind(**values) if all(isinstance(name, str) for name in values) and "x" not in values else None
             made = kind.from_dict(values) if kind is not Run else made or Run(**values)
             if kind(**json.loads(json.dumps(asdict(made), allow_nan=False))) != made:
@@ -161,7 +164,7 @@ def _read(path: Path, text: str) -> str | None:
             contextlib.redirect_stderr(err),
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            code = cli.main(["train", "--config", str(path)])
+            code = entry.main(["train", "--config", str(path)])
     except TooLong as error:
         return str(error)
     except Exception as error:
@@ -171,6 +174,6 @@ def _read(path: Path, text: str) -> str | None:
     if code == 0:
         with contextlib.suppress(yaml.YAMLError):
             return None if isinstance(yaml.safe_load(text), dict) else "what is no recipe was read as one"
-    if code != cli.WRONG or err.getvalue().count("\n") != 1 or len(err.getvalue()) > 2000:
+    if code != entry.WRONG or err.getvalue().count("\n") != 1 or len(err.getvalue()) > 2000:
         return f"exit code {code} and {err.getvalue()[:200]!r}"
     return None

@@ -53,7 +53,7 @@ def serve(seed: int, begin: int, count: int) -> None:
 def attack(dice: random.Random) -> str | None:
     """One state, abused in one place, and a token read after it."""
     import longspan
-    from longspan.engine import Engine
+    from longspan.generation.native_decoder import Engine
     from longspan.ops.native.call import available
 
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ def serve(seed: int, begin: int, count: int) -> None:
 def attack(dice: random.Random) -> str | None:
     """One model, decoded by many threads at once."""
     import longspan
-    from longspan.engine import Engine
+    from longspan.generation.native_decoder import Engine
 
     torch.manual_seed(0)
     text, positions = dice.choice(MODELS), dice.choice(["none", "learned", "sinusoidal"])

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 import longspan
-from longspan import checkpoint, pictures
-from longspan.bench import plots
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan._utils import plots, png
+from longspan.models import checkpoint
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 
 from . import Case
 
@@ -67,7 +67,7 @@ def _write(folder: Path, name: str, number: int) -> None:
         case "state":
             longspan.save_state(folder / name, _state(number))
         case "picture.png":
-            pictures.save(folder / name, _images(number), size=1)
+            png.save(folder / name, _images(number), size=1)
         case "figure.png":
             plt = plots.pyplot()
             figure = plt.figure(figsize=(1, 1), facecolor=(number / 2, 0.0, 0.0))

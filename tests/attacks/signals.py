@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from longspan import checkpoint
-from longspan.model import Decoder
+from longspan.models import checkpoint
+from longspan.models.decoder import Decoder
 from training_process import TINY
 
 SHORT, LONG = 2, 50

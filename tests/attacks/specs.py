@@ -17,9 +17,11 @@ from unittest import mock
 import torch
 
 import longspan
-from longspan import kinds, likelihood, patterns, spec, weights
+from longspan import patterns
+from longspan._utils import model_memory, spec, typecheck
 from longspan.attention import REGISTRY, Attention
 from longspan.attention.base import own_options
+from longspan.models import likelihood
 
 from . import Case
 from ._bounds import TooLong, bounded, complaint
@@ -56,13 +58,13 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
         text = draw.choice(texts)
         for _ in range(draw.choice((1, 1, 1, 2, 3))):
             text = draw.choice((_value, _value, _value, _characters, _nested, _spliced))(draw, text, texts)
-        yield f"{i} {name} {kinds.shown(text)}", functools.partial(_held, build, text)
+        yield f"{i} {name} {typecheck.shown(text)}", functools.partial(_held, build, text)
 
 
 def _held(build: Callable[[str], str | None], text: str) -> str | None:
     try:
         # A machine with little memory, so that what is refused for that is refused here.
-        with bounded(SECONDS, GIB), mock.patch.object(weights, "memory", return_value=1 << 28):
+        with bounded(SECONDS, GIB), mock.patch.object(model_memory, "memory", return_value=1 << 28):
             return build(text)
     except TooLong as error:
         return str(error)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import longspan
-from longspan.attention import state as states
-from longspan.config import Config
-from longspan.engine import Engine
-from longspan.model import Decoder
+from longspan.generation.native_decoder import Engine
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
+from longspan.states import utils as states
 
 from . import Case
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from longspan import checkpoint
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models import checkpoint
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 
 from . import Case
 

@@ -5,11 +5,11 @@ import torch
 
 import frozen
 import longspan
-from longspan import checks
+from longspan import testing
 from longspan.attention import REGISTRY, Attention
 from longspan.attention.linear import Linear
-from longspan.config import StackConfig
-from longspan.stacks import Stack
+from longspan.models.config import StackConfig
+from longspan.models.stacks import Stack
 
 # Where a law may excuse errors as magnified roundings: denominators of few Fourier features come near zero, and a token
 # between two clusters goes to the other one. All others are held to the fixed bounds.
@@ -45,7 +45,7 @@ def cases():
     first = {longspan.examples(name)[0] for name in longspan.names()}
     bare = [name for name in longspan.names() if name not in longspan.examples(name)]
     specs = [*bare, "rfa(gate=True)", "linear; softmax"]
-    for law, spec in [*checks.cases(), *((law, spec) for spec in specs for law in checks.laws())]:
+    for law, spec in [*testing.cases(), *((law, spec) for spec in specs for law in testing.laws())]:
         late = law in ("compiles", "exports", "adversarial", "blocks") and spec not in first and ";" not in spec
         late = late or (law, spec) in COSTLY or spec.split("(")[0] in LATE.get(law, ())
         yield pytest.param(law, spec, marks=[pytest.mark.slow] if late else [])
@@ -53,7 +53,7 @@ def cases():
 
 @pytest.mark.parametrize(("law", "spec"), list(cases()))
 def test_law(law, spec):
-    row = checks.check(law, spec)
+    row = testing.check(law, spec)
     assert row.status != "failed", row.note
     assert not row.excused or (law, spec) in EXCUSED, row.excused
 
@@ -61,8 +61,8 @@ def test_law(law, spec):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", longspan.names())
 def test_calls_with_a_mask_or_a_state_are_traced_with_their_gradients(name, monkeypatch):
-    monkeypatch.setattr(checks.software, "TRACER", "aot_eager")
-    row = checks.check("compiles", longspan.examples(name)[0])
+    monkeypatch.setattr(testing.software, "TRACER", "aot_eager")
+    row = testing.check("compiles", longspan.examples(name)[0])
     assert row.status != "failed", row.note
 
 
@@ -85,7 +85,7 @@ def test_examples_build_their_own_spec(name, spec):
 
 def test_an_exemption_is_strict(monkeypatch):
     monkeypatch.setattr(REGISTRY["linear"], "exempt", {"causal": "not really"})
-    row = checks.check("causal", "linear")
+    row = testing.check("causal", "linear")
     assert row.status == "failed"
     assert "remove the exemption" in row.note
 
@@ -93,24 +93,24 @@ def test_an_exemption_is_strict(monkeypatch):
 def test_an_exemption_excuses_a_law_that_fails(monkeypatch):
     monkeypatch.setattr(REGISTRY["linear"], "exempt", {"causal": "leaks for the test"})
     monkeypatch.setattr(torch.Tensor, "tril", lambda products: products)
-    assert checks.check("causal", "linear").status == "exempt"
+    assert testing.check("causal", "linear").status == "exempt"
 
 
 def test_check_attention_raises_with_its_report(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tril", lambda products: products)
-    monkeypatch.setattr(checks, "_LAWS", {"causal": checks._LAWS["causal"]})
+    monkeypatch.setattr(testing, "_LAWS", {"causal": testing._LAWS["causal"]})
     with pytest.raises(AssertionError, match="causal +failed.*outputs before token 1: differ by"):
-        checks.check_attention("linear")
-    assert not checks.check_attention("linear", raises=False).ok
+        testing.check_attention("linear")
+    assert not testing.check_attention("linear", raises=False).ok
 
 
 def test_unknown_laws_and_mechanisms_are_refused():
     with pytest.raises(ValueError, match="unknown law 'causality'; known: causal, beginning"):
-        checks.check("causality", "linear")
+        testing.check("causality", "linear")
     with pytest.raises(
         ValueError, match=r"unknown attention 'linaer' \(did you mean 'linear'\?\); known: .*kernel, .*linear"
     ):
-        checks.check("causal", "linaer")
+        testing.check("causal", "linaer")
 
 
 class TestRegistry:
@@ -295,12 +295,12 @@ def test_a_stack_hands_on_what_its_layers_carry(counter):
 
 
 def test_the_law_of_carrying(counter):
-    assert checks.check("carry", "counter").status == "passed"
+    assert testing.check("carry", "counter").status == "passed"
 
     def ignorant(self, x, state, *, mask=None, segments=None, carry=None):
         return (x * 0, state) if carry is None else (x * 0 + 1, state, carry)
 
     counter.attend = ignorant
-    assert checks.check("carry", "counter").status == "failed"
+    assert testing.check("carry", "counter").status == "failed"
     with pytest.raises(ValueError, match="linear hands nothing from layer to layer"):
         longspan.build("linear", 8, 2).init_carry(torch.zeros(1, 1, 8), None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hand import plain, read
-from longspan.states.cache import KeyValues
+from longspan.states.kv_cache import KeyValues
 from sparse_cases import N, agree, build, data, dense, heads_of, pairs, past, product, softmax
 
 C = 7  # the last row of pixels is cut short

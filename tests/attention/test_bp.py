@@ -7,7 +7,7 @@ import torch
 
 import longspan
 from hand import plain, read
-from longspan.ops import backend
+from longspan.ops.backends import backend
 from longspan.ops.softmax import tree
 
 N = 11

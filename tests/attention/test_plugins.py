@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import longspan
-from longspan import checks, cli
+from longspan import testing
 from longspan.attention import plugins
-from longspan.attention.base import REGISTRY, mechanism
+from longspan.attention.base import REGISTRY
+from longspan.attention.registry import mechanism
+from longspan.cli import entry
 
 MODULE = '''
 import longspan
@@ -79,10 +81,10 @@ def test_an_unknown_name_is_looked_for_in_other_packages(announced):
 
 ASKING = {
     "names": longspan.names,
-    "cases": checks.cases,
+    "cases": testing.cases,
     "mechanism": lambda: mechanism("foreign"),
     "examples": lambda: longspan.examples("foreign"),
-    "subject": lambda: checks.Subject("linear; foreign"),
+    "subject": lambda: testing.Subject("linear; foreign"),
 }
 
 
@@ -105,7 +107,7 @@ def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys
     for words in (["list"], ["cite", "foreign"], ["show", "linear; foreign", "--json"]):
         del REGISTRY["foreign"], sys.modules["foreign_module"]
         plugins._loaded = False
-        assert cli.main(words) == 0
+        assert entry.main(words) == 0
     assert "Half of linear attention" in capsys.readouterr().out
 
 
@@ -142,9 +144,9 @@ def test_importing_longspan_imports_no_other_package(announced, folder):
 def test_a_module_that_is_named_is_imported(folder, capsys):
     (folder / "near.py").write_text(MODULE.format(name="near"))
     (folder / "far.py").write_text(MODULE.format(name="far"))
-    assert cli.main(["show", "--import", "near", "near; far", "--json", "--import=far"]) == 0
+    assert entry.main(["show", "--import", "near", "near; far", "--json", "--import=far"]) == 0
     assert '"near"' in capsys.readouterr().out
-    assert cli.main(["--import", "near", "list"]) == 0
+    assert entry.main(["--import", "near", "list"]) == 0
     assert "\nnear " in capsys.readouterr().out
     assert plugins.brought() == ("near", "far")
 
@@ -157,7 +159,7 @@ def test_an_interrupted_training_says_which_modules_it_needs(folder, capsys, mon
 
     monkeypatch.setattr("longspan.train.fit", interrupted)
     (folder / "near.py").write_text(MODULE.format(name="near"))
-    assert cli.main(["train", "--import", "near", "--model.attention", "near", "--run.out", "r"]) == 130
+    assert entry.main(["train", "--import", "near", "--model.attention", "near", "--run.out", "r"]) == 130
     assert "go on with: longspan train --import near --config r/config.yaml --resume" in capsys.readouterr().err
 
 
@@ -187,7 +189,7 @@ MISTAKES = {
 def test_what_cannot_be_imported_is_one_line_and_code_2(line, folder, capsys):
     (folder / "failing.py").write_text("1 / 0")
     (folder / "leaving.py").write_text("raise SystemExit(0)")
-    assert cli.main(line.split()) == cli.WRONG
+    assert entry.main(line.split()) == entry.WRONG
     out, err = capsys.readouterr()
     assert not out
     assert MISTAKES[line] in err

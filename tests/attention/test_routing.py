@@ -8,7 +8,7 @@ from test_reformer import leak
 
 import longspan
 from longspan.attention.routing import Statistics
-from longspan.ops import backend
+from longspan.ops.backends import backend
 from longspan.ops.tensors import merge, split
 
 N = 37

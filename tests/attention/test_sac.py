@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import longspan
-from longspan.config import Config
 from longspan.data import load
+from longspan.models.config import Config
 from longspan.ops import edges as op
-from longspan.train import engine, fit, objective
+from longspan.train import fit, loop, objectives
 from training_process import tiny
 
 N = 11
@@ -235,13 +235,13 @@ class TestPolicy:
             found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
             found["model"] = task.model
 
-        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
+        monkeypatch.setattr(loop.Task, "configure_gradient_clipping", kept)
         config = Config(dim=8, heads=2, feedforward=12, depth=2, attention="sac(edges=2)", vocab=17, length=64)
         run = tiny(tmp_path, steps=1, penalty=0.5, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(config, run, progress=False)
         model = found.pop("model").train()
-        index, tokens = next(iter(engine.Batches(objective.NextToken(run, load("digits")), 0, 0, 1)))
-        torch.manual_seed(engine.step_seed(run.seed, index, 0))
+        index, tokens = next(iter(loop.Batches(objectives.NextToken(run, load("digits")), 0, 0, 1)))
+        torch.manual_seed(loop.step_seed(run.seed, index, 0))
         record: dict = {"log_prob": None}
         outputs, _ = model(model.shift(tokens), record=record)
         assert torch.equal(record["log_prob"], sum(layer["log_prob"] for layer in record["layers"]))

@@ -18,7 +18,9 @@ def test_by_hand():
 def test_layers_that_take_turns_keep_the_laws(law):
     """The examples of the battery are built as first layers."""
     stack = "sparse_transformer(block=7, integration='interleaved'); axial(width=7)"
-    row = longspan.checks.check(law, stack + "; sparse_transformer(block=7, integration='interleaved'); axial(width=7)")
+    row = longspan.testing.check(
+        law, stack + "; sparse_transformer(block=7, integration='interleaved'); axial(width=7)"
+    )
     assert row.status == "passed", row.note
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hand import plain, read
-from longspan.states.cache import KeyValues
+from longspan.states.kv_cache import KeyValues
 from sparse_cases import N, agree, build, data, pairs, past, product
 
 

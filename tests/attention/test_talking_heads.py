@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import longspan
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 
 HEADS = 3
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])

@@ -8,9 +8,9 @@ import torch
 
 import longspan
 from longspan.bench import guard, throughput
-from longspan.config import Config
-from longspan.generate import generate
-from longspan.model import Decoder
+from longspan.generation.sampling import generate
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 
 
 class Scripted(guard.Guard):

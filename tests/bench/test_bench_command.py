@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 
 from PIL import Image
 
-from longspan import shipped
+from longspan._utils import plots
 from longspan.bench import (
     attention,
     candidates,
@@ -27,12 +27,12 @@ from longspan.bench import (
     limits,
     local,
     peers,
-    plots,
     report,
 )
-from longspan.cli import WRONG, main
-from longspan.commands import bench
-from longspan.engine import Engine
+from longspan.cli import bench
+from longspan.cli.entry import WRONG, main
+from longspan.generation.native_decoder import Engine
+from longspan.models import pretrained
 from longspan.ops.native.call import available
 
 TINY = ["--rounds", "1", "--out", "o", "--debug"]
@@ -272,7 +272,7 @@ def test_generate(capsys, weightless, monkeypatch):
 def test_generate_at_the_sizes_of_a_trained_model(capsys, weightless, monkeypatch):
     words = ["linear@plain", "--positions", "2", "--batches", "1", "--images", "0", "--like", "mnist"]
     _, result = ran(capsys, "generate", *words)
-    config = shipped.load("mnist").config
+    config = pretrained.load("mnist").config
     for field in ("dim", "depth", "heads", "feedforward", "vocab"):
         assert result["options"]["shape"][field] == getattr(config, field), field
 

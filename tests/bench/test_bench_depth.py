@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 from PIL import Image
 
 from longspan.bench import candidates, depth
-from longspan.cli import WRONG, main
+from longspan.cli.entry import WRONG, main
 
 SMALL = ["--length", "32", "--dim", "8", "--heads", "2", "--feedforward", "16"]
 

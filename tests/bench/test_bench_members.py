@@ -14,9 +14,10 @@ from PIL import Image
 
 import longspan
 from longspan import nbytes
-from longspan.attention.base import FAMILIES, mechanism
+from longspan.attention.families import FAMILIES
+from longspan.attention.registry import mechanism
 from longspan.bench import candidates, case, figures, guard, members
-from longspan.cli import INTERRUPTED, WRONG, main
+from longspan.cli.entry import INTERRUPTED, WRONG, main
 
 SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1", "--out", "o", "--debug"]
 

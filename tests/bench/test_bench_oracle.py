@@ -8,9 +8,9 @@ import torch
 
 import bench_subjects
 from longspan.bench import candidates, decoders, decoding, local, oracle, peers, worker
-from longspan.config import Config
-from longspan.model import Decoder
-from longspan.ops import backend
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
+from longspan.ops.backends import backend
 from longspan.ops.native.call import available
 
 ROOT = Path(__file__).parents[2]

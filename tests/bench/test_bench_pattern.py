@@ -15,7 +15,7 @@ from PIL import Image
 
 from longspan import patterns
 from longspan.bench import candidates, case, guard, pattern, worker
-from longspan.cli import WRONG, main
+from longspan.cli.entry import WRONG, main
 from longspan.ops import sparse
 from longspan.ops.native.call import available
 

@@ -8,7 +8,7 @@ pytest.importorskip("matplotlib", reason="pictures: pip install longspan[plot]")
 
 from matplotlib.text import Text
 
-from longspan.bench import labels, plots
+from longspan._utils import plot_labels, plots
 
 
 @pytest.fixture
@@ -28,24 +28,24 @@ def boxes(axis, names):
     found = {one.get_text(): one for one in axis.texts}
     assert set(found) == set(names)
     # Of the words alone, without the line.
-    return {name: labels._box(Text.get_window_extent(found[name])) for name in names}
+    return {name: plot_labels._box(Text.get_window_extent(found[name])) for name in names}
 
 
 def test_no_name_covers_another_or_leaves_the_axis(crowd):
     axis, names, *_ = crowd
-    labels.put(*crowd)
+    plot_labels.put(*crowd)
     axis.figure.canvas.draw()
     found = boxes(axis, names)
     for one, other in combinations(names, 2):
         assert found[one].covers(found[other]) == 0, (one, other)
-    inside = labels._box(axis.bbox)
+    inside = plot_labels._box(axis.bbox)
     for name, box in found.items():
         assert inside.covers(box) == pytest.approx((box.right - box.left) * (box.top - box.bottom)), name
 
 
 def test_names_that_went_far_are_led_back_to_their_marks_and_a_lonely_one_is_not(crowd):
     axis, names, x, y, _ = crowd
-    labels.put(*crowd)
+    plot_labels.put(*crowd)
     put = {one.get_text(): one for one in axis.texts}
     assert {put[name].xy for name in names} == set(zip(x, y, strict=True))
     assert put["mechanism 9"].arrow_patch is None
@@ -54,8 +54,8 @@ def test_names_that_went_far_are_led_back_to_their_marks_and_a_lonely_one_is_not
 
 def test_no_name_lies_on_a_large_mark(crowd):
     axis, names, *_ = crowd
-    labels.put(*crowd)
+    plot_labels.put(*crowd)
     axis.figure.canvas.draw()
     (a, b), radius = axis.transData.transform((5.0, 20.0)), (900 / 3.14159) ** 0.5 * axis.figure.dpi / 72
-    mark = labels.Box(a - radius, b - radius, a + radius, b + radius)
+    mark = plot_labels.Box(a - radius, b - radius, a + radius, b + radius)
     assert all(mark.covers(box) == 0 for box in boxes(axis, names).values())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import checkpoint
+from longspan.models import checkpoint
 
 pytest.importorskip("transformers")
 

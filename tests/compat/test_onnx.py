@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import cli
+from longspan.cli import entry
 from longspan.compat import onnx as ours
 
 onnx = pytest.importorskip("onnx")
@@ -105,7 +105,7 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
         )
     ).eval()
     longspan.save(tmp_path / "model", model)
-    assert cli.main(["export", str(tmp_path / "model"), str(tmp_path / "m.onnx")]) == 0
+    assert entry.main(["export", str(tmp_path / "model"), str(tmp_path / "m.onnx")]) == 0
     assert f"{nodes} of them LinearAttention" in capsys.readouterr().out
     session = Session(tmp_path / "m.onnx")
     assert int(session.facts["start"]) == 11
@@ -152,5 +152,5 @@ def test_a_file_that_answers_otherwise_is_not_written(tmp_path, monkeypatch):
 def test_an_encoder_has_no_step(tmp_path, capsys):
     encoder = longspan.Encoder(longspan.EncoderConfig(dim=8, heads=2, depth=1, feedforward=8, vocab=5))
     longspan.save(tmp_path / "encoder", encoder)
-    assert cli.main(["export", str(tmp_path / "encoder"), str(tmp_path / "m.onnx")]) == 2
+    assert entry.main(["export", str(tmp_path / "encoder"), str(tmp_path / "m.onnx")]) == 2
     assert "holds a Encoder; only a decoder has a step" in capsys.readouterr().err

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import longspan
-from longspan import Config, Decoder, backend, describe
+from longspan import Config, Decoder, backend
 from longspan.attention import REGISTRY
 from longspan.attention.linear import Linear
+from longspan.cli import describe
 from longspan.ops.softmax import dense
 
 # Where a rounding moves a token to another cluster, it reads something else; so do those of both clusters.

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import longspan
-from longspan import checks
+from longspan import testing
 from longspan.attention.base import REGISTRY, own_options
-from longspan.config import Config
-from longspan.generate import generate
-from longspan.model import Decoder
+from longspan.generation.sampling import generate
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 
 ROOT = Path(__file__).parents[2]
 DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
@@ -185,7 +185,7 @@ def newcomer(blocks, tmp_path, monkeypatch):
 
 def test_the_mechanism_of_contributing_obeys_every_law(newcomer):
     assert newcomer in longspan.names()
-    report = checks.check_attention(newcomer, raises=False)
+    report = testing.check_attention(newcomer, raises=False)
     assert report.ok, str(report)
     assert {row.law for row in report.rows if row.status == "passed"} >= {"parallel_is_recurrent", "state", "padding"}
 
@@ -215,7 +215,7 @@ def test_the_example_of_contributing_leaves_what_was_there(blocks):
 
 def test_every_law_is_explained_in_contributing():
     text = CONTRIBUTING.read_text(encoding="utf-8")
-    assert [law for law in checks.laws() if f"`{law}`" not in text] == []
+    assert [law for law in testing.laws() if f"`{law}`" not in text] == []
 
 
 def test_the_figures_of_the_performance_page_are_those_of_the_results():

@@ -37,7 +37,7 @@ def test_a_survivor_is_reported_with_its_tests(small):
 
 def test_a_mutant_is_caught_and_taken_out_again(small):
     assert mutants.survives(MUTANT, small) is None
-    assert (small / "src/longspan/spec.py").read_text() == SMALL
+    assert (small / "src/longspan/_utils/spec.py").read_text() == SMALL
 
 
 def test_tests_that_crash_have_caught_it(small):

@@ -21,7 +21,7 @@ import torch
 
 import longspan
 from longspan import backend
-from longspan.cli import main
+from longspan.cli.entry import main
 from longspan.ops.native import build
 from longspan.ops.native.build import interface, openmp, prebuilt, store, toolchain, trial, trusted
 

@@ -5,9 +5,9 @@ import torch
 
 import longspan
 from longspan import backend
-from longspan.config import Config
-from longspan.generate import generate, score
-from longspan.model import Decoder
+from longspan.generation.sampling import generate, score
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 from longspan.ops import linear
 from longspan.ops.linear.features import MAPS
 from longspan.ops.linear.native import step as linear_step

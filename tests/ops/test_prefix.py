@@ -5,17 +5,17 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan import backend, checks
+from longspan import backend, testing
 from longspan.attention import REGISTRY
-from longspan.config import Config, StackConfig
-from longspan.engine import Engine
-from longspan.generate import generate, prefill
-from longspan.model import Decoder
+from longspan.generation.native_decoder import Engine
+from longspan.generation.sampling import generate, prefill
+from longspan.models.config import Config, StackConfig
+from longspan.models.decoder import Decoder
+from longspan.models.stacks import Stack
 from longspan.ops import gated, linear, prefix
 from longspan.ops.linear import features
 from longspan.ops.native.call import available
 from longspan.ops.tensors import merge, split
-from longspan.stacks import Stack
 
 LENGTHS = torch.tensor([17, 60])
 N = 97  # a prime: chunks end inside
@@ -204,7 +204,7 @@ class TestRefusals:
 
     def test_a_stack_with_a_mechanism_that_has_no_prefix_mode(self, monkeypatch):
         monkeypatch.setattr(REGISTRY["kernel"], "takes", REGISTRY["kernel"].takes - {"prefix"})
-        assert checks.check("prefix_mode", "linear; kernel").note == "takes no prefix"
+        assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
         model = decoder(attention="linear; kernel")
         with pytest.raises(ValueError, match="kernel does not support prefix=; it supports: context"):
             generate(model, PROMPT, tokens=3, prefix=True)

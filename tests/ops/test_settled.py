@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.attention import build
-from longspan.config import StackConfig
-from longspan.stacks import Stack
+from longspan.models.config import StackConfig
+from longspan.models.stacks import Stack
 
 N = 7
 MASK = torch.tensor([[True] * 5 + [False] * 2, [False] + [True] * 6])

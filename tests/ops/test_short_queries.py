@@ -5,7 +5,8 @@ import torch
 
 import longspan
 from longspan import patterns
-from longspan.ops import backend, sparse
+from longspan.ops import sparse
+from longspan.ops.backends import backend
 from longspan.ops.native.call import available
 from longspan.ops.sparse import blockwise, sums
 

@@ -9,7 +9,8 @@ from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 import longspan
 from longspan import backend, decay_attention, delta_rule, linear_attention, sparse_attention
-from longspan.attention.base import REGISTRY, names
+from longspan.attention.base import REGISTRY
+from longspan.attention.registry import names
 
 B, H, D, E = 2, 2, 4, 3
 

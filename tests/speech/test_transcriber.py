@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import checkpoint
-from longspan.speech import Transcriber, TranscriberState
-from longspan.speech.model import Front
+from longspan.models import checkpoint
+from longspan.models.transcriber import Front, Transcriber, TranscriberState
 from recordings import config, transcriber
 
 # Every family that has a state, with positions that go on.

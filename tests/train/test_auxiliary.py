@@ -10,9 +10,9 @@ import torch
 from test_resume import press_at
 
 import longspan
-from longspan import checkpoint
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models import checkpoint
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.auxiliary import Auxiliary, weight_of
 from training_process import tiny, weights

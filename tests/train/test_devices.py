@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import longspan
 from longspan.attention import examples, names
 from longspan.attention.base import REGISTRY, own_options
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
 from training_process import TINY
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12}

@@ -7,10 +7,11 @@ from torch import nn
 import longspan
 from longspan.attention import examples, names
 from longspan.attention.base import REGISTRY
-from longspan.config import Config, EncoderConfig, Seq2SeqConfig
-from longspan.model import Decoder, Encoder
-from longspan.seq2seq import Seq2Seq
-from longspan.train import Run, engine, parameter_groups
+from longspan.models.config import Config, EncoderConfig, Seq2SeqConfig
+from longspan.models.decoder import Decoder
+from longspan.models.encoder import Encoder
+from longspan.models.seq2seq import Seq2Seq
+from longspan.train import Run, loop, parameter_groups
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12, "depth": 1}
 # Parameters of two dimensions or more that are neither matrices nor filters, by mechanism.
@@ -86,7 +87,7 @@ def test_frozen_parameters_are_in_no_group():
 def test_training_uses_them():
     model = Decoder(Config(**SIZES, attention="kda", vocab=17, length=64))
     run = Run(weight_decay=0.25)
-    optimizer = engine.Task(model, run, nn.Module()).configure_optimizers()  # type: ignore[arg-type]
+    optimizer = loop.Task(model, run, nn.Module()).configure_optimizers()  # type: ignore[arg-type]
     ours = parameter_groups(model, 0.25)
     for group, expected in zip(optimizer.param_groups, ours, strict=True):
         assert group["weight_decay"] == expected["weight_decay"]

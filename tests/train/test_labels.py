@@ -12,10 +12,10 @@ from test_resume import press_at
 
 import longspan
 from longspan import data
-from longspan.cli import main
-from longspan.config import Config, EncoderConfig
-from longspan.model import Encoder
-from longspan.train import Run, fit, objective
+from longspan.cli.entry import main
+from longspan.models.config import Config, EncoderConfig
+from longspan.models.encoder import Encoder
+from longspan.train import Run, fit, objectives
 from longspan.train.evaluate import classified
 from training_process import tiny, weights
 
@@ -110,7 +110,7 @@ def run(folder, **fields):
 class TestTraining:
     def test_loss_and_accuracy_are_means_over_texts(self):
         model, found = made(), data.load("labels:majority")
-        task = objective.build(model, Run(batch=7, data="labels:majority"), found)
+        task = objectives.build(model, Run(batch=7, data="labels:majority"), found)
         batch = task.batch(0, 0, 1)
         loss, parts = task.loss(model, batch)
         logits = torch.cat([model(t[m][None]) for t, m in zip(batch.tokens, batch.mask, strict=True)])

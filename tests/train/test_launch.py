@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from longspan import cli, signals
-from longspan.cli import main
+from longspan._utils import signals
+from longspan.cli import entry
+from longspan.cli.entry import main
 from longspan.train import fit, launch
 from training_process import TINY, tiny
 
@@ -56,7 +57,7 @@ def test_other_processes_than_devices_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         fit(TINY, tiny(tmp_path, devices=devices), progress=False)
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *MODEL, f"--run.devices={devices}", "--run.out=run"]) == cli.WRONG
+    assert main(["train", *MODEL, f"--run.devices={devices}", "--run.out=run"]) == entry.WRONG
     said = capsys.readouterr().err
     assert message in said
     assert len(said.splitlines()) == 1
@@ -100,7 +101,7 @@ def test_one_process_leads(environment, leads, monkeypatch):
 @pytest.mark.parametrize("value", ["", "x"])
 def test_a_signal_ends_a_command_whatever_the_rank_says(name, value, monkeypatch, capsys):
     put(monkeypatch, {name: value})
-    monkeypatch.setattr("longspan.commands.listing.run", lambda args: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("longspan.cli.listing.run", lambda args: signal.raise_signal(signal.SIGTERM))
     assert main(["list"]) == 143
     assert capsys.readouterr().err == "longspan: interrupted\n"
 

@@ -10,13 +10,14 @@ import yaml
 from test_resume import press_at
 
 import longspan
-from longspan import progress
+from longspan._utils import progress
 from longspan.attention import adaptive_span
-from longspan.config import Config, EncoderConfig, StackConfig
-from longspan.model import Decoder, Encoder
-from longspan.stacks import Stack
+from longspan.models.config import Config, EncoderConfig, StackConfig
+from longspan.models.decoder import Decoder
+from longspan.models.encoder import Encoder
+from longspan.models.stacks import Stack
 from longspan.states import lookback
-from longspan.train import bits, engine, fit, objective
+from longspan.train import bits, fit, loop, objectives
 from longspan.train.report import Bar
 from training_process import tiny, weights
 
@@ -181,11 +182,11 @@ class TestTraining:
             found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
             found["model"] = task.model
 
-        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
+        monkeypatch.setattr(loop.Task, "configure_gradient_clipping", kept)
         run = tiny(tmp_path, steps=1, penalty=0.25, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(LEARNING, run, progress=False)
         model = found.pop("model").train()
-        tokens = objective.NextToken(run, longspan.data.load("digits")).batch(0, 0, 1)
+        tokens = objectives.NextToken(run, longspan.data.load("digits")).batch(0, 0, 1)
         outputs, _ = model(model.shift(tokens))
         spans = sum(11 * part.fraction.mean() for part in model.stack.attentions())
         loss = -model.likelihood.log_prob(outputs, tokens).mean() + 0.25 * spans

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from longspan import checkpoint, recipes
-from longspan.commands.train import completed
-from longspan.spec import split
-from longspan.train import Run, fit
+from longspan._utils.spec import split
+from longspan.cli.train import completed
+from longspan.models import checkpoint
+from longspan.train import Run, fit, recipes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [recipes.find(name) for name in recipes.names()]

@@ -15,9 +15,10 @@ import pytest
 import torch
 import yaml
 
-from longspan import checkpoint, data, train
-from longspan.config import Config
-from longspan.train import engine, fit
+from longspan import data, train
+from longspan.models import checkpoint
+from longspan.models.config import Config
+from longspan.train import fit, loop
 from longspan.train.report import COLUMNS, Table
 from training_process import TINY, best_at, checkpoints, tiny, weights
 
@@ -43,14 +44,14 @@ def whole(tmp_path_factory):
 
 def press_at(monkeypatch, index, times=1):
     """Ctrl-C while micro-batch number ``index`` is being worked on."""
-    seed = engine.step_seed
+    seed = loop.step_seed
 
     def pressed(run_seed, micro, rank):
         for _ in range(times if micro == index else 0):
             signal.raise_signal(signal.SIGINT)
         return seed(run_seed, micro, rank)
 
-    monkeypatch.setattr(engine, "step_seed", pressed)
+    monkeypatch.setattr(loop, "step_seed", pressed)
 
 
 class TestStopAndResume:
@@ -78,8 +79,8 @@ class TestStopAndResume:
                 fit(TINY, run, progress=False)
         with monkeypatch.context() as patch:
             done = []
-            seed = engine.step_seed
-            patch.setattr(engine, "step_seed", lambda *arguments: done.append(arguments[1]) or seed(*arguments))
+            seed = loop.step_seed
+            patch.setattr(loop, "step_seed", lambda *arguments: done.append(arguments[1]) or seed(*arguments))
             fit(TINY, run, resume=True, progress=False)
         assert done == list(range(step, 11))
         assert (tmp_path / "run/checkpoints/best").read_text() == "step-00000004\n"
@@ -214,7 +215,7 @@ class TestRefused:
 
     def test_without_lightning(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-        monkeypatch.delitem(sys.modules, "longspan.train.engine")
+        monkeypatch.delitem(sys.modules, "longspan.train.loop")
         monkeypatch.delattr(train, "engine")
         with pytest.raises(ImportError, match=r'training needs lightning.*: pip install "longspan\[train\]"'):
             fit(TINY, tiny(tmp_path), progress=False)
@@ -228,7 +229,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("gradient", [True, False])
     def test_loss_that_is_not_finite(self, tmp_path, monkeypatch, gradient):
-        step = engine.Task.training_step
+        step = loop.Task.training_step
 
         def broken(task, batch, batch_idx):
             loss = step(task, batch, batch_idx)
@@ -238,7 +239,7 @@ class TestRefused:
             task.parts[-1]["loss"] = loss.detach()
             return loss
 
-        monkeypatch.setattr(engine.Task, "training_step", broken)
+        monkeypatch.setattr(loop.Task, "training_step", broken)
         with pytest.raises(
             ValueError, match=r"the loss became .* at step .; the last good checkpoint is step-00000003"
         ):
@@ -246,14 +247,14 @@ class TestRefused:
         assert checkpoints(tmp_path) == ["step-00000003"]
 
     def test_gradient_that_is_not_finite(self, tmp_path, monkeypatch):
-        step = engine.Task.training_step
+        step = loop.Task.training_step
 
         def broken(task, batch, batch_idx):
             loss = step(task, batch, batch_idx)
             loss.register_hook(lambda gradient: gradient * math.inf)
             return loss
 
-        monkeypatch.setattr(engine.Task, "training_step", broken)
+        monkeypatch.setattr(loop.Task, "training_step", broken)
         with pytest.raises(ValueError, match=r"the gradient's norm became .* at step 0; nothing was saved yet"):
             fit(TINY, tiny(tmp_path), progress=False)
 

@@ -5,7 +5,7 @@ import torch
 from test_resume import press_at
 
 import longspan
-from longspan.config import Config
+from longspan.models.config import Config
 from longspan.train import fit
 from training_process import tiny, weights
 

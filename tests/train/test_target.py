@@ -12,11 +12,11 @@ import yaml
 from test_resume import finish, press_at, start, wait_for
 
 import longspan
-from longspan import checkpoint
-from longspan.config import Config, EncoderConfig, Seq2SeqConfig
 from longspan.data.pairs import Batch
-from longspan.seq2seq import Seq2Seq
-from longspan.train import Run, engine, fit, objective
+from longspan.models import checkpoint
+from longspan.models.config import Config, EncoderConfig, Seq2SeqConfig
+from longspan.models.seq2seq import Seq2Seq
+from longspan.train import Run, fit, loop, objectives
 from longspan.train.evaluate import transduced
 from training_process import TINY, tiny, weights
 
@@ -83,7 +83,7 @@ class TestLoss:
     def test_padding_never_changes_it(self, dataset, fields, smoothing):
         """The loss of a batch is the mean over the tokens of its pairs, each alone and without any padding."""
         model = build(**fields, smoothing=smoothing)
-        target = objective.Target(Run(batch=5), dataset)
+        target = objectives.Target(Run(batch=5), dataset)
         indices = torch.tensor([0, 7, 50, 70, 33])
         batch = dataset.take("train", indices)
         assert not batch.mask.all()
@@ -95,7 +95,7 @@ class TestLoss:
             torch.testing.assert_close(take(batch), expected, rtol=1e-6, atol=1e-6)
 
     def test_what_the_padding_holds_never_changes_it(self, dataset):
-        model, target = build(), objective.Target(Run(), dataset)
+        model, target = build(), objectives.Target(Run(), dataset)
         batch = dataset.take("train", torch.tensor([0, 7, 50]))
         other = Batch(
             batch.source.masked_fill(~batch.source_mask, 99), batch.source_mask,
@@ -111,12 +111,12 @@ class TestLoss:
             found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
             found["model"] = task.model
 
-        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
+        monkeypatch.setattr(loop.Task, "configure_gradient_clipping", kept)
         config = replace(SMALL, stack="act(steps=2)", positions="none", dropout=0.0)
         run = tiny(tmp_path, data=file, steps=1, penalty=0.25, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(config, run, progress=False)
         model = found.pop("model").train()
-        batch = objective.Target(run, dataset).batch(0, 0, 1)
+        batch = objectives.Target(run, dataset).batch(0, 0, 1)
         record = {"penalty": None}
         logs = model(
             batch.source, model.shift(batch.target), source_mask=batch.source_mask, mask=batch.mask, record=record

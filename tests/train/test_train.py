@@ -8,14 +8,15 @@ import pytest
 import torch
 import yaml
 
-from longspan import checkpoint, data
-from longspan.config import Config
+from longspan import data
 from longspan.data import batch_indices
-from longspan.model import Decoder
-from longspan.train import Run, bits, engine, fit, objective, rate
+from longspan.models import checkpoint
+from longspan.models.config import Config
+from longspan.models.decoder import Decoder
+from longspan.train import Run, bits, fit, loop, objectives, rate
+from longspan.train.config import step_seed
 from longspan.train.evaluate import roomy, total
 from longspan.train.report import COLUMNS, _short
-from longspan.train.run import step_seed
 from training_process import TINY, best_at, checkpoints, tiny, weights
 
 
@@ -235,7 +236,7 @@ class TestTraining:
         assert dtypes == {torch.float32}
 
     def test_batches_are_those_of_the_order_from_any_start(self, digits):
-        batches = iter(engine.Batches(objective.NextToken(Run(seed=3, batch=5), digits), 7, 1, 2))
+        batches = iter(loop.Batches(objectives.NextToken(Run(seed=3, batch=5), digits), 7, 1, 2))
         for index in (7, 8, 9):
             found, tokens = next(batches)
             expected = digits.take("train", batch_indices(digits.count("train"), 3, index, 5, 1, 2))
@@ -258,13 +259,13 @@ class TestTraining:
 
     def test_clip_bounds_the_gradient(self, tmp_path, monkeypatch):
         norms = []
-        clip = engine.Task.configure_gradient_clipping
+        clip = loop.Task.configure_gradient_clipping
 
         def watched(task, *arguments, **keywords):
             clip(task, *arguments, **keywords)
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in task.parameters()]).item())
 
-        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", watched)
+        monkeypatch.setattr(loop.Task, "configure_gradient_clipping", watched)
         fit(TINY, tiny(tmp_path, steps=3, clip=0.01), progress=False)
         fit(TINY, tiny(tmp_path / "b", steps=3, clip=0.0), progress=False)
         assert norms[:3] == pytest.approx([0.01] * 3, rel=1e-3)
@@ -272,7 +273,7 @@ class TestTraining:
 
     def test_only_matrices_decay(self):
         run = Run(weight_decay=0.3)
-        groups = engine.Task(Decoder(TINY), run, objective.NextToken(run, None)).configure_optimizers().param_groups
+        groups = loop.Task(Decoder(TINY), run, objectives.NextToken(run, None)).configure_optimizers().param_groups
         assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
         assert {p.ndim for p in groups[0]["params"]} == {2}
         # Biases, gains, and the two embeddings: of tokens and of positions.

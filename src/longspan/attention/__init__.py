@@ -3,8 +3,10 @@
 import importlib
 import pkgutil
 
-from .base import REGISTRY, Attention, build, examples, names
-from .state import clone, detach, load_state, nbytes, save_state, select
+from ..states.utils import clone, detach, load_state, nbytes, save_state, select
+from .base import REGISTRY, Attention
+from .build import build
+from .registry import examples, names
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import FeedForward
+from ..modules.feedforward import FeedForward
 from ..ops.linear import recurrence
 from ..ops.tensors import positions, widen
 from .base import Attention

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import patterns
+from .._utils.spec import known
 from ..ops.tensors import merge, split
 from ..patterns import Pattern
-from ..spec import known
 from ..states import lookback
-from ..states.cache import KeyValues
+from ..states.kv_cache import KeyValues
 from ..states.window import Window
 from .base import Attention
 

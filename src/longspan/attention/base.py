@@ -8,39 +8,19 @@ from typing import Any, ClassVar, Never
 import torch
 from torch import Tensor, nn
 
-from .. import kinds, spec, weights
-from ..aliases import hinted, refuse
+from .._utils import spec, typecheck
+from .._utils.aliases import refuse
 from ..ops.isolated import Packed, Part, isolated
 from ..patterns import Pattern
-from ..positions import ASKED, Positions, parse
-from . import arguments, plugins
-from .state import clone
+from ..states.utils import clone
+from . import validation
+from .families import FAMILIES
 
 REGISTRY: dict[str, type["Attention"]] = {}
 
-# What kinds of mechanisms there are: the pages about them, in this order.
-FAMILIES = {
-    "softmax": "Softmax over all pairs",
-    "sparse": "Softmax over some pairs",
-    "linear": "Sums without decay",
-    "gated": "Sums with decay, and the delta rule",
-    "content": "Softmax over pairs that the content chooses",
-    "compressed": "Softmax over fewer keys or queries",
-    "others": "Others",
-}
-# What the equations of all mechanisms have in common: the symbol by which it is found in them, and the words.
-LEGEND = {
-    "_": r"$i$ or $t$ counts the queries, $j$ the keys, $h$ the $H$ heads",
-    "q_": r"$q_i = W_q x_i$, $k_j = W_k x_j$, $v_j = W_v x_j$: each head's channels, $D$ of them in queries and keys",
-    "o_": r"$o_i$: what a head reads; $y_i = W_o [o_i^1; \ldots; o_i^H]$ unless it is said otherwise",
-    r"\mathcal{A}_i": r"$\mathcal{A}_i$: the keys that query $i$ may see, all or, if causal, those with $j \le i$",
-    "S_": r"$S$: a state, zero before the first token; each head has its own",
-    r"\phi": r"$\phi$: a map from channels to features",
-    r"\sigma": r"$\sigma(x) = \frac{1}{1 + e^{-x}}$",
-    r"\odot": r"$\odot$: channel by channel",
-}
 # Given by the stack, never by a spec.
 PLACE = ("dim", "heads", "causal", "layer", "depth")
+
 # What a mechanism's ``attend`` may ask for, besides x and state.
 ARGUMENTS = ("mask", "segments", "prefix", "context", "context_mask", "carry", "record", "donate")
 
@@ -145,7 +125,7 @@ class Attention(nn.Module):
         for argument in asked:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
         cls.takes = frozenset(asked)
-        cls.__init__ = kinds.checked(cls.__init__, cls.name)
+        cls.__init__ = typecheck.checked(cls.__init__, cls.name)
         REGISTRY[cls.name] = cls
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True):
@@ -166,7 +146,7 @@ class Attention(nn.Module):
         No weight by name, since quantisation or an adapter may have put another module in the place of a linear map.
         Where nothing of floating point is left it is float32 on the CPU, which is what torch's quantised maps take.
         """
-        weight = arguments.weight_of(self)
+        weight = validation.weight_of(self)
         if weight is None:
             return torch.empty(0, dtype=torch.float32)
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
@@ -252,23 +232,23 @@ class Attention(nn.Module):
         given: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "context": context}
         given |= {"context_mask": context_mask, "carry": carry, "record": record, "donate": donate or None}
         given = {name: value for name, value in given.items() if value is not None}
-        arguments.check(self, x, state, given)
+        validation.check(self, x, state, given)
         if state is not None and 0 in x.shape:
             # Nothing is read. The state is a copy, since one of the two may be given away later.
-            arguments.answer({} if record is None else record, {})
+            validation.answer({} if record is None else record, {})
             return x.clone(), state if donate else clone(state), *([] if carry is None else [carry])
-        given |= arguments.settled(given, x.shape[1])
+        given |= validation.settled(given, x.shape[1])
         if context_mask is not None:
             given["context"] = given["context"].masked_fill(~context_mask[..., None], 0.0)
         if record is not None:
-            told = arguments.asked(self, given.pop("record"))
+            told = validation.asked(self, given.pop("record"))
             given |= {"record": told} if told else {}
         # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
         absent = None if mask is None else ~mask[..., None]
         x = x if absent is None else x.masked_fill(absent, 0.0)
         y, *rest = self._attend_packed(x, state, given) if "segments" in given else self.attend(x, state, **given)
         if record is not None:
-            arguments.answer(record, told)
+            validation.answer(record, told)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
 
     def _attend_packed(self, x: Tensor, state: Any, given: dict[str, Any]) -> Any:
@@ -335,133 +315,3 @@ class Attention(nn.Module):
 def own_options(cls: type[Attention]) -> Mapping[str, inspect.Parameter]:
     """The options of a mechanism: the keyword-only parameters of its ``__init__`` that a spec may set."""
     return {name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE}
-
-
-def signature(cls: type[Attention]) -> inspect.Signature:
-    """The options of a mechanism by keyword, and its first by position too where that is a nested spec."""
-    found = list(own_options(cls).values())
-    if found and found[0].annotation is spec.Spec:
-        found[0] = found[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return inspect.Signature(found)
-
-
-@hinted
-def build(
-    text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, positions: str = "none"
-) -> Attention:
-    """Build an attention from its spec, such as ``linear`` or ``local(window=64)``.
-
-    >>> import longspan
-    >>> attention = longspan.build("linear(feature_map='relu')", dim=64, heads=4)
-    >>> attention.spec, attention.causal
-    ("linear(feature_map='relu')", True)
-
-    ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
-    depend on it; ``positions`` are those of a model, see ``longspan.positions``: ``rotary`` where the spec itself gives
-    none, and with ``alibi`` and ``relative`` softmax is the mechanism of that name.
-
-    >>> longspan.build("softmax", dim=64, heads=4, positions="relative(clamp=100)").spec
-    'relative(clamp=100)'
-
-    Raises ValueError for an unknown mechanism or option, naming the known ones, for values that do not fit, for
-    positions that the mechanism is not exact for, naming those that are, and where its weights would take more memory
-    than this machine has.
-    """
-    made = functools.partial(make, text, dim, heads, causal=causal, layer=layer, depth=depth, positions=positions)
-    if weights.wanted():
-        weights.afford(weights.nbytes(weights.shapes(made)), f"weights of {kinds.shown(text)} with dim={dim}")
-    return made()
-
-
-def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: int, positions: str) -> Attention:
-    """``build`` without a look at the memory that it takes."""
-    placed = parse(positions)
-    if isinstance(text, str) and ";" in text:
-        raise ValueError(
-            f"{kinds.shown(text)} is a stack, and build makes one attention; a stack is built by a model: "
-            f"Decoder(Config(attention={kinds.shown(text)})), or Stack(StackConfig(...)) without embeddings"
-        )
-
-    def maker(cls: type[Attention]) -> Callable[..., Attention]:
-        takes = signature(cls)
-
-        def made(*args: Any, **options: Any) -> Attention:
-            kind, options = _placed(cls, placed, takes.bind(*args, **options).arguments)
-            place, taken = {"causal": causal, "layer": layer, "depth": depth}, spec.options(kind.__init__)
-            return kind(dim, heads, **options, **{name: value for name, value in place.items() if name in taken})
-
-        made.__signature__ = takes  # type: ignore[attr-defined]
-        return made
-
-    if name := spec.head(text):
-        mechanism(name, "name")
-    built = spec.parse(text, {name: maker(cls) for name, cls in REGISTRY.items()})
-    if not isinstance(built, Attention):
-        raise ValueError(f"{text!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
-    return built
-
-
-def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) -> tuple[type[Attention], dict[str, Any]]:
-    """The class to build for a mechanism in a model with these positions, and its options.
-
-    Raises ValueError where neither is exact for them.
-    """
-    given = placed.options()
-    if placed.kind not in ASKED:
-        return cls, options
-    if placed.kind == "rotary":
-        kind = cls if "rotary" in own_options(cls) else None
-        # A base of the spec's own comes with its own layout.
-        given = {} if "rotary" in options else given
-    else:
-        alike = [one for one in REGISTRY.values() if one.places == placed.kind]
-        kind = next((one for one in alike if cls.name in (one.name, one.stands_for)), None)
-    if kind is None:
-        able = ", ".join(name for name in names() if _able(REGISTRY[name], placed.kind))
-        raise ValueError(
-            f"{cls.name} has no {placed.kind} positions: {ASKED[placed.kind]}; {able} have them, and any mechanism "
-            f"goes with none, sinusoidal or learned: positions=, of a training --model.positions"
-        )
-    given |= options
-    if odd := [name for name in given if name not in (known := own_options(kind))]:
-        said = f"whose options are {', '.join(known) or 'none'}; not {odd[0]}"
-        raise ValueError(f"{cls.name} with {placed.kind} positions is {kind.name}, {said}")
-    return kind, given
-
-
-def _able(cls: type[Attention], kind: str) -> bool:
-    """Whether a mechanism has positions of this kind, be it as itself or as another one."""
-    if kind == "rotary":
-        return "rotary" in own_options(cls)
-    return any(one.places == kind and cls.name in (one.name, one.stands_for) for one in REGISTRY.values())
-
-
-def names() -> list[str]:
-    """The registered mechanisms, sorted; those of installed packages, which announce them, are among them.
-
-    >>> import longspan
-    >>> "gated_deltanet" in longspan.names()
-    True
-    """
-    plugins.load()
-    return sorted(REGISTRY)
-
-
-def mechanism(name: str, kind: str = "attention") -> type[Attention]:
-    """The class of a mechanism; a name that is not known is looked for in other packages first, see ``plugins``.
-
-    Raises ValueError for one that nobody knows.
-    """
-    if name not in REGISTRY:
-        plugins.load()
-    return REGISTRY[spec.known(name, REGISTRY, kind, plugins.HINT)]
-
-
-def examples(name: str) -> tuple[str, ...]:
-    """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one.
-
-    >>> import longspan
-    >>> longspan.examples("local")
-    ('local(window=5)', 'local(window=3, kv_heads=1, rotary=100.0)')
-    """
-    return mechanism(name).examples

@@ -3,9 +3,11 @@
 import torch
 from torch.utils import _pytree as pytree
 
-from .. import spec
-from .arguments import Settled
-from .base import Attention, make, mechanism
+from .._utils import spec
+from .base import Attention
+from .build import make
+from .registry import mechanism
+from .validation import Settled
 
 # Facts of mechanisms that return more than outputs, in words.
 _PASSED_ON = {

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .._utils.spec import known
 from ..ops import rows
-from ..ops.runs import find, gone, left, newest, windows
 from ..ops.softmax import relative, scores, similarity
 from ..ops.softmax.relative import Older
 from ..ops.tensors import merge, split, widen
+from ..ops.token_runs import find, gone, left, newest, windows
 from ..patterns.numbers import whole
-from ..spec import known
 from ..states import memory as memories
 from ..states.memory import Memory
 from .base import Attention

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, ShortConvolution
+from ..modules.norms import HeadNorm
+from ..modules.short_conv import ShortConvolution
 from ..ops import gated
 from ..ops.tensors import merge, split, widen
 from .base import Attention

@@ -5,8 +5,8 @@ from torch import nn
 
 from ..ops.compress import select
 from ..ops.tensors import merge, split
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import Context, KeyValues
 from .base import Attention
 
 
@@ -48,12 +48,12 @@ class ExactTopK(Attention):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def attend(
         self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False
     ):  # fmt: skip
-        view, state = cache.view(
+        view, state = kv_cache.view(
             self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
             segments=segments, donate=donate,
         )  # fmt: skip

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import gated, linear
 from ..ops.linear.features import MAPS, dpfp, sum_normalise
 from ..ops.tensors import merge, split, widen
-from ..spec import known
 from .base import Attention
 
 RULES = {"delta": "replaces what a key has stored", "sum": "adds to it"}

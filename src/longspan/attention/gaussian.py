@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
+from .._utils.spec import known
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, positions, split, widen
-from ..spec import known
-from ..states import cache
-from ..states.cache import KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 KINDS = {"learned": "each token says where its bell stands and how wide it is", "fixed": "it stands on the token"}
@@ -64,7 +64,7 @@ class Gaussian(Attention):
         return True
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         query = self.query(x)
@@ -72,9 +72,9 @@ class Gaussian(Attention):
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept, arguments = state is not None, {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            view = cache.within(k, v, causal=self.causal, **arguments)
+            view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
-            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
         allowed = view.allowed(q.shape[2])
         places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         if self.kind == "learned":

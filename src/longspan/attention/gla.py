@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, expanded
+from ..modules.norms import HeadNorm, expanded
 from ..ops import gated
 from ..ops.tensors import merge, split, widen
 from .base import Attention

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import check_counts
 from ..ops import rows
 from ..ops.linear import segmented
 from ..ops.softmax import dense
 from ..ops.tensors import merge, split, widen
+from ..states.counters import check_counts
 from .base import Attention
 
 

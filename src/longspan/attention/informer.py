@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from ..ops import rows
 from ..ops.compress import probsparse
 from ..ops.tensors import merge, positions, split, visible, widen
-from ..states import cache
-from ..states.cache import KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
@@ -90,7 +90,7 @@ class Informer(Attention):
     def start(self, batch, capacity):
         if self.published:
             raise ValueError("published=True chooses from whole sequences, so it has no state; published=False has one")
-        past = cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
         wide = widen(self.like.new_zeros(batch, self.heads, self.dim // self.heads))
         return State(past, wide[..., :0].clone(), wide)
 
@@ -120,7 +120,7 @@ class Informer(Attention):
         k, past = split(self.key(x), self.heads), state and state.past
         if past is not None:
             lengths = torch.full_like(past.length, x.shape[1]) if lengths is None else lengths
-            after = cache.extend(past, k, v, mask=real)[1]
+            after = kv_cache.extend(past, k, v, mask=real)[1]
             k, seen = after.keys, after.values
         else:
             after, seen = None, v

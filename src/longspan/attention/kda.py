@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, ShortConvolution, time_steps
+from ..modules.init import time_steps
+from ..modules.norms import HeadNorm
+from ..modules.short_conv import ShortConvolution
 from ..ops import gated
 from ..ops.tensors import merge, split, widen
 from .base import Attention

@@ -2,11 +2,11 @@
 
 from torch import nn
 
+from .._utils.spec import known
 from ..ops.softmax import similarity as op
 from ..ops.tensors import merge, split
-from ..spec import known
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import Context, KeyValues
 from .base import Attention
 
 
@@ -72,7 +72,7 @@ class Kernel(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
@@ -82,7 +82,7 @@ class Kernel(Attention):
         donate=False,
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
-        view, state = cache.view(
+        view, state = kv_cache.view(
             self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
             segments=segments, prefix=prefix, donate=donate,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import check_rotary, rotate
+from ..modules.rotary import check_rotary, rotate
 from ..ops import linear
 from ..ops.linear.features import FeatureMap
 from ..ops.linear.features import feature_map as choose

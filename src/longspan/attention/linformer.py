@@ -5,11 +5,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops.compress.project import project
 from ..ops.rows import ragged
 from ..ops.softmax import dense
 from ..ops.tensors import merge, split, visible
-from ..spec import known
 from .base import Attention
 
 SHARING = {

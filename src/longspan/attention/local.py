@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..layers import check_rotary, rotate
+from ..modules.rotary import check_rotary, rotate
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern, band
 from ..states import lookback

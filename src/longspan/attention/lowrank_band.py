@@ -8,7 +8,7 @@ from torch import nn
 from ..ops.tensors import merge, split
 from ..patterns import Pattern, band, causal, everywhere
 from ..states import lookback
-from ..states.cache import KeyValues
+from ..states.kv_cache import KeyValues
 from ..states.window import Window
 from ..states.window import empty as ring
 from .base import Attention

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import gated, rows
 from ..ops.linear.features import elu
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split, visible, widen
-from ..spec import known
 from .base import Attention
 
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops.linear import random_features, stabilised
 from ..ops.tensors import merge, split, widen
-from ..spec import known
 from ..states import sums
 from ..states.sums import Context
 from .base import Attention

@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 
-from ..kinds import shown
+from .._utils.typecheck import shown
 
 GROUP = "longspan.attentions"
 # What a message about an unknown mechanism adds.

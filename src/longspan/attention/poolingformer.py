@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import rows
 from ..ops.compress import pool
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern, band
-from ..spec import known
 from ..states import lookback, window
 from ..states.window import Window
 from .base import Attention

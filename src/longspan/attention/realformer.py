@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, split, widen
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import Context, KeyValues
 from .base import Attention
 
 
@@ -49,7 +49,7 @@ class RealFormer(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Zeros (B,1,1,1), which stand for scores of 0 against however many keys the call will see."""
@@ -81,7 +81,7 @@ class RealFormer(Attention):
         record=None, donate=False,
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
-        view, state = cache.view(
+        view, state = kv_cache.view(
             self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
             segments=segments, prefix=prefix, donate=donate,
         )  # fmt: skip

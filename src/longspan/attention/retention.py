@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, check_rotary, expanded, rotate
+from ..modules.norms import HeadNorm, expanded
+from ..modules.rotary import check_rotary, rotate
 from ..ops import gated
 from ..ops.tensors import merge, positions, split, widen
 from .base import Attention

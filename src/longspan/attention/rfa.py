@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import gated
 from ..ops.linear import random_features, stabilised
 from ..ops.tensors import merge, split, unit, visible, widen, with_ones
-from ..spec import known
 from ..states import sums
 from ..states.sums import Context
 from .base import Attention

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import linear_numbers
+from ..modules.init import linear_numbers
 from ..ops import edges as op
 from ..ops import lstm, rows
 from ..ops.softmax import dense
 from ..ops.tensors import merge, split, widen
-from ..states import cache
-from ..states.cache import KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
@@ -86,8 +86,8 @@ class SparseAdaptive(Attention):
 
     def start(self, batch, capacity):
         like, wide = self.like, widen(self.like)
-        past = cache.empty(batch, self.heads, capacity, self.dim // self.heads, like)
-        nodes = cache.empty(batch, 1, capacity, self.dim, wide)
+        past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, like)
+        nodes = kv_cache.empty(batch, 1, capacity, self.dim, wide)
         memory = wide.new_zeros(batch, self.dim)
         return State(past, nodes._replace(values=nodes.values[..., :0]), memory, memory.clone())
 
@@ -139,8 +139,8 @@ class SparseAdaptive(Attention):
             memory = (x.new_zeros(x.shape[0], self.dim),) * 2 if state is None else (state.hidden, state.cell)
             hidden, memory = lstm.run(self._linear("read", x), self._recur, memory, real)
         if state is not None:
-            view, past = cache.extend(state.past, k, v, mask=real, donate=donate)
-            found, kept = cache.extend(state.nodes, nodes[:, None], nodes[:, None, :, :0], mask=real, donate=donate)
+            view, past = kv_cache.extend(state.past, k, v, mask=real, donate=donate)
+            found, kept = kv_cache.extend(state.nodes, nodes[:, None], nodes[:, None, :, :0], mask=real, donate=donate)
             k, v, nodes = view.keys, view.values, found.keys[:, 0]
             state = State(past, kept, *memory)
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..modules.set_blocks import ISAB
 from ..ops import rows
-from ..sets import ISAB
 from .base import Attention
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from ..ops import rows
 from ..ops.compress import sinkhorn as op
 from ..ops.tensors import merge, split, visible, widen
-from ..states import cache, sorted_blocks
+from ..states import kv_cache, sorted_blocks
 from ..states.sorted_blocks import State
 from .base import Attention
 
@@ -150,7 +150,7 @@ class Sinkhorn(Attention):
             before = self.start(x.shape[0], 0)
         else:
             start = state.past.length
-            view, past = cache.extend(state.past, k, v, mask=real, donate=donate)
+            view, past = kv_cache.extend(state.past, k, v, mask=real, donate=donate)
             k, v = view.keys, view.values
         call = sorted_blocks.touch(before, x, block, op.spanned(x.shape[1], block, anywhere=state is not None))
         blocks = op.spanned(k.shape[2], block, anywhere=False)

@@ -3,7 +3,7 @@
 from torch import nn
 
 from .. import patterns
-from ..layers import check_rotary, rotate
+from ..modules.rotary import check_rotary, rotate
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern
 from ..states import lookback

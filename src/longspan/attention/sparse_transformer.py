@@ -3,9 +3,9 @@
 from torch import nn
 
 from .. import patterns
+from .._utils.spec import known
 from ..ops.tensors import merge, split
 from ..patterns import Pattern
-from ..spec import known
 from ..states import lookback
 from .base import Attention
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from ..ops import chosen
+from .._utils.spec import known
+from ..ops.backends import chosen
 from ..ops.tensors import merge, positions, split, widen
-from ..spec import known
 from .base import Attention
 
 KINDS = {"cyclic": "the last token is the first one's neighbour", "truncated": "the first and last have one neighbour"}

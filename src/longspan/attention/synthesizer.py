@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, positions, split, widen
-from ..spec import known
-from ..states import cache
-from ..states.cache import KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 KINDS = {
@@ -115,7 +115,7 @@ class Synthesizer(Attention):
 
     def start(self, batch, capacity):
         room, size = min(capacity, self.length), self.dim // self.heads
-        kept = cache.empty(batch, self.heads, room, size, self.like)
+        kept = kv_cache.empty(batch, self.heads, room, size, self.like)
         return kept if "dot" in self.kinds else State(kept.values, kept.length)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
@@ -125,11 +125,11 @@ class Synthesizer(Attention):
         k = split(self.key(x), self.heads) if "dot" in self.kinds else v[..., :0]
         arguments = {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            view = cache.within(k, v, causal=self.causal, **arguments)
+            view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
             if isinstance(state, State):
                 state = KeyValues(state.values[..., :0], state.values, state.length)
-            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
         allowed = view.allowed(x.shape[1])
         places = scores.key_positions(at, view.values.shape[2], kept=state is not None, packed=segments is not None)
         # What nobody sees may be anywhere, also beyond the tables.

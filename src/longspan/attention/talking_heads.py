@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, split
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import Context, KeyValues
 from .base import Attention
 
 
@@ -50,7 +50,7 @@ class TalkingHeads(Attention):
         )
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
@@ -60,7 +60,7 @@ class TalkingHeads(Attention):
         donate=False,
     ):  # fmt: skip
         q = split(self.query(x), self.heads)
-        view, state = cache.view(
+        view, state = kv_cache.view(
             self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
             segments=segments, prefix=prefix, donate=donate,
         )  # fmt: skip

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .._utils.tables import Table, duration
 from . import case, figures, limits, local, oracle
 from .candidates import Candidate, Local, Process, Refused, Remote
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 from .worker import Task
 
 DEFAULT = ("linear", "linear@torch", "sdpa")

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from .._utils.tables import Table, duration
+from ..ops.buffers import reuse_pages
 from ..ops.convolution import causal_convolution
-from ..ops.memory import reuse_pages
 from . import case
 from .candidates import Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 
 DTYPES = ("float32", "bfloat16")
 BOUNDS = {"sequence": "copy", "step": "state in place"}

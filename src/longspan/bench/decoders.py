@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._utils.spec import known
 from ..attention import nbytes
-from ..config import Config
-from ..engine import Engine
-from ..model import Decoder, DecoderState
-from ..spec import known
+from ..generation.native_decoder import Engine
+from ..models.config import Config
+from ..models.decoder import Decoder, DecoderState
 from .throughput import move
 from .worker import Function, Makers, Task, timed
 

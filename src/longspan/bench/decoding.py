@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from ..config import Config
-from ..engine import Engine
-from ..generate import generate
-from ..ops.memory import reuse_pages
+from .._utils.tables import Table, duration
+from ..generation.native_decoder import Engine
+from ..generation.sampling import generate
+from ..models.config import Config
+from ..ops.buffers import reuse_pages
 from . import case, decoders, oracle, throughput, worker
 from .attention import ROOM
 from .candidates import Candidate, Local, Process, Refused, Remote, Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 from .worker import Task
 
 DEFAULT = ("linear@engine", "linear@plain", "linear@engine@bf16", "softmax@engine", "softmax@plain")

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._utils.spec import split
+from .._utils.tables import Table
 from ..attention import build, plugins
-from ..config import Config
-from ..model import Decoder
-from ..ops.memory import MAPPED, return_pages
-from ..spec import split
+from ..models.config import Config
+from ..models.decoder import Decoder
+from ..ops.buffers import MAPPED, return_pages
 from . import case, figures
 from .candidates import Process, Refused
 from .case import Watch
 from .guard import machine
-from .report import Table
 from .worker import Call, Makers, Task
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import backend, gated
-from ..ops.memory import reuse_pages
+from .._utils.spec import known
+from .._utils.tables import Table, duration
+from ..ops import gated
+from ..ops.backends import backend
+from ..ops.buffers import reuse_pages
 from ..ops.native.call import available
-from ..spec import known
 from . import case, limits, oracle
 from .candidates import Refused, Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 
 RULES = {
     "decay": ("head", False),

@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from .._utils.optional_deps import need
+from .._utils.spec import known
+from .._utils.tables import Table, duration
 from ..compat import transformers as on_cpu
-from ..extras import need
-from ..ops.memory import reuse_pages
-from ..spec import known
+from ..ops.buffers import reuse_pages
 from . import case, worker
 from .candidates import Refused, Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 
 COMMON = {
     "vocab_size": 32000, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,

@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
+from .._utils.spec import head
+from .._utils.tables import Table, duration
 from ..attention import build, clone, names, nbytes, plugins
-from ..attention.base import FAMILIES, Attention, mechanism
-from ..spec import head
+from ..attention.base import Attention
+from ..attention.families import FAMILIES
+from ..attention.registry import mechanism
 from . import case, figures, oracle
 from .candidates import Local, Process, Refused, Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 from .worker import Makers, Task
 
 MODES = ("forward", "forward+backward", "step")

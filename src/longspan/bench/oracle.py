@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Config
-from ..ops import backend
+from ..models.config import Config
+from ..ops.backends import backend
 from . import local
 from .candidates import Candidate, Refused
 from .worker import Task

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import patterns
-from ..ops import backend, sparse
+from .._utils.tables import Table, duration
+from ..ops import sparse
+from ..ops.backends import backend
 from ..ops.native.call import available
 from ..ops.sparse import schedule
 from ..patterns import Pattern
@@ -20,7 +22,6 @@ from . import case, figures, oracle
 from .candidates import Local, Process, Refused
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 from .worker import Function, Makers, Task, inputs
 
 DEFAULT = (

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from .._utils.tables import Table, duration
 from . import case, local, oracle
 from .candidates import Candidate, Local, Process, Refused, Remote
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 
 DEFAULT = ("kernel", "linear", "linear@torch")
 BOUND = "state in place"

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..generate import generate
-from ..model import Decoder, DecoderState
-from ..ops.memory import reuse_pages
-from ..states.cache import KeyValues
+from ..generation.sampling import generate
+from ..models.decoder import Decoder, DecoderState
+from ..ops.buffers import reuse_pages
+from ..states.kv_cache import KeyValues
 from .guard import Guard, Timing, interleave
 
 

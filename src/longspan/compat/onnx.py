@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from .. import files
+from .._utils import atomic_io
+from .._utils.optional_deps import need
+from .._utils.spec import known
+from .._utils.version import VERSION
 from ..attention import Attention
-from ..extras import need
-from ..model import Decoder
-from ..spec import known
-from ..version import VERSION
+from ..models.decoder import Decoder
 
 DOMAINS = {
     "com.microsoft": "onnxruntime's own operator, which has a kernel",
@@ -47,7 +47,7 @@ def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str =
     Raises ValueError for a model that cannot be exported, a place that cannot be written, and answers that differ; no
     file is written then. ImportError where onnx, onnxruntime or onnxscript is missing.
     """
-    files.check_output(Path(os.path.abspath(path)))
+    atomic_io.check_output(Path(os.path.abspath(path)))
     need("the export to ONNX", "onnx", "onnxruntime", "onnxscript")
     known(domain, DOMAINS, "domain")
     _check(model)
@@ -61,7 +61,7 @@ def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str =
     finally:
         model.train(training)
     try:
-        files.write(Path(os.path.abspath(path)), proto.SerializeToString())
+        atomic_io.write(Path(os.path.abspath(path)), proto.SerializeToString())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
     nodes = Counter(f"{node.domain}::{node.op_type}".removeprefix("::") for node in proto.graph.node)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kinds import shown
-from ..spec import known
+from .._utils.spec import known
+from .._utils.typecheck import shown
 from . import text
 from .dataset import check_indices, sha256
 from .generated import LABELLED

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import files
-from ..folders import expanded
-from ..kinds import shown
-from ..spec import known
+from .._utils import atomic_io
+from .._utils.cache_dirs import expanded
+from .._utils.spec import known
+from .._utils.typecheck import shown
 from . import text
 from .dataset import check_indices, sha256
 from .generated import TASKS
@@ -119,7 +119,7 @@ def load(source: str, length: int) -> Pairs:
             raise ValueError(
                 f"no pairs at {path.absolute()}: there is no such file; pairs that are generated: {', '.join(TASKS)}"
             )
-        data = files.without_mark(text.unpacked(path, times=IN_MEMORY))
+        data = atomic_io.without_mark(text.unpacked(path, times=IN_MEMORY))
     parts: dict[str, list[Pair]] = {"train": [], "validation": [], "test": []}
     highest, longest = 0, 0
     for pair in _lines(data, str(path), length or MOST, numbers):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import chosen
+from .backends import chosen
 from .softmax import dense
 from .tensors import widen
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..kinds import shown
+from .._utils.typecheck import shown
 
 PART = 1 << 20  # differences that are tried at once
 

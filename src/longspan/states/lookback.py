@@ -10,8 +10,8 @@ from ..ops.softmax.dense import repeat
 from ..ops.sparse import Bias
 from ..ops.tensors import positions
 from ..patterns import Pattern
-from . import cache, window
-from .cache import KeyValues
+from . import kv_cache, window
+from .kv_cache import KeyValues
 from .window import View, Window
 
 STATES = (Window, KeyValues)
@@ -23,7 +23,7 @@ __all__ = ["STATES", "attend", "empty"]
 def empty(pattern: Pattern, batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> Window | KeyValues:
     """The state before the first token: a window where the look-back has a bound, else all keys and values."""
     if pattern.lookback is None:
-        return cache.empty(batch, heads, capacity, dim, like)
+        return kv_cache.empty(batch, heads, capacity, dim, like)
     return window.empty(batch, heads, pattern.lookback + 1, dim, like)
 
 
@@ -63,7 +63,7 @@ def attend(
         o = sparse.attend(q, k, v, pattern, bias=bias, scale=scale, layer=layer)
         if isinstance(state, Window):
             return o, window.tail(state, k, v)
-        return o, cache.extend(state, k, v, donate=donate)[1]
+        return o, kv_cache.extend(state, k, v, donate=donate)[1]
     together = n if segments is not None or record is not None else AT_ONCE
     for start in range(0, n, together) or [0]:
         part = slice(start, start + together)
@@ -99,7 +99,7 @@ def _extend(state: Any, k: Tensor, v: Tensor, mask, segments, donate: bool) -> t
         return window.extend(state, k, v, mask=mask, segments=segments, donate=donate)
     at, _ = positions(k.transpose(1, 2), state.length, mask=mask, segments=segments)
     n, before = k.shape[2], state.keys.shape[2]
-    view, after = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+    view, after = kv_cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
     slots = torch.arange(view.keys.shape[2], device=k.device).expand(len(k), -1)
     if segments is not None:
         # Packed rows: the old slots, which are positions, and then the new tokens, at their own.

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import check_counts, sinusoid
+from ..modules.sinusoidal import sinusoid
 from ..ops import rows
 from ..ops.softmax import relative
 from ..ops.softmax.relative import Table
 from ..ops.tensors import positions, split
+from .counters import check_counts
 
 
 class Memory(NamedTuple):

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ..ops.tensors import widen
-from . import cache
+from . import kv_cache
 
 
 class State(NamedTuple):
     """All tokens so far, and what sorts them; where a block is not whole yet, ``offers`` and ``sums`` are zero."""
 
-    past: cache.KeyValues
+    past: kv_cache.KeyValues
     total: Tensor  # (B,dim) sum of all tokens
     begun: Tensor  # (B,dim) sum of the tokens of the unfinished block
     asks: Tensor  # (B,dim) mean of the tokens up to the first one of the unfinished block
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 def empty(batch: int, heads: int, capacity: int, size: int, iterations: int, like: Tensor) -> State:
     """No tokens yet, room for keys and values of ``capacity``; in the dtype of ``like``, sums in float32 at least."""
-    past = cache.empty(batch, heads, capacity, size, like)
+    past = kv_cache.empty(batch, heads, capacity, size, like)
     total = widen(like.new_zeros(batch, heads * size))
     offers = total.new_zeros(batch, heads, 0, size)
     sums = total.new_zeros(batch, heads, iterations, 0)
@@ -70,7 +70,7 @@ def earlier(state: State, block: int, blocks: int, nothing: float) -> Tensor:
 
 
 def after(
-    state: State, past: cache.KeyValues, call: Call, offers: Tensor, sums: Tensor, x: Tensor, block: int
+    state: State, past: kv_cache.KeyValues, call: Call, offers: Tensor, sums: Tensor, x: Tensor, block: int
 ) -> State:
     """The state after tokens x (B,N,dim), of which ``past`` has the keys and values.
 

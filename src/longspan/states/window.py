@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers import check_counts
 from ..ops.tensors import positions
+from .counters import check_counts
 
 
 class Window(NamedTuple):

@@ -22,18 +22,20 @@ from typing import Any
 import torch
 import yaml
 
-from .. import checkpoint, data, signals, weights
-from ..config import Config, EncoderConfig, Seq2SeqConfig
+from .. import data
+from .._utils import model_memory as weights
+from .._utils import signals
+from ..attention.specs import parts
 from ..data import Dataset, Labelled, Pairs
-from ..describe import parts
-from ..ops.memory import return_pages, reuse_pages
-from ..stacks import kind_of
-from . import carry, launch
-from . import folder as runs
-from . import objective as objectives
+from ..models import checkpoint
+from ..models.config import Config, EncoderConfig, Seq2SeqConfig
+from ..models.stacks import kind_of
+from ..ops.buffers import return_pages, reuse_pages
+from . import launch, objectives, tbptt
+from . import run_dir as runs
+from .config import Run, rate
 from .evaluate import bits
 from .groups import parameter_groups
-from .run import Run, rate
 
 begun = runs.begun
 
@@ -165,7 +167,7 @@ def _opening(model: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> str:
 
 def _engine() -> Any:
     try:
-        from . import engine
+        from . import loop as engine
     except ImportError as error:
         raise ImportError(f'training needs {error.name}: pip install "longspan[train]"', name=error.name) from error
     return engine
@@ -213,7 +215,7 @@ def _check(config: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> None:
             f"leave it at 0"
         )
     if run.stream and isinstance(config, Config):
-        carry.check(config)
+        tbptt.check(config)
         if config.checkpointing:
             raise ValueError(
                 "checkpointing=True has no effect where a state is carried, as stream=True does; leave it off"

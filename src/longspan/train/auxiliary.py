@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import norm
-from ..model import Decoder, initialise
-from ..stacks import Plain, Universal
-from .run import step_seed
+from ..models.decoder import Decoder
+from ..models.embedding import initialise
+from ..models.stacks import Plain, Universal
+from ..modules.norms import norm
+from .config import step_seed
 
 LATER = 0.5  # weight of the loss of a target that is not the next token
 

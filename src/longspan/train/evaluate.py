@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..beams import beam_search
 from ..data import Dataset, Labelled, Pairs
 from ..data.pairs import Batch
-from ..generate import generate
-from ..model import Decoder, Encoder
-from ..seq2seq import Seq2Seq
+from ..generation.beam_search import beam_search
+from ..generation.sampling import generate
+from ..models.decoder import Decoder
+from ..models.encoder import Encoder
+from ..models.seq2seq import Seq2Seq
 
 
 def bits(model: Decoder, dataset: Dataset, split: str, batch: int = 64, *, examples: int = 0) -> float:

@@ -14,7 +14,7 @@ transformers (5.5 to 5.24) is imported when one of these is asked for, not befor
 from importlib import import_module
 from typing import Any
 
-from ...extras import need
+from ..._utils.optional_deps import need
 from .replace import accelerate, restore
 from .report import Status, status
 from .softmax import register

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import load_state_dict
 
-from ... import checkpoint, shipped, weights
-from ...likelihood import Categorical
-from ...model import Decoder
+from ..._utils import model_memory
+from ...models import checkpoint, pretrained
+from ...models.decoder import Decoder
+from ...models.likelihood import Categorical
 from .cache import NAME, LongspanCache
 from .config import LongspanConfig
 from .tokens import read
@@ -73,8 +74,8 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         run = None
         if not isinstance(source, Decoder):
             name = os.fspath(source)
-            if shipped.means(name):
-                path, decoder = shipped.path(name), shipped.load(name)
+            if pretrained.means(name):
+                path, decoder = pretrained.path(name), pretrained.load(name)
             else:
                 path = checkpoint.resolve(Path(name))
                 decoder = checkpoint.load(path)
@@ -93,7 +94,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises ValueError as ``longspan.save`` does, and for weights that a decoder has none of, such as adapters.
         """
-        own = set(weights.shapes(lambda: Decoder(self.decoder.config)).state_dict())
+        own = set(model_memory.shapes(lambda: Decoder(self.decoder.config)).state_dict())
         if odd := sorted(own ^ set(self.decoder.state_dict())):
             raise ValueError(f"a decoder's weights and others, {odd[0]!r} first; merge adapters before, e.g. by peft's "
                              f"merge_and_unload()")  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ...config import Config
+from ...models.config import Config
 
 
 class LongspanConfig(PreTrainedConfig):

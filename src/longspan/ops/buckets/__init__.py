@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
+from ..backends import chosen
 from ..operands import TRANSFORMED, resolved, transformed
 from ..tensors import per_root
 from . import native, tiles

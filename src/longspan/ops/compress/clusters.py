@@ -6,7 +6,7 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
+from ..backends import chosen
 from ..tensors import widen
 
 BITS = 63  # of an int64 that is never negative

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import chosen
 from ..operands import transformed
 from ..softmax import dense
 from ..sparse import sparse_attention

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import chosen
 from ..operands import transformed
 from ..softmax import dense
 from ..tensors import widen

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from .. import chosen, rows
+from .. import rows
+from ..backends import chosen
 from ..operands import hidden
 from ..tensors import merge, positions, split
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import chosen
 from ..rows import ragged
 from ..softmax import dense
 from ..tensors import visible, widen

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
-from .. import chosen, tell, wanted
+from ..._utils.spec import known
+from ..backends import chosen, tell, wanted
 from ..operands import check_donation, check_stored, resolved, same_device
 from ..packed import check_packed
 from ..tensors import widen

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import fresh_like
+from ..buffers import fresh_like
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, kernels, pointers, readable, strides

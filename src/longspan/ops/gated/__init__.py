@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
-from .. import chosen, tell, wanted
+from ..._utils.spec import known
+from ..backends import chosen, tell, wanted
 from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_scale, check_stored, hidden, resolved, same_device, transformed

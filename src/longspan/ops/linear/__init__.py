@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import chosen, prefix, tell, wanted
+from .. import prefix
+from ..backends import chosen, tell, wanted
 from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_eps, check_stored, hidden, resolved, same_device, transformed

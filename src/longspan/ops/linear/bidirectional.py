@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..memory import Buffers, fresh_like
+from ..buffers import Buffers, fresh_like
 from ..operands import gradients_again
 from ..segments import cut
 from .composed import composed

@@ -11,7 +11,7 @@ Inside, ``G`` is the number of chunks of a span and ``R`` = G B H that of its sm
 import torch
 from torch import Tensor
 
-from ..memory import Buffers, fresh_like
+from ..buffers import Buffers, fresh_like
 from ..operands import gradients_again
 from ..segments import cut
 from .composed import composed, quadratic

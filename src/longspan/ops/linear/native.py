@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..memory import fresh_like
+from ..buffers import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides

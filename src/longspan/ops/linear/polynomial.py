@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .. import chosen, gated
+from .. import gated
+from ..backends import chosen
 from ..operands import hidden, resolved, transformed
 from ..segments import borders_of
 from ..tensors import widen, with_ones

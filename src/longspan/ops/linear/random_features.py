@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
-from ...weights import afford
+from ..._utils.model_memory import afford
+from ..._utils.spec import known
 
 MOST = 1_000_000
 ROWS = {

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from .. import gated, tell
+from .. import gated
+from ..backends import tell
 
 
 def scan(

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .. import constant
+from ..backends import constant
 from ..operands import TRANSFORMED, transformed
 from . import build
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import chosen
 from ..operands import gradients_again, resolved, transformed
 
 

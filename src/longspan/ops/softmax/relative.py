@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .. import chosen
+from ..backends import chosen
 from ..operands import transformed
 from ..tensors import widen
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
-from .. import chosen
+from ..._utils.spec import known
+from ..backends import chosen
 
 SIMILARITIES = {
     "exp": "e^(q.k / sqrt D), which is softmax",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import chosen
 
 LEVELS = 24  # of a state
 EMPTY = -1e30  # log of the weight of a span without tokens; its differences are still numbers

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import patterns
 from ...patterns import Pattern
-from .. import tell, wanted
+from ..backends import tell, wanted
 from ..operands import TRANSFORMED, check_scale, hidden, resolved, same_device, transformed
 from ..rows import ragged
 from ..softmax import dense as softmax

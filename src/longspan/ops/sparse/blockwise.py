@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import patterns
-from .. import constant, tell, wanted
+from ..backends import constant, tell, wanted
 from ..operands import gradients_again
 from ..softmax.dense import repeat
 from . import definition, flex, tiles

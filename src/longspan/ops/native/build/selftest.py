@@ -33,7 +33,8 @@ def main(library: str) -> None:
 
 def comparisons() -> Iterator[tuple[str, Tensor, Tensor]]:
     """(what, result, right result in float64) of tokens and sequences, on sizes that take several threads."""
-    from ... import backend, linear
+    from ... import linear
+    from ...backends import backend
     from ...linear.features import MAPS
 
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +58,8 @@ def comparisons() -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def _gated(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The same of decay and the delta rule, where two heads of values share one of keys."""
-    from ... import backend, gated
+    from ... import gated
+    from ...backends import backend
 
     for n, shape in ((1, (3, 4, 1)), (70, (3, 4, 70)), (70, (3, 4, 70, 37))):
         q, k = (torch.nn.functional.normalize(torch.randn(3, 2, n, 37, generator=generator), dim=-1) for _ in "qk")
@@ -74,7 +76,8 @@ def _gated(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def _convolutions(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
     """The causal convolution, of tokens and sequences, in each type."""
-    from ... import backend, convolution
+    from ... import convolution
+    from ...backends import backend
 
     names = ("output", "last state", "gradient of x", "gradient of weight", "gradient of bias", "gradient of state")
     for n, dtype in ((1, torch.float32), (300, torch.float32), (70, torch.bfloat16), (70, torch.float16)):
@@ -94,7 +97,8 @@ def _convolutions(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Ten
 def _patterns(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Attention under patterns with full, cut and empty blocks, where two heads share one of keys."""
     from .... import patterns
-    from ... import backend, sparse
+    from ... import sparse
+    from ...backends import backend
 
     for text in ("band(40)", "causal - band(40)"):
         pattern, leaves = patterns.parse(text), []

@@ -1,0 +1,57 @@
+"""Configs: plain fields, checked once, back and forth to dictionaries."""
+
+import pytest
+
+from longspan.models.config import Config, EncoderConfig, StackConfig
+
+
+@pytest.mark.parametrize("config", [StackConfig(dim=16, heads=2), Config(vocab=11), EncoderConfig(outputs=3)])
+def test_round_trip(config):
+    assert type(config).from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        (StackConfig, {"dim": 66, "heads": 4}, "dim=66 is not a multiple of heads=4"),
+        (StackConfig, {"depth": 0}, "depth=0 must be at least 1"),
+        (StackConfig, {"dropout": 1.0}, r"dropout=1.0 must be in \[0, 1\)"),
+        (StackConfig, {"activation": "gleu"}, r"unknown activation 'gleu' \(did you mean 'gelu'\?\)"),
+        (StackConfig, {"norm": "batch"}, "unknown norm 'batch'; known: layer, rms"),
+        (StackConfig, {"attention": "linear;"}, "empty spec in 'linear;'"),
+        (Config, {"vocab": 1}, "vocab=1 must be at least 2"),
+        (Config, {"length": 0}, "length=0 must be at least 1"),
+        (
+            Config,
+            {"positions": "relativ"},
+            r"unknown positions 'relativ' \(did you mean 'relative'\?\); known: alibi, learned, none,",
+        ),
+        (Config, {"tied": True, "likelihood": "logistics(mixtures=3)"}, "tied=True needs one output per token"),
+        (EncoderConfig, {"vocab": -1}, "vocab=-1 must not be negative"),
+        (EncoderConfig, {"outputs": -1}, "outputs=-1 must not be negative"),
+        (EncoderConfig, {"pool": "max"}, "unknown pool 'max'; known: first, mean, none"),
+        (Config, {"positions": None}, "positions=None must be a string"),
+        (Config, {"attention": 5}, "attention=5 must be a string"),
+        (Config, {"norm": []}, r"norm=\[\] must be a string"),
+        (Config, {"dim": True, "heads": 1}, "dim=True must be a whole number"),
+        (Config, {"prenorm": 1}, "prenorm=1 must be True or False"),
+        (Config, {"dropout": float("nan")}, "dropout=nan must be a number, finite"),
+        (Config, {"depth": 10**9}, "depth=1000000000 must be at most 10000"),
+        (Config, {"length": 1 << 63}, "length=9223372036854775808 must be a whole number, finite and within the range"),
+    ],
+)
+def test_refused(kind, fields, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**fields)
+
+
+def test_unknown_fields_are_named():
+    with pytest.raises(ValueError, match=r"unknown field of Config 'dims' \(did you mean 'dim'\?\); known: activation"):
+        Config.from_dict({"dims": 3})
+
+
+def test_a_config_is_made_from_a_dict():
+    with pytest.raises(ValueError, match=r"Config is made from a dict of its fields, not from \[3\]"):
+        Config.from_dict([3])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown field of Config 3; known: activation"):
+        Config.from_dict({3: 3})  # type: ignore[dict-item]
