@@ -430,7 +430,7 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
     }  # fmt: skip
     context, steps = (16, 3) if quick else (2048, 20)
     for spec in DECODED[:1] if quick else DECODED:
-        config = longspan.Config(**size, attention=spec, positions="none", vocab=256, length=context + 4 * steps)
+        config = longspan.DecoderConfig(**size, attention=spec, positions="none", vocab=256, length=context + 4 * steps)
         model = longspan.Decoder(config).to(device=device, dtype=torch.bfloat16).eval()
         for batch in (1, 64):
             row: Row = {"mechanism": spec, "batch": batch, "context": context, **size}

@@ -25,7 +25,7 @@ from longspan._utils import plots
 from longspan._utils.spec import head
 from longspan._utils.tables import duration
 from longspan.attention.base import REGISTRY
-from longspan.attention.registry import names
+from longspan.attention.registry import list_mechanisms
 from longspan.bench import figures, members
 from longspan.bench.report import rows_csv
 
@@ -231,7 +231,7 @@ def left(found: Figures) -> str:
 def unmeasured(result: Result) -> list[str]:
     """The mechanisms that a run of all of them did not know yet, or refused."""
     known = {one["candidate"] for one in result["growth"]}
-    return [name for name in names() if name not in known]
+    return [name for name in list_mechanisms() if name not in known]
 
 
 def picture(found: Figures) -> str:

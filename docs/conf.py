@@ -105,8 +105,8 @@ def state(attention: Attention) -> str:
 
 def backend(cls: type[Attention], causal: bool) -> str:
     """What serves whole sequences and steps on the machine that makes these pages."""
-    calls = dispatch.served(cls.name, DIM, HEADS, causal=causal)["calls"]
-    return "; ".join(f"{kind}: {dispatch.said(call)}" for kind, call in calls.items())
+    calls = dispatch.probe_backends(cls.name, DIM, HEADS, causal=causal)["calls"]
+    return "; ".join(f"{kind}: {dispatch.format_call(call)}" for kind, call in calls.items())
 
 
 def drawing(cls: type[Attention]) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ def drawing(cls: type[Attention]) -> tuple[str, ...]:
 def pages() -> None:
     """Write the page of all mechanisms, and one for each family that has any."""
     MECHANISMS.mkdir(exist_ok=True)
-    classes = [REGISTRY[name] for name in longspan.names()]
+    classes = [REGISTRY[name] for name in longspan.list_mechanisms()]
     families = {name: [cls for cls in classes if cls.family == name] for name in FAMILIES}
     families = {name: members for name, members in families.items() if members}
     head = ("| name | what it does | cost | forms | paper |", "|---|---|---|---|---|")

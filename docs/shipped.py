@@ -29,12 +29,12 @@ from longspan import data
 from longspan.bench import throughput
 from longspan.data import Dataset
 from longspan.experiments import images, provenance
-from longspan.generation.sampling import generate, score
+from longspan.generation.sampling import generate, log_likelihood
 from longspan.models import checkpoint, pretrained
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.states.utils import nbytes
-from longspan.train import Run, bits, recipes
-from longspan.train.evaluate import roomy
+from longspan.train import TrainConfig, bits, recipes
+from longspan.train.evaluate import default_batch_size
 
 SAMPLES, SEED, STEPPED, TRAIN, BROKEN, SURE = 500, 0, 100, 20_000, 2000, 0.5
 BYTES, TEMPERATURE = 400, 0.7
@@ -82,7 +82,7 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
         "curve": curve,
         f"bits_per_{dataset.unit}": {
             "validation": min(value for _, _, value in curve),
-            "test": round(bits(model, dataset, "test", roomy(dataset.length)), 5),
+            "test": round(bits(model, dataset, "test", default_batch_size(dataset.length)), 5),
         },
         "stepping": stepping(model, dataset, STEPPED),
         **(drawing(model, dataset, samples) if dataset.grid else writing(model)),
@@ -119,8 +119,8 @@ def command(config: dict[str, Any], run: dict[str, Any], name: str) -> str:
     recipe = yaml.safe_load(recipes.find(name).read_text(encoding="utf-8"))
     words = ["longspan", "train", "--config", name, *(["--run.data", "text:FILE"] if run["data"] == "text" else [])]
     for part, fields, asked in (
-        ("model", config, asdict(Config(**recipe["model"]))),
-        ("run", run, asdict(Run(**recipe["run"]))),
+        ("model", config, asdict(DecoderConfig(**recipe["model"]))),
+        ("run", run, asdict(TrainConfig(**recipe["run"]))),
     ):
         for field, value in fields.items():
             if value != asked[field] and not (part == "run" and field in PLACES):
@@ -131,7 +131,7 @@ def command(config: dict[str, Any], run: dict[str, Any], name: str) -> str:
 def stepping(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
     """Log-likelihoods of test examples in one parallel pass against those of the RNN: nats per example."""
     tokens = images.examples(dataset, "test", count)
-    whole, stepped = score(model, tokens), score(model, tokens, chunk=1)
+    whole, stepped = log_likelihood(model, tokens), log_likelihood(model, tokens, chunk=1)
     what = "images" if dataset.grid else "examples"
     return {what: count, "largest_difference": (whole - stepped).abs().max().item(), "mean": -whole.mean().item()}
 

@@ -14,14 +14,14 @@ import torch
 
 from longspan._utils import signals
 from longspan.models import checkpoint
-from longspan.models.config import Config
-from longspan.train import Run, fit, loop, objectives
+from longspan.models.config import DecoderConfig
+from longspan.train import TrainConfig, fit, loop, objectives
 
-TINY = Config(dim=10, depth=1, heads=2, feedforward=14, vocab=17, length=64, dropout=0.1)
+TINY = DecoderConfig(dim=10, depth=1, heads=2, feedforward=14, vocab=17, length=64, dropout=0.1)
 
 
 def tiny(folder, **fields):
-    return Run(**{
+    return TrainConfig(**{
         "steps": 11, "batch": 5, "evaluate_every": 4, "evaluate_examples": 7, "save_every": 3, "warmup": 2,
         "out": str(folder / "run"),
     } | fields)  # fmt: skip
@@ -73,7 +73,7 @@ def main() -> None:
 
     loop.step_seed, objectives.batch_indices, loop.train = slow, recorded, kept
     try:
-        fit(checkpoint.config_of(job["model"]), Run(**job["run"]), resume=job["resume"])
+        fit(checkpoint.config_of(job["model"]), TrainConfig(**job["run"]), resume=job["resume"])
     except KeyboardInterrupt as interruption:
         print(interruption, file=sys.stderr)
         sys.exit(128 + signals.number(interruption))

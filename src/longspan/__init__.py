@@ -2,12 +2,23 @@
 
 from . import patterns as patterns
 from ._utils.version import VERSION
-from .attention import Attention, build, clone, detach, examples, load_state, names, nbytes, save_state, select
+from .attention import (
+    Attention,
+    build,
+    clone,
+    detach,
+    list_mechanisms,
+    load_state,
+    mechanism_examples,
+    nbytes,
+    save_state,
+    select,
+)
 from .attention.multihead import MultiheadAttention
 from .generation.beam_search import beam_search
-from .generation.sampling import generate, score
+from .generation.sampling import generate, log_likelihood
 from .models.checkpoint import load, save
-from .models.config import Config, EncoderConfig, Seq2SeqConfig, StackConfig, TranscriberConfig
+from .models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig, StackConfig, TranscriberConfig
 from .models.decoder import Decoder
 from .models.encoder import Encoder
 from .models.seq2seq import Seq2Seq
@@ -24,9 +35,41 @@ from .testing import check_attention
 __version__ = VERSION
 
 __all__ = [
-    "ISAB", "MAB", "PMA", "SAB", "Attention", "Config", "Decoder", "Encoder", "EncoderConfig", "MultiheadAttention",
-    "Seq2Seq", "Seq2SeqConfig", "Stack", "StackConfig", "Transcriber", "TranscriberConfig", "backend",
-    "beam_search", "build", "causal_convolution", "check_attention", "clone",
-    "decay_attention", "delta_rule", "detach", "examples", "generate", "linear_attention", "load", "load_state",
-    "names", "nbytes", "save", "save_state", "score", "select", "sparse_attention",
+    "ISAB",
+    "MAB",
+    "PMA",
+    "SAB",
+    "Attention",
+    "Decoder",
+    "DecoderConfig",
+    "Encoder",
+    "EncoderConfig",
+    "MultiheadAttention",
+    "Seq2Seq",
+    "Seq2SeqConfig",
+    "Stack",
+    "StackConfig",
+    "Transcriber",
+    "TranscriberConfig",
+    "backend",
+    "beam_search",
+    "build",
+    "causal_convolution",
+    "check_attention",
+    "clone",
+    "decay_attention",
+    "delta_rule",
+    "detach",
+    "generate",
+    "linear_attention",
+    "list_mechanisms",
+    "load",
+    "load_state",
+    "log_likelihood",
+    "mechanism_examples",
+    "nbytes",
+    "save",
+    "save_state",
+    "select",
+    "sparse_attention",
 ]  # fmt: skip

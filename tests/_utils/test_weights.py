@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import Config, EncoderConfig, StackConfig, patterns
+from longspan import DecoderConfig, EncoderConfig, StackConfig, patterns
 from longspan._utils import model_memory
 from longspan.attention import REGISTRY
 from longspan.attention.base import own_options
@@ -47,7 +47,7 @@ def test_an_attention_is_refused(text, message):
         longspan.build(text, 12, 4, causal=not text.startswith(("star", "etc")))
 
 
-@pytest.mark.parametrize("name", longspan.names())
+@pytest.mark.parametrize("name", longspan.list_mechanisms())
 def test_every_option_has_a_kind_and_is_checked_by_hand_too(name):
     """The signature is the config: whoever builds a mechanism, an option of another kind is named."""
     cls = REGISTRY[name]
@@ -77,16 +77,16 @@ def test_an_attention_without_annotations_is_refused():
     [
         (
             Decoder,
-            Config(dim=1_000_000),
+            DecoderConfig(dim=1_000_000),
             "weights of dim=1000000, feedforward=1024, depth=4 would take .* TiB of memory",
         ),
         (
             Decoder,
-            Config(depth=10_000, feedforward=1 << 20),
+            DecoderConfig(depth=10_000, feedforward=1 << 20),
             "depth=10000 would take .* TiB of memory; this machine has",
         ),
-        (Decoder, Config(vocab=1 << 39), "would take .* TiB of memory"),
-        (Decoder, Config(likelihood="logistics(mixtures=9223372036854775807)"), "no tensor can have the sizes"),
+        (Decoder, DecoderConfig(vocab=1 << 39), "would take .* TiB of memory"),
+        (Decoder, DecoderConfig(likelihood="logistics(mixtures=9223372036854775807)"), "no tensor can have the sizes"),
         (Encoder, EncoderConfig(length=1 << 62, positions="learned"), "no tensor can have the sizes"),
         (Stack, StackConfig(feedforward=1 << 44), "would take .* TiB of memory"),
     ],
@@ -98,7 +98,7 @@ def test_a_model_is_refused_before_it_takes_memory(make, config, message):
 
 def test_what_is_weighed_is_what_is_built(monkeypatch):
     """At the bytes that a model has it is built, with one byte less it is not; and nobody's random numbers move."""
-    config = Config(dim=16, depth=5, heads=2, attention="linear; softmax(kv_heads=1); linear", feedforward=24)
+    config = DecoderConfig(dim=16, depth=5, heads=2, attention="linear; softmax(kv_heads=1); linear", feedforward=24)
     torch.manual_seed(0)
     decoder = Decoder(config)
     after = torch.get_rng_state()

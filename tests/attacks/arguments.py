@@ -57,7 +57,7 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
 
 
 def _parsers() -> dict[tuple[str, ...], Parser]:
-    found = {("bench", name): bench.subparser(name) for name in bench.KINDS}
+    found = {("bench", name): bench.subparser(name) for name in bench.BENCHMARKS}
     found |= {("reproduce", name): reproduce.subparser(name) for name in EXPERIMENTS}
     for name, (module, _) in entry.COMMANDS.items():
         found[name,] = __import__(f"longspan.cli.{module}", fromlist=["parser"]).parser()

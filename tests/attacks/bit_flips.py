@@ -11,14 +11,14 @@ from torch.utils import _pytree as pytree
 
 import longspan
 from longspan.models import checkpoint
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 
 from . import Case
 
 SHORT, LONG = 150, 20_000
 BLOCK = 4096
-CONFIG = Config(dim=16, depth=2, heads=2, feedforward=32, attention="linear; softmax", vocab=17, length=29)
+CONFIG = DecoderConfig(dim=16, depth=2, heads=2, feedforward=32, attention="linear; softmax", vocab=17, length=29)
 CHECKPOINT = ("model.safetensors", "training.pt", "config.json")
 
 

@@ -1,6 +1,6 @@
 """Mutated configs and recipes: a good object that can be said again, or a refusal in one line.
 
-Fields of ``Config``, ``EncoderConfig`` and ``Run`` set to what no field expects, and recipes in YAML, read as
+Fields of ``DecoderConfig``, ``EncoderConfig`` and ``TrainConfig`` set to what no field expects, and recipes in YAML, read as
 ``longspan train`` reads them, with typed values, cut, doubled and nested: exit code 0 or 2 and one line on stderr.
 Nothing is trained.
 """
@@ -19,19 +19,19 @@ from unittest import mock
 
 import yaml
 
-from longspan import Config, EncoderConfig
+from longspan import DecoderConfig, EncoderConfig
 from longspan._utils import model_memory
 from longspan.cli import entry
 from longspan.models.decoder import Decoder
 from longspan.models.encoder import Encoder
-from longspan.train import Run
+from longspan.train import TrainConfig
 
 from . import Case
 from ._bounds import TooLong, bounded, complaint
 
 SHORT, LONG = 150, 6_000
 SECONDS, GIB = 10.0, 0.5
-KINDS: tuple[Any, ...] = (Config, EncoderConfig, Run)
+KINDS: tuple[Any, ...] = (DecoderConfig, EncoderConfig, TrainConfig)
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, 10**9, 10**23, 10**6, 10**400),
     *(
@@ -115,11 +115,11 @@ def _fields(kind: Any, values: Any) -> str | None:
     try:
         with bounded(SECONDS, GIB), mock.patch.object(model_memory, "memory", return_value=1 << 28):
             made = kind(**values) if all(isinstance(name, str) for name in values) and "x" not in values else None
-            made = kind.from_dict(values) if kind is not Run else made or Run(**values)
+            made = kind.from_dict(values) if kind is not TrainConfig else made or TrainConfig(**values)
             if kind(**json.loads(json.dumps(asdict(made), allow_nan=False))) != made:
                 return f"{made} does not survive JSON"
-            if kind is not Run and made.depth <= 8:
-                (Decoder if kind is Config else Encoder)(made)
+            if kind is not TrainConfig and made.depth <= 8:
+                (Decoder if kind is DecoderConfig else Encoder)(made)
     except TypeError as error:
         # Python's own, for an argument that does not exist.
         return None if "argument" in str(error) or "keywords" in str(error) else complaint(error)
@@ -136,7 +136,7 @@ def _recipe(draw: random.Random) -> str:
         at = draw.randrange(len(lines))
         key, colon, _ = lines[at].partition(":")
         section = next(line for line in lines[at::-1] if not line.startswith(" ")) if lines[0][:1] != " " else "model"
-        names = [field.name for field in fields(Config if section.startswith("model") else Run)]
+        names = [field.name for field in fields(DecoderConfig if section.startswith("model") else TrainConfig)]
         match draw.randrange(5):
             case 0:
                 lines[at] = f"{key}{colon} {draw.choice(TEXTS)}\n"

@@ -60,7 +60,7 @@ def attack(dice: random.Random) -> str | None:
     text, positions = dice.choice(MODELS), dice.choice(["none", "learned", "sinusoidal", "rotary"])
     if "gla" in text and positions == "rotary":
         positions = "none"
-    config = longspan.Config(dim=8, heads=2, depth=2, vocab=5, attention=text, positions=positions, length=64)
+    config = longspan.DecoderConfig(dim=8, heads=2, depth=2, vocab=5, attention=text, positions=positions, length=64)
     model = longspan.Decoder(config).eval()
     prompt = torch.randint(0, 5, (2, 5), generator=torch.Generator().manual_seed(dice.randrange(99)))
     token = prompt[:, :1].contiguous()

@@ -66,7 +66,7 @@ def attack(dice: random.Random) -> str | None:
 
     torch.manual_seed(0)
     text, positions = dice.choice(MODELS), dice.choice(["none", "learned", "sinusoidal"])
-    config = longspan.Config(dim=16, heads=2, depth=2, vocab=11, attention=text, positions=positions, length=64)
+    config = longspan.DecoderConfig(dim=16, heads=2, depth=2, vocab=11, attention=text, positions=positions, length=64)
     model = longspan.Decoder(config).eval()
     if why_not := Engine.why_not(model):
         # Without native kernels there is no engine to share; plain calls must stand threads as well.

@@ -17,7 +17,7 @@ from PIL import Image
 import longspan
 from longspan._utils import plots, png
 from longspan.models import checkpoint
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 
 from . import Case
@@ -106,7 +106,7 @@ def _pixels(path: Path) -> np.ndarray:
 
 
 def _model(number: int) -> Decoder:
-    model = Decoder(Config(dim=16, depth=1, heads=2, feedforward=16, vocab=5, length=3))
+    model = Decoder(DecoderConfig(dim=16, depth=1, heads=2, feedforward=16, vocab=5, length=3))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(number)

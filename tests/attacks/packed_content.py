@@ -23,11 +23,11 @@ TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     """See the package."""
-    names = longspan.names()
+    names = longspan.list_mechanisms()
     for i in range(count):
         dice = random.Random(f"{seed}-{i}")
         # Every mechanism in turn.
-        spec = dice.choice(longspan.examples(names[(seed + i) % len(names)]))
+        spec = dice.choice(longspan.mechanism_examples(names[(seed + i) % len(names)]))
         yield f"{i}-{spec.partition('(')[0]}", lambda spec=spec, i=i: attack(spec, random.Random(f"{seed}-{i}-inside"))
 
 

@@ -225,7 +225,7 @@ def _run(folder: Path) -> Path:
 
 
 def _save(path: Path, **more: Any) -> None:
-    model = longspan.Decoder(longspan.Config(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3))
+    model = longspan.Decoder(longspan.DecoderConfig(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3))
     longspan.save(path, model, **more)
 
 

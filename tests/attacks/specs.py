@@ -49,7 +49,11 @@ CHARACTERS = "()[]{},;=|&-+*'\"\\ \t\n\0.:#@!~^<>01234567899eExXabck_\u00e9\u202
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     draw = random.Random(seed)
     things: tuple[tuple[str, Callable[[str], str | None], list[str]], ...] = (
-        ("attention", _attention, [text for name in longspan.names() for text in longspan.examples(name)]),
+        (
+            "attention",
+            _attention,
+            [text for name in longspan.list_mechanisms() for text in longspan.mechanism_examples(name)],
+        ),
         ("pattern", _pattern, list(PATTERNS)),
         ("likelihood", _likelihood, list(LIKELIHOODS)),
     )
@@ -58,7 +62,7 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
         text = draw.choice(texts)
         for _ in range(draw.choice((1, 1, 1, 2, 3))):
             text = draw.choice((_value, _value, _value, _characters, _nested, _spliced))(draw, text, texts)
-        yield f"{i} {name} {typecheck.shown(text)}", functools.partial(_held, build, text)
+        yield f"{i} {name} {typecheck.format_value(text)}", functools.partial(_held, build, text)
 
 
 def _held(build: Callable[[str], str | None], text: str) -> str | None:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import longspan
 from longspan.generation.native_decoder import Engine
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.states import utils as states
 
@@ -44,7 +44,7 @@ def _made(made: dict, stack: str, positions: str) -> tuple[Decoder, Any]:
     if (stack, positions) not in made:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            config = Config(8, 2, 2, stack, 8, vocab=5, length=29, positions=positions)
+            config = DecoderConfig(8, 2, 2, stack, 8, vocab=5, length=29, positions=positions)
             model = Decoder(config).eval()
             made[stack, positions] = model, model(torch.randint(5, (3, 6)), model.init_state(3))[1]
     return made[stack, positions]

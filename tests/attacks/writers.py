@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from longspan.models import checkpoint
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 
 from . import Case
@@ -71,7 +71,7 @@ def _save(place: Path, number: int) -> None:
 
 
 def _model(number: int) -> Decoder:
-    return Decoder(Config(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3, dropout=number / NUMBERS))
+    return Decoder(DecoderConfig(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3, dropout=number / NUMBERS))
 
 
 def _read(place: Path, wanted: int | None = None) -> str | None:

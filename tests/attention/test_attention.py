@@ -42,8 +42,8 @@ def cases():
 
     What takes longest is for each mechanism's first example alone, the others with -m slow.
     """
-    first = {longspan.examples(name)[0] for name in longspan.names()}
-    bare = [name for name in longspan.names() if name not in longspan.examples(name)]
+    first = {longspan.mechanism_examples(name)[0] for name in longspan.list_mechanisms()}
+    bare = [name for name in longspan.list_mechanisms() if name not in longspan.mechanism_examples(name)]
     specs = [*bare, "rfa(gate=True)", "linear; softmax"]
     for law, spec in [*testing.cases(), *((law, spec) for spec in specs for law in testing.laws())]:
         late = law in ("compiles", "exports", "adversarial", "blocks") and spec not in first and ";" not in spec
@@ -59,10 +59,10 @@ def test_law(law, spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", longspan.names())
+@pytest.mark.parametrize("name", longspan.list_mechanisms())
 def test_calls_with_a_mask_or_a_state_are_traced_with_their_gradients(name, monkeypatch):
     monkeypatch.setattr(testing.software, "TRACER", "aot_eager")
-    row = testing.check("compiles", longspan.examples(name)[0])
+    row = testing.check("compiles", longspan.mechanism_examples(name)[0])
     assert row.status != "failed", row.note
 
 
@@ -76,7 +76,9 @@ def test_the_frozen_facts_are_as_their_script_writes_them():
     assert frozen.written(frozen.kept()) == frozen.FILE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("name", "spec"), [(name, s) for name in longspan.names() for s in longspan.examples(name)])
+@pytest.mark.parametrize(
+    ("name", "spec"), [(name, s) for name in longspan.list_mechanisms() for s in longspan.mechanism_examples(name)]
+)
 def test_examples_build_their_own_spec(name, spec):
     causal = "causal" in REGISTRY[name].directions
     built = longspan.build(spec, 8, 2, causal=causal)

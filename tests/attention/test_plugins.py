@@ -75,15 +75,15 @@ def test_an_unknown_name_is_looked_for_in_other_packages(announced):
     assert longspan.build("linear", 8, 2).spec == "linear"
     assert "foreign_module" not in sys.modules
     assert longspan.build("foreign(share=0.25)", 8, 2).spec == "foreign(share=0.25)"
-    assert longspan.examples("foreign") == ("foreign",)
-    assert "foreign" in longspan.names()
+    assert longspan.mechanism_examples("foreign") == ("foreign",)
+    assert "foreign" in longspan.list_mechanisms()
 
 
 ASKING = {
-    "names": longspan.names,
+    "names": longspan.list_mechanisms,
     "cases": testing.cases,
     "mechanism": lambda: mechanism("foreign"),
-    "examples": lambda: longspan.examples("foreign"),
+    "examples": lambda: longspan.mechanism_examples("foreign"),
     "subject": lambda: testing.Subject("linear; foreign"),
 }
 
@@ -120,21 +120,21 @@ def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys
 def test_a_broken_package_is_a_warning_that_names_it(announced, text, reason):
     announced("broken_module", text)
     with pytest.warns(RuntimeWarning, match=f"mine = 'broken_module' of the package broken_module brings no.*{reason}"):
-        assert "linear" in longspan.names()
+        assert "linear" in longspan.list_mechanisms()
     # Once is enough.
-    assert "linear" in longspan.names()
+    assert "linear" in longspan.list_mechanisms()
 
 
 def test_a_package_may_ask_for_names_while_it_is_imported(announced):
-    announced("foreign_module", "import longspan\nknown = longspan.names()\n" + MODULE.format(name="foreign"))
-    assert "foreign" in longspan.names()
+    announced("foreign_module", "import longspan\nknown = longspan.list_mechanisms()\n" + MODULE.format(name="foreign"))
+    assert "foreign" in longspan.list_mechanisms()
     assert "foreign" not in sys.modules["foreign_module"].known
 
 
 def test_importing_longspan_imports_no_other_package(announced, folder):
     announced("foreign_module", "print('imported')\n" + MODULE.format(name="foreign"))
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); import longspan; longspan.build('gla', 8, 2); print('so')"
-    code += "; print('foreign' in longspan.names())"
+    code += "; print('foreign' in longspan.list_mechanisms())"
     source = str(Path(longspan.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           env={"PYTHONPATH": source})  # fmt: skip
@@ -197,6 +197,6 @@ def test_what_cannot_be_imported_is_one_line_and_code_2(line, folder, capsys):
 
 
 def test_the_error_for_an_unknown_mechanism_says_where_others_come_from():
-    for call in (lambda: longspan.build("qqq(a=1)", 8, 2), lambda: longspan.examples("qqq")):
+    for call in (lambda: longspan.build("qqq(a=1)", 8, 2), lambda: longspan.mechanism_examples("qqq")):
         with pytest.raises(ValueError, match=r"'qqq'; known: .*one of another package needs .*--import MODULE"):
             call()

@@ -8,7 +8,7 @@ import torch
 
 import longspan
 from longspan.data import load
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.ops import edges as op
 from longspan.train import fit, loop, objectives
 from training_process import tiny
@@ -236,7 +236,7 @@ class TestPolicy:
             found["model"] = task.model
 
         monkeypatch.setattr(loop.Task, "configure_gradient_clipping", kept)
-        config = Config(dim=8, heads=2, feedforward=12, depth=2, attention="sac(edges=2)", vocab=17, length=64)
+        config = DecoderConfig(dim=8, heads=2, feedforward=12, depth=2, attention="sac(edges=2)", vocab=17, length=64)
         run = tiny(tmp_path, steps=1, penalty=0.5, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(config, run, progress=False)
         model = found.pop("model").train()

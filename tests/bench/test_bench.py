@@ -9,7 +9,7 @@ import torch
 import longspan
 from longspan.bench import guard, throughput
 from longspan.generation.sampling import generate
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 
 
@@ -26,7 +26,9 @@ class Scripted(guard.Guard):
 
 def decoder(attention):
     torch.manual_seed(0)
-    return Decoder(Config(dim=8, depth=2, heads=2, attention=attention, feedforward=8, vocab=5, length=20)).eval()
+    return Decoder(
+        DecoderConfig(dim=8, depth=2, heads=2, attention=attention, feedforward=8, vocab=5, length=20)
+    ).eval()
 
 
 def test_candidates_take_turns():
@@ -128,7 +130,7 @@ class TestMemory:
     def test_generation_does_not_grow(self):
         def grown(attention: str) -> float:
             config = f"dim=128, depth=4, heads=4, feedforward=256, attention={attention!r}, positions='none'"
-            model = f"m = longspan.Decoder(longspan.Config({config})).eval()"
+            model = f"m = longspan.Decoder(longspan.DecoderConfig({config})).eval()"
             first = f"{model}; f = lambda n: list(longspan.generate(m, tokens=n, batch=16)); f(8)"
             few, many = (taken(f"f({n})", first) for n in (256, 2048))
             return many - few

@@ -167,7 +167,9 @@ def test_short_calls_are_repeated(monkeypatch):
 
 
 def run_of(rows, **options):
-    one = attention.Run({}, {"softmax": local.read("softmax")}, attention.Options(**options), lambda items, *_: items)
+    one = attention.AttentionRun(
+        {}, {"softmax": local.read("softmax")}, attention.Options(**options), lambda items, *_: items
+    )
     one.rows = [{"candidate": "softmax", "mode": "forward"} | row for row in rows]
     return one
 
@@ -392,7 +394,7 @@ def test_peers_may_be_named_by_the_environment(capsys, monkeypatch):
     assert "there is no elsewhere/python" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", bench.KINDS)
+@pytest.mark.parametrize("kind", bench.BENCHMARKS)
 def test_help_documents_every_flag(kind, capsys):
     assert main(["bench", kind, "--help"]) == 0
     shown = capsys.readouterr().out

@@ -93,13 +93,15 @@ def test_members_in_whole(capsys):
 
 
 def test_without_names_every_mechanism_takes_part_by_family(monkeypatch):
-    monkeypatch.setattr(members.Run, "check", lambda self: None)
-    monkeypatch.setattr(members.Run, "compare", lambda self, length, mode: seen.append((length, mode, [*self.modules])))
+    monkeypatch.setattr(members.MembersRun, "check", lambda self: None)
+    monkeypatch.setattr(
+        members.MembersRun, "compare", lambda self, length, mode: seen.append((length, mode, [*self.modules]))
+    )
     seen = []
     options = members.Options(lengths=(5, 3), dim=8, heads=2)
     list(members.run(options, candidates.Process([]), lambda items, *_: items))
     assert [step[:2] for step in seen] == [(n, mode) for n in (3, 5) for mode in members.MODES]
-    assert sorted(seen[0][2]) == longspan.names()
+    assert sorted(seen[0][2]) == longspan.list_mechanisms()
     families = [mechanism(name).family for name in seen[0][2]]
     assert families == sorted(families, key=[*FAMILIES].index)
 
@@ -121,7 +123,7 @@ def test_what_differs_from_its_reference_gets_no_figure_and_fails_the_run(capsys
 
 def one(rows, spec="softmax", **options):
     """A run with these rows behind it."""
-    run = members.Run(
+    run = members.MembersRun(
         [spec], candidates.Process([]), members.Options(dim=8, heads=2, **options), lambda items, *_: items
     )
     run.rows = [{"candidate": spec, "mode": "forward"} | row for row in rows]

@@ -8,7 +8,7 @@ import torch
 
 import bench_subjects
 from longspan.bench import candidates, decoders, decoding, local, oracle, peers, worker
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.ops.backends import backend
 from longspan.ops.native.call import available
@@ -127,7 +127,7 @@ def test_a_step_without_a_memory_is_refused():
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("prenorm", [True, False])
 def test_decoders_agree_with_the_definition(attention, prenorm):
-    config = Config(dim=6, depth=2, heads=2, feedforward=5, vocab=7, attention=attention, positions="none",
+    config = DecoderConfig(dim=6, depth=2, heads=2, feedforward=5, vocab=7, attention=attention, positions="none",
                     prenorm=prenorm)  # fmt: skip
     weights = decoders.random_weights(config)
     tokens = torch.randint(7, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -144,7 +144,7 @@ def test_decoders_agree_with_the_definition(attention, prenorm):
     "part", ["query.weight", "value.bias", "expand.bias", "norm2.weight", "head.bias", "tokens.weight"]
 )
 def test_a_decoder_that_is_wrong_anywhere_is_refused(part):
-    config = Config(dim=6, depth=2, heads=2, feedforward=5, vocab=7, positions="none")
+    config = DecoderConfig(dim=6, depth=2, heads=2, feedforward=5, vocab=7, positions="none")
     weights = decoders.random_weights(config)
     broken = dict(weights)
     for name in (name for name in weights if name.endswith(part)):
@@ -234,7 +234,7 @@ def test_other_libraries_agree_where_they_are_installed():
             assert max(oracle.check_attention(remote, local.read("linear"), TASK).values()) < 1e-5
         (ft,) = (remote for remote in remotes if remote.name == "ft")
         assert oracle.check_step(ft, {}, TASK | {"what": "step", "length": 1}) < 1e-5
-        run = decoding.Run({"ft": ft}, decoding.Options(shape=decoding.SMALL), lambda items, *_: items)
+        run = decoding.DecodingRun({"ft": ft}, decoding.Options(shape=decoding.SMALL), lambda items, *_: items)
         assert (run.check("ft", 3) or 1) < 1e-5, run.refused
     finally:
         for remote in remotes:

@@ -210,7 +210,7 @@ def test_flex_itself(monkeypatch):
 
 def test_what_would_take_too_long_is_left_out(monkeypatch):
     options = pattern.Options(limit=9.0, matrix=10**6)
-    one = pattern.Run(options, candidates.Process([]), lambda items, *_: items)
+    one = pattern.PatternRun(options, candidates.Process([]), lambda items, *_: items)
     one.rows = [{"pattern": "p", "mode": "forward", "candidate": way, "length": 100, "seconds": 1.0, "mb": 10.0}
                 for way in pattern.WAYS]  # fmt: skip
     assert not one._too_much("p", "native", 900, "forward")

@@ -79,9 +79,9 @@ def test_every_mechanism_stands_in_one_family(script):
     links = re.findall(r"^\| \[`(\w+)`\]\(mechanisms/", tables, flags=re.MULTILINE)
     measured = json.loads((script.RESULTS / script.MACHINE / f"{script.NAME}.json").read_text(encoding="utf-8"))
     missing = script.unmeasured(measured)
-    assert sorted([*links, *missing]) == longspan.names()
+    assert sorted([*links, *missing]) == longspan.list_mechanisms()
     assert all(f"{script.link(name)}" in text[text.index("not measured yet: ") :] for name in missing)
-    assert {script.group(name) for name in longspan.names()} == {*script.GROUPS}
+    assert {script.group(name) for name in longspan.list_mechanisms()} == {*script.GROUPS}
     assert [script.group(name) for name in ("kda", "gla", "local", "softmax")] == [
         "delta", "decays", "patterns", "softmax",
     ]  # fmt: skip

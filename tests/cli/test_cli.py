@@ -17,7 +17,7 @@ from longspan.cli import entry
 from longspan.cli.entry import COMMANDS, main
 from longspan.cli.parser import kebab
 from longspan.models import checkpoint
-from longspan.models.config import Config, EncoderConfig
+from longspan.models.config import DecoderConfig, EncoderConfig
 from longspan.models.decoder import Decoder
 from longspan.models.encoder import Encoder
 from longspan.train import bits
@@ -33,13 +33,15 @@ def models(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     small = {"dim": 6, "depth": 1, "heads": 2, "feedforward": 7}
-    digits = Decoder(Config(**small, vocab=17, length=64))
-    text = Decoder(Config(**small, vocab=256, length=23, attention="softmax(kv_heads=1)"))
-    free = Decoder(Config(**small, vocab=256, positions="none"))
+    digits = Decoder(DecoderConfig(**small, vocab=17, length=64))
+    text = Decoder(DecoderConfig(**small, vocab=256, length=23, attention="softmax(kv_heads=1)"))
+    free = Decoder(DecoderConfig(**small, vocab=256, positions="none"))
     checkpoint.save(folder / "digits", digits, extra={"run": {"data": "digits", "length": 0}})
     checkpoint.save(folder / "text", text, extra={"run": {"data": "text:stdlib", "length": 13}})
     checkpoint.save(folder / "free", free, extra={"run": {"data": "text:stdlib", "length": 13}})
-    checkpoint.save(folder / "short", Decoder(Config(**small, vocab=17, length=63)), extra={"run": {"data": "digits"}})
+    checkpoint.save(
+        folder / "short", Decoder(DecoderConfig(**small, vocab=17, length=63)), extra={"run": {"data": "digits"}}
+    )
     checkpoint.save(folder / "silent", digits)
     checkpoint.save(folder / "encoder", Encoder(EncoderConfig(**small)))
     return folder
@@ -227,7 +229,7 @@ def test_as_a_process_and_without_a_reader():
 
 def test_list(capsys):
     rows = json.loads(said(capsys, "list", "--json"))
-    assert [row["name"] for row in rows] == longspan.names()
+    assert [row["name"] for row in rows] == longspan.list_mechanisms()
     shown = " ".join(said(capsys, "list").split())
     for row in rows:
         assert all(part in shown for part in (row["cost"], row["summary"], row["paper"], ", ".join(row["forms"])))

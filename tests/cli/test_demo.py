@@ -13,13 +13,13 @@ import yaml
 pytest.importorskip("lightning", reason="the demo trains: pip install longspan[demo]")
 pytest.importorskip("matplotlib", reason="the demo draws: pip install longspan[demo]")
 
-from longspan import data, score
+from longspan import data, log_likelihood
 from longspan.attention import nbytes
 from longspan.experiments import demo
 from longspan.models import checkpoint
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import Run, recipes
+from longspan.train import TrainConfig, recipes
 
 TINY = replace(demo.PAPER, dim=16, depth=2, heads=2, feedforward=16, length=11)
 KINDS = {"linear", "softmax_cached", "softmax_recompute"}
@@ -107,8 +107,8 @@ def test_held_out_images_look_like_the_data_and_noise_does_not():
 
 def test_the_recipe_is_the_demos_training():
     recipe = yaml.safe_load(recipes.find("digits").read_text(encoding="utf-8"))
-    assert Config(**recipe["model"]) == demo.DIGITS
-    assert Run(**recipe["run"]) == replace(demo.TRAINING, out=recipe["run"]["out"])
+    assert DecoderConfig(**recipe["model"]) == demo.DIGITS
+    assert TrainConfig(**recipe["run"]) == replace(demo.TRAINING, out=recipe["run"]["out"])
 
 
 def same_likelihood(folder, spec, tolerance=1e-4):
@@ -116,7 +116,7 @@ def same_likelihood(folder, spec, tolerance=1e-4):
     dataset = data.load("digits")
     images = dataset.take("test", torch.arange(100))
     model = checkpoint.load(folder / spec)
-    whole, stepped = score(model, images), score(model, images, chunk=1)
+    whole, stepped = log_likelihood(model, images), log_likelihood(model, images, chunk=1)
     assert 50 < -whole.mean() < 64 * math.log(17)
     assert (whole - stepped).abs().max().item() <= tolerance
 

@@ -19,7 +19,7 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 def test_every_mechanism_has_its_row():
     rows = describe.mechanisms()
-    assert [row["name"] for row in rows] == longspan.names()
+    assert [row["name"] for row in rows] == longspan.list_mechanisms()
     for row in rows:
         assert row["summary"].endswith((".", ":"))
         assert set(row["forms"]) <= {"causal", "bidirectional", "cross", "packed", "prefix"}
@@ -64,7 +64,7 @@ def test_options_tell_value_default_and_meaning():
     assert options["rotary"]["meaning"] == "base of rotary positions (0: none)."
 
 
-@pytest.mark.parametrize("name", longspan.names())
+@pytest.mark.parametrize("name", longspan.list_mechanisms())
 def test_every_option_means_something(name):
     attention = longspan.build(name, 8, 2, causal="causal" in REGISTRY[name].directions)
     for option in describe.options(attention):
@@ -291,4 +291,4 @@ def test_shapes_are_those_of_the_data(name):
 def test_what_has_a_longest_sequence_or_no_state_is_described_too(spec, calls, tokens):
     attention = longspan.build(spec, 8, 2)
     assert [row.tokens for row in describe.counts(attention, tokens=(300,))] == tokens
-    assert set(dispatch.served(spec, 8, 2, causal=True)["calls"]) == calls
+    assert set(dispatch.probe_backends(spec, 8, 2, causal=True)["calls"]) == calls

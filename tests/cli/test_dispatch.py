@@ -18,7 +18,7 @@ def names(call):
 
 def served(spec, causal=True):
     return {
-        kind: names(call) for kind, call in dispatch.served(spec, 16, 2, causal=causal)["calls"].items()
+        kind: names(call) for kind, call in dispatch.probe_backends(spec, 16, 2, causal=causal)["calls"].items()
     }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def test_a_decoder_of_what_the_engine_serves_says_so_too():
 def test_a_bidirectional_one_has_no_steps():
     assert served("linear", causal=False) == {"whole sequences": [("linear attention", "torch")]}
     assert served("performer", causal=False) == {"whole sequences": [("a sum over all keys", "torch")]}
-    (one,) = dispatch.served("linear", 16, 2, causal=False)["calls"]["whole sequences"]
+    (one,) = dispatch.probe_backends("linear", 16, 2, causal=False)["calls"]["whole sequences"]
     assert one["why_not"] == "they are for causal attention"
 
 
@@ -85,12 +85,12 @@ def test_without_a_compiler_torch_serves_and_it_is_said_why(monkeypatch, tmp_pat
 
 def test_a_device_that_is_not_there_is_not_asked(capsys):
     absent = "xpu" if torch.cuda.is_available() else "cuda"
-    found = dispatch.served("linear", 16, 2, causal=True, device=absent)
+    found = dispatch.probe_backends("linear", 16, 2, causal=True, device=absent)
     assert (found["calls"], found["reason"]) == ({}, f"this machine has no {absent}")
     assert entry.main(["show", "linear", "--dim", "16", "--heads", "2", "--device", absent]) == 0
     assert f"backend     unknown, since this machine has no {absent}" in capsys.readouterr().out
     with pytest.raises(ValueError, match="device='oven' is no device"):
-        dispatch.served("linear", 16, 2, causal=True, device="oven")
+        dispatch.probe_backends("linear", 16, 2, causal=True, device="oven")
 
 
 def test_a_watch_ends_with_its_block_and_hides_none_around_it():
@@ -102,7 +102,7 @@ def test_a_watch_ends_with_its_block_and_hides_none_around_it():
         assert (len(within), len(around)) == (1, 0)
         attention(x)
     attention(x)
-    assert around == within == [ops.Served(SOFTMAX, "torch")]
+    assert around == within == [ops.BackendUse(SOFTMAX, "torch")]
 
 
 def test_a_step_that_a_kernel_refuses_is_not_told():
@@ -115,5 +115,5 @@ def test_a_step_that_a_kernel_refuses_is_not_told():
 
 def test_asking_leaves_the_random_numbers_alone():
     before = torch.get_rng_state()
-    dispatch.served("softmax(dropout=0.5)", 16, 2, causal=True)
+    dispatch.probe_backends("softmax(dropout=0.5)", 16, 2, causal=True)
     assert torch.equal(torch.get_rng_state(), before)

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from longspan import Config, Decoder, beam_search, generate
+from longspan import Decoder, DecoderConfig, beam_search, generate
 from longspan._utils import model_memory
 from longspan.cli import bench, reproduce
 from longspan.cli.entry import COMMANDS, WRONG, main
@@ -27,7 +27,7 @@ def module(command):
 
 PARSERS = {
     **{command: partial(lambda command: module(command).parser(), command) for command in COMMANDS},
-    **{f"bench {kind}": partial(bench.subparser, kind) for kind in bench.KINDS},
+    **{f"bench {kind}": partial(bench.subparser, kind) for kind in bench.BENCHMARKS},
     **{f"reproduce {name}": partial(reproduce.subparser, name) for name in EXPERIMENTS},
 }
 del PARSERS["train"], PARSERS["bench"], PARSERS["reproduce"]
@@ -146,7 +146,9 @@ def test_another_runtime_error_is_not_taken_for_one(monkeypatch):
 
 
 def test_states_that_memory_cannot_hold_are_refused_before_they_are_made(monkeypatch):
-    model = Decoder(Config(dim=8, depth=1, heads=2, feedforward=16, vocab=5, attention="softmax", positions="none"))
+    model = Decoder(
+        DecoderConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5, attention="softmax", positions="none")
+    )
     monkeypatch.setattr(model_memory, "memory", lambda: 1 << 20)
     generate(model.eval(), tokens=2, batch=100)
     with pytest.raises(ValueError, match="the states of 100000 sequences would take .* this machine has 1 MiB"):

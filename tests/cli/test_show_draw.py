@@ -23,7 +23,7 @@ from longspan.patterns.picture import SEEN
 
 ROOT = Path(__file__).parents[2]
 PAGE, IMAGES = ROOT / "docs" / "patterns.md", ROOT / "docs" / "images"
-HAVING = [name for name in longspan.names() if describe._has_pattern(name)]
+HAVING = [name for name in longspan.list_mechanisms() if describe._has_pattern(name)]
 SPECS = [spec for name in HAVING for spec in REGISTRY[name].examples]
 
 
@@ -181,7 +181,7 @@ def test_a_mistake_is_one_line(words, capsys, at):
 
 
 def test_no_pattern_is_called_like_a_mechanism():
-    assert set(patterns.NAMES) & set(longspan.names()) == set()
+    assert set(patterns.NAMES) & set(longspan.list_mechanisms()) == set()
 
 
 def table(head):

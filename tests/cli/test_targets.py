@@ -10,7 +10,7 @@ from test_cli import refused, said
 
 import longspan
 from longspan.models import checkpoint
-from longspan.models.config import Config, EncoderConfig, Seq2SeqConfig
+from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.train import recipes
 
 SMALL = {"dim": 8, "depth": 1, "heads": 2, "feedforward": 12}
@@ -42,10 +42,10 @@ def models(tmp_path_factory):
             words += ["--run.evaluate_every", "2", "--run.save_every", "2", "--run.out", name, *more]
             assert longspan.cli.main(["train", *words]) == 0
         torch.manual_seed(0)
-        text = longspan.Decoder(Config(**SMALL, vocab=256, length=23))
+        text = longspan.Decoder(DecoderConfig(**SMALL, vocab=256, length=23))
         checkpoint.save("text", text, extra={"run": {"data": "text:stdlib", "length": 13}})
         checkpoint.save(
-            "images", longspan.Decoder(Config(**SMALL, vocab=17, length=64)), extra={"run": {"data": "digits"}}
+            "images", longspan.Decoder(DecoderConfig(**SMALL, vocab=17, length=64)), extra={"run": {"data": "digits"}}
         )
         numbers = longspan.Seq2Seq(Seq2SeqConfig(**SMALL, vocab=101, positions="none"))
         extra = {"run": {"data": f"pairs:{folder}/numbers.jsonl", "length": 9}}
@@ -271,7 +271,9 @@ def test_runs_are_compared(capsys, tmp_path):
 
 def test_papers_of_all_three_attentions(capsys):
     papers = said(capsys, "cite", "./two")
-    assert papers.count("@") == len({longspan.attention.names().index(name) for name in ("linear", "softmax")})
+    assert papers.count("@") == len(
+        {longspan.attention.list_mechanisms().index(name) for name in ("linear", "softmax")}
+    )
 
 
 def test_a_like_of_an_encoder_decoder_is_refused(capsys):

@@ -18,7 +18,7 @@ from longspan.generation import transcription_memory
 from longspan.generation.transcription import Listener, Rows, transcribe
 from longspan.generation.transcription import transcribe as whole
 from longspan.models import checkpoint, pretrained
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.speech import wav
 from longspan.speech.features import FilterBank
@@ -117,7 +117,7 @@ def refused(capsys, *words: str) -> str:
 
 
 def test_models_of_other_kinds_are_refused(model, files, capsys):
-    checkpoint.save("decoder", Decoder(Config(dim=6, depth=1, heads=2, feedforward=7, vocab=17, length=64)))
+    checkpoint.save("decoder", Decoder(DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=17, length=64)))
     said = refused(capsys, "transcribe", "decoder", *files)
     assert "decoder holds a decoder; only a transcriber tells what is said, such as longspan reproduce speech" in said
     assert "mnist holds a decoder; only a transcriber" in refused(capsys, "transcribe", "mnist", *files)
@@ -266,7 +266,7 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(causal, monkeypatch):
 def test_a_name_that_nobody_has_is_told_the_models_of_the_kind(files, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
     checkpoint.save(pretrained.FOLDER / "numbers", transcriber(features=40).float().bfloat16())
-    checkpoint.save(pretrained.FOLDER / "toy", Decoder(Config(dim=6, depth=1, heads=2, feedforward=7, vocab=17)))
+    checkpoint.save(pretrained.FOLDER / "toy", Decoder(DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=17)))
     assert pretrained.names() == ("numbers", "toy")
     assert pretrained.names("transcriber") == ("numbers",)
     line = refused(capsys, "transcribe", "numbres", *files)

@@ -93,7 +93,7 @@ def test_the_standards_operator(spec, tmp_path):
 def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tmp_path, capsys):
     torch.manual_seed(0)
     model = longspan.Decoder(
-        longspan.Config(
+        longspan.DecoderConfig(
             dim=16,
             depth=specs.count(";") + 1,
             heads=2,

@@ -112,7 +112,7 @@ def test_favor_as_published_adds_eps_to_what_was_not_shifted():
 
 def test_only_favor_as_published_draws_rows_in_every_call():
     sequences = retrieval.draw(1, 7, 7, False, numbers(1))
-    for kind in retrieval.KINDS:
+    for kind in retrieval.ENCODERS:
         model = retrieval.Retriever(7, 5, kind, "sum", numbers())
         same = model(sequences, numbers(1)).equal(model(sequences, numbers(2)))
         assert same == (kind not in ("favor64", "favor128", "favor512"))
@@ -126,9 +126,9 @@ def test_a_retriever_without_a_feature_map_refuses_the_delta_rule():
         retrieval.Retriever(7, 5, "linear", "adds", numbers())
 
 
-@pytest.mark.parametrize("kind", [name for name, kind in retrieval.KINDS.items() if kind.features])
+@pytest.mark.parametrize("kind", [name for name, kind in retrieval.ENCODERS.items() if kind.features])
 def test_the_number_of_features_is_what_it_is_said_to_be(kind):
-    features = retrieval.KINDS[kind].features
+    features = retrieval.ENCODERS[kind].features
     assert features is not None
     assert capacity.capacity(kind, 8) == features(torch.randn(3, 8, generator=numbers())).shape[-1]
 
@@ -179,7 +179,7 @@ def test_the_delta_rule_corrects_what_the_sum_cannot():
 
 def test_published_figures_are_of_kinds_that_are_there():
     for row in published.CAPACITY:
-        assert row.kind in retrieval.KINDS
+        assert row.kind in retrieval.ENCODERS
         assert row.rule in retrieval.RULES
         assert all(0 <= loss <= 0.5 for loss in row.losses.values())
         assert published.capacity(row.replaced, row.rule, row.kind) == row.losses

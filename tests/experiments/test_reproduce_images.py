@@ -21,9 +21,9 @@ from longspan.bench import case, throughput
 from longspan.cli.entry import WRONG, main
 from longspan.experiments import images, images_report, images_speed, paper
 from longspan.experiments.experiment import Place
-from longspan.generation.sampling import score
+from longspan.generation.sampling import log_likelihood
 from longspan.models import checkpoint
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import objectives
 
@@ -120,7 +120,7 @@ def test_a_training_reports_its_curve_and_the_bits_of_its_best_checkpoint(traini
         assert row["validation"] == min(bits for _, _, bits in row["curve"])
         # SMALL.tests images, evenly spaced.
         tokens = dataset.take("test", torch.tensor([0, 58, 117]))
-        bits = -score(model, tokens).mean().item() / 64 / math.log(2)
+        bits = -log_likelihood(model, tokens).mean().item() / 64 / math.log(2)
         assert row["test"] == pytest.approx(bits, abs=1e-5)
 
 
@@ -283,7 +283,7 @@ def test_a_longer_model_is_the_same_at_every_position_that_the_short_one_has(mod
         table, short = longer.embedding.table.weight, model.embedding.table.weight
         assert torch.equal(table, short[torch.arange(150) % 64])
         assert images_speed.extended(model, 64) is model
-    free = Decoder(Config(dim=8, depth=1, heads=2, positions="none"))
+    free = Decoder(DecoderConfig(dim=8, depth=1, heads=2, positions="none"))
     assert images_speed.extended(free, 999) is free
 
 

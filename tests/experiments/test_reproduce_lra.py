@@ -35,7 +35,7 @@ def batch(length: int = 24, towers: int = 1, rows: int = 3) -> Batch:
     return Batch(tokens, None, torch.arange(rows) % 3)
 
 
-@pytest.mark.parametrize("name", longspan.names())
+@pytest.mark.parametrize("name", longspan.list_mechanisms())
 @pytest.mark.parametrize("length", [24, 90])
 def test_every_mechanism_fits_and_learns_from_a_step(name, length):
     model = Classifier(small(lra_models.sized(name, length), length), 0)
@@ -49,7 +49,7 @@ def test_every_mechanism_fits_and_learns_from_a_step(name, length):
 
 
 def test_sizes_are_parts_of_the_length():
-    assert set(lra_models.SIZES) <= set(longspan.names())
+    assert set(lra_models.SIZES) <= set(longspan.list_mechanisms())
     assert lra_models.sized("linformer", 256) == "linformer(length=256, slots=32)"
     assert lra_models.sized("axial", 256) == "axial(width=16)"
     # What is spelled out stays.
@@ -144,9 +144,9 @@ class TestTrainings:
         found = lra.points(lra.LAPTOP)
         kinds = [point["what"] for point in found]
         assert kinds == sorted(kinds, reverse=True)
-        assert {p["mechanism"] for p in found if p["what"] == "cost"} == set(longspan.names())
+        assert {p["mechanism"] for p in found if p["what"] == "cost"} == set(longspan.list_mechanisms())
         trained = {p["mechanism"] for p in found if p["what"] == "training" and p["task"] == "listops"}
-        assert trained == set(longspan.names())
+        assert trained == set(longspan.list_mechanisms())
         assert {p["mechanism"] for p in found if p.get("task") == "text"} == set(lra.FEW)
         assert {row.mechanism for row in lra_published.TABLE} <= trained
 

@@ -158,7 +158,7 @@ class TestAlgorithm:
             assert found == sorted(whole.tolist())
 
 
-@pytest.mark.parametrize("kind", agents.KINDS)
+@pytest.mark.parametrize("kind", agents.CORES)
 class TestAgents:
     def test_many_steps_in_one_call_are_those_steps(self, kind):
         """With episodes that end anywhere, after a state in which one is going on."""

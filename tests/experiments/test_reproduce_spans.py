@@ -50,7 +50,7 @@ def test_a_head_costs_the_keys_that_have_a_weight():
 
 def test_only_the_penalty_sets_the_two_trainings_apart(tmp_path):
     settings = spans.Settings()
-    free, priced, window = (settings.run(kind, tmp_path) for kind in spans.KINDS)
+    free, priced, window = (settings.run(kind, tmp_path) for kind in spans.VARIANTS)
     assert (free.penalty, priced.penalty, window.penalty) == (0.0, settings.penalty, 0.0)
     assert free == window
     assert settings.config(spans.FREE) == settings.config(spans.PRICED)
@@ -63,7 +63,7 @@ def test_a_run_keeps_the_spans_of_every_look(capsys, tmp_path):
     assert "spans of the heads" in capsys.readouterr().out
     assert (tmp_path / "spans.png").stat().st_size > 10_000
     place = Place(tmp_path / "spans-work", lambda items, total, label: items)
-    free, priced, window = (spans.measure(spans.QUICK, {"kind": kind}, place) for kind in spans.KINDS)
+    free, priced, window = (spans.measure(spans.QUICK, {"kind": kind}, place) for kind in spans.VARIANTS)
     assert [step for step, _ in priced["spans"]] == [0, 2, 4]
     assert priced["spans"][0][1] == [[8.0, 8.0], [8.0, 8.0]]
     assert priced["spans"][-1][1] == [[round(z, 2) for z in layer] for layer in spans.spans(last(place, "priced"))]

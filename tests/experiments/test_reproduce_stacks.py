@@ -98,12 +98,12 @@ class TestLengths:
 
     def test_plain_models_are_as_large_or_as_wide(self):
         settings = lengths.Settings()
-        models = {kind: learning.fresh(settings.config(kind, "sinusoidal"), 0) for kind in lengths.KINDS}
+        models = {kind: learning.fresh(settings.config(kind, "sinusoidal"), 0) for kind in lengths.VARIANTS}
         weights = {kind: sum(p.numel() for p in model.parameters()) for kind, model in models.items()}
         assert weights[lengths.TIED] == pytest.approx(weights[lengths.UNIVERSAL], rel=0.1)
         assert weights[lengths.DEEP] > 3 * weights[lengths.UNIVERSAL]
 
-    @pytest.mark.parametrize("kind", lengths.KINDS)
+    @pytest.mark.parametrize("kind", lengths.VARIANTS)
     def test_offsets_move_the_positions_of_every_model(self, kind):
         """Against the outputs after so many tokens that nobody sees, at the places where these are."""
         settings = replace(lengths.QUICK, longest=2)

@@ -12,7 +12,7 @@ import longspan
 from longspan import backend
 from longspan.generation.native_decoder import Engine
 from longspan.generation.sampling import generate
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.ops.native import build
 
@@ -40,7 +40,7 @@ def decoder(row=MODELS[0], dim=24, heads=4, seed=0, **options) -> Decoder:
     torch.manual_seed(seed)
     options = {"depth": 3, "feedforward": dim + 13, "vocab": 37, "length": 128} | options
     model = Decoder(
-        Config(
+        DecoderConfig(
             dim=dim, heads=heads, attention=attention, positions=positions, activation=activation, norm=norm,
             prenorm=prenorm, tied=tied, **options,
         )

@@ -232,7 +232,7 @@ def test_the_process_survives():
     """As a whole program, where a read beyond the end would end it."""
     code = (
         "import torch, longspan\nfrom longspan.generation.native_decoder import Engine\n"
-        "config = longspan.Config(dim=8, heads=2, depth=1, vocab=5, attention='softmax', length=8)\n"
+        "config = longspan.DecoderConfig(dim=8, heads=2, depth=1, vocab=5, attention='softmax', length=8)\n"
         "model = longspan.Decoder(config).eval()\nstate = model.init_state(1, 4)\n"
         "state.layers[0].length.fill_(-10**6)\n"
         "try:\n    Engine(model)(torch.zeros(1, 1, dtype=torch.long), state)\nexcept ValueError:\n"

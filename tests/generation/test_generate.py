@@ -5,8 +5,8 @@ import importlib
 import pytest
 import torch
 
-from longspan.generation.sampling import generate, prefill, score
-from longspan.models.config import Config
+from longspan.generation.sampling import generate, log_likelihood, prefill
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.ops.native.call import available
 
@@ -16,7 +16,7 @@ PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0)
 def decoder(**fields):
     torch.manual_seed(0)
     small = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 12, "vocab": 7, "length": 40}
-    return Decoder(Config(**small | fields)).double().eval()
+    return Decoder(DecoderConfig(**small | fields)).double().eval()
 
 
 SPECS = ["linear", "softmax", "linear; softmax(kv_heads=1)"]
@@ -104,11 +104,11 @@ def test_no_gradients_are_recorded_and_none_are_switched_off():
 @pytest.mark.parametrize("attention", SPECS)
 def test_score_does_not_depend_on_the_cut(attention):
     model = decoder(attention=attention)
-    whole = score(model, PROMPT)
+    whole = log_likelihood(model, PROMPT)
     by_hand = model.likelihood.log_prob(model(model.shift(PROMPT))[0], PROMPT).sum(1)
     torch.testing.assert_close(whole, by_hand.detach(), atol=1e-10, rtol=0)
     for chunk in (1, 4, 11, 99):
-        torch.testing.assert_close(score(model, PROMPT, chunk=chunk), whole, atol=1e-10, rtol=0)
+        torch.testing.assert_close(log_likelihood(model, PROMPT, chunk=chunk), whole, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("attention", SPECS)
@@ -117,9 +117,9 @@ def test_score_of_ragged_rows(attention):
     mask = torch.ones(3, 11, dtype=torch.bool)
     mask[0, 6:], mask[1, :3], mask[2, [0, 4, 5, 10]] = False, False, False
     for chunk in (0, 1, 4):
-        found = score(model, PROMPT, mask=mask, chunk=chunk)
+        found = log_likelihood(model, PROMPT, mask=mask, chunk=chunk)
         for row in range(3):
-            alone = score(model, PROMPT[row : row + 1, mask[row]])
+            alone = log_likelihood(model, PROMPT[row : row + 1, mask[row]])
             torch.testing.assert_close(found[row : row + 1], alone, atol=1e-10, rtol=0)
 
 
@@ -153,7 +153,7 @@ def test_wrong_options_are_refused_at_the_call(options, message):
 
 def test_score_refuses_a_negative_chunk():
     with pytest.raises(ValueError, match="chunk=-1 must be 0"):
-        score(decoder(), PROMPT, chunk=-1)
+        log_likelihood(decoder(), PROMPT, chunk=-1)
 
 
 @pytest.mark.parametrize(("tokens", "engines"), [(8, 0), (9, 1)])
@@ -195,6 +195,6 @@ IDS = torch.zeros(1, 2, dtype=torch.long)
     ],
 )
 def test_wrong_types_are_named(prompt, options, message):
-    model = Decoder(Config(dim=8, depth=1, heads=2, feedforward=16, vocab=5)).eval()
+    model = Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5)).eval()
     with pytest.raises(ValueError, match=message):
         generate(model, prompt, **options)

@@ -15,7 +15,7 @@ import longspan
 from longspan import testing
 from longspan.attention.base import REGISTRY, own_options
 from longspan.generation.sampling import generate
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def site(tmp_path_factory):
 
 def test_every_mechanism_has_a_row_and_a_section(site):
     table = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
-    for name in longspan.names():
+    for name in longspan.list_mechanisms():
         cls = REGISTRY[name]
         (row,) = [line for line in table.splitlines() if line.startswith(f"| [`{name}`]")]
         assert cls.paper in row
@@ -184,7 +184,7 @@ def newcomer(blocks, tmp_path, monkeypatch):
 
 
 def test_the_mechanism_of_contributing_obeys_every_law(newcomer):
-    assert newcomer in longspan.names()
+    assert newcomer in longspan.list_mechanisms()
     report = testing.check_attention(newcomer, raises=False)
     assert report.ok, str(report)
     assert {row.law for row in report.rows if row.status == "passed"} >= {"parallel_is_recurrent", "state", "padding"}
@@ -200,16 +200,16 @@ def test_the_mechanism_of_contributing_takes_the_mean_of_what_came(newcomer):
 
 
 def test_the_mechanism_of_contributing_generates_in_a_hybrid_stack(newcomer):
-    config = Config(dim=8, depth=2, heads=2, attention=f"{newcomer}; linear", feedforward=16, vocab=5, length=11)
+    config = DecoderConfig(dim=8, depth=2, heads=2, attention=f"{newcomer}; linear", feedforward=16, vocab=5, length=11)
     tokens = list(generate(Decoder(config).eval(), tokens=7, batch=3, seed=0))
     assert [token.shape for token in tokens] == [(3,)] * 7
 
 
-NAMES = longspan.names()
+NAMES = longspan.list_mechanisms()
 
 
 def test_the_example_of_contributing_leaves_what_was_there(blocks):
-    assert longspan.names() == NAMES
+    assert longspan.list_mechanisms() == NAMES
     assert all(cls.__module__ in sys.modules for cls in REGISTRY.values())
 
 

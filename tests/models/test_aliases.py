@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import longspan
-from longspan import Config, Decoder, Encoder, EncoderConfig, Seq2Seq, Seq2SeqConfig, Stack, StackConfig
+from longspan import Decoder, DecoderConfig, Encoder, EncoderConfig, Seq2Seq, Seq2SeqConfig, Stack, StackConfig
 from longspan._utils import aliases
 from longspan.attention.base import own_options
 from longspan.cli.entry import WRONG, main
-from longspan.train.config import Run
+from longspan.train.config import TrainConfig
 
 SMALL = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 16}
 ARGUMENTS = {"tokens", "batch", "beams", "best", "stop", "prompt", "state", "mask", "segments", "context", "causal",
@@ -16,9 +16,11 @@ ARGUMENTS = {"tokens", "batch", "beams", "best", "stop", "prompt", "state", "mas
 
 
 def test_every_alias_leads_to_a_name_of_ours():
-    fields = {*Config.__dataclass_fields__, *Run.__dataclass_fields__}
-    options = {option for name in longspan.names() for option in own_options(longspan.attention.REGISTRY[name])}
-    ours = {*longspan.names(), *fields, *options, *ARGUMENTS}
+    fields = {*DecoderConfig.__dataclass_fields__, *TrainConfig.__dataclass_fields__}
+    options = {
+        option for name in longspan.list_mechanisms() for option in own_options(longspan.attention.REGISTRY[name])
+    }
+    ours = {*longspan.list_mechanisms(), *fields, *options, *ARGUMENTS}
     for foreign, meant in aliases.ALIASES.items():
         assert set(meant) <= ours, foreign
         assert foreign == foreign.lower().replace("-", "_")
@@ -45,9 +47,9 @@ def test_a_foreign_mechanism(foreign, ours):
 )  # fmt: skip
 def test_a_foreign_field(foreign, ours, capsys):
     with pytest.raises(TypeError, match=rf"Config\(\) has no argument {foreign!r} \(did you mean {ours!r}\?\)"):
-        Config(**{foreign: 3})
+        DecoderConfig(**{foreign: 3})
     with pytest.raises(ValueError, match=rf"unknown field of Config {foreign!r} \(did you mean {ours!r}\?\)"):
-        Config.from_dict({foreign: 3})
+        DecoderConfig.from_dict({foreign: 3})
     assert main(["train", f"--model.{foreign}", "3"]) == WRONG
     assert f"(did you mean '--model.{ours}'?)" in capsys.readouterr().err
 
@@ -64,7 +66,7 @@ def test_a_flag_without_its_group_is_one_short_line(capsys):
 
 
 def calls():
-    model = Decoder(Config(**SMALL, vocab=5)).eval()
+    model = Decoder(DecoderConfig(**SMALL, vocab=5)).eval()
     ids, x = torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 3, 8)
     attention = longspan.build("linear", 8, 2)
     pairs = Seq2Seq(Seq2SeqConfig(**SMALL, vocab=5)).eval()

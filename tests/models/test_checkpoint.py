@@ -13,11 +13,11 @@ from torch import nn
 
 from longspan._utils import sealed_dir
 from longspan.models import checkpoint
-from longspan.models.config import Config, EncoderConfig
+from longspan.models.config import DecoderConfig, EncoderConfig
 from longspan.models.decoder import Decoder
 from longspan.models.encoder import Encoder
 
-SMALL = Config(dim=10, depth=2, heads=2, feedforward=14, vocab=17, length=13)
+SMALL = DecoderConfig(dim=10, depth=2, heads=2, feedforward=14, vocab=17, length=13)
 
 
 def decoder(seed=0, config=SMALL):
@@ -62,7 +62,7 @@ class TestRoundTrip:
     def test_header(self, folder):
         header = checkpoint.read_config(folder)
         assert (header["format"], header["kind"], header["step"]) == (2, "decoder", 7)
-        assert Config.from_dict(header["config"]) == SMALL
+        assert DecoderConfig.from_dict(header["config"]) == SMALL
 
     def test_global_random_numbers_are_left_alone(self, folder):
         before = torch.get_rng_state()
@@ -83,7 +83,7 @@ class TestRoundTrip:
                 self.second.weight = self.first.weight
                 self.blocks = nn.ModuleList()
 
-        monkeypatch.setitem(checkpoint.KINDS, "decoder", (Config, Tied))
+        monkeypatch.setitem(checkpoint.MODEL_CLASSES, "decoder", (DecoderConfig, Tied))
         model = Tied(SMALL)
         checkpoint.save(tmp_path / "t", model)
         assert list(load_file(tmp_path / "t" / "model.safetensors")) == ["first.weight"]
@@ -396,7 +396,7 @@ def test_a_copied_checkpoint_is_a_checkpoint(folder, tmp_path):
 )
 def test_a_config_is_looked_at_before_a_model_is_built(tmp_path, entry, message):
     folder = tmp_path / "m"
-    checkpoint.save(folder, Decoder(Config(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)))
+    checkpoint.save(folder, Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)))
     edit(folder, **entry)
     with pytest.raises(ValueError, match=message):
         checkpoint.load(folder)

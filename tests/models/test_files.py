@@ -74,7 +74,7 @@ WRITERS = {
 
 
 def decoder():
-    return longspan.Decoder(longspan.Config(dim=8, depth=1, heads=2, feedforward=16, vocab=5))
+    return longspan.Decoder(longspan.DecoderConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5))
 
 
 @posix

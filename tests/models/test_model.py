@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from longspan import testing
-from longspan.models.config import ACTIVATIONS, NORMS, Config, EncoderConfig, StackConfig
+from longspan.models.config import ACTIVATIONS, NORMS, DecoderConfig, EncoderConfig, StackConfig
 from longspan.models.decoder import Decoder
 from longspan.models.encoder import Encoder
 from longspan.models.stacks import Stack
@@ -19,7 +19,7 @@ TOKENS = torch.randint(0, 7, (2, 13), generator=torch.Generator().manual_seed(0)
 
 def decoder(**fields):
     torch.manual_seed(0)
-    return Decoder(Config(**SMALL | {"vocab": 7, "length": 20} | fields)).double().eval()
+    return Decoder(DecoderConfig(**SMALL | {"vocab": 7, "length": 20} | fields)).double().eval()
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax", "linear; softmax(kv_heads=1)"])
@@ -83,7 +83,7 @@ def test_packed_rows_equal_separate_ones():
 
 
 def test_weights_into_the_residual_begin_smaller_by_the_root_of_their_number():
-    for name, weight in Decoder(Config(dim=96, depth=8, heads=2, feedforward=96, vocab=300)).named_parameters():
+    for name, weight in Decoder(DecoderConfig(dim=96, depth=8, heads=2, feedforward=96, vocab=300)).named_parameters():
         if name.endswith("bias") or "norm" in name:
             assert (weight == float(name.endswith("weight"))).all()
             continue
@@ -201,7 +201,9 @@ def test_what_a_masked_token_holds_is_not_handed_on(kind):
 def test_what_writes_into_the_residual_begins_smaller(depth):
     """Deviation 0.02, by sqrt(2 depth) less for the last map of attentions and feed-forward networks; biases are 0."""
     torch.manual_seed(0)
-    model = Decoder(Config(dim=64, depth=depth, heads=2, feedforward=96, vocab=50, length=64, positions="learned"))
+    model = Decoder(
+        DecoderConfig(dim=64, depth=depth, heads=2, feedforward=96, vocab=50, length=64, positions="learned")
+    )
     for name, p in model.named_parameters():
         if "norm" in name:
             continue

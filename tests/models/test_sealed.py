@@ -291,17 +291,17 @@ class TestAtOnce:
         assert same(checkpoint.load(folder), decoder(1))
 
     def test_a_checkpoint_is_there_while_it_steps_aside_and_another_comes(self, folder, monkeypatch):
-        settled, times = sealed_dir.settled, [0]
+        settled, times = sealed_dir.resolve_replaced, [0]
 
         def late(path):
             os.rename(folder, aside := folder.with_name(f".a.{times[0]:016x}.old"))
             found, times[0] = settled(path), times[0] + 1
             os.rename(aside, folder)
             if times[0] > 3:
-                monkeypatch.setattr(sealed_dir, "settled", settled)
+                monkeypatch.setattr(sealed_dir, "resolve_replaced", settled)
             return found
 
-        monkeypatch.setattr(sealed_dir, "settled", late)
+        monkeypatch.setattr(sealed_dir, "resolve_replaced", late)
         assert checkpoint.resolve(folder) == folder
         assert times == [4]
 

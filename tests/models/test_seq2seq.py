@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from longspan import Config, Decoder, Seq2Seq, Seq2SeqConfig, beam_search
+from longspan import Decoder, DecoderConfig, Seq2Seq, Seq2SeqConfig, beam_search
 from longspan.generation import beam_search as beams
 from longspan.models.stacks import STACKS
 
@@ -199,7 +199,7 @@ class TestBeams:
 
     def test_one_beam_is_greedy(self):
         torch.manual_seed(0)
-        model = Decoder(Config(**SMALL)).double().eval()
+        model = Decoder(DecoderConfig(**SMALL)).double().eval()
         for p in model.parameters():
             torch.nn.init.normal_(p, std=0.4)
         prompt = torch.tensor([[3, 1, 4], [1, 5, 2]])
@@ -208,7 +208,7 @@ class TestBeams:
 
     def test_prompts_of_different_lengths(self):
         torch.manual_seed(0)
-        model = Decoder(Config(**SMALL, attention="softmax")).double().eval()
+        model = Decoder(DecoderConfig(**SMALL, attention="softmax")).double().eval()
         for p in model.parameters():
             torch.nn.init.normal_(p, std=0.4)
         short, long = torch.tensor([[3, 1]]), torch.tensor([[1, 5, 2, 2]])
@@ -244,7 +244,7 @@ class TestBeams:
             beam_search(model, **{"source": source, "tokens": 3} | options)
 
     def test_wrong_models(self):
-        decoder, (source, _) = Decoder(Config(**SMALL)), pair()
+        decoder, (source, _) = Decoder(DecoderConfig(**SMALL)), pair()
         for options, message in (({"source": source}, "reads no source"), ({}, "continues a prompt")):
             with pytest.raises(ValueError, match=message):
                 beam_search(decoder, **options, tokens=3)

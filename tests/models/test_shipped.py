@@ -19,15 +19,15 @@ from longspan.cli import trained, transcribe
 from longspan.cli.entry import WRONG, main
 from longspan.data import images as sources
 from longspan.generation.native_decoder import Engine
-from longspan.generation.sampling import score
+from longspan.generation.sampling import log_likelihood
 from longspan.models import checkpoint, pretrained
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import Run, fit, recipes
+from longspan.train import TrainConfig, fit, recipes
 
 ROOT = Path(__file__).parents[2]
 MEGABYTES = 5
-TINY = Config(dim=6, depth=1, heads=2, feedforward=7, vocab=256, length=784)
+TINY = DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=256, length=784)
 
 
 @pytest.fixture(scope="module")
@@ -115,10 +115,10 @@ def by_engine(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_one_parallel_pass_is_stepping_on_test_images(some):
     model = pretrained.load("mnist")
-    whole, served = score(model, some), not Engine.why_not(model)
+    whole, served = log_likelihood(model, some), not Engine.why_not(model)
     # The decoder's own steps take longer; where generation has the engine, some images are enough for them.
     few = some[:10] if served else some
-    assert (whole[: len(few)] - score(model, few, chunk=1)).abs().max() < 1e-3
+    assert (whole[: len(few)] - log_likelihood(model, few, chunk=1)).abs().max() < 1e-3
     if served:
         assert (whole - by_engine(model, some)).abs().max() < 1e-3
 
@@ -126,7 +126,7 @@ def test_one_parallel_pass_is_stepping_on_test_images(some):
 def test_the_record_holds_the_data_and_the_bits_that_these_images_have(mnist, some):
     record = pretrained.record("mnist")
     assert record["data"] == {"mnist": mnist.checksum}
-    found = -score(pretrained.load("mnist"), some) / mnist.length / math.log(2)
+    found = -log_likelihood(pretrained.load("mnist"), some) / mnist.length / math.log(2)
     # 100 of 10,000 images: four standard errors.
     assert abs(found.mean() - record["bits_per_dim"]["test"]) < 4 * found.std() / 10
     assert record["bits_per_dim"]["test"] < 1.0
@@ -188,9 +188,9 @@ def refused(capsys, *words: str) -> str:
 
 
 def test_a_folder_comes_before_a_model_of_its_name(toy, capsys):
-    assert pretrained.means("toy")
+    assert pretrained.is_pretrained_name("toy")
     Path("toy").mkdir()
-    assert not pretrained.means("toy")
+    assert not pretrained.is_pretrained_name("toy")
     assert "toy is no checkpoint" in refused(capsys, "generate", "toy")
     assert "there is no such folder, nor is it a model inside longspan: toy\n" in refused(capsys, "eval", "tyo")
     assert refused(capsys, "eval", "a/b").endswith("there is no such folder\n")
@@ -216,7 +216,7 @@ def test_generate_and_eval_take_a_model_by_its_name(toy, capsys):
     assert main(["eval", "toy", "--data", f"mnist:{folder}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     tokens = data.load(f"mnist:{folder}").take("test", torch.arange(7))
-    assert found["bits"] == pytest.approx(-score(toy, tokens).mean().item() / 784 / math.log(2))
+    assert found["bits"] == pytest.approx(-log_likelihood(toy, tokens).mean().item() / 784 / math.log(2))
 
 
 def test_completions_keep_the_given_half(toy, capsys):
@@ -251,7 +251,9 @@ def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
     (tmp_path / "mnist.yaml").write_text(
         "model: {dim: 6, depth: 1, heads: 2, feedforward: 7, length: 784}\nrun: {steps: 3}\n"
     )
-    run = Run(data=source, steps=3, batch=2, evaluate_every=2, evaluate_examples=3, seed=5, out=str(tmp_path / "run"))
+    run = TrainConfig(
+        data=source, steps=3, batch=2, evaluate_every=2, evaluate_examples=3, seed=5, out=str(tmp_path / "run")
+    )
     fit(TINY, run, progress=False)
     record = script.ship(tmp_path / "run", source, samples=4)
     assert record == pretrained.record("mnist")
@@ -265,7 +267,7 @@ def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
     for key, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, best.state_dict()[key].bfloat16().float())
     # The bits are those of the rounded weights.
-    bits = -score(loaded, dataset.take("test", torch.arange(7))).mean().item() / 784 / math.log(2)
+    bits = -log_likelihood(loaded, dataset.take("test", torch.arange(7))).mean().item() / 784 / math.log(2)
     assert record["bits_per_dim"]["test"] == pytest.approx(bits, abs=1e-5)
     assert (record["seed"], record["parameters"]) == (5, sum(p.numel() for p in best.parameters()))
     assert record["seconds"] > 0

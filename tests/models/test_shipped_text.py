@@ -12,10 +12,10 @@ import torch
 from data_files import shared
 from longspan import data
 from longspan.cli.entry import WRONG, main
-from longspan.generation.sampling import score
+from longspan.generation.sampling import log_likelihood
 from longspan.models import checkpoint, pretrained
-from longspan.models.config import Config
-from longspan.train import Run, fit
+from longspan.models.config import DecoderConfig
+from longspan.train import TrainConfig, fit
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,8 +26,8 @@ BYTES = torch.frombuffer(bytearray((ROOT / "LICENSE").read_bytes()[:2560]), dtyp
 
 def test_one_parallel_pass_is_stepping_on_a_text():
     model = pretrained.load("text")
-    whole = score(model, BYTES)
-    assert (whole - score(model, BYTES, chunk=1)).abs().max() < 1e-3 * whole.abs().max()
+    whole = log_likelihood(model, BYTES)
+    assert (whole - log_likelihood(model, BYTES, chunk=1)).abs().max() < 1e-3 * whole.abs().max()
     assert pretrained.record("text")["stepping"]["largest_difference"] < 0.05
 
 
@@ -39,7 +39,7 @@ def test_the_text_model_has_learned_english_and_its_record_says_how_well():
     prose = torch.frombuffer(bytearray(PROSE), dtype=torch.uint8).long()[None]
     shares = torch.bincount(prose[0], minlength=256) / prose.numel()
     frequent = -(shares[shares > 0] * shares[shares > 0].log2()).sum()
-    assert -score(model, prose).item() / prose.numel() / math.log(2) < 0.75 * frequent
+    assert -log_likelihood(model, prose).item() / prose.numel() / math.log(2) < 0.75 * frequent
     for text, prompt in zip(record["samples"]["texts"], PROMPTS, strict=True):
         assert text.startswith(prompt)
         words = re.findall("[a-z]+", text[len(prompt) :].lower())
@@ -81,7 +81,7 @@ def test_the_record_holds_the_bits_that_this_text_has():
         f"text:{shared('text') / 'warpeace.txt.gz'}", checkpoint.read_config(pretrained.path("text"))["run"]["length"]
     )
     assert record["data"] == {"text": text.checksum}
-    found = -score(pretrained.load("text"), text.take("test", torch.arange(60) * (text.count("test") // 60)))
+    found = -log_likelihood(pretrained.load("text"), text.take("test", torch.arange(60) * (text.count("test") // 60)))
     found = found / text.length / math.log(2)
     # 60 of 624 windows: four standard errors.
     assert abs(found.mean() - record["bits_per_byte"]["test"]) < 4 * found.std() / 60**0.5
@@ -107,14 +107,16 @@ def test_a_text_model_is_measured_on_a_text_that_is_named(capsys, tmp_path):
     file.write_bytes(bytes(BYTES.flatten().tolist()) * 3)
     assert main(["eval", "text", "--data", f"text:{file}", "--length", "128", "--json"]) == 0
     found, tokens = json.loads(capsys.readouterr().out), data.load(f"text:{file}", 128).take("test", torch.arange(3))
-    assert found["bits"] == pytest.approx(-score(pretrained.load("text"), tokens).mean().item() / 128 / math.log(2))
+    assert found["bits"] == pytest.approx(
+        -log_likelihood(pretrained.load("text"), tokens).mean().item() / 128 / math.log(2)
+    )
 
 
 def test_the_page_has_the_figures_of_the_record():
     page, record = (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), pretrained.record("text")
     assert f"{record['bits_per_byte']['test']:.2f} bits per byte" in page
     assert f"{record['state_bytes']:,} bytes" in page
-    batches = Run(**checkpoint.read_config(pretrained.path("text"))["run"])
+    batches = TrainConfig(**checkpoint.read_config(pretrained.path("text"))["run"])
     # Less than the nine tenths of the book that are for training.
     assert record["steps"] * batches.batch * batches.length < 0.9 * 3_196_228
 
@@ -132,8 +134,10 @@ def test_a_run_on_a_text_becomes_a_model(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
     for name, value in {"STEPPED": 3, "BYTES": 20}.items():
         monkeypatch.setattr(script, name, value)
-    config = Config(dim=6, depth=1, heads=2, feedforward=7, vocab=256, attention="linear", positions="none")
-    run = Run(data=source, length=32, steps=2, batch=2, evaluate_every=2, save_every=2, out=str(tmp_path / "run"))
+    config = DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=256, attention="linear", positions="none")
+    run = TrainConfig(
+        data=source, length=32, steps=2, batch=2, evaluate_every=2, save_every=2, out=str(tmp_path / "run")
+    )
     fit(config, run, progress=False)
     with pytest.raises(ValueError, match="which text was it\\? Name it by --about"):
         script.ship(tmp_path / "run", source)
@@ -146,7 +150,7 @@ def test_a_run_on_a_text_becomes_a_model(tmp_path, monkeypatch):
     assert str(tmp_path) not in (pretrained.path("text") / checkpoint.CONFIG).read_text() + json.dumps(record)
     assert not {"images_per_second", "bits_per_dim"} & set(record)
     dataset, loaded = data.load(source, 32), pretrained.load("text")
-    bits = -score(loaded, dataset.take("test", torch.arange(4))).mean().item() / 32 / math.log(2)
+    bits = -log_likelihood(loaded, dataset.take("test", torch.arange(4))).mean().item() / 32 / math.log(2)
     assert record["bits_per_byte"]["test"] == pytest.approx(bits, abs=1e-5)
     assert record["data"] == {"text": dataset.checksum}
     assert record["state_bytes"] == sum(t.nbytes for t in loaded.init_state(1).layers[0])

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from longspan import Config, Decoder
+from longspan import Decoder, DecoderConfig
 from longspan.models.stacks import STACKS
-from longspan.models.stacks.plain import Call
+from longspan.models.stacks.plain import LayerCall
 from longspan.models.stacks.universal import Act, UniversalState
 from longspan.modules.sinusoidal import sinusoid
-from longspan.ops.tensors import widen
+from longspan.ops.tensors import upcast_half
 from stack_cases import SMALL, data, grads, same, stack
 
 KINDS = ("plain", "universal(steps=3)", "universal(steps=2, coordinates='step')", "act(steps=4)", "reversible")
@@ -117,7 +117,7 @@ class TestAct:
                 act.bias.data.fill_(torch.logit(torch.tensor(next(chances), dtype=torch.float64)))
                 return iter(())
 
-        call, blocks = Call({}), Steps()
+        call, blocks = LayerCall({}), Steps()
         act.double()
         act.halt.data.zero_()
         blocks.__class__.__len__ = lambda self: 0
@@ -317,7 +317,7 @@ def test_specs_that_name_no_stack():
 def test_decoders_step_by_step():
     for kind in KINDS:
         torch.manual_seed(0)
-        model = Decoder(Config(**SMALL, vocab=11, positions="none", stack=kind)).double().eval()
+        model = Decoder(DecoderConfig(**SMALL, vocab=11, positions="none", stack=kind)).double().eval()
         tokens = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
         whole, _ = model(tokens)
         state = model.init_state(2)
@@ -326,4 +326,4 @@ def test_decoders_step_by_step():
         for token in tokens.split(1, 1):
             y, state = model(token, state)
             parts.append(y)
-        torch.testing.assert_close(widen(torch.cat(parts, 1)), whole, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(upcast_half(torch.cat(parts, 1)), whole, rtol=1e-9, atol=1e-9)

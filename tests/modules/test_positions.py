@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import longspan
-from longspan import Config, Decoder, Encoder, EncoderConfig, Seq2Seq, Seq2SeqConfig
+from longspan import Decoder, DecoderConfig, Encoder, EncoderConfig, Seq2Seq, Seq2SeqConfig
 from longspan.modules import positions
 from longspan.modules.rotary import rotate
 from longspan.modules.sinusoidal import sinusoid
@@ -161,16 +161,16 @@ class TestBuilding:
         ],
     )
     def test_wrong_specs(self, text, message):
-        for kind in (Config, EncoderConfig, Seq2SeqConfig):
+        for kind in (DecoderConfig, EncoderConfig, Seq2SeqConfig):
             with pytest.raises(ValueError, match=message):
                 kind(positions=text)
 
     def test_every_kind_is_tried(self):
-        assert {positions.parse(name).kind for name in EVERY} == set(positions.KINDS)
+        assert {positions.parse(name).kind for name in EVERY} == set(positions.POSITION_TYPES)
 
     def test_a_stack_with_an_attention_that_has_none(self):
         with pytest.raises(ValueError, match="gla has no alibi positions"):
-            Decoder(Config(attention="softmax; gla", positions="alibi"))
+            Decoder(DecoderConfig(attention="softmax; gla", positions="alibi"))
         with pytest.raises(ValueError, match="linear has no relative positions"):
             Seq2Seq(Seq2SeqConfig(attention="softmax", encoder_attention="linear", positions="relative"))
 
@@ -179,7 +179,7 @@ class TestBuilding:
 class TestModels:
     def test_any_cut_gives_one_answer(self, name):
         torch.manual_seed(0)
-        model = Decoder(Config(**SMALL, attention="softmax", positions=name)).double().eval()
+        model = Decoder(DecoderConfig(**SMALL, attention="softmax", positions=name)).double().eval()
         whole, _ = model(TOKENS)
         for cuts in ([1] * 13, [5, 8], [12, 1]):
             state, outputs = model.init_state(2), []
@@ -213,7 +213,7 @@ class TestModels:
 
     def test_saved_and_loaded(self, name, tmp_path):
         torch.manual_seed(0)
-        model = Decoder(Config(**SMALL, attention="softmax", positions=name)).eval()
+        model = Decoder(DecoderConfig(**SMALL, attention="softmax", positions=name)).eval()
         longspan.save(tmp_path / "m", model)
         again = longspan.load(tmp_path / "m")
         assert again.config.positions == name
@@ -221,7 +221,7 @@ class TestModels:
 
 
 def test_the_engine_does_not_serve_interleaved_pairs():
-    model = Decoder(Config(**SMALL, attention="linear", positions="rotary(layout='interleaved')")).eval()
+    model = Decoder(DecoderConfig(**SMALL, attention="linear", positions="rotary(layout='interleaved')")).eval()
     assert (
         "stack.blocks.0.attention turns interleaved pairs of channels"
         in longspan.generation.native_decoder.Engine.why_not(model)

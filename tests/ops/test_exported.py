@@ -59,7 +59,9 @@ def test_one_program_for_every_batch_and_length(spec):
 
 def test_a_decoder_of_several_layers():
     torch.manual_seed(0)
-    config = longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5, attention="gated_deltanet; softmax")
+    config = longspan.DecoderConfig(
+        dim=8, depth=2, heads=2, feedforward=16, vocab=5, attention="gated_deltanet; softmax"
+    )
     model = longspan.Decoder(config).eval()
     program = export(model, (torch.tensor([[3, 1, 4], [0, 2, 2]]),), dynamic_shapes=(
         {0: Dim("B", min=1), 1: Dim("N", min=1)}, ))  # fmt: skip

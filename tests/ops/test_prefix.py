@@ -9,7 +9,7 @@ from longspan import backend, testing
 from longspan.attention import REGISTRY
 from longspan.generation.native_decoder import Engine
 from longspan.generation.sampling import generate, prefill
-from longspan.models.config import Config, StackConfig
+from longspan.models.config import DecoderConfig, StackConfig
 from longspan.models.decoder import Decoder
 from longspan.models.stacks import Stack
 from longspan.ops import gated, linear, prefix
@@ -216,7 +216,7 @@ PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0)
 def decoder(dtype=torch.float64, **fields):
     torch.manual_seed(0)
     small = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 12, "vocab": 7, "length": 60}
-    return Decoder(Config(**small | fields)).to(dtype).eval()
+    return Decoder(DecoderConfig(**small | fields)).to(dtype).eval()
 
 
 def tokens(*arguments, **options):

@@ -10,7 +10,7 @@ from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 import longspan
 from longspan import backend, decay_attention, delta_rule, linear_attention, sparse_attention
 from longspan.attention.base import REGISTRY
-from longspan.attention.registry import names
+from longspan.attention.registry import list_mechanisms
 
 B, H, D, E = 2, 2, 4, 3
 
@@ -202,7 +202,7 @@ def test_whole_mechanisms(text):
     assert torch.isfinite(second).all()
 
 
-WAYS = [(name, way) for name in names() for way in REGISTRY[name].directions]
+WAYS = [(name, way) for name in list_mechanisms() for way in REGISTRY[name].directions]
 WAYS.remove(("transformer_xl", "bidirectional"))  # its example has segments, which that form has not
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import longspan
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 
 SPECS = ["linear", "linear(rotary=10.0)", "softmax", "kernel"]
@@ -62,7 +62,9 @@ def test_round_trip(spec, tmp_path):
 
 
 def test_a_decoder_state_round_trips(tmp_path):
-    model = Decoder(Config(dim=8, depth=2, heads=2, attention="linear; softmax", feedforward=8, vocab=5, length=9))
+    model = Decoder(
+        DecoderConfig(dim=8, depth=2, heads=2, attention="linear; softmax", feedforward=8, vocab=5, length=9)
+    )
     with torch.no_grad():
         _, state = model(torch.zeros(2, 4, dtype=torch.long), model.init_state(2))
         longspan.save_state(tmp_path / "s", state)

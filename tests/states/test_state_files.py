@@ -29,9 +29,9 @@ def written(path, state, **leaves):
     return path
 
 
-@pytest.mark.parametrize("name", longspan.names())
+@pytest.mark.parametrize("name", longspan.list_mechanisms())
 def test_every_state_comes_back_whatever_its_rows_and_tokens(name, tmp_path):
-    for spec in longspan.examples(name):
+    for spec in longspan.mechanism_examples(name):
         try:
             module = longspan.build(spec, 8, 2)
             state = module.init_state(3)

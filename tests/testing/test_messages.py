@@ -13,7 +13,7 @@ from longspan.experiments import EXPERIMENTS
 def test_options_that_messages_name_exist():
     """Whatever --option a text inside the package names, some command has it, or the tool that the text is about."""
     parsers = [importlib.import_module(f"longspan.cli.{module}").parser() for module, _ in entry.COMMANDS.values()]
-    parsers += [bench.subparser(name) for name in bench.KINDS]
+    parsers += [bench.subparser(name) for name in bench.BENCHMARKS]
     parsers += [reproduce.series(), *(reproduce.subparser(name) for name in EXPERIMENTS)]
     known = {spelling for parser in parsers for o in parser._option_string_actions for spelling in (o, kebab(o))}
     known |= {"--debug", "--import", "--version"}

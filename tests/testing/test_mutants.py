@@ -16,7 +16,7 @@ from longspan.ops.native.call import available
 from longspan.ops.softmax import dense
 from longspan.ops.tensors import positions
 from longspan.states import kv_cache
-from longspan.states.kv_cache import View
+from longspan.states.kv_cache import CacheView
 
 
 def leaky_products(span, a, b):
@@ -143,7 +143,7 @@ def cache_one_short(cache_, k, v, used, donate, original=kv_cache._extend_even):
 def blind_to_itself(cache_, k, v, used, donate, original=kv_cache._extend_even):
     view, added = original(cache_, k, v, used, donate)
     return (
-        View(view.keys[:, :, :-1], view.values[:, :, :-1], None, False) if used and k.shape[2] == 1 else view
+        CacheView(view.keys[:, :, :-1], view.values[:, :, :-1], None, False) if used and k.shape[2] == 1 else view
     ), added
 
 

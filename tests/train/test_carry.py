@@ -19,9 +19,9 @@ import longspan
 from longspan import data
 from longspan.data.streams import Stream
 from longspan.models import checkpoint
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import Run, fit, streaming_eval, tbptt
+from longspan.train import TrainConfig, fit, streaming_eval, tbptt
 from longspan.train.evaluate import total
 from longspan.train.objectives import Streams
 from training_process import weights
@@ -30,7 +30,7 @@ SPECS = (
     "transformer_xl(memory=9)", "linear; local(window=5)", "gated_deltanet",
     "compressive(memory=5, compressed=3, rate=2)", "infini(segment=6)",
 )  # fmt: skip
-XL = Config(
+XL = DecoderConfig(
     dim=8, depth=2, heads=2, feedforward=12, attention=SPECS[0], vocab=256, positions="none", dropout=0.1
 )  # fmt: skip
 LENGTH = 11
@@ -55,7 +55,7 @@ def text(tmp_path_factory):
 
 
 def run(folder, text, **fields):
-    return Run(**{
+    return TrainConfig(**{
         "data": text, "length": LENGTH, "stream": True, "steps": 11, "batch": 3, "evaluate_every": 4,
         "evaluate_examples": 7, "save_every": 3, "warmup": 2, "out": str(folder / "run"),
     } | fields)  # fmt: skip
@@ -256,7 +256,7 @@ class TestEvaluation:
                 marks = [begin, *(d for d in dataset.documents["train"].tolist() if begin < d < end), end]
                 for first, last in itertools.pairwise(marks):
                     tokens = dataset.splits["train"][None, first:last].long()
-                    nats -= longspan.score(model, tokens).item()
+                    nats -= longspan.log_likelihood(model, tokens).item()
                     count += last - first
             model.train()
             assert found.tolist() == pytest.approx([nats, count])

@@ -13,9 +13,9 @@ from test_resume import press_at
 import longspan
 from longspan import data
 from longspan.cli.entry import main
-from longspan.models.config import Config, EncoderConfig
+from longspan.models.config import DecoderConfig, EncoderConfig
 from longspan.models.encoder import Encoder
-from longspan.train import Run, fit, objectives
+from longspan.train import TrainConfig, fit, objectives
 from longspan.train.evaluate import classified
 from training_process import tiny, weights
 
@@ -110,7 +110,7 @@ def run(folder, **fields):
 class TestTraining:
     def test_loss_and_accuracy_are_means_over_texts(self):
         model, found = made(), data.load("labels:majority")
-        task = objectives.build(model, Run(batch=7, data="labels:majority"), found)
+        task = objectives.build(model, TrainConfig(batch=7, data="labels:majority"), found)
         batch = task.batch(0, 0, 1)
         loss, parts = task.loss(model, batch)
         logits = torch.cat([model(t[m][None]) for t, m in zip(batch.tokens, batch.mask, strict=True)])
@@ -153,7 +153,7 @@ class TestTraining:
         assert 0 <= float(last["validation_accuracy"]) <= 1
 
     @pytest.mark.parametrize(("config", "fields", "message"), [
-        (Config(vocab=256), {}, "labels:majority has labels; it trains an encoder, model.kind=encoder"),
+        (DecoderConfig(vocab=256), {}, "labels:majority has labels; it trains an encoder, model.kind=encoder"),
         (replace(TINY, pool="none"), {}, "pool='none' gives one output per token; a classifier needs pool='mean'"),
         (replace(TINY, labels="b a"), {}, r"outputs=2 and labels='b a' do not fit labels:majority, whose 2 labels are"),
         (replace(TINY, vocab=255), {}, "vocab=255 does not fit labels:majority"),

@@ -11,18 +11,20 @@ import torch
 import longspan
 from longspan import data
 from longspan.cli.entry import main
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.learned import FILE, Diary, history, learned, scalars, summary
 from longspan.train.plots import draw
 from training_process import tiny
 
-SPANS = Config(
+SPANS = DecoderConfig(
     dim=8, heads=2, feedforward=12, depth=3, vocab=17, length=64,
     attention="adaptive_span(span=11, ramp=3, initial=4.0); softmax; adaptive_span(span=7, ramp=3, dynamic=True)",
 )  # fmt: skip
-ACT = Config(dim=8, heads=2, feedforward=12, depth=1, vocab=17, length=64, attention="linear", stack="act(steps=5)")
+ACT = DecoderConfig(
+    dim=8, heads=2, feedforward=12, depth=1, vocab=17, length=64, attention="linear", stack="act(steps=5)"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,9 @@ from torch import nn
 
 import longspan
 from longspan.models import checkpoint
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import Run, fit, objectives
+from longspan.train import TrainConfig, fit, objectives
 from training_process import TINY, tiny, weights
 
 
@@ -68,5 +68,7 @@ def test_a_run_that_brings_nothing_saves_nothing(tmp_path, monkeypatch):
 
 
 def test_each_kind_of_model_has_one():
-    built = objectives.build(Decoder(Config(dim=8, depth=1, heads=2, feedforward=8, vocab=17)), Run(), None)
+    built = objectives.build(
+        Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=17)), TrainConfig(), None
+    )
     assert isinstance(built, Carrying)

@@ -12,7 +12,7 @@ from test_resume import press_at
 import longspan
 from longspan._utils import progress
 from longspan.attention import adaptive_span
-from longspan.models.config import Config, EncoderConfig, StackConfig
+from longspan.models.config import DecoderConfig, EncoderConfig, StackConfig
 from longspan.models.decoder import Decoder
 from longspan.models.encoder import Encoder
 from longspan.models.stacks import Stack
@@ -23,7 +23,7 @@ from training_process import tiny, weights
 
 SPANS = "adaptive_span(span=11, ramp=3, initial=4.0)"
 SMALL = {"dim": 8, "heads": 2, "feedforward": 12}
-LEARNING = Config(**SMALL, depth=2, attention=SPANS, vocab=17, length=64)
+LEARNING = DecoderConfig(**SMALL, depth=2, attention=SPANS, vocab=17, length=64)
 MASK = torch.tensor([[True] * 9 + [False] * 4, [False] * 2 + [True] * 11])
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from longspan import data, train
 from longspan.models import checkpoint
-from longspan.models.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.train import fit, loop
 from longspan.train.report import COLUMNS, Table
 from training_process import TINY, best_at, checkpoints, tiny, weights
@@ -187,7 +187,7 @@ class TestRefused:
             fit(TINY, tiny(tmp_path), resume=True, progress=False)
 
     def test_other_settings_are_named(self, whole):
-        config = Config(**TINY.to_dict() | {"depth": 3})
+        config = DecoderConfig(**TINY.to_dict() | {"depth": 3})
         with pytest.raises(ValueError, match=r"cannot resume .* with other settings") as error:
             fit(config, tiny(whole, batch=7, keep=5, seconds=9.0), resume=True, progress=False)
         assert str(error.value).endswith("model.depth (1 -> 3), run.batch (5 -> 7)")
@@ -204,12 +204,12 @@ class TestRefused:
 
     def test_levels_that_are_not_the_datas(self, tmp_path):
         with pytest.raises(ValueError, match="vocab=256 does not fit digits, whose tokens have 17 levels"):
-            fit(Config(), tiny(tmp_path), progress=False)
+            fit(DecoderConfig(), tiny(tmp_path), progress=False)
         # The folder is still free for a second try.
         fit(TINY, tiny(tmp_path, steps=1), progress=False)
 
     def test_positions_that_are_too_few(self, tmp_path):
-        config = Config(**TINY.to_dict() | {"length": 63})
+        config = DecoderConfig(**TINY.to_dict() | {"length": 63})
         with pytest.raises(ValueError, match="length=63 learned positions are too few for digits: 64 tokens"):
             fit(config, tiny(tmp_path), progress=False)
 

@@ -23,7 +23,7 @@ from longspan import data
 from longspan._utils import memory
 from longspan.cli import entry as cli
 from longspan.models import checkpoint
-from longspan.models.config import Config, EncoderConfig, StackConfig
+from longspan.models.config import DecoderConfig, EncoderConfig, StackConfig
 from longspan.train import run_summary
 
 TEXT = bytes(range(97, 123)) * 40
@@ -119,7 +119,7 @@ def test_a_text_with_the_ending_of_its_packing_is_unpacked(kind, ending, tmp_pat
         data.load(f"text:{tmp_path}/twice.tar.gz", 16)
 
 
-@pytest.mark.parametrize("kind", [StackConfig, Config, EncoderConfig])
+@pytest.mark.parametrize("kind", [StackConfig, DecoderConfig, EncoderConfig])
 def test_more_specs_than_layers_are_refused(kind):
     message = "names 3 layers, more than depth=2; specs are tiled over the depth, and none is left out"
     with pytest.raises(ValueError, match=message):

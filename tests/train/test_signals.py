@@ -288,7 +288,7 @@ def test_a_full_disk_leaves_a_benchmark_what_it_has(writes, kept, tmp_path, monk
 
 def test_one_writer_at_a_time(tmp_path, capsys):
     for words in (["bench", "limits", "--rounds", "1"], ["reproduce", "mqar", "--quick"]):
-        with locks.alone(tmp_path / f".{words[1]}.lock", "it"):
+        with locks.exclusive_lock(tmp_path / f".{words[1]}.lock", "it"):
             assert main([*words, "--out", str(tmp_path)]) == entry.WRONG
             assert f"another process is writing {tmp_path / words[1]}.json; wait" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

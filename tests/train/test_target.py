@@ -14,10 +14,10 @@ from test_resume import finish, press_at, start, wait_for
 import longspan
 from longspan.data.pairs import Batch
 from longspan.models import checkpoint
-from longspan.models.config import Config, EncoderConfig, Seq2SeqConfig
+from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.models.seq2seq import Seq2Seq
-from longspan.train import Run, fit, loop, objectives
-from longspan.train.evaluate import transduced
+from longspan.train import TrainConfig, fit, loop, objectives
+from longspan.train.evaluate import evaluate_seq2seq
 from training_process import TINY, tiny, weights
 
 WORDS = ["".join(word) for n in (1, 2, 3, 4) for word in itertools.product("abc", repeat=n)]
@@ -83,7 +83,7 @@ class TestLoss:
     def test_padding_never_changes_it(self, dataset, fields, smoothing):
         """The loss of a batch is the mean over the tokens of its pairs, each alone and without any padding."""
         model = build(**fields, smoothing=smoothing)
-        target = objectives.Target(Run(batch=5), dataset)
+        target = objectives.Target(TrainConfig(batch=5), dataset)
         indices = torch.tensor([0, 7, 50, 70, 33])
         batch = dataset.take("train", indices)
         assert not batch.mask.all()
@@ -95,7 +95,7 @@ class TestLoss:
             torch.testing.assert_close(take(batch), expected, rtol=1e-6, atol=1e-6)
 
     def test_what_the_padding_holds_never_changes_it(self, dataset):
-        model, target = build(), objectives.Target(Run(), dataset)
+        model, target = build(), objectives.Target(TrainConfig(), dataset)
         batch = dataset.take("train", torch.tensor([0, 7, 50]))
         other = Batch(
             batch.source.masked_fill(~batch.source_mask, 99), batch.source_mask,
@@ -160,15 +160,15 @@ class TestEvaluation:
                     written.append(int(model(one.source, inputs)[0, -1].argmax()))
             tokens, exact = tokens + len(target), exact + (written == target)
         for batch in (1, 3, 64):
-            found = transduced(model, dataset, "validation", batch)
+            found = evaluate_seq2seq(model, dataset, "validation", batch)
             assert found.tolist() == pytest.approx([nats, tokens, exact, dataset.count("validation")], rel=1e-5)
-        beams = transduced(model, dataset, "validation", 3, beams=1)
+        beams = evaluate_seq2seq(model, dataset, "validation", 3, beams=1)
         assert beams.tolist() == pytest.approx(found.tolist())
 
     def test_beams_find_at_least_as_likely_targets(self, dataset):
         """As wide a beam as the tree finds the likeliest one, so that it is exact where that is the true one."""
         model = build(smoothing=0.0)
-        found = transduced(model, dataset, "test", 2, 4, beams=300)
+        found = evaluate_seq2seq(model, dataset, "test", 2, 4, beams=300)
         exact = 0
         count = dataset.count("test")
         for i in [j * count // 4 for j in range(4)]:
@@ -189,17 +189,17 @@ class TestEvaluation:
             return found
 
         monkeypatch.setattr("longspan.train.evaluate._written", written)
-        assert transduced(build(), dataset, "test", 1000)[2] == dataset.count("test") - 2
+        assert evaluate_seq2seq(build(), dataset, "test", 1000)[2] == dataset.count("test") - 2
 
     def test_the_ranks_shares_make_the_whole(self, dataset):
         model = build()
-        parts = [transduced(model, dataset, "test", 5, 4, rank, 3) for rank in range(3)]
-        torch.testing.assert_close(sum(parts), transduced(model, dataset, "test", 5, 4), rtol=1e-6, atol=0)
+        parts = [evaluate_seq2seq(model, dataset, "test", 5, 4, rank, 3) for rank in range(3)]
+        torch.testing.assert_close(sum(parts), evaluate_seq2seq(model, dataset, "test", 5, 4), rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("training", [True, False])
     def test_dropout_is_off_and_the_mode_as_before(self, dataset, training):
         model = build().train(training)
-        assert torch.equal(transduced(model, dataset, "test", 5), transduced(model, dataset, "test", 5))
+        assert torch.equal(evaluate_seq2seq(model, dataset, "test", 5), evaluate_seq2seq(model, dataset, "test", 5))
         assert model.training is training
 
 
@@ -209,7 +209,7 @@ class TestRuns:
         assert recipe["model"] == {"kind": "seq2seq"} | asdict(SMALL)
         assert checkpoint.config_of(recipe["model"]) == SMALL
         assert longspan.load(whole / "run").config == SMALL
-        assert Run(**recipe["run"]).data == file
+        assert TrainConfig(**recipe["run"]).data == file
         evaluated = [row for row in rows(whole) if row["validation_bits"]]
         assert [int(row["step"]) for row in evaluated] == [4, 8, 11]
         assert all(0 <= float(row["validation_exact"]) <= 1 for row in evaluated)
@@ -219,7 +219,7 @@ class TestRuns:
         result = fit(SMALL, tiny(tmp_path, data=file, steps=3), progress=False)
         model = longspan.load(tmp_path / "run")
         for split in ("validation", "test"):
-            nats, tokens, exact, pairs = transduced(model, dataset, split, 64, 7).tolist()
+            nats, tokens, exact, pairs = evaluate_seq2seq(model, dataset, split, 64, 7).tolist()
             assert result.bits[split] == pytest.approx(nats / tokens / math.log(2), rel=1e-6)
             assert (result.exact[split], result.examples[split]) == (exact / pairs, pairs)
 
@@ -272,7 +272,7 @@ class TestRuns:
 class TestRefused:
     def test_a_decoder_on_pairs(self, tmp_path, file):
         with pytest.raises(ValueError, match="which a decoder does not tell apart; it takes an encoder-decoder, model"):
-            fit(Config(vocab=257), tiny(tmp_path, data=file), progress=False)
+            fit(DecoderConfig(vocab=257), tiny(tmp_path, data=file), progress=False)
 
     @pytest.mark.parametrize("config", [SMALL, EncoderConfig()])
     def test_what_is_no_decoder_on_images(self, tmp_path, config):

@@ -235,7 +235,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def beside(path: Path, end: str) -> Path:
+def sibling_path(path: Path, end: str) -> Path:
     """A new name for something that belongs to ``path``: ``.NAME.TOKEN.end``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{end}")
 
@@ -297,7 +297,7 @@ def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int]:
     ``make`` returns None where somebody has removed what it made before it could be opened.
     """
     for _ in range(TRIES):
-        temporary = beside(path, "tmp")
+        temporary = sibling_path(path, "tmp")
         if (descriptor := make(temporary)) is None:
             continue
         if fcntl is None:

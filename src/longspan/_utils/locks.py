@@ -8,7 +8,7 @@ from filelock import FileLock, Timeout
 
 
 @contextlib.contextmanager
-def alone(path: Path, what: str) -> Iterator[None]:
+def exclusive_lock(path: Path, what: str) -> Iterator[None]:
     """Hold the lock file ``path``, which only a process that was killed leaves behind, unlocked.
 
     Raises ValueError, at once, where another process holds it (``what`` is what it writes); OSError where there can be

@@ -22,7 +22,7 @@ def memory() -> int:
         return _UNKNOWN
 
 
-def afford(size: int, what: str) -> None:
+def check_fits_in_memory(size: int, what: str) -> None:
     """Raise ValueError where this machine has less than ``size`` bytes of memory for ``what``."""
     if size > (has := memory()):
         raise ValueError(f"{what} would take {_read(size)} of memory; this machine has {_read(has)}")
@@ -66,7 +66,7 @@ def nbytes(module: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in itertools.chain(module.parameters(), module.buffers()))
 
 
-def wanted() -> bool:
+def allocates_on_cpu() -> bool:
     """Whether tensors are made in this machine's memory now, and not on the meta device or an accelerator."""
     return torch.get_default_device().type == "cpu"
 

@@ -62,7 +62,7 @@ def swap(temporary: Path, folder: Path) -> None:
                 raise
         # Another process that writes here may have moved it already, and may put its own in the place.
         with contextlib.suppress(FileNotFoundError):
-            os.rename(folder, atomic_io.beside(folder, "old"))
+            os.rename(folder, atomic_io.sibling_path(folder, "old"))
             atomic_io.sync(folder.parent)
     atomic_io.sync(folder.parent)
     tidy(folder)
@@ -78,7 +78,7 @@ def tidy(folder: Path) -> None:
     atomic_io.tidy(folder)
 
 
-def settled(folder: Path) -> Path:
+def resolve_replaced(folder: Path) -> Path:
     """``folder``, or the newest that has stepped aside from there, if a kill has left nothing but that."""
     return folder if folder.exists() else next(iter(_aside(folder)), folder)
 
@@ -101,7 +101,7 @@ def _places(folder: Path) -> Iterator[Path]:
 def there(folder: Path) -> bool:
     """Whether there is a sealed folder of this name, which may have stepped aside."""
     # At any moment a writer may exchange what has just been found, so that only a row of failures is an answer.
-    return any((settled(folder) / CONFIG).exists() for _ in range(TRIES))
+    return any((resolve_replaced(folder) / CONFIG).exists() for _ in range(TRIES))
 
 
 @contextlib.contextmanager

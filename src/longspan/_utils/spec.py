@@ -50,10 +50,12 @@ def _tree(text: str) -> ast.expr:
     # Python's parser says of deep brackets that it has no memory.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
-            f"{typecheck.shown(text)} is not a spec; a spec reads name or name(option=value, ...)"
+            f"{typecheck.format_value(text)} is not a spec; a spec reads name or name(option=value, ...)"
         ) from error
     if _depth(tree.body) > DEEPEST:
-        raise ValueError(f"{typecheck.shown(text)} is nested more than {DEEPEST} deep; a spec is flatter than that")
+        raise ValueError(
+            f"{typecheck.format_value(text)} is nested more than {DEEPEST} deep; a spec is flatter than that"
+        )
     return tree.body
 
 
@@ -70,7 +72,7 @@ def split(text: str) -> list[str]:
     specs = [part.strip() for part in text.split(";")]
     if not all(specs):
         raise ValueError(
-            f"empty spec in {typecheck.shown(text)}; specs are separated by single semicolons, e.g. 'linear; softmax'"
+            f"empty spec in {typecheck.format_value(text)}; specs are separated by single semicolons, e.g. 'linear; softmax'"
         )
     return specs
 
@@ -98,7 +100,7 @@ def known(name: str, names: Mapping[str, object], kind: str = "name", hint: str 
         return name
     meant = suggestion(name, names) if isinstance(name, str) else ""
     guess = f" (did you mean {meant!r}?)" if meant else ""
-    raise ValueError(f"unknown {kind} {typecheck.shown(name)}{guess}; known: {', '.join(sorted(names))}{hint}")
+    raise ValueError(f"unknown {kind} {typecheck.format_value(name)}{guess}; known: {', '.join(sorted(names))}{hint}")
 
 
 def options(maker: Callable) -> dict[str, inspect.Parameter]:
@@ -121,7 +123,7 @@ def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
         case ast.Call(func=ast.Name(id=name), args=positional, keywords=keywords):
             if any(isinstance(a, ast.Starred) for a in positional) or any(k.arg is None for k in keywords):
                 raise ValueError(
-                    f"cannot read * or ** in spec {typecheck.shown(text)}; write each option as name=value"
+                    f"cannot read * or ** in spec {typecheck.format_value(text)}; write each option as name=value"
                 )
             has = options(names[name]) if name in names else {}
             nested = [option for option, p in has.items() if p.annotation is Spec]
@@ -138,14 +140,16 @@ def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
             first, others = _chain(node)
             if len(others) >= JOINED:
                 raise ValueError(
-                    f"{typecheck.shown(text)} joins {len(others) + 1} parts by & | -; at most {JOINED} can be"
+                    f"{typecheck.format_value(text)} joins {len(others) + 1} parts by & | -; at most {JOINED} can be"
                 )
             value = _walk(first, text, names)
             for op, part in others:
                 value = _combine(op, value, _walk(part, text, names), text)
             return value
-    part = typecheck.shown(ast.unparse(node))
-    raise ValueError(f"cannot read {part} in spec {typecheck.shown(text)}; a spec has names, options and literals only")
+    part = typecheck.format_value(ast.unparse(node))
+    raise ValueError(
+        f"cannot read {part} in spec {typecheck.format_value(text)}; a spec has names, options and literals only"
+    )
 
 
 def _nested(value: ast.expr) -> Any:
@@ -157,9 +161,9 @@ def _option(option: str | None, value: ast.AST, text: str, names: Mapping[str, C
     used = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     if isinstance(value, ast.Name | ast.Call | ast.BinOp) and used and used.isdisjoint(names):
         bare = ast.unparse(value)
-        meant = bare.capitalize() if bare in ("true", "false") else typecheck.shown(bare)
+        meant = bare.capitalize() if bare in ("true", "false") else typecheck.format_value(bare)
         raise ValueError(
-            f"unknown value {typecheck.shown(bare)} of {option} in spec {typecheck.shown(text)}; write {option}={meant}"
+            f"unknown value {typecheck.format_value(bare)} of {option} in spec {typecheck.format_value(text)}; write {option}={meant}"
         )
     return _walk(value, text, names)
 
@@ -167,11 +171,11 @@ def _option(option: str | None, value: ast.AST, text: str, names: Mapping[str, C
 def _combine(op: ast.operator, left: Any, right: Any, text: str) -> Any:
     numbers = (bool, int, float, str, tuple)
     if isinstance(left, numbers) or isinstance(right, numbers):
-        raise ValueError(f"& | - join patterns, not numbers or strings, in spec {typecheck.shown(text)}")
+        raise ValueError(f"& | - join patterns, not numbers or strings, in spec {typecheck.format_value(text)}")
     try:
         return _OPERATORS[type(op)](left, right)
     except TypeError as error:
-        raise ValueError(f"cannot join the parts of spec {typecheck.shown(text)} by & | -: {error}") from error
+        raise ValueError(f"cannot join the parts of spec {typecheck.format_value(text)} by & | -: {error}") from error
 
 
 def _call(name: str, arguments: list, keywords: dict, text: str, names: Mapping[str, Callable]) -> Any:
@@ -186,11 +190,11 @@ def _call(name: str, arguments: list, keywords: dict, text: str, names: Mapping[
         bound = inspect.signature(maker).bind(*arguments, **keywords)
     except TypeError as error:
         raise ValueError(
-            f"cannot build {typecheck.shown(text)}: {error}; {name} has {', '.join(has) or 'no options'}"
+            f"cannot build {typecheck.format_value(text)}: {error}; {name} has {', '.join(has) or 'no options'}"
         ) from error
     for option, value in bound.arguments.items():
         if option in has:
-            typecheck.check(option, value, has[option].annotation, name)
+            typecheck.check_type(option, value, has[option].annotation, name)
     return maker(*arguments, **keywords)
 
 

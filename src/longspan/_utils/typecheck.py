@@ -15,7 +15,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", types.NoneType: "None"}
 
 
-def check(name: str, value: Any, kind: Any, owner: str = "") -> None:
+def check_type(name: str, value: Any, kind: Any, owner: str = "") -> None:
     """Raise ValueError unless ``value`` is of the annotated ``kind``.
 
     An int is a whole number of 64 bits and no bool; a float is an int or a float that is finite in float32, and no
@@ -29,17 +29,17 @@ def check(name: str, value: Any, kind: Any, owner: str = "") -> None:
     if not _fits(value, kind):
         tame = isinstance(value, int | float) and _fits(type(value)(1), kind)
         limits = ", finite and within the range of int64 and float32" if tame else ""
-        raise ValueError(f"{owner}{owner and ': '}{name}={shown(value)} must be {words(kind)}{limits}")
+        raise ValueError(f"{owner}{owner and ': '}{name}={format_value(value)} must be {type_name(kind)}{limits}")
 
 
 def check_fields(made: Any) -> None:
     """Raise ValueError unless every field of a dataclass is of the kind with which it is annotated."""
     kinds = _kinds(type(made))
     for field in dataclasses.fields(made):
-        check(field.name, getattr(made, field.name), kinds[field.name])
+        check_type(field.name, getattr(made, field.name), kinds[field.name])
 
 
-def checked(init: Callable[..., None], owner: str) -> Callable[..., None]:
+def with_checked_types(init: Callable[..., None], owner: str) -> Callable[..., None]:
     """An ``__init__`` that checks what it is given against its annotations, and gets a float where it asks for one."""
     signature = functools.cache(lambda: inspect.signature(init, eval_str=True))
 
@@ -49,7 +49,7 @@ def checked(init: Callable[..., None], owner: str) -> Callable[..., None]:
         bound = signature().bind(self, *args, **options)
         for name, value in bound.arguments.items():
             if parameters[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-                check(name, value, parameters[name].annotation, owner)
+                check_type(name, value, parameters[name].annotation, owner)
                 if name == "context_dim" and value < 0:
                     raise ValueError(f"{owner}: context_dim={value} must not be negative; 0 means dim")
                 if parameters[name].annotation is float:
@@ -60,7 +60,7 @@ def checked(init: Callable[..., None], owner: str) -> Callable[..., None]:
     return __init__
 
 
-def words(kind: Any) -> str:
+def type_name(kind: Any) -> str:
     """A kind in words.
 
     >>> words(int | tuple[int, int]), words(Literal["a", "b"])
@@ -72,15 +72,15 @@ def words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, parts))
     if get_origin(kind) in (Union, types.UnionType):
-        return " or ".join(map(words, parts))
+        return " or ".join(map(type_name, parts))
     if get_origin(kind) is tuple and parts[1:] == (...,):
-        return f"a tuple, each of it {words(parts[0])}"
+        return f"a tuple, each of it {type_name(parts[0])}"
     if get_origin(kind) is tuple:
-        return f"({', '.join(map(words, parts))})"
+        return f"({', '.join(map(type_name, parts))})"
     return _WORDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value for a message: its repr on one line, cut where it is long."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"

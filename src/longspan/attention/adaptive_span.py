@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..patterns import band
 from ..states import lookback
 from ..states.window import Window
@@ -81,12 +81,12 @@ class AdaptiveSpan(Attention):
     def spans(self, x: Tensor) -> Tensor:
         """z in tokens, that of each head and query: x (B,N,dim) -> (B,H,N), float32 at least."""
         if self.dynamic:
-            return self.span * widen(self.extent(x)).mT.sigmoid()
+            return self.span * upcast_half(self.extent(x)).mT.sigmoid()
         return self._fixed()[:, 0].expand(len(x), -1, x.shape[1])
 
     def _fixed(self) -> Tensor:
         """z of each head, (H,1,1): that of the fraction in [0, 1], with the derivative of the fraction itself."""
-        f = widen(self.fraction)
+        f = upcast_half(self.fraction)
         return self.span * (f.detach().clamp(0, 1) + (f - f.detach()))[:, None, None]
 
     @torch.no_grad()
@@ -154,7 +154,7 @@ class _Ramp:
         self.span, self.ramp, self.spans = span, ramp, spans
 
     def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        z = self.span * widen(q_tile[..., -1:]).sigmoid() if self.spans is None else self.spans
+        z = self.span * upcast_half(q_tile[..., -1:]).sigmoid() if self.spans is None else self.spans
         m = ((self.ramp + z - (i[:, None] - j[None])) / self.ramp).clamp(0, 1)
         # log 0 has no gradient that one could multiply by a weight of zero, so it is never taken.
         return m.masked_fill(m == 0, 1.0).log().masked_fill(m == 0, -torch.inf)

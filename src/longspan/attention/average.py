@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..modules.feedforward import FeedForward
 from ..ops.linear import recurrence
-from ..ops.tensors import positions, widen
+from ..ops.tensors import positions, upcast_half
 from .base import Attention
 
 
@@ -53,7 +53,7 @@ class Average(Attention):
     def start(self, batch, capacity):
         like = self.like
         count = torch.zeros(batch, dtype=torch.long, device=like.device)
-        return State(widen(like.new_zeros(batch, self.dim)), count)
+        return State(upcast_half(like.new_zeros(batch, self.dim)), count)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         before = self.start(x.shape[0], 0) if state is None else state

@@ -125,7 +125,7 @@ class Attention(nn.Module):
         for argument in asked:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
         cls.takes = frozenset(asked)
-        cls.__init__ = typecheck.checked(cls.__init__, cls.name)
+        cls.__init__ = typecheck.with_checked_types(cls.__init__, cls.name)
         REGISTRY[cls.name] = cls
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True):
@@ -235,20 +235,20 @@ class Attention(nn.Module):
         validation.check(self, x, state, given)
         if state is not None and 0 in x.shape:
             # Nothing is read. The state is a copy, since one of the two may be given away later.
-            validation.answer({} if record is None else record, {})
+            validation.fill_record({} if record is None else record, {})
             return x.clone(), state if donate else clone(state), *([] if carry is None else [carry])
-        given |= validation.settled(given, x.shape[1])
+        given |= validation.packing_arguments(given, x.shape[1])
         if context_mask is not None:
             given["context"] = given["context"].masked_fill(~context_mask[..., None], 0.0)
         if record is not None:
-            told = validation.asked(self, given.pop("record"))
+            told = validation.requested_outputs(self, given.pop("record"))
             given |= {"record": told} if told else {}
         # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
         absent = None if mask is None else ~mask[..., None]
         x = x if absent is None else x.masked_fill(absent, 0.0)
         y, *rest = self._attend_packed(x, state, given) if "segments" in given else self.attend(x, state, **given)
         if record is not None:
-            validation.answer(record, told)
+            validation.fill_record(record, told)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
 
     def _attend_packed(self, x: Tensor, state: Any, given: dict[str, Any]) -> Any:

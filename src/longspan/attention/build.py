@@ -9,7 +9,7 @@ from .._utils import model_memory, spec, typecheck
 from .._utils.aliases import hinted
 from ..modules.positions import ASKED, Positions, parse
 from .base import REGISTRY, Attention, own_options
-from .registry import mechanism, names
+from .registry import list_mechanisms, mechanism
 
 
 def signature(cls: type[Attention]) -> inspect.Signature:
@@ -43,9 +43,9 @@ def build(
     than this machine has.
     """
     made = functools.partial(make, text, dim, heads, causal=causal, layer=layer, depth=depth, positions=positions)
-    if model_memory.wanted():
-        model_memory.afford(
-            model_memory.nbytes(model_memory.shapes(made)), f"weights of {typecheck.shown(text)} with dim={dim}"
+    if model_memory.allocates_on_cpu():
+        model_memory.check_fits_in_memory(
+            model_memory.nbytes(model_memory.shapes(made)), f"weights of {typecheck.format_value(text)} with dim={dim}"
         )
     return made()
 
@@ -55,8 +55,8 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
     placed = parse(positions)
     if isinstance(text, str) and ";" in text:
         raise ValueError(
-            f"{typecheck.shown(text)} is a stack, and build makes one attention; a stack is built by a model: "
-            f"Decoder(Config(attention={typecheck.shown(text)})), or Stack(StackConfig(...)) without embeddings"
+            f"{typecheck.format_value(text)} is a stack, and build makes one attention; a stack is built by a model: "
+            f"Decoder(Config(attention={typecheck.format_value(text)})), or Stack(StackConfig(...)) without embeddings"
         )
 
     def maker(cls: type[Attention]) -> Callable[..., Attention]:
@@ -94,7 +94,7 @@ def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) ->
         alike = [one for one in REGISTRY.values() if one.places == placed.kind]
         kind = next((one for one in alike if cls.name in (one.name, one.stands_for)), None)
     if kind is None:
-        able = ", ".join(name for name in names() if _able(REGISTRY[name], placed.kind))
+        able = ", ".join(name for name in list_mechanisms() if _able(REGISTRY[name], placed.kind))
         raise ValueError(
             f"{cls.name} has no {placed.kind} positions: {ASKED[placed.kind]}; {able} have them, and any mechanism "
             f"goes with none, sinusoidal or learned: positions=, of a training --model.positions"

@@ -10,7 +10,7 @@ from .._utils.spec import known
 from ..ops import rows
 from ..ops.softmax import relative, scores, similarity
 from ..ops.softmax.relative import Older
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..ops.token_runs import find, gone, left, newest, windows
 from ..patterns.numbers import whole
 from ..states import memory as memories
@@ -135,7 +135,7 @@ class Compressive(Attention):
             read = torch.full_like(start, x.shape[1]) if mask is None else mask.sum(1)
             kept = newest(entries, runs, start, memory.position, read, memory=self.memory)
             state = State(memory, kept.to(state.entries.dtype))
-        y = self.out(rows.back(mask, merge(view.after(o))))
+        y = self.out(rows.scatter_back(mask, merge(view.after(o))))
         if stop and self.pool == "convolution":
             # Only the penalty teaches the convolution. A gradient of zero without it, as data-parallel training waits
             # for a gradient of every parameter.
@@ -197,7 +197,7 @@ class Compressive(Attention):
                 k, v = k[:, :, some], v[:, :, some]
                 allowed = (when[:, some] == b // self.memory)[:, None] & (place - end[:, None, some] <= at) & real
                 reads.append(similarity.attend(scores.weights(scores.products(q[:, :, b:e], k), allowed[:, None]), v))
-            total = total + widen(reads[0].detach() - reads[1]).square().sum()
+            total = total + upcast_half(reads[0].detach() - reads[1]).square().sum()
             count = count + allowed.any(-1).sum() * self.dim
         return total / torch.as_tensor(count, device=q.device).clamp(min=1)
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import sparse
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..patterns import Pattern, band
 from ..patterns import globals as reaching
 from .base import Attention
@@ -96,7 +96,9 @@ class _Labels:
         self.labels, self.count, self.clip = labels, count, clip
 
     def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        products = widen(q_tile @ self.labels.to(q_tile.dtype).mT) * q_tile.shape[-1] ** -0.5  # (B,H,n,2 clip + 2)
+        products = (
+            upcast_half(q_tile @ self.labels.to(q_tile.dtype).mT) * q_tile.shape[-1] ** -0.5
+        )  # (B,H,n,2 clip + 2)
         i, j = i[:, None], j[None]
         label = torch.where((i < self.count) == (j < self.count), (j - i).clamp(-self.clip, self.clip), self.clip + 1)
         return products.gather(-1, (label + self.clip).expand(*products.shape[:2], -1, -1))

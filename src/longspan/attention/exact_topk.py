@@ -6,7 +6,7 @@ from torch import nn
 from ..ops.compress import select
 from ..ops.tensors import merge, split
 from ..states import kv_cache
-from ..states.kv_cache import Context, KeyValues
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -38,7 +38,7 @@ class ExactTopK(Attention):
         2019,
     )
     examples = ("exact_topk(keys=5)",)
-    states, contexts = (KeyValues,), (Context,)
+    states, contexts = (KeyValues,), (CachedContext,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, keys: int = 32):
         super().__init__(dim, heads, causal=causal)

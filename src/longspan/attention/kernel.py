@@ -6,7 +6,7 @@ from .._utils.spec import known
 from ..ops.softmax import similarity as op
 from ..ops.tensors import merge, split
 from ..states import kv_cache
-from ..states.kv_cache import Context, KeyValues
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -38,7 +38,7 @@ class Kernel(Attention):
         2019,
     )
     examples = ("kernel", "kernel(similarity='polynomial', degree=4)", "kernel(similarity='rbf', bandwidth=2.0)")
-    states, contexts = (KeyValues,), (Context,)
+    states, contexts = (KeyValues,), (CachedContext,)
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from ..ops import sparse
 from ..ops.tensors import merge, positions, split, visible
 from ..patterns import Pattern
 from ..states import lookback, window
-from ..states.window import View, Window
+from ..states.window import Window, WindowView
 from .base import Attention
 
 AT_ONCE = 512  # new tokens of one call that meet a state together
@@ -148,7 +148,7 @@ class Longformer(Attention):
             return o, State(near, state.keys, state.values)
         query, key, value = self._global(x)
         at, _ = positions(x, before, mask=mask, segments=segments)
-        mine = View(key, value, at, at, visible(x, causal=True, mask=mask, segments=segments)[:, 0])
+        mine = WindowView(key, value, at, at, visible(x, causal=True, mask=mask, segments=segments)[:, 0])
         seen = _columns(old, goes_on, mine.visible.expand(len(x), -1, -1))
         o = o + _read(query, _beside(state, self.heads, key, value), self.globally, mine, seen)
         # Slot j asks for the token at position j, of the segment that goes on.
@@ -177,7 +177,7 @@ def _columns(old: Tensor, goes_on: Tensor | None, new: Tensor) -> Tensor:
     return torch.cat([first if goes_on is None else first & goes_on[..., None], new], 2)
 
 
-def _read(q: Tensor, pair: tuple[Tensor, Tensor], pattern: Pattern, view: View, seen: Tensor) -> Tensor:
+def _read(q: Tensor, pair: tuple[Tensor, Tensor], pattern: Pattern, view: WindowView, seen: Tensor) -> Tensor:
     """Attention to global tokens, at positions 0 ... G - 1, and to what a view shows, by one softmax."""
     place = torch.arange(pair[0].shape[2] - view.slots.shape[1], device=q.device)
     slots = torch.cat([place.expand(len(q), -1), view.slots], 1)

@@ -90,7 +90,7 @@ class MemoryCompressed(Attention):
         def run(x, state, real):
             return self._run(x, state, real, donate and segments is None)
 
-        return rows.each(run, x, state, mask, segments, causal=self.causal, width=self.dim)
+        return rows.map_sequences(run, x, state, mask, segments, causal=self.causal, width=self.dim)
 
     def _run(self, x, state, real, donate):
         """Rows that begin with their real tokens, (B,N,dim)."""

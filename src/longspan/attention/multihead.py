@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.tensors import split
-from ..states.kv_cache import View
+from ..states.kv_cache import CacheView
 from . import Attention, build
 from .softmax import Softmax
 from .validation import check_x
@@ -205,7 +205,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if real is not None:
             real = real[:, None, None, :]
             seen = real if seen is None else seen & real
-        return form.read(q, View(k, v, seen, causal), record)
+        return form.read(q, CacheView(k, v, seen, causal), record)
 
     def _weights(self, record: dict[str, Any], form: Attention, average: bool) -> Tensor:
         if "matrix" not in record:

@@ -115,7 +115,7 @@ class Poolingformer(Attention):
         return State(near, far, pending, pending.clone(), near.position.clone())
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
-        return rows.each(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
+        return rows.map_sequences(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
 
     def _run(self, x, state, real):
         """Rows that begin with their real tokens, (B,N,dim)."""

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.softmax import scores, similarity
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..states import kv_cache
-from ..states.kv_cache import Context, KeyValues
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -39,7 +39,7 @@ class RealFormer(Attention):
         "RealFormer: Transformer Likes Residual Attention",
         2020,
     )
-    carries, states, contexts = True, (KeyValues,), (Context,)
+    carries, states, contexts = True, (KeyValues,), (CachedContext,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, context_dim: int = 0):
         super().__init__(dim, heads, causal=causal)
@@ -53,7 +53,7 @@ class RealFormer(Attention):
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Zeros (B,1,1,1), which stand for scores of 0 against however many keys the call will see."""
-        return widen(x.new_zeros(len(x), 1, 1, 1))
+        return upcast_half(x.new_zeros(len(x), 1, 1, 1))
 
     def cut_carry(self, carry, segments, part):
         if carry.shape[1:] == (1, 1, 1):

@@ -5,11 +5,11 @@ from . import plugins
 from .base import REGISTRY, Attention
 
 
-def names() -> list[str]:
+def list_mechanisms() -> list[str]:
     """The registered mechanisms, sorted; those of installed packages, which announce them, are among them.
 
     >>> import longspan
-    >>> "gated_deltanet" in longspan.names()
+    >>> "gated_deltanet" in longspan.list_mechanisms()
     True
     """
     plugins.load()
@@ -26,11 +26,11 @@ def mechanism(name: str, kind: str = "attention") -> type[Attention]:
     return REGISTRY[spec.known(name, REGISTRY, kind, plugins.HINT)]
 
 
-def examples(name: str) -> tuple[str, ...]:
+def mechanism_examples(name: str) -> tuple[str, ...]:
     """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one.
 
     >>> import longspan
-    >>> longspan.examples("local")
+    >>> longspan.mechanism_examples("local")
     ('local(window=5)', 'local(window=3, kv_heads=1, rotary=100.0)')
     """
     return mechanism(name).examples

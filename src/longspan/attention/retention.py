@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..modules.norms import HeadNorm, expanded
 from ..modules.rotary import check_rotary, rotate
 from ..ops import gated
-from ..ops.tensors import merge, positions, split, widen
+from ..ops.tensors import merge, positions, split, upcast_half
 from .base import Attention
 
 
@@ -78,7 +78,7 @@ class Retention(Attention):
         nn.init.xavier_uniform_(self.out.weight)
 
     def start(self, batch, capacity):
-        sums = widen(self.like.new_zeros(batch, self.heads, *self.sizes))
+        sums = upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes))
         if not self.rotary:
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
@@ -92,7 +92,7 @@ class Retention(Attention):
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
             make = partial(RotaryState, position=end)
-        log_decay = torch.tensor(self.log_decay, dtype=widen(x[:0]).dtype, device=x.device)
+        log_decay = torch.tensor(self.log_decay, dtype=upcast_half(x[:0]).dtype, device=x.device)
         o, sums = gated.recur(
             q, k, v, log_decay=log_decay[:, None].expand(v.shape[:3]), mask=mask, segments=segments,
             state=None if state is None else state.sums, donate=donate,

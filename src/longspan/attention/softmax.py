@@ -6,7 +6,7 @@ from ..modules.rotary import check_rotary, rotate
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
 from ..states import kv_cache
-from ..states.kv_cache import Context, KeyValues
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -41,7 +41,7 @@ class Softmax(Attention):
         "softmax(rotary=100.0)",
         "softmax(rotary=10.0, rotary_layout='interleaved')",
     )
-    states, contexts = (KeyValues,), (Context,)
+    states, contexts = (KeyValues,), (CachedContext,)
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Softmax(Attention):
         q = split(self.query(x), self.heads)
         if context is not None:
             state = self._project(context, context_mask)
-        if isinstance(state, Context):
+        if isinstance(state, CachedContext):
             return self.read(q, state.view(), record), state
         k, v = split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from .._utils.spec import known
 from ..ops.softmax import scores, similarity
-from ..ops.tensors import merge, positions, split, widen
+from ..ops.tensors import merge, positions, split, upcast_half
 from ..states import kv_cache
 from ..states.kv_cache import KeyValues
 from .base import Attention
 
-KINDS = {
+MATRIX_KINDS = {
     "dense": "a network's outputs, one per position",
     "random": "a learned matrix",
     "factored_dense": "products of the outputs of two smaller networks",
@@ -78,7 +78,7 @@ class Synthesizer(Attention):
         super().__init__(dim, heads, causal=causal)
         kinds = kind.split("+")
         for part in kinds:
-            known(part, KINDS, "kind of scores")
+            known(part, MATRIX_KINDS, "kind of scores")
         if kinds == ["dot"]:
             raise ValueError("kind='dot' alone is softmax attention, which is 'softmax'; here it is one of several")
         if len(set(kinds)) < len(kinds):
@@ -156,7 +156,7 @@ class Synthesizer(Attention):
         found = [self._scores(kind, x, k, at, places) for kind in self.kinds]
         if len(found) == 1:
             return found[0]
-        alpha = widen(self.mixture).softmax(0)
+        alpha = upcast_half(self.mixture).softmax(0)
         mixed = alpha[0] * found[0]
         for share, part in zip(alpha[1:], found[1:], strict=True):
             mixed = mixed + share * part
@@ -171,19 +171,19 @@ class Synthesizer(Attention):
             case "random":
                 found = self.table[:, at[:, :, None], places[:, None, :]].transpose(0, 1)
             case "factored_random":
-                found = (widen(self.rows)[:, at] @ widen(self.columns)[:, places].mT).transpose(0, 1)
+                found = (upcast_half(self.rows)[:, at] @ upcast_half(self.columns)[:, places].mT).transpose(0, 1)
             case "dense":
                 found = _pick(self._network(x, 0, keys), places)
             case _:
                 a = self._network(x, -2, self.length)
                 b = self._network(x, -1, -(-keys // a.shape[-1]))
                 found = _pick((b[..., :, None] * a[..., None, :]).flatten(-2)[..., :keys], places)
-        return widen(found)
+        return upcast_half(found)
 
     def _network(self, x, i, n):
         """The first n outputs of network i for each token: x (B,N,dim) -> (B,H,N,n)."""
         hidden = split(F.relu(self.hidden[i](x)), self.heads)
-        return widen(hidden @ self.outputs[i][..., :n] + self.offsets[i][..., :n])
+        return upcast_half(hidden @ self.outputs[i][..., :n] + self.offsets[i][..., :n])
 
 
 def _pick(outputs, places):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, split
 from ..states import kv_cache
-from ..states.kv_cache import Context, KeyValues
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -36,7 +36,7 @@ class TalkingHeads(Attention):
         "Talking-Heads Attention",
         2020,
     )
-    states, contexts = (KeyValues,), (Context,)
+    states, contexts = (KeyValues,), (CachedContext,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, context_dim: int = 0):
         super().__init__(dim, heads, causal=causal)

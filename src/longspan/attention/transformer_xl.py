@@ -115,7 +115,7 @@ class TransformerXL(Attention):
         o = relative.attend(*operands, far, near, back=self.slots, ahead=ahead, scale=scale)
         if state is not None:
             state = memories.end(call, state, segments, stop=self.stop_gradient)
-        return self.out(rows.back(mask, merge(view.after(o)))), state
+        return self.out(rows.scatter_back(mask, merge(view.after(o)))), state
 
 
 def _behind(call):

@@ -69,7 +69,7 @@ def _check_own(attention: "Attention", x: Tensor, given: dict[str, Any]) -> None
         _check_prefix(attention, prefix, given, (batch, n))
 
 
-def settled(given: dict[str, Any], n: int) -> dict[str, Any]:
+def packing_arguments(given: dict[str, Any], n: int) -> dict[str, Any]:
     """What ``attend`` gets for the ``segments`` and the ``prefix`` among arguments that have been checked."""
     found, mask = {}, given.get("mask")
     if (segments := given.get("segments")) is not None:
@@ -79,11 +79,11 @@ def settled(given: dict[str, Any], n: int) -> dict[str, Any]:
     return found
 
 
-def settle(attention: "Attention", x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+def validate_for_layers(attention: "Attention", x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a stack for all its layers, whose first attention this is: checked here instead of in each layer."""
     given = {name: value for name, value in given.items() if value is not None}
     _check_own(attention, x, given)
-    return given | {name: Settled(value) for name, value in settled(given, x.shape[1]).items()}
+    return given | {name: Settled(value) for name, value in packing_arguments(given, x.shape[1]).items()}
 
 
 def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
@@ -100,14 +100,14 @@ def check_record(record: Any) -> None:
         known(str(name), dict.fromkeys(RECORDED), "entry of a record")
 
 
-def asked(attention: "Attention", record: dict) -> dict[str, Any]:
+def requested_outputs(attention: "Attention", record: dict) -> dict[str, Any]:
     """The record that ``attend`` gets, with those of the keys "matrix" and of OWN that it can fill in."""
     names = record or RECORDED
     whole = {"matrix": None} if any(name not in OWN for name in names) else {}
     return whole | {name: None for name, fact in OWN.items() if getattr(attention, fact) and name in names}
 
 
-def answer(record: dict, told: dict) -> None:
+def fill_record(record: dict, told: dict) -> None:
     """Fill in what was told, all of it or what the record names."""
     found = {name: told[name] for name in record or told if told.get(name) is not None}
     record.clear()

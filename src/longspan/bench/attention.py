@@ -34,7 +34,7 @@ class Options:
     """seconds; a candidate is left out where a call is expected to take longer"""
 
 
-class Run:
+class AttentionRun:
     """One run: it remembers what each candidate took, so as to expect what the next length takes."""
 
     def __init__(self, candidates: dict[str, Candidate], names: dict[str, local.Name], options: Options, watch: Watch):
@@ -122,14 +122,14 @@ def run(
         if remote.name in SERVES:
             # The others' op is ours by default, and so is its definition.
             candidates[remote.name], read[remote.name] = remote, local.read("linear")
-    one = Run(candidates, read, options, watch)
+    one = AttentionRun(candidates, read, options, watch)
     for length in sorted(options.lengths):
         for mode in MODES[: 1 + options.backward]:
             one.compare(length, mode)
             yield _result(one)
 
 
-def _result(one: Run) -> dict[str, Any]:
+def _result(one: AttentionRun) -> dict[str, Any]:
     """What there is so far."""
     baselines = _compare(one.rows)
     peak = max(one.peaks)

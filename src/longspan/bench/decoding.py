@@ -9,7 +9,7 @@ import torch
 from .._utils.tables import Table, duration
 from ..generation.native_decoder import Engine
 from ..generation.sampling import generate
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..ops.buffers import reuse_pages
 from . import case, decoders, oracle, throughput, worker
 from .attention import ROOM
@@ -21,8 +21,8 @@ from .worker import Task
 DEFAULT = ("linear@engine", "linear@plain", "linear@engine@bf16", "softmax@engine", "softmax@plain")
 BOUNDS = ("parameters", "gemm", "state")
 # Katharopoulos et al. 2020, section 4.2.1, with one logit per level.
-SHAPE = Config(dim=256, depth=8, heads=8, feedforward=1024, vocab=256, positions="none")
-SMALL = Config(dim=15, depth=2, heads=3, feedforward=7, vocab=11, positions="none")
+SHAPE = DecoderConfig(dim=256, depth=8, heads=8, feedforward=1024, vocab=256, positions="none")
+SMALL = DecoderConfig(dim=15, depth=2, heads=3, feedforward=7, vocab=11, positions="none")
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Options:
     """of an image"""
     limit: float = 150.0
     """seconds; whole images are left out where they are expected to take longer"""
-    shape: Config = SHAPE
+    shape: DecoderConfig = SHAPE
 
 
-class Run:
+class DecodingRun:
     """One run over batches and positions."""
 
     def __init__(self, candidates: dict[str, Candidate], options: Options, watch: Watch):
@@ -50,7 +50,7 @@ class Run:
         self.refused: dict[str, str] = {}
         self.left_out: list[dict[str, str]] = []
 
-    def task(self, batch: int, name: str, config: Config) -> Task:
+    def task(self, batch: int, name: str, config: DecoderConfig) -> Task:
         """What a candidate is asked to do. ft normalises after its sub-layers, whatever is asked."""
         asked = replace(config, prenorm=name != "ft")
         return {"what": "model", **decoders.shape(asked), "batch": batch, "threads": torch.get_num_threads(),
@@ -192,7 +192,7 @@ def run(
         else:
             candidates[name] = Local(name, decoders.makers(name), weigher)
     candidates |= {remote.name: remote for remote in remotes if remote.name == "ft"}
-    one = Run(candidates, options, watch)
+    one = DecodingRun(candidates, options, watch)
     one.left_out += left_out
     for batch in options.batches:
         for _ in one.steps(batch):
@@ -202,7 +202,7 @@ def run(
             yield _result(one)
 
 
-def _result(one: Run) -> dict[str, Any]:
+def _result(one: DecodingRun) -> dict[str, Any]:
     """What there is so far."""
     options, ours = one.options, {name: candidate.ours for name, candidate in one.candidates.items()}
     return {

@@ -10,7 +10,7 @@ import torch
 
 from .._utils.spec import head
 from .._utils.tables import Table, duration
-from ..attention import build, clone, names, nbytes, plugins
+from ..attention import build, clone, list_mechanisms, nbytes, plugins
 from ..attention.base import Attention
 from ..attention.families import FAMILIES
 from ..attention.registry import mechanism
@@ -95,7 +95,7 @@ def stepping(module: Attention, length: int) -> tuple[int, Sampler]:
     return size, sample
 
 
-class Run:
+class MembersRun:
     """One run: it remembers what each mechanism took, so as to expect what the next length takes."""
 
     def __init__(self, specs: list[str], weigher: Process, options: Options, watch: Watch):
@@ -226,9 +226,9 @@ class Run:
 
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
     """Measure -> what ``report.collect`` takes, as it grows. Raises ValueError for a spec that is not possible."""
-    specs = list(options.members) or names()
+    specs = list(options.members) or list_mechanisms()
     order = [*FAMILIES]
-    one = Run(list(dict.fromkeys([BASELINE, *specs])), weigher, options, watch)
+    one = MembersRun(list(dict.fromkeys([BASELINE, *specs])), weigher, options, watch)
     one.modules = dict(sorted(one.modules.items(), key=lambda item: (order.index(item[1].family), item[0])))
     one.check()
     for length in sorted(options.lengths):

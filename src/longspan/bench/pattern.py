@@ -182,7 +182,7 @@ def check(candidate: Local, pattern: Pattern, task: Task) -> float:
     return worst
 
 
-class Run:
+class PatternRun:
     """One run: it remembers what each candidate took, so as to expect what the next length takes."""
 
     def __init__(self, options: Options, weigher: Process, watch: Watch):
@@ -265,7 +265,7 @@ def weigher() -> Process:
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
     """Measure -> what ``report.write`` takes, as it grows. Raises ValueError for a pattern that is none."""
     parsed = {text: patterns.parse(text) for text in options.patterns}
-    one = Run(options, weigher, watch)
+    one = PatternRun(options, weigher, watch)
     for text, pattern in parsed.items():
         for n in sorted(options.lengths):
             keys = keys_per_query(pattern, n, options.heads)
@@ -274,7 +274,7 @@ def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, 
                 yield _result(one)
 
 
-def _result(one: Run) -> dict[str, Any]:
+def _result(one: PatternRun) -> dict[str, Any]:
     """What there is so far."""
     return {
         "benchmark": "pattern",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._utils import atomic_io, optional_deps, plots, png, signals
-from .._utils.locks import alone
+from .._utils.locks import exclusive_lock
 from .._utils.tables import Table, aligned
 from ..models import checkpoint
 
@@ -28,7 +28,7 @@ def claimed(out: Path, benchmark: str) -> Iterator[None]:
     for end in ("json", "csv", "partial.json", "md"):
         atomic_io.check_output(out / f"{benchmark}.{end}")
     plots.pyplot()
-    with alone(out / f".{benchmark}.lock", str(out / f"{benchmark}.json")):
+    with exclusive_lock(out / f".{benchmark}.lock", str(out / f"{benchmark}.json")):
         yield
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import patterns
 from .._utils import latex
-from ..attention import REGISTRY, Attention, build, names, nbytes
+from ..attention import REGISTRY, Attention, build, list_mechanisms, nbytes
 from ..attention.base import own_options
 from ..attention.registry import mechanism
 from ..attention.specs import parts
@@ -34,7 +34,7 @@ def mechanisms() -> list[dict[str, Any]]:
     """Each registered mechanism: name, summary, cost, forms, paper (arXiv number)."""
     return [
         {"name": cls.name, "summary": summary(cls), "cost": cls.cost, "forms": forms(cls), "paper": cls.paper}
-        for cls in map(mechanism, names())
+        for cls in map(mechanism, list_mechanisms())
     ]
 
 
@@ -237,7 +237,7 @@ def pattern_of(text: str, dim: int, heads: int) -> Pattern:
         attention = build(text, dim, heads, causal="causal" in cls.directions)
     pattern = _pattern(attention)
     if pattern is None:
-        having = ", ".join(n for n in names() if _has_pattern(n))
+        having = ", ".join(n for n in list_mechanisms() if _has_pattern(n))
         raise ValueError(
             f"{text} has no pattern to be drawn: it reads all keys, or which ones is no function of positions alone; "
             f"those that have one: {having}"
@@ -326,7 +326,7 @@ def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int | No
                     "feedforward": parameters(_feedforward(dim, 4 * dim)),
                 },
                 "view": None if _pattern(attention) is None else view(part, dim, heads, tokens),
-                "backend": dispatch.served(part, dim, heads, causal=attention.causal, device=device),
+                "backend": dispatch.probe_backends(part, dim, heads, causal=attention.causal, device=device),
                 "counts": [vars(count) for count in counts(attention)],
             }
         )

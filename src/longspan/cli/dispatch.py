@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..attention import Attention, build
 from ..generation.native_decoder import Engine
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..ops.native import build as kernels
 from ..ops.native.build import openmp
@@ -18,7 +18,7 @@ from ..ops.native.build import openmp
 TOKENS = 256  # of the sequence that runs; patterns that are periodic have periods of at most that, by default
 
 
-def served(text: str, dim: int, heads: int, *, causal: bool, device: str = "cpu") -> dict[str, Any]:
+def probe_backends(text: str, dim: int, heads: int, *, causal: bool, device: str = "cpu") -> dict[str, Any]:
     """What ran one sequence and, where it is causal, one step of a mechanism, in float32 and without gradients.
 
     -> device; ``calls``, by the kind of call the ops that it made, each with its ``backend`` and, where kernels in C++
@@ -60,7 +60,7 @@ def _by_engine(text: str, heads: int) -> bool:
     # A mechanism that a decoder cannot have, such as one that needs other positions, is not served.
     with contextlib.suppress(ValueError):
         return not Engine.why_not(
-            Decoder(Config(vocab=2, length=2, dim=2 * heads, heads=heads, depth=1, attention=text))
+            Decoder(DecoderConfig(vocab=2, length=2, dim=2 * heads, heads=heads, depth=1, attention=text))
         )
     return False
 
@@ -85,7 +85,7 @@ def kernels_facts() -> dict[str, str]:
     }
 
 
-def said(call: list[dict[str, str]]) -> str:
+def format_call(call: list[dict[str, str]]) -> str:
     """One kind of call in words: ``native (linear attention)``.
 
     >>> said([{"op": "linear attention", "backend": "torch", "why_not": "they are for the CPU"}])

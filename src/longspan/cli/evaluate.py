@@ -73,7 +73,7 @@ def parser() -> Parser:
 
 def run(args) -> int:
     from ..ops.buffers import reuse_pages
-    from ..train.evaluate import roomy
+    from ..train.evaluate import default_batch_size
     from . import targets, trained
 
     if args.stepwise and (args.stream or args.sliding):
@@ -98,7 +98,7 @@ def run(args) -> int:
         return 0
     if args.stream or args.sliding:
         return _along(args, model, data)
-    result = _bits(model, data, args.split, args.batch or roomy(data.length), args.examples)
+    result = _bits(model, data, args.split, args.batch or default_batch_size(data.length), args.examples)
     if args.stepwise:
         result["stepwise"] = _stepwise(model, data, args.split, args.stepwise)
     if args.json:
@@ -159,13 +159,17 @@ def _classified(args, model, data) -> int:
     import torch
 
     from .._utils.progress import track
-    from ..train.evaluate import classified, roomy
+    from ..train.evaluate import classified, default_batch_size
 
     count = min(args.examples or data.count(args.split), data.count(args.split))
-    parts, sums = -(-count // (args.batch or roomy(data.length))), []
+    parts, sums = -(-count // (args.batch or default_batch_size(data.length))), []
     try:
         for i in track(range(parts), parts, "batches"):
-            sums.append(classified(model, data, args.split, args.batch or roomy(data.length), args.examples, i, parts))
+            sums.append(
+                classified(
+                    model, data, args.split, args.batch or default_batch_size(data.length), args.examples, i, parts
+                )
+            )
     except KeyboardInterrupt as error:
         if not sums:
             raise
@@ -224,7 +228,7 @@ def _stepwise(model, data, split: str, examples: int) -> dict:
     import torch
 
     from .._utils.progress import track
-    from ..generation.sampling import score
+    from ..generation.sampling import log_likelihood
 
     count = data.count(split)
     chosen = min(examples, count)
@@ -232,7 +236,7 @@ def _stepwise(model, data, split: str, examples: int) -> dict:
     nats, worst = 0.0, 0.0
     for indices in track(parts, len(parts), "stepwise"):
         tokens = data.take(split, indices)
-        whole = score(model, tokens)
-        worst = max(worst, (whole - score(model, tokens, chunk=1)).abs().max().item())
+        whole = log_likelihood(model, tokens)
+        worst = max(worst, (whole - log_likelihood(model, tokens, chunk=1)).abs().max().item())
         nats -= whole.sum().item()
     return {"examples": chosen, "largest_difference": worst, "mean": nats / chosen}

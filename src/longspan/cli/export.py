@@ -26,7 +26,7 @@ def run(args) -> int:
     from ..models import checkpoint, pretrained
     from ..models.decoder import Decoder
 
-    model = pretrained.load(args.folder) if pretrained.means(args.folder) else checkpoint.load(args.folder)
+    model = pretrained.load(args.folder) if pretrained.is_pretrained_name(args.folder) else checkpoint.load(args.folder)
     if not isinstance(model, Decoder):
         raise ValueError(f"{args.folder} holds a {type(model).__name__}; only a decoder has a step to be exported")
     found = onnx.export(model, args.file, domain=args.domain)

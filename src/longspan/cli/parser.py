@@ -11,7 +11,7 @@ import jsonargparse
 
 from .._utils.aliases import suggestion
 from .._utils.spec import known
-from .._utils.typecheck import shown
+from .._utils.typecheck import format_value
 
 LONGEST = 400  # characters of a message
 FEW = 30  # options that a message lists beside a guess
@@ -41,7 +41,7 @@ class Number(NamedTuple):
             wrong = f"must be at most {self.high:g}" if self.kind is float else f"must be at most {self.high}"
         else:
             wrong = "must not be negative" if self.low == 0 else f"must be at least {self.low}"
-        raise ValueError(f"{option}={shown(value)} {wrong}")
+        raise ValueError(f"{option}={format_value(value)} {wrong}")
 
 
 def positive_int(high: int = MANY) -> Number:
@@ -109,7 +109,7 @@ class Parser(jsonargparse.ArgumentParser):
         """``spec.known``, without the list where there is a guess and the list would fill lines."""
         guess = suggestion(name, options)
         if name not in options and guess and len(options) > FEW:
-            raise ValueError(f"unknown option {shown(name)} (did you mean {guess!r}?); see {self.prog} --help")
+            raise ValueError(f"unknown option {format_value(name)} (did you mean {guess!r}?); see {self.prog} --help")
         return known(name, options, "option")
 
     def format_help(self) -> str:

@@ -55,15 +55,15 @@ def parser() -> Parser:
 
 def run(args) -> int:
     from .._utils import png, spec
-    from ..attention import names
+    from ..attention import list_mechanisms
     from ..models import pretrained
     from ..train import run_summary
     from . import describe
 
     # A run in a folder named as a mechanism is ./linear.
-    if run_summary.means(args.spec) and args.spec not in names():
+    if run_summary.is_run_dir(args.spec) and args.spec not in list_mechanisms():
         return _run(args)
-    if args.spec not in names() and (Path(args.spec).is_dir() or pretrained.means(args.spec)):
+    if args.spec not in list_mechanisms() and (Path(args.spec).is_dir() or pretrained.is_pretrained_name(args.spec)):
         return _model(args)
     specs = list(dict.fromkeys(spec.split(args.spec)))
     if args.draw:
@@ -115,7 +115,9 @@ def _model(args) -> int:
 
     if args.draw:
         raise ValueError(f"--draw is for a pattern or a training run; {args.spec} is a saved model")
-    found = run_summary.model_facts(pretrained.path(args.spec) if pretrained.means(args.spec) else args.spec)
+    found = run_summary.model_facts(
+        pretrained.path(args.spec) if pretrained.is_pretrained_name(args.spec) else args.spec
+    )
     found["folder"] = args.spec
     print(json.dumps(found, indent=2) if args.json else _model_text(found))
     return 0
@@ -236,9 +238,9 @@ def _text(one: dict) -> str:
 
 def _backend(one: dict) -> list[str]:
     """Which backend serves which kind of call, and what there is of native kernels."""
-    from .dispatch import said
+    from .dispatch import format_call
 
-    calls = [f"{kind} on {one['device']}: {said(call)}" for kind, call in one["calls"].items()]
+    calls = [f"{kind} on {one['device']}: {format_call(call)}" for kind, call in one["calls"].items()]
     return [*(calls or [f"unknown, since {one['reason']}"]), f"native kernels: {one['kernels']}"]
 
 

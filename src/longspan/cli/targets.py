@@ -118,10 +118,10 @@ def _words(row: list[int], stop: int, numbers: bool) -> str:
 
 def measure(model: Any, data: Any, args: Any) -> None:
     """``eval``: bits per token, and how many targets are written exactly, greedily and with --beams by these too."""
-    from ..train.evaluate import roomy
+    from ..train.evaluate import default_batch_size
 
     count = min(args.examples or data.count(args.split), data.count(args.split))
-    batch = args.batch or roomy(data.length)
+    batch = args.batch or default_batch_size(data.length)
     nats, tokens, exact, _ = _sums(model, data, args, batch, 0)
     result = {
         "data": data.name,
@@ -150,7 +150,7 @@ def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[floa
     Raises Interrupted, with what was found until then.
     """
     from .._utils.progress import track
-    from ..train.evaluate import transduced
+    from ..train.evaluate import evaluate_seq2seq
 
     count = min(args.examples or data.count(args.split), data.count(args.split))
     parts, sums = -(-count // batch), []
@@ -158,7 +158,7 @@ def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[floa
     try:
         # Every parts-th pair from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
         for i in track(range(parts), parts, f"{beams} beams" if beams else "batches"):
-            sums.append(transduced(model, data, args.split, batch, args.examples, i, parts, **options).tolist())
+            sums.append(evaluate_seq2seq(model, data, args.split, batch, args.examples, i, parts, **options).tolist())
     except KeyboardInterrupt as error:
         if not sums:
             raise

@@ -11,15 +11,15 @@ import yaml
 from .. import data
 from .._utils import atomic_io, signals
 from .._utils.spec import known
-from .._utils.typecheck import shown
+from .._utils.typecheck import format_value
 from ..attention import plugins
 from ..models import checkpoint, stacks
-from ..models.config import Config, EncoderConfig, Seq2SeqConfig
+from ..models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from ..train import recipes
 from .parser import Parser, make
 
 SECTIONS = ("model", "run", "resume")
-KINDS = {"decoder": Config, "seq2seq": Seq2SeqConfig, "encoder": EncoderConfig}
+CONFIG_CLASSES = {"decoder": DecoderConfig, "seq2seq": Seq2SeqConfig, "encoder": EncoderConfig}
 DEEPEST = 8
 ANY_VOCAB = 256  # stands for the number of tokens that only the data know
 MEMORY = "--run.batch, --run.length or the sizes of the model"
@@ -50,7 +50,7 @@ def parser() -> Parser:
 
 def _made(kind: str) -> Parser:
     """The parser for a kind of model, whose fields are its flags."""
-    from ..train import Run
+    from ..train import TrainConfig
 
     # The docstrings under the fields become the flags' help.
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -82,17 +82,17 @@ def _made(kind: str) -> Parser:
         help="decoder | seq2seq: an encoder-decoder, for pairs | encoder: for labelled texts; each has its own fields: "
         "longspan train --model.kind seq2seq --help",
     )
-    parser.add_class_arguments(KINDS[kind], "model")
-    parser.add_class_arguments(Run, "run")
+    parser.add_class_arguments(CONFIG_CLASSES[kind], "model")
+    parser.add_class_arguments(TrainConfig, "run")
     parser.set_defaults({"model.vocab": 0})
     parser.kind = kind  # type: ignore[attr-defined]
     return parser
 
 
 def run(args) -> int:
-    from ..train import Run, fit, launch, parts_right
+    from ..train import TrainConfig, fit, launch, parts_right
 
-    fields, run = args.model.as_dict(), Run(**args.run.as_dict())
+    fields, run = args.model.as_dict(), TrainConfig(**args.run.as_dict())
     # A mistake in a flag is reported before data, optional packages and the folder are looked at.
     _check(fields)
     launch.check(run.devices)
@@ -112,7 +112,7 @@ def run(args) -> int:
 def _check(fields: dict) -> None:
     """Raise ValueError for a model that cannot be built; its weights get shapes and no memory."""
     config = checkpoint.config_of({**fields, "vocab": fields["vocab"] or ANY_VOCAB})
-    stacks.weigh(checkpoint.KINDS[checkpoint.kind_of(config)][1], config)
+    stacks.estimate_bytes(checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1], config)
 
 
 def completed(fields: dict[str, Any], run: Any) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _recipe(text: str) -> tuple[str, dict]:
         if section == "resume":
             continue
         if not isinstance(values, dict):
-            raise ValueError(f"--config: {section} of {path} must map fields to values, not be {shown(values)}")
+            raise ValueError(f"--config: {section} of {path} must map fields to values, not be {format_value(values)}")
     return path, recipe
 
 
@@ -169,14 +169,14 @@ def _kind(words: list[str], recipes: list[dict]) -> str:
         name, equals, value = word.partition("=")
         if name == "--model.kind":
             said.append(value if equals else after)
-    return known(str(said[-1]), KINDS, "kind of model to train") if said else "decoder"
+    return known(str(said[-1]), CONFIG_CLASSES, "kind of model to train") if said else "decoder"
 
 
 def _check_fields(path: str, recipe: dict, kind: str) -> None:
     """Raise ValueError for a field that a model of this kind, or a run, does not have."""
-    from ..train import Run
+    from ..train import TrainConfig
 
-    for section, made in (("model", KINDS[kind]), ("run", Run)):
+    for section, made in (("model", CONFIG_CLASSES[kind]), ("run", TrainConfig)):
         names = {field.name: None for field in dataclasses.fields(made)} | (
             {"kind": None} if section == "model" else {}
         )

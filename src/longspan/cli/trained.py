@@ -44,7 +44,7 @@ def model(folder: str, data: str, *kinds: str) -> tuple[Any, str, int]:
         said = reads.get(header["kind"], "images or text, without sources and labels")
         article = "an" if header["kind"] == "encoder" else "a"
         raise ValueError(f"{folder} holds {article} {header['kind']}, which reads {said}; {name} does not fit")
-    return pretrained.load(folder) if pretrained.means(folder) else checkpoint.load(path), name, length
+    return pretrained.load(folder) if pretrained.is_pretrained_name(folder) else checkpoint.load(path), name, length
 
 
 def transcriber(folder: str) -> Any:
@@ -53,7 +53,7 @@ def transcriber(folder: str) -> Any:
     Raises ValueError for a folder that is no checkpoint, and for a model of another kind.
     """
     path, _ = _header(folder, TRANSCRIBER)
-    return pretrained.load(folder) if pretrained.means(folder) else checkpoint.load(path)
+    return pretrained.load(folder) if pretrained.is_pretrained_name(folder) else checkpoint.load(path)
 
 
 def sizes(folder: str, *fields: str) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def sizes(folder: str, *fields: str) -> dict[str, Any]:
 
 
 def _header(folder: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
-    path = pretrained.path(folder) if pretrained.means(folder) else _resolve(folder, *kinds)
+    path = pretrained.path(folder) if pretrained.is_pretrained_name(folder) else _resolve(folder, *kinds)
     header = checkpoint.read_config(path)
     if header["kind"] not in kinds:
         article = "an" if header["kind"] == "encoder" else "a"

@@ -15,7 +15,7 @@ from ..ops import lstm
 from .experiment import generator
 
 # name -> attention, or nothing for an LSTM; whether sub-layers read what is normalised; how they join the stream
-KINDS: dict[str, tuple[str, bool, str]] = {
+CORES: dict[str, tuple[str, bool, str]] = {
     "LSTM": ("", False, "add"),
     "TrXL": ("transformer_xl(memory={memory})", False, "add"),
     "TrXL-I": ("transformer_xl(memory={memory})", True, "add"),
@@ -77,7 +77,7 @@ class Agent(nn.Module):
 
     def __init__(self, kind: str, dim: int, observed: int, actions: int, *, depth: int, heads: int, memory: int):
         super().__init__()
-        attention, prenorm, residual = KINDS[known(kind, KINDS, "agent")]
+        attention, prenorm, residual = CORES[known(kind, CORES, "agent")]
         self.read = nn.Linear(observed, dim)
         if attention:
             size: dict[str, Any] = {"dim": dim, "depth": depth, "heads": heads, "feedforward": 2 * dim}

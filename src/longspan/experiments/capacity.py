@@ -20,7 +20,9 @@ EVERY, DONE = 100, 1e-3
 class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
-    kinds: tuple[str, ...] = setting(tuple(retrieval.KINDS), f"without replacement: of {', '.join(retrieval.KINDS)}")
+    kinds: tuple[str, ...] = setting(
+        tuple(retrieval.ENCODERS), f"without replacement: of {', '.join(retrieval.ENCODERS)}"
+    )
     keys: tuple[int, ...] = setting((60, 100, 200, 400), "without replacement: numbers of keys S")
     replacing: tuple[str, ...] = setting(("linear", "dpfp1", "dpfp2"), "with replacement: kinds, each with both rules")
     repeated: tuple[int, ...] = setting((20, 60, 100, 200), "with replacement: numbers of keys S; 2 S tokens")
@@ -34,9 +36,9 @@ class Settings(Buildable):
 
     def __post_init__(self):
         for name in (*self.kinds, *self.replacing):
-            known(name, retrieval.KINDS, "kind")
+            known(name, retrieval.ENCODERS, "kind")
         for name in self.replacing:
-            if retrieval.KINDS[name].features is None:
+            if retrieval.ENCODERS[name].features is None:
                 raise ValueError(f"replacing={name}: the delta rule needs a fixed feature map, which {name} has not")
         at_least(2, keys=self.keys, repeated=self.repeated)
         at_least(1, size=self.size, steps=self.steps, queries=self.queries, tests=self.tests, patience=self.patience)
@@ -135,13 +137,13 @@ def tables(result: Result) -> list[Table]:
 
 def capacity(kind: str, size: int) -> int | None:
     """The number of features C; None for softmax."""
-    features = retrieval.KINDS[kind].capacity
+    features = retrieval.ENCODERS[kind].capacity
     return features and features(size)
 
 
 def same(kind: str) -> bool:
     """Whether the kernel is the same in every call, so that the bound holds for what a training can reach."""
-    one = retrieval.KINDS[kind]
+    one = retrieval.ENCODERS[kind]
     return one.kept or not one.rows
 
 
@@ -154,7 +156,7 @@ def draw(plt: Any, result: Result) -> Any:
     settings = result["settings"]
     figure, axes = plt.subplots(1, 2, figsize=(13, 5.4), layout="constrained")
     looks: dict[str, tuple[str, str]] = {
-        name: (f"C{i % 10}", plots.MARKS[i % len(plots.MARKS)]) for i, name in enumerate(retrieval.KINDS)
+        name: (f"C{i % 10}", plots.MARKS[i % len(plots.MARKS)]) for i, name in enumerate(retrieval.ENCODERS)
     }
     looks["softmax"] = ("black", "*")
     for axis, replaced in zip(axes, (False, True), strict=True):

@@ -11,9 +11,9 @@ from .._utils import spec
 from .._utils.spec import known
 from .._utils.tables import Table
 from ..attention import build
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train import Run, rate
+from ..train import TrainConfig, rate
 from . import paper
 from .experiment import (
     DEVICES,
@@ -73,11 +73,11 @@ class Settings(Buildable):
             build(name, self.dim, self.heads)
             self.config(name)
 
-    def config(self, attention: str) -> Config:
+    def config(self, attention: str) -> DecoderConfig:
         """The decoder's. Raises ValueError where the sizes do not fit each other."""
         kind: dict[str, Any] = {"attention": attention, "vocab": self.symbols + 1, "positions": self.positions}
         size = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": self.feedforward}
-        return Config(**size, **kind, length=self.length)
+        return DecoderConfig(**size, **kind, length=self.length)
 
 
 QUICK = Settings(
@@ -130,7 +130,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     model = fresh(settings, point["spec"], seed).to(settings.device)
     optimiser = torch.optim.RAdam(model.parameters(), lr=settings.rate)
     tests = draw(settings, settings.tests, seed, "test").to(settings.device)
-    run = Run(steps=settings.steps, learning_rate=settings.rate, schedule="drop", drop_at=settings.drop_at)
+    run = TrainConfig(steps=settings.steps, learning_rate=settings.rate, schedule="drop", drop_at=settings.drop_at)
     first, curve = 0, [[0, test(model, tests)]]
     kept = place.load(name)
     if kept:

@@ -14,27 +14,27 @@ from torch import Tensor
 
 from .. import data
 from .._utils import atomic_io, plots, png
-from .._utils.locks import alone
+from .._utils.locks import exclusive_lock
 from ..attention import nbytes
 from ..bench import guard, throughput
 from ..bench import report as report_files
 from ..data import Dataset
 from ..generation.sampling import generate
 from ..models import checkpoint
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train import Run, begun, fit
+from ..train import TrainConfig, begun, fit
 
 SPECS = ("linear", "softmax")
-DIGITS = Config(
+DIGITS = DecoderConfig(
     dim=128, depth=4, heads=4, feedforward=512, vocab=17, positions="learned", length=64
 )  # fmt: skip
-TRAINING = Run(
+TRAINING = TrainConfig(
     data="digits", steps=600, batch=32, learning_rate=2e-3, warmup=50, weight_decay=0.1, evaluate_every=100,
     save_every=100,
 )  # fmt: skip
 # Katharopoulos et al. 2020, section 4.2.1: 8 layers, 8 heads of 32, mixture of 10 logistics over 784 pixels.
-PAPER = Config(
+PAPER = DecoderConfig(
     dim=256, depth=8, heads=8, feedforward=1024, vocab=256, likelihood="logistics(mixtures=10)", length=784
 )  # fmt: skip
 LOCK = ".lock"
@@ -44,7 +44,7 @@ ROUNDS = 3
 
 
 def run(
-    out: Path | str, *, steps: int = TRAINING.steps, paper: Config = PAPER, batch: int = BATCH, seed: int = 0
+    out: Path | str, *, steps: int = TRAINING.steps, paper: DecoderConfig = PAPER, batch: int = BATCH, seed: int = 0
 ) -> dict:
     """Train ``linear`` and ``softmax`` of equal size on the embedded digits, sample, and time generation.
 
@@ -57,11 +57,11 @@ def run(
     """
     out = Path(out)
     _claim(out)
-    with alone(out / LOCK, str(out)):
+    with exclusive_lock(out / LOCK, str(out)):
         return _run(out, steps, paper, batch, seed)
 
 
-def _run(out: Path, steps: int, paper: Config, batch: int, seed: int) -> dict:
+def _run(out: Path, steps: int, paper: DecoderConfig, batch: int, seed: int) -> dict:
     begin = time.monotonic()
     dataset = data.load("digits")
     result: dict[str, Any] = {"bits_per_dim": {}, "images_per_second": {}, "state_bytes": {}, "samples": {}}
@@ -144,7 +144,7 @@ def _digits_speed(models: dict[str, Decoder], length: int, batch: int) -> dict[s
     return {name: images[name] / timing.seconds for name, timing in timings.items()}
 
 
-def _paper_speed(config: Config, batch: int) -> tuple[dict[str, float], dict[str, Any]]:
+def _paper_speed(config: DecoderConfig, batch: int) -> tuple[dict[str, float], dict[str, Any]]:
     torch.manual_seed(0)
     models = {spec: Decoder(replace(config, attention=spec)).eval() for spec in SPECS}
     named = {"linear": models["linear"], "softmax_cached": models["softmax"], "softmax_recompute": models["softmax"]}

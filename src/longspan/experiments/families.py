@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._utils import model_memory
 from ..generation.sampling import generate, prefill
 from ..models import likelihood
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..states.utils import nbytes
 
@@ -102,7 +102,7 @@ def build(name: str, size: Size) -> Model:
 
 
 @functools.lru_cache
-def config(name: str, size: Size) -> Config:
+def config(name: str, size: Size) -> DecoderConfig:
     """A decoder's: as wide as the others, with a feed-forward network that makes it as large as the softmax one.
 
     Raises ValueError where its attention alone is larger than that, and for sizes that do not fit each other.
@@ -117,14 +117,14 @@ def config(name: str, size: Size) -> Config:
     return _config(name, size, inner)
 
 
-def _config(name: str, size: Size, inner: int) -> Config:
+def _config(name: str, size: Size, inner: int) -> DecoderConfig:
     family = FAMILIES[name]
     attention = family.attention.format(window=size.window, length=size.length)
     same: dict[str, Any] = {"dim": size.dim, "depth": size.depth, "heads": size.heads, "vocab": VOCAB}
-    return Config(attention=attention, positions=family.positions, feedforward=inner, **same)
+    return DecoderConfig(attention=attention, positions=family.positions, feedforward=inner, **same)
 
 
-def _shapes(config: Config) -> nn.Module:
+def _shapes(config: DecoderConfig) -> nn.Module:
     return model_memory.shapes(lambda: Decoder(config))
 
 

@@ -17,10 +17,10 @@ from ..attention import build
 from ..data import Dataset
 from ..generation.sampling import generate
 from ..models import checkpoint, likelihood
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train import Run, begun, bits, fit
-from ..train.evaluate import roomy
+from ..train import TrainConfig, begun, bits, fit
+from ..train.evaluate import default_batch_size
 from . import images_report, images_speed, paper
 from .experiment import Buildable, Experiment, Place, Row, at_least, setting
 
@@ -88,18 +88,20 @@ class Settings(Buildable):
         """The attentions, one a model."""
         return spec.split(self.attentions)
 
-    def config(self, attention: str, vocab: int = 256, length: int = 784) -> Config:
+    def config(self, attention: str, vocab: int = 256, length: int = 784) -> DecoderConfig:
         """A model's config. Raises ValueError where the sizes do not fit each other."""
         sizes: dict[str, Any] = {"dim": self.dim, "depth": self.depth, "heads": self.heads}
         kind = {"likelihood": self.likelihood, "positions": "learned", "vocab": vocab, "length": length}
-        return Config(attention=attention, feedforward=4 * self.dim, **sizes, **kind)
+        return DecoderConfig(attention=attention, feedforward=4 * self.dim, **sizes, **kind)
 
-    def run(self, folder: Path) -> Run:
+    def run(self, folder: Path) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
         same = ("data", "steps", "batch", "optimizer", "learning_rate", "schedule", "weight_decay", "precision")
         same += ("evaluate_every", "evaluate_examples", "seed")
         fields = {name: getattr(self, name) for name in same}
-        return Run(**fields, warmup=min(self.warmup, self.steps), save_every=self.evaluate_every, out=str(folder))
+        return TrainConfig(
+            **fields, warmup=min(self.warmup, self.steps), save_every=self.evaluate_every, out=str(folder)
+        )
 
 
 QUICK = Settings(
@@ -151,7 +153,7 @@ def train(settings: Settings, attention: str, place: Place) -> Row:
     config = settings.config(attention, dataset.vocab, dataset.length)
     fit(config, settings.run(folder), resume=begun(folder))
     model = trained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
-    found = bits(model, dataset, "test", roomy(dataset.length), examples=settings.tests)
+    found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     for kind, images, columns in draw(settings, model, dataset, attention, place):
         path = place.folder.parent / f"images-{kind}-{slug(attention)}.png"
         png.save(path, dataset.picture(images.cpu()), columns=columns)

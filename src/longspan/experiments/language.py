@@ -14,8 +14,8 @@ from .._utils.tables import Table
 from ..data import Dataset
 from ..data.order import batch_indices
 from ..ops.buffers import reuse_pages
-from ..train import Run, objectives, streaming_eval
-from ..train.evaluate import roomy, total
+from ..train import TrainConfig, objectives, streaming_eval
+from ..train.evaluate import default_batch_size, total
 from . import families, published
 from .experiment import (
     DEVICES,
@@ -168,7 +168,9 @@ class Reader:
 
     def __init__(self, settings: Settings, name: str, model: Model, dataset: Dataset):
         self.settings, self.model, self.dataset = settings, model, dataset
-        run = Run(data=settings.data, length=settings.length, batch=settings.batch, seed=settings.seed, stream=True)
+        run = TrainConfig(
+            data=settings.data, length=settings.length, batch=settings.batch, seed=settings.seed, stream=True
+        )
         self.stream = objectives.Streams(run, dataset) if FAMILIES[name].stream else None
 
     def loss(self, step: int) -> torch.Tensor:
@@ -241,7 +243,7 @@ def held_out(settings: Settings, name: str, model: Model, dataset: Dataset, spli
     if FAMILIES[name].stream:
         nats = streaming_eval.carried(model, dataset, split, streaming_eval.rows(dataset, split, examples), examples)  # type: ignore
     else:
-        nats = total(model, dataset, split, roomy(dataset.length), examples)  # type: ignore[arg-type]
+        nats = total(model, dataset, split, default_batch_size(dataset.length), examples)  # type: ignore[arg-type]
     return float(nats[0] / nats[1]) / math.log(2)
 
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train import Run, rate
+from ..train import TrainConfig, rate
 from .experiment import Place, Row, drawing
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,7 +31,7 @@ class Learning(NamedTuple):
     every: int = 0  # updates between two looks; 0: KEEP
 
 
-def fresh(config: Config, seed: int) -> Decoder:
+def fresh(config: DecoderConfig, seed: int) -> Decoder:
     """A decoder as ``born`` makes it."""
     return born(lambda: Decoder(config), seed)
 
@@ -62,7 +62,7 @@ def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
     Raises ValueError for a loss that is not finite.
     """
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
-    run = Run(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
+    run = TrainConfig(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
     first, curve, every = 0, [], learning.every or KEEP
     kept = place.load(learning.name)
     if kept:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._utils import spec
 from .._utils.tables import Table
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder, DecoderState
 from ..models.stacks.universal import UniversalState
 from ..modules.positions import parse
@@ -17,7 +17,7 @@ from .experiment import Buildable, Experiment, Place, Result, Row, at_least, gen
 from .learning import Learning, fresh, learn
 
 UNIVERSAL, TIED, DEEP = "universal", "plain, as many weights", "plain, as wide"
-KINDS = (UNIVERSAL, TIED, DEEP)
+VARIANTS = (UNIVERSAL, TIED, DEEP)
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Settings(Buildable):
     def buildable(self) -> None:
         """See the base."""
         for positions in spec.split(self.positions):
-            for kind in KINDS:
+            for kind in VARIANTS:
                 self.config(kind, positions)
             fresh(self.config(UNIVERSAL, positions), self.seed)
 
-    def config(self, kind: str, positions: str) -> Config:
+    def config(self, kind: str, positions: str) -> DecoderConfig:
         """A model's. Raises ValueError where the sizes do not fit each other."""
         dim, depth, stack = (self.narrow if kind == TIED else self.dim), self.steps, "plain"
         if kind == UNIVERSAL:
@@ -81,7 +81,7 @@ class Settings(Buildable):
             "attention": self.attention,
             "stack": stack,
         }
-        return Config(dim=dim, depth=depth, vocab=self.symbols + 1, positions=positions, **same)
+        return DecoderConfig(dim=dim, depth=depth, vocab=self.symbols + 1, positions=positions, **same)
 
 
 QUICK = Settings(
@@ -91,7 +91,7 @@ QUICK = Settings(
 
 def points(settings: Settings) -> list[Row]:
     """Every model with all positions."""
-    return [{"positions": name, "kind": kind} for name in spec.split(settings.positions) for kind in KINDS]
+    return [{"positions": name, "kind": kind} for name in spec.split(settings.positions) for kind in VARIANTS]
 
 
 def sequences(settings: Settings, count: int, length: int, *names: object) -> Tensor:
@@ -137,7 +137,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         return {"right": copied(model, settings, settings.longest)[1]}
 
     model = fresh(settings.config(kind, positions), settings.seed)
-    name = f"{spec.split(settings.positions).index(positions)}-{KINDS.index(kind)}"
+    name = f"{spec.split(settings.positions).index(positions)}-{VARIANTS.index(kind)}"
     curve = learn(model, Learning(name, settings.seed, settings.updates, settings.rate, loss, look), place)
     right = [copied(model, settings, length) for length in settings.tests]
     return {"weights": sum(p.numel() for p in model.parameters()), "curve": curve, "right": right}
@@ -171,7 +171,7 @@ def draw(plt: Any, result: Result) -> Any:
     for (top, bottom), positions in zip(axes.T, kinds, strict=True):
         for row in result["rows"]:
             if row["positions"] == positions:
-                look: dict[str, Any] = {"color": f"C{KINDS.index(row['kind'])}", "label": row["kind"]}
+                look: dict[str, Any] = {"color": f"C{VARIANTS.index(row['kind'])}", "label": row["kind"]}
                 top.plot([n for n, *_ in row["right"]], [100 * one for _, one, _ in row["right"]], "o-", **look)
                 bottom.plot([one["step"] for one in row["curve"]], [100 * one["right"] for one in row["curve"]], **look)
         top.axvline(result["settings"]["longest"], color="grey", linewidth=1, linestyle="--")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .._utils import spec
-from ..attention import names
+from ..attention import list_mechanisms
 from ..attention.registry import mechanism
 from ..data.arena import Arena, Batch
 from ..models.config import EncoderConfig
@@ -52,7 +52,7 @@ SIZES: dict[str, str] = {
 
 def mechanisms(specs: str) -> list[str]:
     """The specs that a setting names; ``all``: every registered mechanism, by its name."""
-    return names() if specs == ALL else spec.split(specs)
+    return list_mechanisms() if specs == ALL else spec.split(specs)
 
 
 def sized(text: str, length: int) -> str:

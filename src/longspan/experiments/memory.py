@@ -25,7 +25,7 @@ class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     tasks: tuple[str, ...] = _setting(("repeat_previous", "autoencode"), f"of {', '.join(tasks.TASKS)}")
-    agents: tuple[str, ...] = _setting(tuple(agents.KINDS), f"of {', '.join(agents.KINDS)}")
+    agents: tuple[str, ...] = _setting(tuple(agents.CORES), f"of {', '.join(agents.CORES)}")
     seeds: tuple[int, ...] = _setting((0, 1, 2), "of weights, episodes and actions; one training for each")
     steps: int = _setting(90_000, "steps in an environment, of each training")
     environments: int = _setting(32, "environments at once")
@@ -199,7 +199,7 @@ def draw(plt: Any, result: Result) -> Any:
         values = [[v for v in column if v is not None] for column in zip(*curves, strict=True)]
         told = [(step, column) for (step, _), column in zip(rows[0]["curve"], values, strict=True) if column]
         steps = [step for step, _ in told]
-        color = f"C{list(agents.KINDS).index(kind)}"
+        color = f"C{list(agents.CORES).index(kind)}"
         panels[task].plot(steps, [mean(column) for _, column in told], ".-", color=color, label=kind)
         least, most = [min(column) for _, column in told], [max(column) for _, column in told]
         panels[task].fill_between(steps, least, most, color=color, alpha=0.15, linewidth=0)

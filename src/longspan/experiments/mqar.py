@@ -9,7 +9,7 @@ import torch
 from .._utils import spec
 from .._utils.tables import Table
 from ..attention import build
-from ..train import Run, rate
+from ..train import TrainConfig, rate
 from . import recall
 from .experiment import Buildable, Experiment, Place, Result, Row, at_least, drawing, generator, setting
 
@@ -70,7 +70,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random.initial_seed())
         model = recall.Recaller(point["spec"], point["dim"], settings.heads, settings.depth, settings.vocab)
-    run = Run(steps=settings.steps, warmup=min(50, settings.steps), learning_rate=point["rate"])
+    run = TrainConfig(steps=settings.steps, warmup=min(50, settings.steps), learning_rate=point["rate"])
     optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     step = 0
     while step < settings.steps:

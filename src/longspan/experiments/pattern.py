@@ -11,9 +11,9 @@ import torch
 from .. import data, patterns
 from .._utils import spec
 from .._utils.tables import Table
-from ..models.config import Config
-from ..train import Run, bits, fit
-from ..train.evaluate import roomy
+from ..models.config import DecoderConfig
+from ..train import TrainConfig, bits, fit
+from ..train.evaluate import default_batch_size
 from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
 from .images import DATA, curve, slug, trained
 
@@ -56,18 +56,18 @@ class Settings(Buildable):
         """The patterns, one a model."""
         return spec.split(self.patterns)
 
-    def config(self, pattern: str, vocab: int = 256, length: int = 784) -> Config:
+    def config(self, pattern: str, vocab: int = 256, length: int = 784) -> DecoderConfig:
         """A model's config. Raises ValueError where the sizes do not fit each other."""
         kind: dict[str, Any] = {"vocab": vocab, "length": length, "positions": "learned"}
         size = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim}
-        return Config(attention=f"sparse(pattern={pattern!r})", **size, **kind)
+        return DecoderConfig(attention=f"sparse(pattern={pattern!r})", **size, **kind)
 
-    def run(self, folder: Path, seed: int) -> Run:
+    def run(self, folder: Path, seed: int) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
         same = ("data", "steps", "batch", "learning_rate", "evaluate_every", "evaluate_examples")
         fields = {name: getattr(self, name) for name in same}
         warmup = min(self.warmup, self.steps)
-        return Run(**fields, seed=seed, warmup=warmup, save_every=self.evaluate_every, out=str(folder))
+        return TrainConfig(**fields, seed=seed, warmup=warmup, save_every=self.evaluate_every, out=str(folder))
 
 
 QUICK = Settings(
@@ -94,7 +94,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         progress=sys.stderr.isatty(),
     )  # fmt: skip
     model = trained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
-    found = bits(model, dataset, "test", roomy(dataset.length), examples=settings.tests)
+    found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     seen = patterns.causal() & patterns.parse(point["pattern"])
     keys = seen.dense(dataset.length, heads=settings.heads).sum(-1).double().mean().item()
     line = [[step, value] for step, _, value in curve(folder)]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._utils.tables import Table
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
 from .learning import Learning, fresh, learn
@@ -48,11 +48,11 @@ class Settings(Buildable):
         """See the base."""
         fresh(self.config(1.0), self.seed)
 
-    def config(self, penalty: float) -> Config:
+    def config(self, penalty: float) -> DecoderConfig:
         """The model's: one block, as often as each token wants, or ``cap`` times without a penalty."""
         stack = f"act(steps={self.cap}, bias={self.bias})" if penalty else f"universal(steps={self.cap})"
         size: dict[str, Any] = {"dim": self.dim, "heads": self.heads, "feedforward": self.feedforward}
-        return Config(**size, depth=1, attention=self.attention, vocab=2, positions="none", stack=stack)
+        return DecoderConfig(**size, depth=1, attention=self.attention, vocab=2, positions="none", stack=stack)
 
 
 QUICK = Settings(penalties=(0.01, 0.1), bits=3, cap=3, dim=8, feedforward=8, batch=3, steps=4, free=2, tests=5)

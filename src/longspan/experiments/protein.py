@@ -14,7 +14,7 @@ from .._utils.tables import Table
 from ..data import proteins
 from ..data.order import batch_indices
 from ..data.proteins import Proteins
-from ..models.config import Config, EncoderConfig
+from ..models.config import DecoderConfig, EncoderConfig
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from . import published, residues
@@ -65,14 +65,14 @@ class Settings(Buildable):
             for task in TASKS:
                 model_memory.shapes(lambda one=one, task=task: made(replace(self.config(task, one), depth=1)))
 
-    def config(self, task: str, attention: str) -> Config | EncoderConfig:
+    def config(self, task: str, attention: str) -> DecoderConfig | EncoderConfig:
         """Of a model of one task."""
         size: dict[str, Any] = {
             "dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim,
             "attention": attention, "positions": "sinusoidal",
         }  # fmt: skip
         if task == CAUSAL:
-            return Config(vocab=residues.LEVELS, **size)
+            return DecoderConfig(vocab=residues.LEVELS, **size)
         # One more token, the mask.
         return EncoderConfig(vocab=residues.LEVELS + 1, outputs=residues.LEVELS, **size)
 
@@ -81,9 +81,9 @@ class Settings(Buildable):
         return born(lambda: made(self.config(task, attention)), seed)
 
 
-def made(config: Config | EncoderConfig) -> Decoder | Encoder:
+def made(config: DecoderConfig | EncoderConfig) -> Decoder | Encoder:
     """The decoder or the encoder of a config."""
-    return Decoder(config) if isinstance(config, Config) else Encoder(config)
+    return Decoder(config) if isinstance(config, DecoderConfig) else Encoder(config)
 
 
 QUICK = Settings(

@@ -38,7 +38,7 @@ def _favor(rows: int, kept: bool) -> Kind:
     return Kind(f"FAVOR+ with {rows} rows {how}", lambda size: 2 * rows, rows=rows, kept=kept)
 
 
-KINDS = {
+ENCODERS = {
     "linear": Kind("elu + 1: D features", lambda size: size, elu),
     "dpfp1": _dpfp(1),
     "dpfp2": _dpfp(2),
@@ -88,7 +88,7 @@ class Retriever(nn.Module):
 
     def __init__(self, symbols: int, size: int, kind: str, rule: str, generator: torch.Generator):
         super().__init__()
-        self.kind, self.size, self.symbols = KINDS[known(kind, KINDS, "kind")], size, symbols
+        self.kind, self.size, self.symbols = ENCODERS[known(kind, ENCODERS, "kind")], size, symbols
         self.delta = known(rule, RULES, "rule") == "delta"
         if self.delta and self.kind.features is None:
             raise ValueError(f"the delta rule needs a fixed feature map, which {kind} has not")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .._utils import atomic_io, optional_deps, plots, png, signals
-from .._utils.locks import alone
+from .._utils.locks import exclusive_lock
 from ..models import checkpoint
 from . import page, provenance
 from .experiment import Experiment, Place, Result, Row, Track
@@ -38,7 +38,7 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
     for end in ("json", "md"):
         atomic_io.check_output(out / f"{name}.{end}")
     plots.pyplot()
-    with alone(out / f".{name}.lock", str(out / f"{name}.json")):
+    with exclusive_lock(out / f".{name}.lock", str(out / f"{name}.json")):
         return _run(name, experiment, scale, settings, out, track)
 
 

@@ -13,16 +13,16 @@ import torch
 
 from .. import data
 from .._utils.tables import Table
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train import Run, begun, fit, streaming_eval
-from ..train.evaluate import roomy, total
+from ..train import TrainConfig, begun, fit, streaming_eval
+from ..train.evaluate import default_batch_size, total
 from ..train.learned import history
 from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
 from .images import curve, trained
 
 VANILLA, XL, SPANS, AUXILIARY = "vanilla", "Transformer-XL", "XL + adaptive span", "vanilla + auxiliary losses"
-KINDS = {VANILLA: "vanilla", XL: "xl", SPANS: "spans", AUXILIARY: "auxiliary"}
+VARIANTS = {VANILLA: "vanilla", XL: "xl", SPANS: "spans", AUXILIARY: "auxiliary"}
 STREAMS = (XL, SPANS)
 WAYS = {"alone": "segments by themselves", "sliding": "a window that slides", "carried": "states carried"}
 
@@ -61,16 +61,16 @@ class Settings(Buildable):
             raise ValueError(f"data={self.data}: segments are those of a text, text:stdlib or text:PATH")
         if self.stride > self.length:
             raise ValueError(f"stride={self.stride} must not be above length={self.length}")
-        for kind in KINDS:
+        for kind in VARIANTS:
             self.run(kind, Path("work"))
 
     def buildable(self) -> None:
         """See the base."""
-        for kind in KINDS:
+        for kind in VARIANTS:
             with torch.random.fork_rng(devices=[]):
                 Decoder(self.config(kind))
 
-    def config(self, kind: str) -> Config:
+    def config(self, kind: str) -> DecoderConfig:
         """A model's config. Raises ValueError where the sizes do not fit each other."""
         memory = f"transformer_xl(memory={self.memory}, same_length=False, segment={self.length})"
         spans = f"adaptive_span(span={self.span}, ramp={self.ramp}, initial={self.initial})"
@@ -78,19 +78,21 @@ class Settings(Buildable):
         positions = {"positions": "none"} if kind in STREAMS else {"positions": "learned", "length": self.length}
         return _model(self, attention, **positions)
 
-    def run(self, kind: str, folder: Path) -> Run:
+    def run(self, kind: str, folder: Path) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
         same = ("data", "length", "steps", "batch", "learning_rate", "evaluate_every", "evaluate_examples", "seed")
         fields = {name: getattr(self, name) for name in same}
         fields |= {"stream": True} if kind in STREAMS else {}
         fields |= {"penalty": self.penalty} if kind == SPANS else {}
         fields |= {"intermediate": True, "targets": self.targets} if kind == AUXILIARY else {}
-        return Run(**fields, warmup=min(self.warmup, self.steps), save_every=self.evaluate_every, out=str(folder))
+        return TrainConfig(
+            **fields, warmup=min(self.warmup, self.steps), save_every=self.evaluate_every, out=str(folder)
+        )
 
 
-def _model(settings: Settings, attention: str, **fields: Any) -> Config:
+def _model(settings: Settings, attention: str, **fields: Any) -> DecoderConfig:
     size: dict[str, Any] = {"dim": settings.dim, "depth": settings.depth, "heads": settings.heads}
-    return Config(attention=attention, feedforward=4 * settings.dim, vocab=256, **size, **fields)
+    return DecoderConfig(attention=attention, feedforward=4 * settings.dim, vocab=256, **size, **fields)
 
 
 QUICK = Settings(
@@ -102,7 +104,7 @@ QUICK = Settings(
 def points(settings: Settings) -> list[Row]:
     """The models; and the speed of evaluation by the tokens in view."""
     speeds = [{"what": "speed", "attended": tokens} for tokens in settings.attended]
-    return [*({"what": "training", "kind": kind} for kind in KINDS), *speeds]
+    return [*({"what": "training", "kind": kind} for kind in VARIANTS), *speeds]
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
@@ -115,14 +117,14 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     if point["what"] == "speed":
         return speed(settings, point["attended"])
     kind = point["kind"]
-    folder, dataset = place.folder / KINDS[kind], data.load(settings.data, settings.length)
+    folder, dataset = place.folder / VARIANTS[kind], data.load(settings.data, settings.length)
     fit(settings.config(kind), settings.run(kind, folder), resume=begun(folder), progress=sys.stderr.isatty())
     model = trained(folder)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     chosen = settings.tests
     rows = streaming_eval.rows(dataset, "test", chosen)
     ways: dict[str, Callable[[], torch.Tensor]] = {
-        "alone": lambda: total(model, dataset, "test", roomy(dataset.length), chosen),
+        "alone": lambda: total(model, dataset, "test", default_batch_size(dataset.length), chosen),
         "sliding": lambda: streaming_eval.sliding(model, dataset, "test", settings.stride, rows, chosen, place.track),
     }
     if kind in STREAMS:
@@ -153,7 +155,7 @@ def speed(settings: Settings, attended: int) -> Row:
         torch.manual_seed(settings.seed)
         vanilla = Decoder(_model(settings, "softmax", positions="learned", length=attended)).eval().to(device)
         memory = Decoder(_model(settings, f"transformer_xl(memory={attended})", positions="none")).eval().to(device)
-        windows = torch.randint(256, (roomy(attended), attended), device=device)
+        windows = torch.randint(256, (default_batch_size(attended), attended), device=device)
         text = torch.randint(256, (settings.batch, attended + settings.length), device=device)
     _, full = memory(text[:, :attended], memory.init_state(settings.batch))
 

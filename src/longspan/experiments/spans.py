@@ -12,15 +12,15 @@ import torch
 from .. import data
 from .._utils.tables import Table
 from ..models import checkpoint
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train import Run, bits, fit
-from ..train.evaluate import roomy
+from ..train import TrainConfig, bits, fit
+from ..train.evaluate import default_batch_size
 from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
 from .images import curve, trained
 
 FREE, PRICED, WINDOW = "spans, no penalty", "spans, penalty", "fixed window"
-KINDS = {FREE: "free", PRICED: "priced", WINDOW: "window"}
+VARIANTS = {FREE: "free", PRICED: "priced", WINDOW: "window"}
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,19 @@ class Settings(Buildable):
         with torch.random.fork_rng(devices=[]):
             Decoder(self.config(PRICED))
 
-    def config(self, kind: str, window: int = 1) -> Config:
+    def config(self, kind: str, window: int = 1) -> DecoderConfig:
         """A model's config. Raises ValueError where the sizes do not fit each other."""
         spans = f"adaptive_span(span={self.span}, ramp={self.ramp}, initial={self.initial})"
         attention = f"local(window={window})" if kind == WINDOW else spans
         size: dict[str, Any] = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim}
-        return Config(attention=attention, vocab=256, length=self.length, positions="learned", **size)
+        return DecoderConfig(attention=attention, vocab=256, length=self.length, positions="learned", **size)
 
-    def run(self, kind: str, folder: Path) -> Run:
+    def run(self, kind: str, folder: Path) -> TrainConfig:
         """A training in a folder, which keeps a checkpoint of each look. Raises ValueError for a field out of range."""
         same = ("data", "length", "steps", "batch", "learning_rate", "evaluate_every", "evaluate_examples", "seed")
         fields = {name: getattr(self, name) for name in same}
         penalty = self.penalty if kind == PRICED else 0.0
-        return Run(
+        return TrainConfig(
             **fields, penalty=penalty, warmup=min(self.warmup, self.steps), save_every=self.evaluate_every,
             keep=self.steps // max(self.evaluate_every, 1) + 1, out=str(folder),
         )  # fmt: skip
@@ -84,7 +84,7 @@ QUICK = Settings(
 
 def points(settings: Settings) -> list[Row]:
     """Spans with and without a penalty; and the window that costs as much as those with one."""
-    return [{"kind": kind} for kind in KINDS]
+    return [{"kind": kind} for kind in VARIANTS]
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
@@ -97,15 +97,15 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     Raises ValueError for the window where the training with a penalty is gone.
     """
     kind = point["kind"]
-    folder, dataset = place.folder / KINDS[kind], data.load(settings.data, settings.length)
-    keys = round(cost(trained(place.folder / KINDS[PRICED]))) if kind == WINDOW else 0.0
+    folder, dataset = place.folder / VARIANTS[kind], data.load(settings.data, settings.length)
+    keys = round(cost(trained(place.folder / VARIANTS[PRICED]))) if kind == WINDOW else 0.0
     begun = folder.is_dir() and any(folder.iterdir())
     fit(settings.config(kind, int(keys)), settings.run(kind, folder), resume=begun, progress=sys.stderr.isatty())
     model, history = trained(folder), []
     if kind != WINDOW:
         keys, history = cost(model), learned(folder, settings)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-    found = bits(model, dataset, "test", roomy(dataset.length), examples=settings.tests)
+    found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     line = [[step, value] for step, _, value in curve(folder)]
     return {"keys": round(keys, 2), "spans": history, "curve": line, "test": round(found, 5)}
 

@@ -18,7 +18,7 @@ from ..speech import ctc
 from ..speech.corpus import Corpus, Utterance, batches, padded
 from ..speech.errors import rate as error_rate
 from ..speech.labels import words
-from ..train import Run, rate
+from ..train import TrainConfig, rate
 from .experiment import Place, Row, drawing, generator
 
 LSTM = "lstm"
@@ -99,7 +99,7 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
     model.front.calibrate(torch.cat([one.frames for one in corpus.train(0)]))
     optimiser = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     # Made anew for every epoch, so counted in the first one.
-    run = Run(steps=training.epochs, learning_rate=training.learning_rate, warmup=max(1, training.epochs // 10))
+    run = TrainConfig(steps=training.epochs, learning_rate=training.learning_rate, warmup=max(1, training.epochs // 10))
     first, curve, seconds = 0, [], []
     kept = place.load(training.name)
     if kept:

@@ -11,9 +11,9 @@ from .._utils.tables import Table
 from ..attention.performer import Performer
 from ..data import Dataset
 from ..data.order import batch_indices
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
-from ..train import Run, bits, rate
+from ..train import TrainConfig, bits, rate
 from .experiment import Buildable, Experiment, Place, Result, Row, at_least, drawing, setting
 from .learning import finite
 
@@ -59,10 +59,10 @@ class Settings(Buildable):
         """See the base."""
         self.config("softmax")
 
-    def config(self, attention: str) -> Config:
+    def config(self, attention: str) -> DecoderConfig:
         """The decoder's: 64 pixels of 17 levels. Raises ValueError where the sizes do not fit each other."""
         kind: dict[str, Any] = {"attention": attention, "vocab": 17, "positions": "learned", "length": 64}
-        return Config(dim=self.dim, depth=self.depth, heads=self.heads, feedforward=4 * self.dim, **kind)
+        return DecoderConfig(dim=self.dim, depth=self.depth, heads=self.heads, feedforward=4 * self.dim, **kind)
 
     def performer(self, features: int) -> str:
         """The spec of a performer."""
@@ -146,7 +146,7 @@ def swap(model: Decoder, spec: str) -> Decoder:
 def train(model: Decoder, settings: Settings, steps: int, highest: float, first: int) -> list[list]:
     """Train in place on the batches from number ``first``: [[steps made, validation bits]], from 0 on."""
     dataset = digits()
-    run = Run(steps=steps, warmup=min(20, steps), learning_rate=highest, batch=settings.batch)
+    run = TrainConfig(steps=steps, warmup=min(20, steps), learning_rate=highest, batch=settings.batch)
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     curve = [[0, validation(model, settings)]]
     for step in range(steps):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._utils import model_memory
 from .._utils.aliases import hinted
-from .._utils.typecheck import check
+from .._utils.typecheck import check_type
 from ..attention.validation import check_mask
 from ..models.decoder import Decoder
 from ..models.seq2seq import Seq2Seq
@@ -64,7 +64,9 @@ def beam_search(
     if isinstance(model, Decoder):
         rows = len(prompt) * beams
         afford_rows(model, rows, prompt.shape[1] + tokens, f"the states of beams={beams}")
-    model_memory.afford(len(prompt) * beams * model.likelihood.levels * 8, f"the candidates of beams={beams}")
+    model_memory.check_fits_in_memory(
+        len(prompt) * beams * model.likelihood.levels * 8, f"the candidates of beams={beams}"
+    )
     outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens)
     batch, levels = len(outputs), model.likelihood.levels
     logs = model.likelihood.log_probs(outputs).double()  # (B,V)
@@ -132,10 +134,10 @@ def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length
             raise ValueError("a Decoder continues a prompt; give prompt=(B,P) int64, P may be 0")
         if mask is not None:
             check_mask("mask", mask, tuple(prompt.shape))
-    check("length_penalty", length_penalty, float)
-    check("stop", stop, int | None)
+    check_type("length_penalty", length_penalty, float)
+    check_type("stop", stop, int | None)
     for name, value in (("tokens", tokens), ("beams", beams), ("best", best)):
-        check(name, value, int)
+        check_type(name, value, int)
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if best > beams:

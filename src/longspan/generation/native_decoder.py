@@ -22,7 +22,7 @@ from ..modules.positions import Sinusoidal
 from ..modules.sinusoidal import sinusoid
 from ..ops.native import decode
 from ..ops.native.call import MAPS, available
-from ..ops.operands import check_stored, in_memory, overlap, overwritten, stored
+from ..ops.operands import check_stored, in_memory, mark_overwritten, overlap, stored
 from ..states import kv_cache
 from ..states.counters import check_counts
 from ..states.kv_cache import KeyValues
@@ -78,7 +78,7 @@ class Engine:
     @staticmethod
     def why_not(model: Decoder) -> str:
         """Why the engine cannot serve a decoder as it is now; "" where it can. Compiles the kernels on first use."""
-        if ops.wanted("a decoder's step", ("reference", "torch", "native"), "native") != "native":
+        if ops.resolve_backend("a decoder's step", ("reference", "torch", "native"), "native") != "native":
             return "another backend is forced"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
@@ -128,7 +128,7 @@ class Engine:
             check_tokens(tokens, self.model.start, None)
             self.model.embedding(tokens, state.position)
             raise AssertionError(f"the kernel refused with code {code} what the decoder accepts")
-        overwritten(*(t for layer in state.layers for t in layer))
+        mark_overwritten(*(t for layer in state.layers for t in layer))
         state = _advance(state, addresses)
         self.local.last = Known(state, addresses, _places(state))
         return (out if self.dtype == torch.float32 else out.to(self.dtype)), state

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._utils import model_memory
 from .._utils.aliases import hinted
-from .._utils.typecheck import check, shown
+from .._utils.typecheck import check_type, format_value
 from ..attention import nbytes
 from ..attention.validation import check_mask
 from ..models.decoder import Decoder, DecoderState
@@ -62,7 +62,7 @@ def generate(
     """Yield ``tokens`` times the next token of every sequence, (B,) int64.
 
     >>> import torch, longspan
-    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
     >>> prompt = torch.tensor([[3, 1, 4]])
     >>> drawn = torch.stack(list(longspan.generate(model, prompt, tokens=7, seed=0)), 1)
     >>> drawn.shape
@@ -85,11 +85,11 @@ def generate(
     device = model.device
     reuse_pages()
     for name, value in (("tokens", tokens), ("batch", batch), ("top_k", top_k)):
-        check(name, value, int)
+        check_type(name, value, int)
     for name, value in (("temperature", temperature), ("top_p", top_p)):
-        check(name, value, float)
-    check("stop", stop, int | None)
-    check("seed", seed, int | None)
+        check_type(name, value, float)
+    check_type("stop", stop, int | None)
+    check_type("seed", seed, int | None)
     if source is not None:
         if prefix or batch != 1:
             raise ValueError("prefix= and batch= are for a decoder; a Seq2Seq writes one target for each source")
@@ -151,14 +151,14 @@ def check_source(
 def afford_rows(model: Decoder, rows: int, capacity: int, what: str) -> None:
     """Raise ValueError where the states of so many sequences would not fit into this machine's memory."""
     if rows > FEW and model.device.type == "cpu":
-        model_memory.afford(rows * nbytes(model.init_state(1, capacity)), what)
+        model_memory.check_fits_in_memory(rows * nbytes(model.init_state(1, capacity)), what)
 
 
 def check_ids(name: str, ids: Any) -> None:
     """Raise ValueError unless these are tokens, int64 (B,N); for a text, with how to make some of it."""
     if isinstance(ids, str):
         raise ValueError(
-            f"{name} must be int64 (B, N), not the text {shown(ids)}; for a model of bytes pass "
+            f"{name} must be int64 (B, N), not the text {format_value(ids)}; for a model of bytes pass "
             f"torch.tensor([list(text.encode())])"
         )
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
@@ -206,13 +206,13 @@ def _tokens(model, step, outputs, state, tokens, options, generator, stop) -> It
 
 @hinted
 @torch.no_grad()
-def score(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: int = 0) -> Tensor:
+def log_likelihood(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: int = 0) -> Tensor:
     """Log-likelihood of each sequence in nats: tokens (B,N) int64, mask (B,N) -> (B,) float64, summed in float64.
 
     >>> import torch, longspan
-    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
     >>> tokens = torch.tensor([[3, 1, 4, 1]])
-    >>> whole, by_token = longspan.score(model, tokens), longspan.score(model, tokens, chunk=1)
+    >>> whole, by_token = longspan.log_likelihood(model, tokens), longspan.log_likelihood(model, tokens, chunk=1)
     >>> torch.allclose(whole, by_token, atol=1e-4)
     True
 
@@ -220,7 +220,7 @@ def score(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: 
     (n = 1: as an RNN). The answer is the same to rounding.
     """
     check_ids("tokens", tokens)
-    check("chunk", chunk, int)
+    check_type("chunk", chunk, int)
     if chunk < 0:
         raise ValueError(f"chunk={chunk} must be 0 (all at once) or a number of tokens")
     if mask is not None:

@@ -59,7 +59,7 @@ def afford(model: Transcriber, frames: Tensor) -> None:
     if model.config.causal:
         hint = "read it by --stream (in Python: Listener), whose blocks are short"
     try:
-        model_memory.afford(size, f"a recording of {tokens} tokens")
+        model_memory.check_fits_in_memory(size, f"a recording of {tokens} tokens")
     except ValueError as error:
         raise ValueError(f"{error}; {hint}") from None
 

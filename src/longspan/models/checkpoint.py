@@ -25,17 +25,17 @@ from torch import Tensor, nn
 from .._utils import atomic_io, sealed_dir
 from .._utils.sealed_dir import CONFIG
 from .._utils.spec import known
-from .._utils.typecheck import shown
+from .._utils.typecheck import format_value
 from .._utils.version import VERSION
-from .config import Config, EncoderConfig, Seq2SeqConfig, TranscriberConfig
+from .config import DecoderConfig, EncoderConfig, Seq2SeqConfig, TranscriberConfig
 from .decoder import Decoder
 from .encoder import Encoder
 from .seq2seq import Seq2Seq
-from .stacks import weigh
+from .stacks import estimate_bytes
 from .transcriber import Transcriber
 
-KINDS: dict[str, tuple[Any, Any]] = {
-    "decoder": (Config, Decoder),
+MODEL_CLASSES: dict[str, tuple[Any, Any]] = {
+    "decoder": (DecoderConfig, Decoder),
     "encoder": (EncoderConfig, Encoder),
     "seq2seq": (Seq2SeqConfig, Seq2Seq),
     "transcriber": (TranscriberConfig, Transcriber),
@@ -53,7 +53,7 @@ def save(
     """Write ``model`` as the checkpoint ``folder``; an older one there is replaced at once.
 
     >>> import tempfile, longspan
-    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     longspan.save(f"{folder}/model", model)
     ...     again = longspan.load(f"{folder}/model")
@@ -96,7 +96,7 @@ def load(folder: str | Path) -> Any:
     """Build the model of a checkpoint, or of a training run's best one, with its weights, in eval mode on the CPU.
 
     >>> import tempfile, longspan
-    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     longspan.save(f"{folder}/model", model)
     ...     again = longspan.load(f"{folder}/model")
@@ -110,10 +110,10 @@ def load(folder: str | Path) -> Any:
     damaged or is another checkpoint's, and weights that do not fit the config, have other kinds of numbers or are NaN.
     """
     folder, header, weights = _read(folder)
-    config_class, model_class = KINDS[header["kind"]]
+    config_class, model_class = MODEL_CLASSES[header["kind"]]
     try:
         config = config_class.from_dict(header["config"])
-        _look(weights, weigh(model_class, config))
+        _look(weights, estimate_bytes(model_class, config))
         with torch.random.fork_rng(devices=[]):
             model = model_class(config)
     except ValueError as error:
@@ -201,10 +201,10 @@ def _look(weights: Mapping[str, Tensor], size: int) -> None:
 
 def kind_of(config: Any) -> str:
     """The kind of model that a config describes. Raises ValueError for anything else."""
-    for kind, (config_class, _) in KINDS.items():
+    for kind, (config_class, _) in MODEL_CLASSES.items():
         if type(config) is config_class:
             return kind
-    names = ", ".join(config_class.__name__ for config_class, _ in KINDS.values())
+    names = ", ".join(config_class.__name__ for config_class, _ in MODEL_CLASSES.values())
     raise ValueError(f"a {type(config).__name__} describes no model; known: {names}")
 
 
@@ -214,14 +214,16 @@ def config_of(fields: Mapping[str, Any]) -> Any:
     Raises ValueError for an unknown kind, a field that it does not have, and values that fit none.
     """
     values = dict(fields)
-    return KINDS[known(values.pop("kind", "decoder"), KINDS, "kind of model")][0].from_dict(values)
+    return MODEL_CLASSES[known(values.pop("kind", "decoder"), MODEL_CLASSES, "kind of model")][0].from_dict(values)
 
 
 def _kind(model: nn.Module) -> str:
-    for kind, (_, model_class) in KINDS.items():
+    for kind, (_, model_class) in MODEL_CLASSES.items():
         if type(model) is model_class:
             return kind
-    raise ValueError(f"cannot save a {type(model).__name__}; known: {', '.join(c.__name__ for _, c in KINDS.values())}")
+    raise ValueError(
+        f"cannot save a {type(model).__name__}; known: {', '.join(c.__name__ for _, c in MODEL_CLASSES.values())}"
+    )
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -270,8 +272,10 @@ def _save_training(training: dict[str, Any], path: Path) -> None:
 @contextlib.contextmanager
 def _opened(folder: str | Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], sealed_dir.Content]]:
     with sealed_dir.opened(_place(folder), *names) as (folder, header, content):
-        if not isinstance(header.get("kind"), str) or header["kind"] not in KINDS:
-            raise ValueError(f"{folder / CONFIG} has kind {shown(header.get('kind'))}; known: {', '.join(KINDS)}")
+        if not isinstance(header.get("kind"), str) or header["kind"] not in MODEL_CLASSES:
+            raise ValueError(
+                f"{folder / CONFIG} has kind {format_value(header.get('kind'))}; known: {', '.join(MODEL_CLASSES)}"
+            )
         if not isinstance(header.get("config"), dict):
             raise ValueError(f"{folder / CONFIG} is corrupt: it has no config")
         yield folder, header, content

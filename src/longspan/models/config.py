@@ -35,7 +35,9 @@ class _Fields:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build from plain values. Raises ValueError for a field that does not exist, naming those that do."""
         if not isinstance(values, dict):
-            raise ValueError(f"{cls.__name__} is made from a dict of its fields, not from {typecheck.shown(values)}")
+            raise ValueError(
+                f"{cls.__name__} is made from a dict of its fields, not from {typecheck.format_value(values)}"
+            )
         names = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
         for name in values:
             known(name, names, f"field of {cls.__name__}")
@@ -101,11 +103,11 @@ class StackConfig(_Fields):
 
 
 @dataclass(frozen=True)
-class Config(StackConfig):
+class DecoderConfig(StackConfig):
     """A decoder: predicts each token of a sequence from the ones before it.
 
     >>> import longspan
-    >>> config = longspan.Config(dim=64, depth=3, heads=4, attention="linear; linear; softmax", vocab=17)
+    >>> config = longspan.DecoderConfig(dim=64, depth=3, heads=4, attention="linear; linear; softmax", vocab=17)
     >>> config.positions
     'learned'
     """
@@ -171,14 +173,14 @@ class EncoderConfig(StackConfig):
 
 
 @dataclass(frozen=True)
-class Seq2SeqConfig(Config):
+class Seq2SeqConfig(DecoderConfig):
     """An encoder that sees the whole source, and a decoder that reads it by cross attention.
 
     >>> import longspan
     >>> longspan.Seq2SeqConfig(dim=64, heads=4, encoder_attention="linear", vocab=17).cross_attention
     'softmax'
 
-    The fields of ``Config`` are the decoder's; the encoder shares the sizes.
+    The fields of ``DecoderConfig`` are the decoder's; the encoder shares the sizes.
     """
 
     encoder_attention: str = "linear"

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from .._utils.aliases import refuse
 from . import likelihood
-from .config import Config
+from .config import DecoderConfig
 from .embedding import Embedding, check_position, check_tokens, initialise
-from .stacks import Stack, afford
+from .stacks import Stack, check_fits_in_memory
 
 
 class DecoderState(NamedTuple):
@@ -22,7 +22,7 @@ class Decoder(nn.Module):
     """Predicts each token of a sequence from the ones before it; trains in parallel, generates as an RNN.
 
     >>> import torch, longspan
-    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
     >>> tokens = torch.tensor([[3, 1, 4, 1]])
     >>> outputs, _ = model(model.shift(tokens))  # each one about the token at its place
     >>> model.likelihood.log_prob(outputs, tokens).shape
@@ -33,9 +33,9 @@ class Decoder(nn.Module):
     what building it raises.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: DecoderConfig):
         super().__init__()
-        afford(config, Decoder)
+        check_fits_in_memory(config, Decoder)
         self.config = config
         self.likelihood = likelihood.build(config.likelihood, config.vocab)
         self.embedding = Embedding(config.vocab + 1, config)

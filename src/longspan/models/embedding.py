@@ -9,13 +9,13 @@ from ..modules.sinusoidal import sinusoid
 from ..ops.operands import check_stored, same_device
 from ..ops.tensors import positions
 from ..states.counters import check_counts
-from .config import Config, EncoderConfig
+from .config import DecoderConfig, EncoderConfig
 
 
 class Embedding(nn.Module):
     """Tokens to vectors, plus their positions (none, sinusoidal or learned; others are the attention's)."""
 
-    def __init__(self, tokens: int, config: Config | EncoderConfig):
+    def __init__(self, tokens: int, config: DecoderConfig | EncoderConfig):
         super().__init__()
         self.positions, self.length = parse(config.positions), config.length
         self.tokens = nn.Embedding(tokens, config.dim) if tokens else nn.Identity()

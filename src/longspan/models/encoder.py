@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from .._utils.aliases import refuse
 from ..attention.validation import check_x
 from ..modules.positions import Learned
-from ..ops.tensors import widen
+from ..ops.tensors import upcast_half
 from .config import EncoderConfig
 from .embedding import Embedding, _check_own, check_tokens, initialise
-from .stacks import Stack, afford
+from .stacks import Stack, check_fits_in_memory
 
 
 class Classes(NamedTuple):
@@ -37,7 +37,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
-        afford(config, Encoder)
+        check_fits_in_memory(config, Encoder)
         self.config = config
         self.embedding = Embedding(config.vocab, config)
         self.stack = Stack(config, causal=False, positions=config.positions)
@@ -114,6 +114,6 @@ class Encoder(nn.Module):
             rows = [torch.tensor(list(text.encode()[: length or None])) for text in texts[begin : begin + batch]]
             tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
             mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-            found.append(widen(self(tokens.to(device), mask=mask.to(device))).softmax(-1))
+            found.append(upcast_half(self(tokens.to(device), mask=mask.to(device))).softmax(-1))
         probabilities = torch.cat(found) if found else torch.zeros(0, len(names), device=device)
         return Classes([names[i] for i in probabilities.argmax(-1).tolist()], probabilities)

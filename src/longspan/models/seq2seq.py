@@ -11,7 +11,7 @@ from . import likelihood
 from .config import EncoderConfig, Seq2SeqConfig
 from .decoder import DecoderState
 from .embedding import Embedding, check_position, check_tokens, initialise
-from .stacks import Stack, afford
+from .stacks import Stack, check_fits_in_memory
 
 
 class Seq2Seq(nn.Module):
@@ -35,7 +35,7 @@ class Seq2Seq(nn.Module):
 
     def __init__(self, config: Seq2SeqConfig):
         super().__init__()
-        afford(config, Seq2Seq)
+        check_fits_in_memory(config, Seq2Seq)
         self.config = config
         self.likelihood = likelihood.build(config.likelihood, config.vocab)
         self.embedding = Embedding(config.vocab + 1, config)

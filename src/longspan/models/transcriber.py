@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..speech import ctc
 from .config import TranscriberConfig
 from .embedding import Embedding
-from .stacks import Stack, afford
+from .stacks import Stack, check_fits_in_memory
 
 
 class Front(nn.Module):
@@ -77,7 +77,7 @@ class Transcriber(nn.Module):
 
     def __init__(self, config: TranscriberConfig):
         super().__init__()
-        afford(config, Transcriber)
+        check_fits_in_memory(config, Transcriber)
         self.config = config
         self.front = Front(config.features, config.stride, config.context, config.dim)
         self.embedding = Embedding(0, config)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._utils.spec import known
-from ..ops.tensors import widen
+from ..ops.tensors import upcast_half
 
 
 def norm(kind: str, dim: int) -> nn.Module:
@@ -32,7 +32,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """x (B,H,N,E), gate of the same shape unless there is none -> (B,H,N,E) in x's dtype."""
-        wide = widen(x)
+        wide = upcast_half(x)
         if self.kind == "group":
             wide = wide - wide.mean(-1, keepdim=True)
         y = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()

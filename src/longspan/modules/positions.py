@@ -114,7 +114,7 @@ class Alibi(Positions):
     kind: ClassVar[str] = "alibi"
 
 
-KINDS = {one.kind: one for one in (Positions, Sinusoidal, Learned, Rotary, Relative, Alibi)}
+POSITION_TYPES = {one.kind: one for one in (Positions, Sinusoidal, Learned, Rotary, Relative, Alibi)}
 # What an attention has to be exact for, and what of it: the end of the message where it is not.
 ASKED = {
     "rotary": "it has no rotary form, which turns the pairs of channels of queries and keys",
@@ -132,8 +132,8 @@ def parse(text: str) -> Positions:
     Raises ValueError for others, for an unknown option, and for a value that does not fit.
     """
     if name := spec.head(text):
-        spec.known(name, KINDS, "positions")
-    made = spec.parse(text, KINDS)
+        spec.known(name, POSITION_TYPES, "positions")
+    made = spec.parse(text, POSITION_TYPES)
     if not isinstance(made, Positions):
-        raise ValueError(f"{text!r} names no positions; known: {', '.join(sorted(KINDS))}")
+        raise ValueError(f"{text!r} names no positions; known: {', '.join(sorted(POSITION_TYPES))}")
     return made

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.convolution import convolve
-from ..ops.rows import back, ending, together
-from ..ops.tensors import widen
+from ..ops.rows import gather_valid, last_valid, scatter_back
+from ..ops.tensors import upcast_half
 
 
 class ShortConvolution(nn.Module):
@@ -28,7 +28,7 @@ class ShortConvolution(nn.Module):
 
     def start(self, batch: int) -> Tensor:
         """The state before the first token: zeros (batch, width-1, channels), float32 at least."""
-        return widen(self.weight.new_zeros(batch, self.width - 1, self.channels))
+        return upcast_half(self.weight.new_zeros(batch, self.width - 1, self.channels))
 
     def forward(
         self,
@@ -54,12 +54,12 @@ class ShortConvolution(nn.Module):
             given["segments"] = segments if x.shape[1] else None
             return convolve(x, self.weight, bias, past, donate=donate, **given)
         # Real tokens side by side, in their order; the others after them, where no real one sees them.
-        (x,), earlier = together(mask, x), self.width - 1
+        (x,), earlier = gather_valid(mask, x), self.width - 1
         if segments is not None:
-            (given["segments"],) = together(mask, segments)
+            (given["segments"],) = gather_valid(mask, segments)
         y, _ = convolve(x, self.weight, bias, past, **given)
-        last = ending(torch.cat([past, x.to(past.dtype)], 1), mask, earlier)
+        last = last_valid(torch.cat([past, x.to(past.dtype)], 1), mask, earlier)
         if (ids := given["segments"]) is not None:
-            ids = ending(torch.cat([ids[:, :1].expand(-1, earlier), ids], 1), mask, earlier)
+            ids = last_valid(torch.cat([ids[:, :1].expand(-1, earlier), ids], 1), mask, earlier)
             last = last * (ids == ids[:, -1:])[..., None]
-        return back(mask, y), last
+        return scatter_back(mask, y), last

@@ -4,6 +4,26 @@ Shapes, here and everywhere: ``B`` batch, ``H`` heads, ``N`` queries, ``M`` keys
 dimension, ``F`` features, ``C`` chunk. The layout is that of ``F.scaled_dot_product_attention``: ``(B, H, N, D)``.
 """
 
-from .backends import BACKENDS, Served, backend, chosen, constant, refuse_tracing, tell, wanted, watch
+from .backends import (
+    BACKENDS,
+    BackendUse,
+    backend,
+    log_backend,
+    mark_dynamo_constant,
+    refuse_tracing,
+    resolve_backend,
+    select_backend,
+    watch,
+)
 
-__all__ = ["BACKENDS", "Served", "backend", "chosen", "constant", "refuse_tracing", "tell", "wanted", "watch"]
+__all__ = [
+    "BACKENDS",
+    "BackendUse",
+    "backend",
+    "log_backend",
+    "mark_dynamo_constant",
+    "refuse_tracing",
+    "resolve_backend",
+    "select_backend",
+    "watch",
+]

@@ -44,7 +44,7 @@ def backend(name: str) -> Iterator[None]:
         _backend = old
 
 
-def constant(call: Call) -> Call:
+def mark_dynamo_constant(call: Call) -> Call:
     """Mark a function whose result a compiler may keep, as ``torch.compiler.assume_constant_result`` does.
 
     That one imports the compiler to do so, which would take a second of every start.
@@ -62,7 +62,7 @@ def refuse_tracing() -> None:
         )
 
 
-def wanted(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
+def resolve_backend(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
     """The backend that ``op`` is to be tried by, one of those that it is ``served`` by; ``auto`` takes ``prefer``.
 
     Raises ValueError where the forced one does not serve it, and under ``torch.jit.trace``.
@@ -78,14 +78,16 @@ def wanted(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: st
     return _backend
 
 
-def chosen(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch", why_not: str = "") -> str:
-    """``wanted``, and it does run ``op``, which a ``watch`` is told; ``why_not``: what keeps native kernels from it."""
-    name = wanted(op, served, prefer)
-    tell(op, name, why_not)
+def select_backend(
+    op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch", why_not: str = ""
+) -> str:
+    """``resolve_backend``, and it does run ``op``, which a ``watch`` is told; ``why_not``: what keeps native kernels from it."""
+    name = resolve_backend(op, served, prefer)
+    log_backend(op, name, why_not)
     return name
 
 
-class Served(NamedTuple):
+class BackendUse(NamedTuple):
     """What one op has run by; ``why_not`` says what kept native kernels from it, where it has some."""
 
     op: str
@@ -93,11 +95,11 @@ class Served(NamedTuple):
     why_not: str = ""
 
 
-_watch: list[Served] | None = None
+_watch: list[BackendUse] | None = None
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[list[Served]]:
+def watch() -> Iterator[list[BackendUse]]:
     """Which backend serves which op of the calls inside a ``with`` block, each once, in their order.
 
     >>> import torch, longspan
@@ -116,7 +118,7 @@ def watch() -> Iterator[list[Served]]:
         _watch = before
 
 
-def tell(op: str, name: str, why_not: str = "") -> None:
+def log_backend(op: str, name: str, why_not: str = "") -> None:
     """Tell the ``watch``, if there is one, that the backend of this name runs ``op``."""
-    if _watch is not None and (found := Served(op, name, "" if name == "native" else why_not)) not in _watch:
+    if _watch is not None and (found := BackendUse(op, name, "" if name == "native" else why_not)) not in _watch:
         _watch.append(found)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from .backends import chosen
+from .backends import select_backend
 from .softmax import dense
-from .tensors import widen
+from .tensors import upcast_half
 
 OP = "attention over picked edges"
 LEVELS = 16  # distances from 2^15 on are one
@@ -72,8 +72,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, there: Tensor) -> Ten
     A key that is named twice counts once; one whose ``there`` is False does not count. A query without keys gets 0.
     Float32 at least; O(N C D).
     """
-    q, k, v = (widen(x) for x in (q, k, v))
-    if chosen(OP) == "reference":
+    q, k, v = (upcast_half(x) for x in (q, k, v))
+    if select_backend(OP) == "reference":
         return dense.attend(q, k, v, mask=mask_of(index, there, k.shape[2])[:, None])
     there = once(index, there)[:, None]  # (B,1,N,C)
     logits = (q[..., None, :] * _taken(k, index)).sum(-1) * q.shape[-1] ** -0.5

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops import buckets as ops
-from ..ops.buckets import Places, Rule
+from ..ops.buckets import Rule, SortedLayout
 from ..ops.buckets.places import ABSENT
 from ..ops.rows import ragged
 
@@ -133,7 +133,7 @@ def _continued(q, k, v, state: Rings, reader: Reader, mask, record, donate: bool
     return o, _extended(k, v, groups, state, reader, mask, donate)
 
 
-def _record(record: dict, q: Tensor, keys: Tensor, places: Places, reader: Reader) -> None:
+def _record(record: dict, q: Tensor, keys: Tensor, places: SortedLayout, reader: Reader) -> None:
     n, old = q.shape[2], keys.shape[3] - q.shape[2]
     p = ops.reference(q, keys, keys, places, reader.rule, reader.scale)[1]  # (B,H,R,N,old+N)
     matrix = torch.cat([p[..., :old].transpose(2, 3).flatten(3), p[..., old:].sum(2)], -1)
@@ -163,7 +163,7 @@ def held(state: Rings) -> Tensor:
     return newest - (newest - torch.arange(slots, device=newest.device)) % max(slots, 1)
 
 
-def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, Tensor, Places]:
+def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, Tensor, SortedLayout]:
     """The slots' old tokens and then the new ones, for each round: keys, values (B,H,R,K S + n,.), and their places."""
     rule, buckets, rounds, n = reader.rule, reader.buckets, reader.rounds, k.shape[2]
     own, rank, _ = _ranks(groups, state, mask)
@@ -192,7 +192,7 @@ def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, T
         chunks = places // buckets // rule.chunk - base
         absent = absent | (chunks < 0)
     code = ops.coded(which, chunks, buckets, rule, n).masked_fill(absent, ABSENT)
-    return keys, values, Places(order, code.int(), None)
+    return keys, values, SortedLayout(order, code.int(), None)
 
 
 def _extended(k, v, groups, state: Rings, reader: Reader, mask, donate: bool) -> Rings:

@@ -19,25 +19,25 @@ class KeyValues(NamedTuple):
     length: Tensor  # (B,) int64, slots in use
 
 
-class Context(NamedTuple):
+class CachedContext(NamedTuple):
     """Keys and values of a context, for cross attention."""
 
     keys: Tensor  # (B,H,M,D)
     values: Tensor  # (B,H,M,E)
     mask: Tensor  # (B,M) bool, True on real tokens
 
-    def view(self) -> "View":
-        return View(self.keys, self.values, self.mask[:, None, None, :], False)
+    def view(self) -> "CacheView":
+        return CacheView(self.keys, self.values, self.mask[:, None, None, :], False)
 
 
-def of_context(k: Tensor, v: Tensor, mask: Tensor | None) -> Context:
+def of_context(k: Tensor, v: Tensor, mask: Tensor | None) -> CachedContext:
     """k (B,H,M,D), v (B,H,M,E), mask (B,M) bool or None where every token is real."""
     if mask is None:
         mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-    return Context(k, v, mask.clone())  # the caller's own may change later
+    return CachedContext(k, v, mask.clone())  # the caller's own may change later
 
 
-class View(NamedTuple):
+class CacheView(NamedTuple):
     """What the queries of one call may see: keys (B,H,M,D), values (B,H,M,E), mask bool (B,1,N,M) or None, causal."""
 
     keys: Tensor
@@ -67,18 +67,18 @@ def within(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
-) -> View:
+) -> CacheView:
     """Self-attention within one call: k (B,H,N,D), v (B,H,N,E), mask, segments (B,N), prefix (B,N) that sees itself."""
     if mask is None and segments is None and prefix is None:
-        return View(k, v, None, causal)
+        return CacheView(k, v, None, causal)
     allowed = visible(k.transpose(1, 2), causal=causal, mask=mask, segments=segments)
-    return View(k, v, allowed if prefix is None else join(allowed, prefix), False)
+    return CacheView(k, v, allowed if prefix is None else join(allowed, prefix), False)
 
 
 def view(
     project: Callable[[Tensor], tuple[Tensor, Tensor]],
     x: Tensor,
-    state: KeyValues | Context | None,
+    state: KeyValues | CachedContext | None,
     *,
     causal: bool,
     context: Tensor | None = None,
@@ -87,7 +87,7 @@ def view(
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
     donate: bool = False,
-) -> tuple[View, KeyValues | Context | None]:
+) -> tuple[CacheView, KeyValues | CachedContext | None]:
     """What the queries of x see, and the state after: of a context, given now or kept, of x alone, or of all so far.
 
     ``project`` makes keys (B,H,M,D) and values (B,H,M,E) of x (B,N,dim) or of the context (B,M,context_dim). The rest
@@ -95,7 +95,7 @@ def view(
     """
     if context is not None:
         state = of_context(*project(context), context_mask)
-    if isinstance(state, Context):
+    if isinstance(state, CachedContext):
         return state.view(), state
     k, v = project(x)
     if state is None:
@@ -112,7 +112,7 @@ def extend(
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
     donate: bool = False,
-) -> tuple[View, KeyValues]:
+) -> tuple[CacheView, KeyValues]:
     """Causal attention that continues ``cache``: what the new tokens may see, and the cache with them added.
 
     k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, prefix (B,N) bool: new tokens that see each other,
@@ -128,7 +128,7 @@ def extend(
         end = (cache.length + prefix.sum(1))[:, None, None, None]
         slots = torch.arange(view.keys.shape[2], device=k.device)
         allowed = view.allowed(k.shape[2]) | (prefix[:, None, :, None] & (slots < end))
-        return View(view.keys, view.values, allowed, False), added
+        return CacheView(view.keys, view.values, allowed, False), added
     if segments is not None:
         check_counts("length", cache.length, cache.keys.shape[2])
         return _extend_packed(cache, k, v, mask, segments)
@@ -145,10 +145,10 @@ def extend(
     slots = torch.arange(used, device=k.device)
     last = at if mask is None else at - (~mask).long()
     allowed = slots <= last[:, None, :, None]  # (B,1,N,used)
-    return View(added.keys[:, :, :used], added.values[:, :, :used], allowed, False), added
+    return CacheView(added.keys[:, :, :used], added.values[:, :, :used], allowed, False), added
 
 
-def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool) -> tuple[View, KeyValues]:
+def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool) -> tuple[CacheView, KeyValues]:
     """Every row has as many tokens and gets as many: slots are slices, and only the causal mask is needed."""
     n, total = k.shape[2], used + k.shape[2]
     if donate:
@@ -161,11 +161,11 @@ def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool
         keys, values = torch.cat([cache.keys[:, :, :used], k], 2), torch.cat([cache.values[:, :, :used], v], 2)
         added = KeyValues(keys, values, cache.length + n)
     if n == 1:
-        return View(keys, values, None, False), added
+        return CacheView(keys, values, None, False), added
     if used == 0:
-        return View(keys, values, None, True), added
+        return CacheView(keys, values, None, True), added
     allowed = torch.ones(n, total, dtype=torch.bool, device=k.device).tril(used)[None, None]
-    return View(keys, values, allowed, False), added
+    return CacheView(keys, values, allowed, False), added
 
 
 def with_room(cache: KeyValues, slots: int) -> KeyValues:
@@ -213,7 +213,7 @@ def _extend_packed(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, 
     old = (slots < cache.length[:, None])[:, None, None, :] & first[:, None, :, None]
     assert new.mask is not None
     allowed = torch.cat([old.expand(-1, 1, k.shape[2], -1), new.mask.expand(len(k), -1, -1, -1)], -1)
-    view = View(torch.cat([cache.keys, k], 2), torch.cat([cache.values, v], 2), allowed, False)
+    view = CacheView(torch.cat([cache.keys, k], 2), torch.cat([cache.values, v], 2), allowed, False)
     last = segments == segments[:, -1:]
     kept = KeyValues(cache.keys, cache.values, torch.where(first[:, -1], cache.length, 0))
     ending = real & last

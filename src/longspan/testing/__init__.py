@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..attention import examples, names
+from ..attention import list_mechanisms, mechanism_examples
 from . import blocks, content, numeric, prefix, recurrent, software, stacks
 from .gauge import Broken, Gauge, Subject
 
@@ -130,7 +130,7 @@ def check_attention(spec: str, *, seed: int = 0, raises: bool = True, stack: str
 
 def cases() -> list[tuple[str, str]]:
     """All pairs (law, example spec) of the registry, for a parametrised test."""
-    return [(law, spec) for name in names() for spec in examples(name) for law in _LAWS]
+    return [(law, spec) for name in list_mechanisms() for spec in mechanism_examples(name) for law in _LAWS]
 
 
 def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:

@@ -107,7 +107,7 @@ class Subject:
             partial(build, part, DIM, HEADS, causal="causal" in cls.directions)
             for part, cls in zip(self.specs, self.classes, strict=True)
         ]
-        model_memory.afford(
+        model_memory.check_fits_in_memory(
             COPIES * sum(model_memory.nbytes(model_memory.shapes(make)) for make in made), f"laws of {spec}"
         )
         with torch.random.fork_rng(devices=[]):

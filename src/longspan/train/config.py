@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, fields
 
 from .._utils.spec import known
-from .._utils.typecheck import check_fields, shown
+from .._utils.typecheck import check_fields, format_value
 
 OPTIMIZERS = ("adamw", "radam")
 SCHEDULES = ("cosine", "constant", "drop")
@@ -16,7 +16,7 @@ MANY = 10**9
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainConfig:
     """A training run. Together with a model's config it determines every bit of the result on one machine."""
 
     data: str = "digits"
@@ -86,7 +86,7 @@ class Run:
         for field in fields(self):
             value, high = getattr(self, field.name), HIGHEST.get(field.name, MANY)
             if isinstance(value, int | float):
-                _require(value <= high, f"{field.name}={shown(value)} must be at most {high}")
+                _require(value <= high, f"{field.name}={format_value(value)} must be at most {high}")
         _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
         for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
             known(getattr(self, name), dict.fromkeys(choices), name)
@@ -101,7 +101,7 @@ class Run:
         _require(bool(self.out.strip()), "out is empty; name a folder for the run, e.g. runs/digits")
 
 
-def rate(run: Run, step: int) -> float:
+def rate(run: TrainConfig, step: int) -> float:
     """The learning rate of step number ``step``, counted from 0.
 
     Cosine: Loshchilov and Hutter, 1608.03983, equation 5, one period. Drop: the linear transformer's 1e-3, then 1e-4

@@ -49,7 +49,7 @@ def total(
 
 
 @torch.no_grad()
-def transduced(
+def evaluate_seq2seq(
     model: Seq2Seq,
     dataset: Pairs,
     split: str,
@@ -124,7 +124,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def roomy(length: int) -> int:
+def default_batch_size(length: int) -> int:
     """Examples per batch of an evaluation: 64, fewer where they are long.
 
     At most 12,800 tokens: larger blocks of 256 fp32 outputs a token would be fresh pages in every call, even after

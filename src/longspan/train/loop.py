@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._utils import atomic_io, signals
 from ..models import checkpoint as checkpoints
 from . import run_dir as runs
-from .config import Run, rate, step_seed
+from .config import TrainConfig, rate, step_seed
 from .groups import parameter_groups
 from .learned import Diary, scalars, summary
 from .objectives import Objective
@@ -47,7 +47,7 @@ class Batches:
 class Task(LightningModule):
     """What is to be minimised: the loss of an objective, with a model's weights and the objective's own."""
 
-    def __init__(self, model: nn.Module, run: Run, objective: Objective):
+    def __init__(self, model: nn.Module, run: TrainConfig, objective: Objective):
         super().__init__()
         self.model, self.run, self.objective = model, run, objective
         # Micro-batches, not steps: a loader that looks ahead or a step that accumulates cannot shift it.
@@ -131,7 +131,7 @@ class FolderIO(CheckpointIO):
 class Keeper(Callback):
     """After each step: report, evaluate, save, stop."""
 
-    def __init__(self, run: Run, interrupt: "Interrupt", bar: Bar | None):
+    def __init__(self, run: TrainConfig, interrupt: "Interrupt", bar: Bar | None):
         self.run, self.interrupt, self.bar = run, interrupt, bar
         self.folder = Path(run.out) / "checkpoints"
         self.window: list[dict[str, float]] = []
@@ -312,7 +312,7 @@ class End(NamedTuple):
 
 
 def train(
-    model: nn.Module, run: Run, objective: Objective, extra: dict[str, Any], start: Path | None, bar: Bar | None
+    model: nn.Module, run: TrainConfig, objective: Objective, extra: dict[str, Any], start: Path | None, bar: Bar | None
 ) -> End:
     """Train ``model`` in place, from the checkpoint ``start`` if there is one; ``extra`` goes into each config.json."""
     gpu = torch.cuda.is_available()

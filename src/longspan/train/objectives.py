@@ -25,11 +25,11 @@ from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.seq2seq import Seq2Seq
 from ..ops.edges import reinforce
-from ..ops.tensors import widen
+from ..ops.tensors import upcast_half
 from . import streaming_eval
 from .auxiliary import Auxiliary
-from .config import Run
-from .evaluate import classified, roomy, total, transduced
+from .config import TrainConfig
+from .evaluate import classified, default_batch_size, evaluate_seq2seq, total
 from .learned import learned
 from .tbptt import Carry
 
@@ -49,7 +49,7 @@ class Objective(nn.Module, ABC):
     never of the model's weights. Buffers are those of one process, so what carries them refuses ``devices`` > 1.
     """
 
-    def __init__(self, run: Run, dataset: Any):
+    def __init__(self, run: TrainConfig, dataset: Any):
         super().__init__()
         self.run, self.dataset = run, dataset
         # What the layers with statistics have counted since the last step.
@@ -143,7 +143,7 @@ class Objective(nn.Module, ABC):
 class NextToken(Objective):
     """A decoder predicts each token from those before it: mean nats per token, and the weighted penalty."""
 
-    def __init__(self, run: Run, dataset: Dataset):
+    def __init__(self, run: TrainConfig, dataset: Dataset):
         super().__init__(run, dataset)
         self.auxiliary: Auxiliary | None = None
 
@@ -186,7 +186,7 @@ class NextToken(Objective):
 
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
-        return total(model, data, split, roomy(data.length), self.run.evaluate_examples, rank, world)
+        return total(model, data, split, default_batch_size(data.length), self.run.evaluate_examples, rank, world)
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         nats, tokens = sums.tolist()
@@ -202,7 +202,7 @@ class Streams(NextToken):
     Raises ValueError for images, and for a text too short for a stretch a row.
     """
 
-    def __init__(self, run: Run, dataset: Dataset):
+    def __init__(self, run: TrainConfig, dataset: Dataset):
         super().__init__(run, dataset)
         self.stream = Stream(dataset, "train")
         row_windows(self.stream.count, 0, run.batch, 0, run.devices)
@@ -270,7 +270,9 @@ class Target(Objective):
 
     def sums(self, model: Seq2Seq, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
-        return transduced(model, data, split, roomy(data.length), self.run.evaluate_examples, rank, world)
+        return evaluate_seq2seq(
+            model, data, split, default_batch_size(data.length), self.run.evaluate_examples, rank, world
+        )
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         nats, tokens, exact, pairs = sums.tolist()
@@ -290,7 +292,7 @@ class Labels(Objective):
     def loss(self, model: Encoder, batch: Texts) -> Loss:
         record = self.asked(self.attentions(model))
         tokens, mask, labels = batch
-        logits = widen(model(tokens, mask=mask, record=record))
+        logits = upcast_half(model(tokens, mask=mask, record=record))
         nats = F.cross_entropy(logits, labels, reduction="none")  # (B,)
         if record:
             self.count(self.attentions(model), record["layers"])
@@ -299,7 +301,7 @@ class Labels(Objective):
 
     def sums(self, model: Encoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
-        return classified(model, data, split, roomy(data.length), self.run.evaluate_examples, rank, world)
+        return classified(model, data, split, default_batch_size(data.length), self.run.evaluate_examples, rank, world)
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         nats, right, texts = sums.tolist()
@@ -314,7 +316,7 @@ def _place() -> tuple[int, int]:
 OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Target, Encoder: Labels}
 
 
-def build(model: nn.Module, run: Run, dataset: Any) -> Objective:
+def build(model: nn.Module, run: TrainConfig, dataset: Any) -> Objective:
     """The objective by which this kind of model is trained. Raises ValueError for a run that it cannot serve."""
     kind = OBJECTIVES[type(model)]
     objective: Objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)

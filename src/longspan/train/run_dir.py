@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 
 from .._utils import atomic_io
-from .._utils.locks import alone
+from .._utils.locks import exclusive_lock
 from ..models import checkpoint
-from .config import Run
+from .config import TrainConfig
 
 CONFIG, LOCK = "config.yaml", ".lock"
 # A resumed run may change these: they say where and how long, not what.
@@ -37,7 +37,7 @@ def held(folder: Path) -> Iterator[None]:
         stack.callback(_remove, made)
         with _named(f"cannot write the run's folder {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(alone(folder / LOCK, f"into {folder}"))
+            stack.enter_context(exclusive_lock(folder / LOCK, f"into {folder}"))
         stack.callback(_tidy, folder)
         yield
 
@@ -126,7 +126,10 @@ def _same(folder: Path, recipe: dict[str, Any]) -> None:
         before = yaml.safe_load(atomic_io.read_text(path))
         # A field that an older version did not have was as its default is.
         kind = recipe["model"].get("kind", "decoder")
-        usual = {"model": {"kind": "decoder"} | asdict(checkpoint.KINDS[kind][0]()), "run": asdict(Run())}
+        usual = {
+            "model": {"kind": "decoder"} | asdict(checkpoint.MODEL_CLASSES[kind][0]()),
+            "run": asdict(TrainConfig()),
+        }
         now = {"model": {"kind": kind} | recipe["model"], "run": recipe["run"]}
         free = FREE_OF_STREAMS if recipe["run"].get("stream") else FREE
         differ = [

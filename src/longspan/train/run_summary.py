@@ -16,7 +16,7 @@ from ..models import checkpoint
 CONFIG, METRICS = "config.yaml", "metrics.csv"
 
 
-def means(folder: str) -> bool:
+def is_run_dir(folder: str) -> bool:
     """Whether these words are the folder of a training run."""
     return (Path(folder) / CONFIG).is_file()
 
@@ -121,7 +121,7 @@ def _recipe(folder: Path) -> dict[str, Any]:
 def _parameters(folder: Path) -> int:
     from safetensors import SafetensorError, safe_open
 
-    path = sealed_dir.settled(folder) / checkpoint.WEIGHTS
+    path = sealed_dir.resolve_replaced(folder) / checkpoint.WEIGHTS
     try:
         # It maps the file by its name, and would wait for a FIFO.
         with atomic_io.reading(path), atomic_io.open_regular(path), safe_open(path, "pt") as file:

@@ -12,15 +12,15 @@ from ..data.streams import Stream, stretches
 from ..models.decoder import Decoder
 from ..states.utils import select
 from . import tbptt
-from .evaluate import roomy
+from .evaluate import default_batch_size
 
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 def rows(dataset: Dataset, split: str, examples: int = 0) -> int:
-    """How many stretches an evaluation reads side by side: as ``roomy`` says, but each has 16 windows or more."""
+    """How many stretches an evaluation reads side by side: as ``default_batch_size`` says, but each has 16 windows or more."""
     count = Stream(dataset, split).count
-    return max(1, min(roomy(dataset.length), min(examples or count, count) // 16))
+    return max(1, min(default_batch_size(dataset.length), min(examples or count, count) // 16))
 
 
 @torch.no_grad()
@@ -92,7 +92,9 @@ def sliding(
         begins.append(begin + part.start * n)
         # What the window before has had.
         skips.append(torch.cat([begin[:1], begin[:-1] + n - begin[1:]]))
-    batches = list(zip(torch.cat(begins).split(roomy(n)), torch.cat(skips).split(roomy(n)), strict=True))
+    batches = list(
+        zip(torch.cat(begins).split(default_batch_size(n)), torch.cat(skips).split(default_batch_size(n)), strict=True)
+    )
     nats, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
     at = torch.arange(n)
     with _evaluating(model):

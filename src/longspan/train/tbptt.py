@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from .._utils import spec
 from ..attention import build
-from ..models.config import Config
+from ..models.config import DecoderConfig
 from ..models.decoder import Decoder, DecoderState
 from ..models.stacks.universal import UniversalState
 from ..states.utils import detach, nbytes
@@ -80,7 +80,7 @@ def renewed(state: DecoderState, new: DecoderState, fresh: Tensor) -> DecoderSta
     return pytree.tree_map(row, state, new) if bool(fresh.any()) else state
 
 
-def check(config: Config) -> None:
+def check(config: DecoderConfig) -> None:
     """Raise ValueError for a model that cannot read without end: one of learned positions, or whose state grows."""
     if config.positions == "learned":
         raise ValueError(

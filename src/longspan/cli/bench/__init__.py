@@ -7,10 +7,10 @@ import jsonargparse
 from ..._utils.spec import known
 from ..parser import Parser, make
 from . import compared, own
-from .kind import Kind
+from .kind import Benchmark
 
 MEMORY = "the sizes and lengths"
-KINDS: dict[str, Kind] = compared.KINDS | own.KINDS
+BENCHMARKS: dict[str, Benchmark] = compared.COMPARED | own.OWN
 
 COMMON = (
     "Candidates take turns round by round; samples on a busy machine are rejected and counted; figures are medians, "
@@ -24,7 +24,7 @@ class _Bench(Parser):
     def read(self, words: list[str]) -> jsonargparse.Namespace:
         if not words or words[0].startswith("-"):
             return super().read(words)
-        kind = known(words[0], KINDS, "benchmark")
+        kind = known(words[0], BENCHMARKS, "benchmark")
         args = subparser(kind).read(words[1:])
         args.kind = kind
         return args
@@ -34,17 +34,17 @@ def parser() -> Parser:
     parser = make(
         "bench",
         f"Measure this machine and what runs on it. {COMMON} longspan bench KIND --help has the options of each kind.",
-        *(example for kind in KINDS.values() for example in kind.examples[:1]),
+        *(example for kind in BENCHMARKS.values() for example in kind.examples[:1]),
         cls=_Bench,
     )
-    lines = ";\n".join(f"{name}: {kind.about}" for name, kind in KINDS.items())
+    lines = ";\n".join(f"{name}: {kind.about}" for name, kind in BENCHMARKS.items())
     parser.add_argument("kind", type=str, help=f"one of: {lines}")
     return parser
 
 
 def subparser(name: str) -> Parser:
     """The parser of ``longspan bench NAME``."""
-    kind = KINDS[name]
+    kind = BENCHMARKS[name]
     parser = make(f"bench {name}", f"{kind.about[0].upper()}{kind.about[1:]}. {COMMON}", *kind.examples)
     kind.options(parser)
     parser.add_argument("--out", type=str, default="bench", help="folder for the files")
@@ -55,7 +55,7 @@ def run(args) -> int:
     from ...bench import report
 
     out = Path(args.out)
-    results, tables = KINDS[args.kind].measure(args)
+    results, tables = BENCHMARKS[args.kind].measure(args)
     with report.claimed(out, args.kind):
         result = report.collect(out, args.kind, results)
     print(report.show(result, tables))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..._utils.spec import known
 from ..parser import LONG, MOST, ROUNDS, Parser, natural_int, number, positive_int
-from .kind import Kind, numbers, seconds
+from .kind import Benchmark, numbers, seconds
 
 
 def _candidates(parser: Parser, default: str) -> None:
@@ -137,8 +137,8 @@ def _compared(args, benchmark: Any, options: Any) -> tuple[Generator, Callable]:
     return results(), benchmark.text
 
 
-KINDS = {
-    "attention": Kind(
+COMPARED = {
+    "attention": Benchmark(
         "time and peak memory of attention by length, forward and with backward",
         (
             "longspan bench attention --lengths 256,512 --rounds 2",
@@ -148,13 +148,13 @@ KINDS = {
         _attention_options,
         _attention,
     ),
-    "step": Kind(
+    "step": Benchmark(
         "one layer's token step by batch, against scaling its state in place",
         ("longspan bench step --peers", "longspan bench step kernel linear --batches 64"),
         _step_options,
         _step,
     ),
-    "generate": Kind(
+    "generate": Benchmark(
         "tokens and images per second of whole decoders, by position and batch",
         ("longspan bench generate --peers", "longspan bench generate linear@plain --positions 784 --images 0"),
         _generate_options,

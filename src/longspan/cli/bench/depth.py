@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Generator
 
 from ..parser import LONG, MOST, Parser, natural_int, number, positive_int
-from .kind import Kind, numbers
+from .kind import Benchmark, numbers
 
 
 def _options(parser: Parser) -> None:
@@ -47,7 +47,7 @@ def _measure(args) -> tuple[Generator, Callable]:
     return results(), depth.text
 
 
-KIND = Kind(
+KIND = Benchmark(
     "peak memory of a training step by depth: plain, checkpointed and reversible blocks",
     (
         "longspan bench depth --depths 2,4 --length 512",

@@ -8,7 +8,7 @@ from ..parser import Parser
 DIGITS = 9  # of a number in a list
 
 
-class Kind(NamedTuple):
+class Benchmark(NamedTuple):
     """One of the benchmarks."""
 
     about: str

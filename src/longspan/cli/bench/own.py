@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from ..._utils.spec import split
 from ..parser import LONG, MOST, ROUNDS, Parser, natural_int, number, positive_int
 from .depth import KIND as DEPTH
-from .kind import Kind, numbers, seconds
+from .kind import Benchmark, numbers, seconds
 
 
 def _gated_options(parser: Parser) -> None:
@@ -166,8 +166,8 @@ def _limits(args) -> tuple[Generator, Callable]:
     return limits.run(args.rounds, track), limits.text
 
 
-KINDS = {
-    "gated": Kind(
+OWN = {
+    "gated": Benchmark(
         "decay and the delta rule: kernels, chunks, a plain loop, the code of transformers",
         (
             "longspan bench gated --length 256 --rounds 2 --batches 1",
@@ -176,7 +176,7 @@ KINDS = {
         _gated_options,
         _gated,
     ),
-    "pattern": Kind(
+    "pattern": Benchmark(
         "softmax attention under patterns by length and density, against a dense mask and against all pairs",
         (
             "longspan bench pattern --lengths 256,512 --rounds 1",
@@ -185,7 +185,7 @@ KINDS = {
         _pattern_options,
         _pattern,
     ),
-    "members": Kind(
+    "members": Benchmark(
         "every mechanism beside fused softmax: time, memory, state and token step by length, in families",
         (
             "longspan bench members --lengths 256,512 --rounds 1",
@@ -194,7 +194,7 @@ KINDS = {
         _members_options,
         _members,
     ),
-    "convolution": Kind(
+    "convolution": Benchmark(
         "the short causal convolution of recurrent layers, against moving its bytes once",
         (
             "longspan bench convolution",
@@ -204,7 +204,7 @@ KINDS = {
         _convolution,
     ),
     "depth": DEPTH,
-    "transformers": Kind(
+    "transformers": Benchmark(
         "whole hybrid models of transformers, by its own code and on longspan's kernels: prompts, training, decoding",
         (
             "longspan bench transformers --small --length 64 --rounds 1",
@@ -213,7 +213,7 @@ KINDS = {
         _hybrids_options,
         _hybrids,
     ),
-    "limits": Kind(
+    "limits": Benchmark(
         "what this machine can do at most: matrix products, and moving bytes",
         ("longspan bench limits",),
         _limits_options,

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 
 # Arguments that change how the original computes and not what: a value other than these is refused all the same.
 HINTS = ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "disable_recompute", "use_graph", "max_num_seqs")
@@ -74,6 +74,6 @@ def laid_out(
         raise ValueError(f"beta must be (B, T, HV) = {expected}, not {tuple(beta.shape)}")
     if cu_seqlens is not None and len(q) != 1:
         raise ValueError(f"cu_seqlens packs sequences into one row, and there are {len(q)}; flatten them first")
-    wide = widen(v[:0]).dtype
+    wide = upcast_half(v[:0]).dtype
     over = (t if t is None else t.transpose(1, 2) for t in (q, k, v, g, beta))
     return LaidOut(*over, None if state is None else state.to(wide))  # type: ignore[misc]

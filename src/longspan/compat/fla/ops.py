@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...ops import gated
 from ...ops.operands import check_scale
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 from .arguments import laid_out, refuse, refuse_per_channel, refuse_per_head
 
 
@@ -160,7 +160,7 @@ def chunk_retention(
     r"""A sum in which head h decays by $1 - 2^{-5-h}$: Sun et al. 2023 (2307.08621), eqs 6 and 8."""
     refuse("chunk_retention", options)
     heads = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
-    gamma = torch.log1p(-(2.0 ** (-5.0 - heads))).to(widen(v[:0]).dtype)
+    gamma = torch.log1p(-(2.0 ** (-5.0 - heads))).to(upcast_half(v[:0]).dtype)
     return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -193,7 +193,7 @@ def chunk_linear_attn(
         return _recur(q, k, v, None, None, scale, initial_state, output_final_state, False, cu_seqlens)
     sums, keys = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
     # The sum of the keys is the state of one more value, which is 1.
-    wide = widen(v)
+    wide = upcast_half(v)
     ones = wide.new_ones(*v.shape[:3], 1)
     if sums is not None or keys is not None:
         held = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
@@ -201,7 +201,7 @@ def chunk_linear_attn(
         last = first.new_zeros(*first.shape[:3]) if keys is None else keys[:, 0].to(wide.dtype)
         sums = torch.cat([first, last[..., None]], -1)
     read, end = _recur(
-        widen(q), widen(k), torch.cat([wide, ones], -1), None, None, scale, sums, True, False, cu_seqlens
+        upcast_half(q), upcast_half(k), torch.cat([wide, ones], -1), None, None, scale, sums, True, False, cu_seqlens
     )
     out = (read[..., :-1] / (read[..., -1:] + 1e-10)).to(v.dtype)
     if not output_final_state:

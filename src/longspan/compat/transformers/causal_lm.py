@@ -74,7 +74,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         run = None
         if not isinstance(source, Decoder):
             name = os.fspath(source)
-            if pretrained.means(name):
+            if pretrained.is_pretrained_name(name):
                 path, decoder = pretrained.path(name), pretrained.load(name)
             else:
                 path = checkpoint.resolve(Path(name))

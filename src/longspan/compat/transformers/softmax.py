@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...ops import sparse
 from ...ops.sparse import sums
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 from . import masks
 from .counting import counted
 from .masks import Seen
@@ -147,7 +147,7 @@ def _in_blocks(
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
     def one(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, sink: Tensor | None) -> Tensor:
-        scores = widen(q @ k.mT) * scale
+        scores = upcast_half(q @ k.mT) * scale
         if cap:
             scores = cap * torch.tanh(scores / cap)
         if allowed is not None:

@@ -40,6 +40,6 @@ def record(name: str) -> dict[str, Any]:
     return sealed_dir.parsed(file, atomic_io.read(file))
 
 
-def means(folder: str) -> bool:
+def is_pretrained_name(folder: str) -> bool:
     """Whether these words name a model that is here, and no folder, which would come first."""
     return folder in names() and not Path(folder).exists()

@@ -12,13 +12,13 @@ from ..._utils import model_memory, spec
 from ..._utils.aliases import refuse
 from ...attention import Attention
 from ...attention.build import make
-from ...attention.validation import check_mask, check_record, check_x, settle
+from ...attention.validation import check_mask, check_record, check_x, validate_for_layers
 from ...modules.norms import norm
 from ...ops.operands import check_stored
 from ..config import Seq2SeqConfig, StackConfig
 from . import reversible
 from .block import Block, CrossState
-from .plain import Call, Plain
+from .plain import LayerCall, Plain
 from .reversible import Reversible
 from .universal import Act, Universal, UniversalState
 
@@ -50,7 +50,7 @@ class Stack(nn.Module):
 
     def __init__(self, config: StackConfig, *, causal: bool = True, positions: str = "none", cross: str = ""):
         super().__init__()
-        afford(config, lambda few: Stack(few, causal=causal, positions=positions, cross=cross))
+        check_fits_in_memory(config, lambda few: Stack(few, causal=causal, positions=positions, cross=cross))
         specs = spec.split(config.attention)
         self.dim, self.causal, self.checkpointing, self.crosses = config.dim, causal, config.checkpointing, bool(cross)
         place = {"causal": causal, "depth": config.depth, "positions": positions}
@@ -119,7 +119,7 @@ class Stack(nn.Module):
             raise ValueError("donate=True gives a state away, but no state came")
         if record is not None:
             check_record(record)
-        arguments = settle(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
+        arguments = validate_for_layers(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
         if state is None and self.crosses != (context is not None):
             said = "reads a context, and none came" if self.crosses else "has no cross attention to read a context"
             raise ValueError(f"this stack {said}")
@@ -128,7 +128,7 @@ class Stack(nn.Module):
         if mask is not None:
             # What a masked token holds must not go around the attentions either, by residuals into weights' gradients.
             x = x.masked_fill(~mask[..., None], 0.0)
-        call = Call(arguments, record, donate, self.checkpointing and self.training)
+        call = LayerCall(arguments, record, donate, self.checkpointing and self.training)
         x, state = self.run(self.blocks, x, state, call)
         x = self.norm(x)
         if mask is not None:
@@ -170,7 +170,7 @@ def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
     return made
 
 
-def _answer(record: dict, call: Call) -> None:
+def _answer(record: dict, call: LayerCall) -> None:
     """Tell what the layers and the stack have told; the sum of all penalties is one."""
     wanted = not record or "penalty" in record
     own = call.told if wanted else {}
@@ -182,7 +182,7 @@ def _answer(record: dict, call: Call) -> None:
             record[name] = torch.stack(told).sum(0)
 
 
-def weigh(make: Callable[[Any], nn.Module], config: StackConfig) -> int:
+def estimate_bytes(make: Callable[[Any], nn.Module], config: StackConfig) -> int:
     """Bytes of the weights of a model, ``make(config)``, of which nothing is built but shapes."""
     # One round of the specs shows what all of them take.
     counts = {"stack": (config.depth, len(spec.split(config.attention)))}
@@ -199,8 +199,8 @@ def weigh(make: Callable[[Any], nn.Module], config: StackConfig) -> int:
     return total
 
 
-def afford(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:
+def check_fits_in_memory(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:
     """Raise ValueError where a model's weights would take more memory than there is, before any of it is taken."""
-    if model_memory.wanted():
+    if model_memory.allocates_on_cpu():
         what = f"weights of dim={config.dim}, feedforward={config.feedforward}, depth={config.depth}"
-        model_memory.afford(weigh(make, config), what)
+        model_memory.check_fits_in_memory(estimate_bytes(make, config), what)

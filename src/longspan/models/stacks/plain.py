@@ -11,7 +11,7 @@ from .block import Block
 
 
 @dataclass
-class Call:
+class LayerCall:
     """What one call of a stack hands to its blocks, and what they have told so far."""
 
     arguments: dict[str, Any]
@@ -71,12 +71,14 @@ class Plain(nn.Module):
         """The states before the first token, one for each block."""
         return tuple(block.attention.init_state(batch, capacity) for block in blocks)  # type: ignore[union-attr]
 
-    def forward(self, blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: Call) -> tuple[Tensor, tuple | None]:
+    def forward(
+        self, blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: LayerCall
+    ) -> tuple[Tensor, tuple | None]:
         """x (B,N,dim), the state -> both after all blocks."""
-        return once(blocks, x, state, call)
+        return run_blocks(blocks, x, state, call)
 
 
-def once(blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: Call) -> tuple[Tensor, tuple | None]:
+def run_blocks(blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: LayerCall) -> tuple[Tensor, tuple | None]:
     """Every block in its turn: x (B,N,dim), one state for each block -> both after them."""
     new = []
     for i, block in enumerate(blocks):

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...ops.operands import transformed
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 from .block import Block
 from .gates import Add
-from .plain import Call, Plain
+from .plain import LayerCall, Plain
 
 
 class Reversible(nn.Module):
@@ -36,9 +36,11 @@ class Reversible(nn.Module):
 
     start = Plain.start
 
-    def forward(self, blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: Call) -> tuple[Tensor, tuple | None]:
+    def forward(
+        self, blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: LayerCall
+    ) -> tuple[Tensor, tuple | None]:
         """x (B,N,dim), the state -> both after all blocks."""
-        wide = widen(x)
+        wide = upcast_half(x)
         parameters = [p for p in blocks.parameters() if p.requires_grad]
         graph = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if state is None and graph and not torch.compiler.is_compiling() and not transformed():
@@ -86,7 +88,7 @@ class _Run(NamedTuple):
     dtype: torch.dtype
     given: dict[str, Any]
     names: tuple[str, ...]
-    call: Call
+    call: LayerCall
 
 
 class _Reversed(torch.autograd.Function):

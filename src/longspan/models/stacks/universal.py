@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from ..._utils.spec import known
 from ...modules.sinusoidal import sinusoid
-from ...ops.tensors import positions, widen
-from .plain import Call, once
+from ...ops.tensors import positions, upcast_half
+from .plain import LayerCall, run_blocks
 
 COORDINATES = {"both": "of the token and of the step", "step": "of the step alone", "none": "neither"}
 
@@ -47,12 +47,12 @@ class Universal(nn.Module):
         layers = tuple(b.attention.init_state(batch, capacity) for _ in range(self.steps) for b in blocks)  # type: ignore
         return UniversalState(torch.zeros(batch, dtype=torch.long, device=_device(blocks)), layers)
 
-    def forward(self, blocks: nn.ModuleList, x: Tensor, state: UniversalState | None, call: Call):
+    def forward(self, blocks: nn.ModuleList, x: Tensor, state: UniversalState | None, call: LayerCall):
         """x (B,N,dim), the state -> both after all steps."""
         add, end = coordinates(self.coordinates, x, state, call)
         layers: tuple = ()
         for t in range(self.steps):
-            x, new = once(blocks, x + add(t), of_step(state, t, len(blocks)), call)
+            x, new = run_blocks(blocks, x + add(t), of_step(state, t, len(blocks)), call)
             layers += new or ()
         return x, None if state is None else UniversalState(end, layers)
 
@@ -93,20 +93,20 @@ class Act(nn.Module):
 
     start, positional = Universal.start, Universal.positional
 
-    def forward(self, blocks: nn.ModuleList, x: Tensor, state: UniversalState | None, call: Call):
+    def forward(self, blocks: nn.ModuleList, x: Tensor, state: UniversalState | None, call: LayerCall):
         """x (B,N,dim), the state -> both after all steps that somebody wants."""
         add, end = coordinates(self.coordinates, x, state, call)
         layers: tuple = ()
-        total = widen(x.new_zeros(x.shape[:2]))  # (B,N) what has been given out
+        total = upcast_half(x.new_zeros(x.shape[:2]))  # (B,N) what has been given out
         going = torch.ones_like(total, dtype=torch.bool)
         if call.mask is not None:
             going = going & call.mask
         mixed, ponder, count = torch.zeros_like(x), torch.zeros_like(total), torch.zeros_like(total)
         for t in range(self.steps):
-            y, new = once(blocks, x + add(t), of_step(state, t, len(blocks)), call)
+            y, new = run_blocks(blocks, x + add(t), of_step(state, t, len(blocks)), call)
             layers += new or ()
             x = torch.where(going[..., None], y, x)
-            h = torch.sigmoid((widen(x) * widen(self.halt)).sum(-1) + widen(self.bias))
+            h = torch.sigmoid((upcast_half(x) * upcast_half(self.halt)).sum(-1) + upcast_half(self.bias))
             last = going & (total + h >= 1 - self.threshold) if t + 1 < self.steps else going
             p = torch.where(last, 1 - total, h).masked_fill(~going, 0.0)
             mixed = mixed + p[..., None].to(x.dtype) * x
@@ -123,7 +123,7 @@ class Act(nn.Module):
         return mixed, None if state is None else UniversalState(end, layers)
 
 
-def coordinates(kind: str, x: Tensor, state: UniversalState | None, call: Call):
+def coordinates(kind: str, x: Tensor, state: UniversalState | None, call: LayerCall):
     """A function of the step that gives what is added to x (B,N,dim) before it, and the next positions (B,)."""
     start = None if state is None else state.position
     at, end = positions(x, start, mask=call.mask, segments=_plain(call.arguments.get("segments")))

@@ -11,7 +11,7 @@ from ..buffers import fresh_like
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten, stored
+from ..operands import double_backward, mark_overwritten, stored
 from ..packed import check_packed
 
 MOST = 256  # taps and rows of a state; each thread has room for some windows of them
@@ -71,7 +71,7 @@ class _Convolve(torch.autograd.Function):
         *inputs, segments, offsets = ctx.saved_tensors
         if torch.is_grad_enabled():
             options = {"activation": ctx.activation, "segments": segments, "cu_seqlens": offsets}
-            grads = gradients_again(ctx.composed, inputs, (grad, grad_end), **options)
+            grads = double_backward(ctx.composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             given = (*inputs, ctx.activation is not None, segments, offsets)
@@ -173,7 +173,7 @@ def step(
     if failed:
         raise MemoryError(f"no memory for the windows of {threads()} threads")
     if donate:
-        overwritten(state)
+        mark_overwritten(state)
     return out, state
 
 

@@ -10,7 +10,7 @@ from ..buffers import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, TYPES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten, stored
+from ..operands import double_backward, mark_overwritten, stored
 from ..packed import check_packed
 from .chunks import CHUNK, composed
 from .prepared import prepared
@@ -61,7 +61,7 @@ class _Attend(torch.autograd.Function):
             scale, normalise = ctx.options
             options = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
             form = partial(prepared, composed, normalise=normalise, cu_seqlens=offsets)
-            grads = gradients_again(form, inputs, (grad, grad_end), **options)
+            grads = double_backward(form, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             given = (*inputs[:5], mask, segments, offsets, starts, *ctx.options)
@@ -190,7 +190,7 @@ def step(
     )  # fmt: skip
     assert not failed
     if donate:
-        overwritten(state)
+        mark_overwritten(state)
     return out, state
 
 

@@ -7,7 +7,7 @@ from ..buffers import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten, stored
+from ..operands import double_backward, mark_overwritten, stored
 from .composed import composed
 
 
@@ -48,7 +48,7 @@ class _Attend(torch.autograd.Function):
         feature_map, eps = ctx.options
         if torch.is_grad_enabled():
             options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-            grads = gradients_again(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
+            grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             *grads, first = run(grad, grad_end, q, k, v, state, mask, segments, o, below, feature_map, eps)
@@ -160,5 +160,5 @@ def step(
     )  # fmt: skip
     assert not failed
     if donate:
-        overwritten(state)
+        mark_overwritten(state)
     return out, state

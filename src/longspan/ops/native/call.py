@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..backends import constant
+from ..backends import mark_dynamo_constant
 from ..operands import TRANSFORMED, transformed
 from . import build
 
@@ -68,7 +68,7 @@ def kernels() -> ctypes.CDLL:
     return found
 
 
-@constant
+@mark_dynamo_constant
 def available() -> bool:
     """Whether there are kernels, compiled now if need be; a compiler takes the answer as it finds it."""
     return build.loaded() is not None
