@@ -99,7 +99,7 @@ def state(attention: Attention) -> str:
     """What a recurrent state takes, after 256 and after 4096 tokens."""
     if not attention.causal:
         return "none, it sees whole sequences"
-    few, many = (longspan.nbytes(attention.init_state(1, tokens)) for tokens in (256, 4096))
+    few, many = (longspan.states.nbytes(attention.init_state(1, tokens)) for tokens in (256, 4096))
     return f"{few:,} bytes" + ("" if few == many else f" after 256 tokens, {many:,} after 4096")
 
 

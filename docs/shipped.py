@@ -63,8 +63,8 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
     settings = {**header["run"], "data": kind, "out": f"runs/{name}"}
     # What is in the package must not know the folders of the machine that made it.
     checkpoint.save(
-        pretrained.FOLDER / name,
         checkpoint.load(run).bfloat16(),
+        pretrained.FOLDER / name,
         extra={"run": settings, "step": header["step"]},
     )
     model, curve = pretrained.load(name), images.curve(run)
@@ -93,7 +93,7 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
 
 def drawing(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
     """What a model of images draws, how fast, and what classifiers see in it."""
-    drawn = torch.stack(list(generate(model, tokens=dataset.length, batch=count, seed=SEED)), 1)
+    drawn = generate(model, max_new_tokens=dataset.length, batch=count, seed=SEED)
     rates = {str(batch): round(batch / throughput.whole(model, dataset.length, batch), 3) for batch in (1, 64)}
     return {"images_per_second": rates, "samples": {"count": count, "seed": SEED, **recognised(drawn, dataset)}}
 
@@ -110,7 +110,7 @@ def writing(model: Any) -> dict[str, Any]:
 def continued(model: Any, prompt: str) -> str:
     """A beginning and what the model writes after it, as ``longspan generate`` does with the same seed."""
     tokens = torch.tensor([list(prompt.encode())])
-    drawn = generate(model, tokens, tokens=BYTES, temperature=TEMPERATURE, seed=SEED)
+    drawn = generate(model, tokens, max_new_tokens=BYTES, temperature=TEMPERATURE, seed=SEED, stream=True)
     return prompt + bytes(int(token) for token in drawn).decode("utf-8", "replace")
 
 

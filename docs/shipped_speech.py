@@ -51,7 +51,7 @@ def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
     commit = provenance.commit()  # before what is written below changes the folder
     folder = out / "speech-work" / speech.slug(encoder)
     run = checkpoint.read_config(folder)["run"]
-    checkpoint.save(pretrained.FOLDER / name, checkpoint.load(folder).bfloat16(), extra={"run": run})
+    checkpoint.save(checkpoint.load(folder).bfloat16(), pretrained.FOLDER / name, extra={"run": run})
     model = pretrained.load(name)
     held = settings["speaker"] or sorted({one.speaker for one in found})[-1]
     strings = corpora.load(f"fsdd:{source}", units=settings["units"], speaker=held, longest=settings["longest"],

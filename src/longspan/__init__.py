@@ -1,19 +1,8 @@
 """longspan: efficient transformers behind one call, ``y, state = attention(x, state)``."""
 
-from . import patterns as patterns
+from . import patterns, states, testing
 from ._utils.version import VERSION
-from .attention import (
-    Attention,
-    build,
-    clone,
-    detach,
-    list_mechanisms,
-    load_state,
-    mechanism_examples,
-    nbytes,
-    save_state,
-    select,
-)
+from .attention import Attention, build, list_mechanisms, mechanism_examples
 from .attention.multihead import MultiheadAttention
 from .generation.beam_search import beam_search
 from .generation.sampling import generate, log_likelihood
@@ -56,20 +45,17 @@ __all__ = [
     "build",
     "causal_convolution",
     "check_attention",
-    "clone",
     "decay_attention",
     "delta_rule",
-    "detach",
     "generate",
     "linear_attention",
     "list_mechanisms",
     "load",
-    "load_state",
     "log_likelihood",
     "mechanism_examples",
-    "nbytes",
+    "patterns",
     "save",
-    "save_state",
-    "select",
     "sparse_attention",
-]  # fmt: skip
+    "states",
+    "testing",
+]

@@ -63,9 +63,9 @@ def _attack(folder: Path, name: str, limit: int) -> str | None:
 def _write(folder: Path, name: str, number: int) -> None:
     match name:
         case "c":
-            checkpoint.save(folder / name, _model(number), training=_training(number))
+            checkpoint.save(_model(number), folder / name, training=_training(number))
         case "state":
-            longspan.save_state(folder / name, _state(number))
+            longspan.states.save(_state(number), folder / name)
         case "picture.png":
             png.save(folder / name, _images(number), size=1)
         case "figure.png":
@@ -84,7 +84,7 @@ def _number(folder: Path, name: str) -> int:
             values = {v for p in model.parameters() for v in p.unique().tolist()}
             values |= set(checkpoint.load_training(folder / name)["moments"].unique().tolist())
         case "state":
-            values = set(longspan.load_state(folder / name, _state(0)).sums.unique().tolist())
+            values = set(longspan.states.load(folder / name, _state(0)).sums.unique().tolist())
         case "picture.png":
             values = {_pixels(folder / name)[4:28, 4:28].mean() / 100}
         case "figure.png":

@@ -145,7 +145,7 @@ def _writers() -> dict[str, Callable[[Path], Any]]:
     state, image = longspan.build("linear", 8, 2).init_state(1), torch.zeros(1, 2, 2, dtype=torch.uint8)
     return {
         "write_text": lambda path: checkpoint.write_text(path, "new"),
-        "save_state": lambda path: longspan.save_state(path, state),
+        "save_state": lambda path: longspan.states.save(state, path),
         "picture .png": lambda path: png.save(path, image),
         "figure .png": _figure,
         "save": lambda path: _save(path) if not path.is_dir() else _refused(),
@@ -163,7 +163,7 @@ def _readers(run: Path) -> dict[str, Callable[[Path], Any]]:
     like = longspan.build("linear", 8, 2).init_state(1)
     inside = functools.partial(_inside, _run(run))
     return {
-        "load_state": lambda path: longspan.load_state(path, like=like),
+        "load_state": lambda path: longspan.states.load(path, like=like),
         "load": longspan.load,
         "wav": wav.read,
         "wav in pieces": lambda path: next(wav.chunks(path, 0.1)),
@@ -226,7 +226,7 @@ def _run(folder: Path) -> Path:
 
 def _save(path: Path, **more: Any) -> None:
     model = longspan.Decoder(longspan.DecoderConfig(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3))
-    longspan.save(path, model, **more)
+    longspan.save(model, path, **more)
 
 
 def _figure(path: Path) -> None:

@@ -47,7 +47,7 @@ START = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_han
 def cases(seed: int, count: int, folder: Path) -> Iterator[tuple[str, Callable[[], str | None]]]:
     """``count`` times one command and one signal, by turns, at a random moment; every third gets a second one."""
     with torch.random.fork_rng([]):
-        checkpoint.save(folder / "model", Decoder(TINY), extra={"run": {"data": "digits", "length": 0}})
+        checkpoint.save(Decoder(TINY), folder / "model", extra={"run": {"data": "digits", "length": 0}})
     draw = random.Random(seed)
     for i in range(count):
         name, number = list(COMMANDS)[i % len(COMMANDS)], ENDING[i // len(COMMANDS) % len(ENDING)]

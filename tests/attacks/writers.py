@@ -67,7 +67,7 @@ def _save(place: Path, number: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(number)
-    checkpoint.save(place, model, training={"number": number}, extra={"number": number})
+    checkpoint.save(model, place, training={"number": number}, extra={"number": number})
 
 
 def _model(number: int) -> Decoder:

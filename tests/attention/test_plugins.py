@@ -99,7 +99,7 @@ def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys
     announced("foreign_module", MODULE.format(name="foreign"))
     config = longspan.EncoderConfig(dim=8, depth=2, heads=2, feedforward=8, attention="linear; foreign(share=0.25)")
     model = longspan.Encoder(config)
-    longspan.save(folder / "saved", model)
+    longspan.save(model, folder / "saved")
     # As in a process that has not heard of it: the module registers it again.
     del REGISTRY["foreign"], sys.modules["foreign_module"]
     plugins._loaded = False

@@ -88,7 +88,7 @@ def test_a_recomputed_run_draws_from_the_same_model():
     model = decoder("softmax")
     assert throughput.whole(model, 5, 2) > 0
     assert throughput.whole_recomputed(model, 5, 2) > 0
-    assert len(list(generate(model, tokens=5, batch=2))) == 5
+    assert len(list(generate(model, max_new_tokens=5, batch=2, stream=True))) == 5
 
 
 def test_every_model_is_timed_at_every_position():
@@ -107,7 +107,7 @@ class TestMemory:
     """Each length in a process of its own, since a process's peak never falls."""
 
     def test_the_state_grows_for_softmax_only(self):
-        sizes = {s: [longspan.nbytes(longspan.build(s, 512, 8).init_state(1, n)) for n in (100, 200, 400)]
+        sizes = {s: [longspan.states.nbytes(longspan.build(s, 512, 8).init_state(1, n)) for n in (100, 200, 400)]
                  for s in ("linear", "softmax")}  # fmt: skip
         assert len(set(sizes["linear"])) == 1
         assert [s - 8 for s in sizes["softmax"]] == [2 * 512 * 4 * n for n in (100, 200, 400)]  # 8: the length
@@ -131,7 +131,7 @@ class TestMemory:
         def grown(attention: str) -> float:
             config = f"dim=128, depth=4, heads=4, feedforward=256, attention={attention!r}, positions='none'"
             model = f"m = longspan.Decoder(longspan.DecoderConfig({config})).eval()"
-            first = f"{model}; f = lambda n: list(longspan.generate(m, tokens=n, batch=16)); f(8)"
+            first = f"{model}; f = lambda n: list(longspan.generate(m, max_new_tokens=n, batch=16, stream=True)); f(8)"
             few, many = (taken(f"f({n})", first) for n in (256, 2048))
             return many - few
 

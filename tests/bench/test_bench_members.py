@@ -169,7 +169,7 @@ def test_every_sample_of_a_step_begins_after_so_many_tokens(spec, monkeypatch):
 
     def watched(x, state, **given):
         asked.append((x.shape[1], given))
-        begun.append(longspan.clone(state))
+        begun.append(longspan.states.clone(state))
         return forward(x, state, **given)
 
     monkeypatch.setattr(module, "forward", watched)

@@ -36,14 +36,14 @@ def models(tmp_path_factory) -> Path:
     digits = Decoder(DecoderConfig(**small, vocab=17, length=64))
     text = Decoder(DecoderConfig(**small, vocab=256, length=23, attention="softmax(kv_heads=1)"))
     free = Decoder(DecoderConfig(**small, vocab=256, positions="none"))
-    checkpoint.save(folder / "digits", digits, extra={"run": {"data": "digits", "length": 0}})
-    checkpoint.save(folder / "text", text, extra={"run": {"data": "text:stdlib", "length": 13}})
-    checkpoint.save(folder / "free", free, extra={"run": {"data": "text:stdlib", "length": 13}})
+    checkpoint.save(digits, folder / "digits", extra={"run": {"data": "digits", "length": 0}})
+    checkpoint.save(text, folder / "text", extra={"run": {"data": "text:stdlib", "length": 13}})
+    checkpoint.save(free, folder / "free", extra={"run": {"data": "text:stdlib", "length": 13}})
     checkpoint.save(
-        folder / "short", Decoder(DecoderConfig(**small, vocab=17, length=63)), extra={"run": {"data": "digits"}}
+        Decoder(DecoderConfig(**small, vocab=17, length=63)), folder / "short", extra={"run": {"data": "digits"}}
     )
-    checkpoint.save(folder / "silent", digits)
-    checkpoint.save(folder / "encoder", Encoder(EncoderConfig(**small)))
+    checkpoint.save(digits, folder / "silent")
+    checkpoint.save(Encoder(EncoderConfig(**small)), folder / "encoder")
     return folder
 
 

@@ -14,11 +14,11 @@ pytest.importorskip("lightning", reason="the demo trains: pip install longspan[d
 pytest.importorskip("matplotlib", reason="the demo draws: pip install longspan[demo]")
 
 from longspan import data, log_likelihood
-from longspan.attention import nbytes
 from longspan.experiments import demo
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
+from longspan.states import nbytes
 from longspan.train import TrainConfig, recipes
 
 TINY = replace(demo.PAPER, dim=16, depth=2, heads=2, feedforward=16, length=11)

@@ -141,7 +141,7 @@ def test_a_pattern_counts_the_products_of_its_blocks():
 def test_linear_costs_linear_time_and_a_constant_state():
     first, second = describe.counts(longspan.build("linear", 8, 2), tokens=(2048, 4096))
     assert second.mixing == 2 * first.mixing
-    assert second.state == first.state == longspan.nbytes(longspan.build("linear", 8, 2).init_state(1))
+    assert second.state == first.state == longspan.states.nbytes(longspan.build("linear", 8, 2).init_state(1))
 
 
 def test_bidirectional_attention_has_no_state():

@@ -150,11 +150,11 @@ def test_states_that_memory_cannot_hold_are_refused_before_they_are_made(monkeyp
         DecoderConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5, attention="softmax", positions="none")
     )
     monkeypatch.setattr(model_memory, "memory", lambda: 1 << 20)
-    generate(model.eval(), tokens=2, batch=100)
+    generate(model.eval(), max_new_tokens=2, batch=100, stream=True)
     with pytest.raises(ValueError, match="the states of 100000 sequences would take .* this machine has 1 MiB"):
-        generate(model, tokens=2, batch=100_000)
+        generate(model, max_new_tokens=2, batch=100_000, stream=True)
     with pytest.raises(ValueError, match="the states of beams=50000 would take"):
-        beam_search(model, torch.zeros(1, 1, dtype=torch.long), tokens=2, beams=50_000)
+        beam_search(model, torch.zeros(1, 1, dtype=torch.long), max_new_tokens=2, beams=50_000)
 
 
 @pytest.mark.slow

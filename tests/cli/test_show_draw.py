@@ -128,7 +128,7 @@ def test_facts_tell_of_patterns_where_there_are_some(capsys):
 @pytest.mark.parametrize("spec", ["sparse(pattern='band(5)')", "longformer(window=4)"])
 def test_a_state_as_large_as_a_look_back_is_measured(spec):
     (facts,) = describe.facts(spec, 12, 2)
-    size = longspan.nbytes(longspan.build(spec, 12, 2).init_state(1))
+    size = longspan.states.nbytes(longspan.build(spec, 12, 2).init_state(1))
     assert {count["state"] for count in facts["counts"]} == {size}
 
 

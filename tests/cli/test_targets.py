@@ -43,13 +43,13 @@ def models(tmp_path_factory):
             assert longspan.cli.main(["train", *words]) == 0
         torch.manual_seed(0)
         text = longspan.Decoder(DecoderConfig(**SMALL, vocab=256, length=23))
-        checkpoint.save("text", text, extra={"run": {"data": "text:stdlib", "length": 13}})
+        checkpoint.save(text, "text", extra={"run": {"data": "text:stdlib", "length": 13}})
         checkpoint.save(
-            "images", longspan.Decoder(DecoderConfig(**SMALL, vocab=17, length=64)), extra={"run": {"data": "digits"}}
+            longspan.Decoder(DecoderConfig(**SMALL, vocab=17, length=64)), "images", extra={"run": {"data": "digits"}}
         )
         numbers = longspan.Seq2Seq(Seq2SeqConfig(**SMALL, vocab=101, positions="none"))
         extra = {"run": {"data": f"pairs:{folder}/numbers.jsonl", "length": 9}}
-        checkpoint.save("numbers", numbers, extra=extra)
+        checkpoint.save(numbers, "numbers", extra=extra)
     return folder
 
 
@@ -156,7 +156,7 @@ class TestGenerate:
         for source, line in zip(sources, together, strict=True):
             assert said(capsys, "generate", "one", "--source", source) == line + "\n"
             tokens = torch.tensor([list(source.encode())])
-            drawn = longspan.generate(model, source=tokens, tokens=256, stop=256, temperature=0.0)
+            drawn = longspan.generate(model, source=tokens, max_new_tokens=256, stop=256, temperature=0.0, stream=True)
             row = [int(token) for token in drawn]
             row = row[: row.index(256)] if 256 in row else row
             assert bytes(row).decode("utf-8", "replace").replace("\n", "\ufffd") == line
@@ -167,7 +167,7 @@ class TestGenerate:
         for more, penalty in (([], 0.0), (["--length-penalty", "2.0"], 2.0)):
             lines = said(capsys, "generate", "one", *words, "--n-best", "3", *more).split("\n")[:-1]
             found = longspan.beam_search(
-                longspan.load("one"), source=tokens, tokens=5, beams=4, best=3, stop=256, length_penalty=penalty
+                longspan.load("one"), source=tokens, max_new_tokens=5, beams=4, best=3, stop=256, length_penalty=penalty
             )
             assert [line.split("\t")[0] for line in lines] == [f"{score:.4f}" for score in found.scores[0].tolist()]
             assert said(capsys, "generate", "one", *words, *more) == lines[0].split("\t")[1] + "\n"
@@ -187,7 +187,7 @@ class TestGenerate:
 
     def test_text_goes_on_by_beams(self, capsys):
         prompt = torch.tensor([list(b"ab")])
-        found = longspan.beam_search(longspan.load("text"), prompt, tokens=4, beams=3, best=2)
+        found = longspan.beam_search(longspan.load("text"), prompt, max_new_tokens=4, beams=3, best=2)
         lines = said(capsys, "generate", "text", "--prompt", "ab", "--tokens", "4", "--beams", "3", "--n-best", "2")
         texts = [bytes([97, 98, *tokens]).decode("utf-8", "replace") for tokens in found.tokens[0].tolist()]
         scores = [f"{score:.4f}" for score in found.scores[0].tolist()]
@@ -281,5 +281,5 @@ def test_a_like_of_an_encoder_decoder_is_refused(capsys):
 
 
 def test_an_encoder_generates_nothing(capsys, tmp_path):
-    checkpoint.save(tmp_path / "encoder", longspan.Encoder(EncoderConfig(**SMALL)))
+    checkpoint.save(longspan.Encoder(EncoderConfig(**SMALL)), tmp_path / "encoder")
     assert "holds an encoder; only a decoder" in refused(capsys, "generate", str(tmp_path / "encoder"))

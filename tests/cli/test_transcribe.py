@@ -37,7 +37,7 @@ def model(at):
     made = transcriber(seed=3, attention="gla", causal=True, features=40).float()
     frames = torch.randn(99, 40) - 3
     made.front.calibrate(frames)
-    checkpoint.save("model", made)
+    checkpoint.save(made, "model")
     return made
 
 
@@ -117,7 +117,7 @@ def refused(capsys, *words: str) -> str:
 
 
 def test_models_of_other_kinds_are_refused(model, files, capsys):
-    checkpoint.save("decoder", Decoder(DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=17, length=64)))
+    checkpoint.save(Decoder(DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=17, length=64)), "decoder")
     said = refused(capsys, "transcribe", "decoder", *files)
     assert "decoder holds a decoder; only a transcriber tells what is said, such as longspan reproduce speech" in said
     assert "mnist holds a decoder; only a transcriber" in refused(capsys, "transcribe", "mnist", *files)
@@ -128,8 +128,8 @@ def test_models_of_other_kinds_are_refused(model, files, capsys):
 
 
 def test_mistakes_are_one_line(model, files, capsys):
-    checkpoint.save("both", transcriber(features=40).float())
-    checkpoint.save("cepstra", transcriber(rate=0, causal=True).float())
+    checkpoint.save(transcriber(features=40).float(), "both")
+    checkpoint.save(transcriber(rate=0, causal=True).float(), "cepstra")
     assert "--stream needs a causal model; both sees whole" in refused(capsys, "transcribe", "both", *files, "--stream")
     for options in ([], ["--stream"]):
         line = refused(capsys, "transcribe", "cepstra", files[0], *options)
@@ -265,8 +265,8 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(causal, monkeypatch):
 
 def test_a_name_that_nobody_has_is_told_the_models_of_the_kind(files, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
-    checkpoint.save(pretrained.FOLDER / "numbers", transcriber(features=40).float().bfloat16())
-    checkpoint.save(pretrained.FOLDER / "toy", Decoder(DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=17)))
+    checkpoint.save(transcriber(features=40).float().bfloat16(), pretrained.FOLDER / "numbers")
+    checkpoint.save(Decoder(DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=17)), pretrained.FOLDER / "toy")
     assert pretrained.names() == ("numbers", "toy")
     assert pretrained.names("transcriber") == ("numbers",)
     line = refused(capsys, "transcribe", "numbres", *files)

@@ -80,7 +80,7 @@ def test_adapters_train_alone_and_merge(tmp_path):
     merged.to_longspan(tmp_path / "merged")
     ours = longspan.load(tmp_path / "merged")
     assert not torch.equal(ours.stack.blocks[0].attention.query.weight, before["stack.blocks.0.attention.query.weight"])
-    drawn = torch.stack(list(longspan.generate(ours, tokens()[:, :5], tokens=12, temperature=0)), 1)
+    drawn = longspan.generate(ours, tokens()[:, :5], max_new_tokens=12, temperature=0)
     assert torch.equal(found[:, 5:], drawn)
 
 

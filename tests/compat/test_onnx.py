@@ -104,7 +104,7 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
             length=60,
         )
     ).eval()
-    longspan.save(tmp_path / "model", model)
+    longspan.save(model, tmp_path / "model")
     assert entry.main(["export", str(tmp_path / "model"), str(tmp_path / "m.onnx")]) == 0
     assert f"{nodes} of them LinearAttention" in capsys.readouterr().out
     session = Session(tmp_path / "m.onnx")
@@ -115,7 +115,7 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
     for _ in range(20):
         drawn.append(y[:, -1].argmax(-1))
         y, state = session(drawn[-1][:, None], state)
-    expected = list(longspan.generate(model, prompt, tokens=20, temperature=0))
+    expected = list(longspan.generate(model, prompt, max_new_tokens=20, temperature=0, stream=True))
     assert torch.equal(torch.stack(drawn, 1), torch.stack(expected, 1))
 
 
@@ -151,6 +151,6 @@ def test_a_file_that_answers_otherwise_is_not_written(tmp_path, monkeypatch):
 
 def test_an_encoder_has_no_step(tmp_path, capsys):
     encoder = longspan.Encoder(longspan.EncoderConfig(dim=8, heads=2, depth=1, feedforward=8, vocab=5))
-    longspan.save(tmp_path / "encoder", encoder)
+    longspan.save(encoder, tmp_path / "encoder")
     assert entry.main(["export", str(tmp_path / "encoder"), str(tmp_path / "m.onnx")]) == 2
     assert "holds a Encoder; only a decoder has a step" in capsys.readouterr().err

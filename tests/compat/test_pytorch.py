@@ -84,7 +84,7 @@ def test_states_follow_the_dtype_of_the_weights(spec, dtype):
 def test_a_quantised_decoder_generates():
     config = DecoderConfig(dim=16, depth=2, heads=2, attention="linear; softmax", feedforward=32, vocab=7, length=13)
     model = torch.ao.quantization.quantize_dynamic(Decoder(config).eval(), {nn.Linear}, dtype=torch.qint8)
-    tokens = torch.stack(list(longspan.generate(model, tokens=5, batch=3, seed=0)), 1)
+    tokens = longspan.generate(model, max_new_tokens=5, batch=3, seed=0)
     assert tokens.shape == (3, 5)
     assert longspan.log_likelihood(model, tokens).isfinite().all()
 
@@ -147,10 +147,10 @@ def test_first_derivatives_of_softmax_are_those_of_the_fused_kernel():
 
 def test_a_model_and_a_path_in_torchs_order(tmp_path):
     model = Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7))
-    with pytest.raises(ValueError, match=r"save\(folder, model\) takes the folder first"):
-        longspan.save(model, tmp_path / "model")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"save\(model, folder\) takes the model first, as torch.save does"):
+        longspan.save(tmp_path / "model", model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"folder must be a path, not int"):
-        longspan.save(3, model)  # type: ignore[arg-type]
+        longspan.save(model, 3)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -110,7 +110,7 @@ def test_an_lstm_writes_as_a_decoder_does():
     assert torch.stack(again, 1).equal(drawn)
     torch.manual_seed(0)
     decoder = Decoder(families.config("gla", QUICK.size())).eval()
-    expected = torch.stack(list(generate(decoder, prompt, tokens=7, seed=0)), 1)
+    expected = generate(decoder, prompt, max_new_tokens=7, seed=0)
     assert torch.stack(list(families.written(decoder, prompt, 7)), 1).equal(expected)
 
 

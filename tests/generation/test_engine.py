@@ -105,8 +105,8 @@ def test_rows_of_different_lengths():
     with torch.no_grad():
         _, state = model(prompt, model.init_state(3), mask=mask)
         tokens = torch.randint(0, 37, (3, 11))
-        expected, _ = run(plain(model), longspan.clone(state), tokens)
-    found, _ = run(Engine(model), longspan.clone(state), tokens)
+        expected, _ = run(plain(model), longspan.states.clone(state), tokens)
+    found, _ = run(Engine(model), longspan.states.clone(state), tokens)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -150,10 +150,10 @@ def test_generate_uses_it_and_draws_the_same(monkeypatch):
     real = Engine.__call__
     monkeypatch.setattr(Engine, "__call__", lambda self, *given: calls.append(1) or real(self, *given))
     prompt = torch.randint(0, 37, (3, 5))
-    found = torch.stack(list(generate(model, prompt, tokens=20, seed=1)), 1)
+    found = generate(model, prompt, max_new_tokens=20, seed=1)
     assert len(calls) == 19
     with backend("torch"):
-        expected = torch.stack(list(generate(model, prompt, tokens=20, seed=1)), 1)
+        expected = generate(model, prompt, max_new_tokens=20, seed=1)
     assert len(calls) == 19
     assert torch.equal(found, expected)
 
@@ -280,7 +280,7 @@ def test_another_thread_in_the_middle_of_a_call(row):
     engine, token = Engine(model), torch.ones(2, 1, dtype=torch.long)
     _, first = engine(token, model.init_state(2, 4))
     _, second = engine(2 * token, model.init_state(2, 4))
-    wanted = [engine(token, longspan.clone(state))[0] for state in (first, second)]
+    wanted = [engine(token, longspan.states.clone(state))[0] for state in (first, second)]
     _, first = engine(token, model.init_state(2, 4))
     found = []
 

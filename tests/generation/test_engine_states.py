@@ -99,9 +99,9 @@ class TestEngine:
             mask[short, 3:] = False
             with torch.no_grad():
                 _, state = model(prompt, model.init_state(2, 8), mask=mask)
-                wanted, _ = model(TOKEN, longspan.clone(state))
+                wanted, _ = model(TOKEN, longspan.states.clone(state))
             assert state.layers[0].keys.shape[2] == state.layers[0].length.max() == 8
-            found, after = Engine(model)(TOKEN, longspan.clone(state))
+            found, after = Engine(model)(TOKEN, longspan.states.clone(state))
             torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
             assert after.layers[0].keys.shape[2] == 16
 
@@ -109,7 +109,7 @@ class TestEngine:
         model = decoder(MODELS[2])
         engine = Engine(model)
         _, state = engine(TOKEN, model.init_state(2, 4))
-        kept = longspan.clone(state)
+        kept = longspan.states.clone(state)
         for count in (-(10**6), 10**12):
             state.layers[1].length[1] = count
             with pytest.raises(ValueError, match=f"the state's length is {count}"):
@@ -131,9 +131,9 @@ class TestEngine:
         model = decoder(MODELS[2])
         with torch.no_grad():
             _, state = model(torch.ones(2, 3, dtype=torch.long), model.init_state(2, 4))
-        wanted, _ = Engine(model)(TOKEN, longspan.clone(state))
+        wanted, _ = Engine(model)(TOKEN, longspan.states.clone(state))
         for view in (lambda sums: torch._neg_view(-sums), lambda sums: sums.mT.contiguous().mT):
-            own = longspan.clone(state)
+            own = longspan.states.clone(state)
             odd = change(own, 0, sums=view(own.layers[0].sums))
             assert torch.equal(Engine(model)(TOKEN, odd)[0], wanted)
 
@@ -178,13 +178,13 @@ class TestFreedMemory:
 
     def test_memory_that_was_replaced_is_the_one_that_counts(self, made):
         state, step = made
-        _, known = step(TOKEN, longspan.clone(state))
-        other = longspan.clone(known)
+        _, known = step(TOKEN, longspan.states.clone(state))
+        other = longspan.states.clone(known)
         for tensor in pytree.tree_leaves(other):
             if tensor.is_floating_point():
                 tensor.mul_(0.5)
-        wanted, _ = step(TOKEN, longspan.clone(other))
-        _, known = step(TOKEN, longspan.clone(state))
+        wanted, _ = step(TOKEN, longspan.states.clone(other))
+        _, known = step(TOKEN, longspan.states.clone(state))
         for old, new in zip(pytree.tree_leaves(known), pytree.tree_leaves(other), strict=True):
             old.data = new
         torch.testing.assert_close(step(TOKEN, known)[0], wanted)
@@ -199,7 +199,7 @@ class TestFreedMemory:
                 pytree.tree_leaves(state)[which].untyped_storage().resize_(0)
                 with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
                     attention(x, state)
-        for function in (longspan.clone, lambda state: longspan.select(state, [0])):
+        for function in (longspan.states.clone, lambda state: longspan.states.select(state, [0])):
             with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
                 function(state)
 

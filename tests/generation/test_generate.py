@@ -23,13 +23,13 @@ SPECS = ["linear", "softmax", "linear; softmax(kv_heads=1)"]
 
 
 def tokens(*arguments, **options):
-    return torch.stack(list(generate(*arguments, **options)), 1)
+    return generate(*arguments, **options)
 
 
 @pytest.mark.parametrize("attention", SPECS)
 def test_greedy_generation_is_argmax_of_recomputed_outputs(attention):
     model = decoder(attention=attention)
-    found = tokens(model, PROMPT, tokens=9, temperature=0)
+    found = tokens(model, PROMPT, max_new_tokens=9, temperature=0)
     sequence = PROMPT
     for _ in range(9):
         inputs = torch.cat([torch.full((3, 1), model.start), sequence], 1)
@@ -46,9 +46,9 @@ def test_ragged_prompts_equal_separate_ones(attention, side):
     prompt = PROMPT
     if side == "left":
         mask, prompt = mask.flip(1), prompt.flip(1)
-    found = tokens(model, prompt, mask=mask, tokens=6, temperature=0)
+    found = tokens(model, prompt, mask=mask, max_new_tokens=6, temperature=0)
     for row, _ in enumerate(lengths):
-        alone = tokens(model, prompt[row : row + 1, mask[row]], tokens=6, temperature=0)
+        alone = tokens(model, prompt[row : row + 1, mask[row]], max_new_tokens=6, temperature=0)
         assert torch.equal(found[row : row + 1], alone)
 
 
@@ -57,16 +57,16 @@ def test_seeds_repeat_and_leave_the_global_generator_alone():
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    first = tokens(model, batch=4, tokens=9, seed=3)
+    first = tokens(model, batch=4, max_new_tokens=9, seed=3)
     assert torch.equal(torch.rand(1), expected)
-    assert torch.equal(first, tokens(model, batch=4, tokens=9, seed=3))
-    assert not torch.equal(first, tokens(model, batch=4, tokens=9, seed=4))
+    assert torch.equal(first, tokens(model, batch=4, max_new_tokens=9, seed=3))
+    assert not torch.equal(first, tokens(model, batch=4, max_new_tokens=9, seed=4))
 
 
 def test_draws_follow_the_model():
     """Frequencies of the first token over many rows against its probabilities: 5 standard deviations."""
     model, n = decoder(), 20011
-    found = tokens(model, batch=n, tokens=1, seed=0).flatten()
+    found = tokens(model, batch=n, max_new_tokens=1, seed=0).flatten()
     p = model(torch.full((1, 1), model.start))[0].softmax(-1).flatten()
     share = torch.bincount(found, minlength=7) / n
     assert ((share - p).abs() <= 5 * (p * (1 - p) / n).sqrt()).all()
@@ -74,14 +74,14 @@ def test_draws_follow_the_model():
 
 def test_top_k_of_one_is_greedy():
     model = decoder()
-    greedy = tokens(model, PROMPT, tokens=5, temperature=0)
-    assert torch.equal(tokens(model, PROMPT, tokens=5, top_k=1, seed=1), greedy)
-    assert torch.equal(tokens(model, PROMPT, tokens=5, top_p=1e-9, seed=1), greedy)
+    greedy = tokens(model, PROMPT, max_new_tokens=5, temperature=0)
+    assert torch.equal(tokens(model, PROMPT, max_new_tokens=5, top_k=1, seed=1), greedy)
+    assert torch.equal(tokens(model, PROMPT, max_new_tokens=5, top_p=1e-9, seed=1), greedy)
 
 
 def test_a_stopped_row_stays_stopped_and_all_stopped_is_the_end():
     model = decoder()
-    found = tokens(model, batch=5, tokens=30, seed=0, stop=3)
+    found = tokens(model, batch=5, max_new_tokens=30, seed=0, stop=3)
     assert found.shape[1] < 30
     for row in found.tolist():
         assert set(row[row.index(3) :]) == {3}
@@ -89,14 +89,14 @@ def test_a_stopped_row_stays_stopped_and_all_stopped_is_the_end():
 
 def test_streams_one_token_at_a_time():
     """The first token is there before the second is computed; 29 tokens after 11 use a table of 40 to its end."""
-    stream = generate(decoder(), PROMPT, tokens=29, seed=0)
+    stream = generate(decoder(), PROMPT, max_new_tokens=29, seed=0, stream=True)
     assert next(stream).shape == (3,)
     assert len(list(stream)) == 28
 
 
 def test_no_gradients_are_recorded_and_none_are_switched_off():
     model = decoder()
-    for token in generate(model, PROMPT, tokens=2):
+    for token in generate(model, PROMPT, max_new_tokens=2, stream=True):
         assert torch.is_grad_enabled()
         assert not token.requires_grad
 
@@ -135,15 +135,15 @@ def test_prefill_gives_the_outputs_of_each_rows_last_token():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tokens": -1}, "tokens=-1 must not be negative"),
-        ({"tokens": 30, "prompt": PROMPT}, "11 tokens of prompt and 30 new ones need 41 positions; .* has 40"),
-        ({"tokens": 1, "batch": 0}, "batch=0 must be at least 1"),
-        ({"tokens": 1, "stop": 7}, "stop=7 is no token; this model has 0 to 6"),
-        ({"tokens": 1, "temperature": -1.0}, "temperature"),
-        ({"tokens": 1, "top_k": -1}, "top_k"),
-        ({"tokens": 1, "top_p": 0.0}, "top_p"),
-        ({"tokens": 1, "prompt": PROMPT, "mask": torch.ones(3, 10).bool()}, r"mask must be bool \(3, 11\)"),
-        ({"tokens": 1, "prompt": PROMPT + 9}, "tokens run from"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1 must not be negative"),
+        ({"max_new_tokens": 30, "prompt": PROMPT}, "11 tokens of prompt and 30 new ones need 41 positions; .* has 40"),
+        ({"max_new_tokens": 1, "batch": 0}, "batch=0 must be at least 1"),
+        ({"max_new_tokens": 1, "stop": 7}, "stop=7 is no token; this model has 0 to 6"),
+        ({"max_new_tokens": 1, "temperature": -1.0}, "temperature"),
+        ({"max_new_tokens": 1, "top_k": -1}, "top_k"),
+        ({"max_new_tokens": 1, "top_p": 0.0}, "top_p"),
+        ({"max_new_tokens": 1, "prompt": PROMPT, "mask": torch.ones(3, 10).bool()}, r"mask must be bool \(3, 11\)"),
+        ({"max_new_tokens": 1, "prompt": PROMPT + 9}, "tokens run from"),
     ],
 )
 def test_wrong_options_are_refused_at_the_call(options, message):
@@ -169,9 +169,9 @@ def test_the_engine_is_for_more_than_a_few_tokens(tokens, engines, monkeypatch):
         pytest.skip("there is no engine without native kernels")
     monkeypatch.setattr(module, "Engine", Counted)
     model = decoder().float()
-    list(generate(model, PROMPT, tokens=tokens, seed=0))
+    list(generate(model, PROMPT, max_new_tokens=tokens, seed=0, stream=True))
     assert len(made) == engines
-    list(generate(model.double(), PROMPT, tokens=tokens, seed=0))
+    list(generate(model.double(), PROMPT, max_new_tokens=tokens, seed=0, stream=True))
     assert len(made) == engines
 
 
@@ -181,17 +181,17 @@ IDS = torch.zeros(1, 2, dtype=torch.long)
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
-        ("hello", {"tokens": 3}, r"not the text 'hello'; .*torch.tensor\(\[list\(text.encode\(\)\)\]\)"),
-        ([1, 2], {"tokens": 3}, r"prompt must be int64 \(B, N\), not list"),
-        (IDS[0], {"tokens": 3}, r"prompt must be int64 \(B, N\), not torch.int64 \(2,\)"),
-        (IDS.float(), {"tokens": 3}, r"prompt must be int64 \(B, N\), not torch.float32"),
-        (IDS, {"tokens": 2.5}, "tokens=2.5 must be a whole number"),
-        (IDS, {"tokens": True}, "tokens=True must be a whole number"),
-        (IDS, {"tokens": 3, "temperature": "hot"}, "temperature='hot' must be a number"),
-        (IDS, {"tokens": 3, "top_k": 1.5}, "top_k=1.5 must be a whole number"),
-        (IDS, {"tokens": 3, "stop": 1.0}, "stop=1.0 must be a whole number or None"),
-        (IDS, {"tokens": 3, "seed": 10**30}, "seed=.* must be a whole number or None"),
-        (None, {"tokens": 3, "batch": 1.5}, "batch=1.5 must be a whole number"),
+        ("hello", {"max_new_tokens": 3}, r"not the text 'hello'; .*torch.tensor\(\[list\(text.encode\(\)\)\]\)"),
+        ([1, 2], {"max_new_tokens": 3}, r"prompt must be int64 \(B, N\), not list"),
+        (IDS[0], {"max_new_tokens": 3}, r"prompt must be int64 \(B, N\), not torch.int64 \(2,\)"),
+        (IDS.float(), {"max_new_tokens": 3}, r"prompt must be int64 \(B, N\), not torch.float32"),
+        (IDS, {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
+        (IDS, {"max_new_tokens": True}, "max_new_tokens=True must be a whole number"),
+        (IDS, {"max_new_tokens": 3, "temperature": "hot"}, "temperature='hot' must be a number"),
+        (IDS, {"max_new_tokens": 3, "top_k": 1.5}, "top_k=1.5 must be a whole number"),
+        (IDS, {"max_new_tokens": 3, "stop": 1.0}, "stop=1.0 must be a whole number or None"),
+        (IDS, {"max_new_tokens": 3, "seed": 10**30}, "seed=.* must be a whole number or None"),
+        (None, {"max_new_tokens": 3, "batch": 1.5}, "batch=1.5 must be a whole number"),
     ],
 )
 def test_wrong_types_are_named(prompt, options, message):

@@ -201,7 +201,7 @@ def test_the_mechanism_of_contributing_takes_the_mean_of_what_came(newcomer):
 
 def test_the_mechanism_of_contributing_generates_in_a_hybrid_stack(newcomer):
     config = DecoderConfig(dim=8, depth=2, heads=2, attention=f"{newcomer}; linear", feedforward=16, vocab=5, length=11)
-    tokens = list(generate(Decoder(config).eval(), tokens=7, batch=3, seed=0))
+    tokens = list(generate(Decoder(config).eval(), max_new_tokens=7, batch=3, seed=0, stream=True))
     assert [token.shape for token in tokens] == [(3,)] * 7
 
 

@@ -74,7 +74,10 @@ def calls():
     return {
         "build": (lambda: longspan.build("gla", embed_dim=8, heads=2), "did you mean 'dim'"),
         "generate": (lambda: longspan.generate(model, ids, max_new_tokens=3), "did you mean 'tokens'"),
-        "beam_search": (lambda: longspan.beam_search(model, ids, tokens=3, num_beams=3), "did you mean 'beams'"),
+        "beam_search": (
+            lambda: longspan.beam_search(model, ids, max_new_tokens=3, num_beams=3),
+            "did you mean 'beams'",
+        ),
         "attention": (lambda: attention(x, **hide), "pass mask=~key_padding_mask"),
         "decoder": (lambda: model(ids, **hide), "pass mask=~key_padding_mask"),
         "seq2seq": (lambda: pairs(ids, ids, **hide), "pass mask=~key_padding_mask"),

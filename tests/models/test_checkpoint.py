@@ -33,7 +33,7 @@ def same(a, b):
 
 @pytest.fixture
 def folder(tmp_path):
-    checkpoint.save(tmp_path / "a", decoder(), training={"step": 7, "moment": torch.arange(3.0)}, extra={"step": 7})
+    checkpoint.save(decoder(), tmp_path / "a", training={"step": 7, "moment": torch.arange(3.0)}, extra={"step": 7})
     return tmp_path / "a"
 
 
@@ -48,7 +48,7 @@ class TestRoundTrip:
     def test_encoder(self, tmp_path):
         config = EncoderConfig(dim=10, depth=1, heads=2, feedforward=14, vocab=5, outputs=3)
         model = Encoder(config)
-        checkpoint.save(tmp_path / "e", model)
+        checkpoint.save(model, tmp_path / "e")
         again = checkpoint.load(tmp_path / "e")
         assert isinstance(again, Encoder)
         assert again.config == config
@@ -70,7 +70,7 @@ class TestRoundTrip:
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_dtype(self, tmp_path):
-        checkpoint.save(tmp_path / "b", decoder().double())
+        checkpoint.save(decoder().double(), tmp_path / "b")
         assert {p.dtype for p in checkpoint.load(tmp_path / "b").parameters()} == {torch.float64}
 
     def test_tied_weights_are_one_in_the_file_and_stay_tied(self, tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ class TestRoundTrip:
 
         monkeypatch.setitem(checkpoint.MODEL_CLASSES, "decoder", (DecoderConfig, Tied))
         model = Tied(SMALL)
-        checkpoint.save(tmp_path / "t", model)
+        checkpoint.save(model, tmp_path / "t")
         assert list(load_file(tmp_path / "t" / "model.safetensors")) == ["first.weight"]
         again = checkpoint.load(tmp_path / "t")
         assert again.first.weight is again.second.weight
@@ -97,7 +97,7 @@ class TestRoundTrip:
 
     def test_an_empty_folder_may_be_used(self, tmp_path):
         (tmp_path / "a").mkdir()
-        checkpoint.save(tmp_path / "a", decoder())
+        checkpoint.save(decoder(), tmp_path / "a")
         assert same(checkpoint.load(tmp_path / "a"), decoder())
 
 
@@ -139,20 +139,20 @@ class TestKilled:
         seen = set()
         for number in range(1, 100):
             folder = tmp_path / str(number) / "c"
-            checkpoint.save(folder, old, training={"of": 1})
+            checkpoint.save(old, folder, training={"of": 1})
             if again:
                 os.rename(folder, folder.with_name(STEPPED_ASIDE))
             with monkeypatch.context() as patch:
                 kill_at(patch, number, after)
                 try:
-                    checkpoint.save(folder, new, training={"of": 2})
+                    checkpoint.save(new, folder, training={"of": 2})
                     finished = True
                 except Killed:
                     finished = False
             model, training = checkpoint.load(folder), checkpoint.load_training(folder)
             assert same(model, {1: old, 2: new}[training["of"]]), number
             seen.add(training["of"])
-            checkpoint.save(folder, newest, training={"of": 3})
+            checkpoint.save(newest, folder, training={"of": 3})
             assert same(checkpoint.load(folder), newest)
             assert [path.name for path in folder.parent.iterdir()] == ["c"]
             if finished:
@@ -179,7 +179,7 @@ class TestKilled:
 
         monkeypatch.setattr(os, "fsync", watched)
         monkeypatch.setattr(os, "rename", checked)
-        checkpoint.save(tmp_path / "a", decoder(), training={})
+        checkpoint.save(decoder(), tmp_path / "a", training={})
         assert events[-2:] == ["rename", tmp_path.stat().st_ino]
 
     def test_small_files_are_replaced_whole(self, tmp_path, monkeypatch):
@@ -198,7 +198,7 @@ class TestResolve:
     @pytest.fixture
     def run(self, tmp_path):
         for name in ("step-1", "step-2"):
-            checkpoint.save(tmp_path / "run" / "checkpoints" / name, decoder())
+            checkpoint.save(decoder(), tmp_path / "run" / "checkpoints" / name)
         (tmp_path / "run" / "checkpoints" / "best").write_text("step-1\n")
         (tmp_path / "run" / "checkpoints" / "last").write_text("step-2\n")
         return tmp_path / "run"
@@ -319,7 +319,7 @@ class TestRefused:
             checkpoint.load(folder)
 
     def test_no_training_state(self, tmp_path):
-        checkpoint.save(tmp_path / "a", decoder())
+        checkpoint.save(decoder(), tmp_path / "a")
         with pytest.raises(ValueError, match=r"can be loaded, but its training cannot be resumed"):
             checkpoint.load_training(tmp_path / "a")
 
@@ -346,11 +346,11 @@ class TestRefused:
 
     def test_another_model(self, tmp_path):
         with pytest.raises(ValueError, match=r"cannot save a Linear; known: Decoder, Encoder"):
-            checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
+            checkpoint.save(nn.Linear(2, 2), tmp_path / "a")
 
     def test_extra_that_hides_an_entry(self, tmp_path):
         with pytest.raises(ValueError, match=r"extra must not hold 'kind'"):
-            checkpoint.save(tmp_path / "a", decoder(), extra={"kind": "mine"})
+            checkpoint.save(decoder(), tmp_path / "a", extra={"kind": "mine"})
 
     @pytest.mark.parametrize("file", [True, False])
     def test_anything_else_is_not_replaced(self, tmp_path, file):
@@ -360,13 +360,13 @@ class TestRefused:
             (tmp_path / "a").mkdir()
             (tmp_path / "a" / "thesis.tex").write_text("precious")
         with pytest.raises(ValueError, match=r"exists and is no checkpoint .* will not be replaced"):
-            checkpoint.save(tmp_path / "a", decoder())
+            checkpoint.save(decoder(), tmp_path / "a")
         assert (tmp_path / "a" if file else tmp_path / "a" / "thesis.tex").read_text() == "precious"
 
     def test_place_that_cannot_be_written(self, tmp_path):
         (tmp_path / "file").write_text("")
         with pytest.raises(ValueError, match=r"cannot write the checkpoint .*: Not a directory"):
-            checkpoint.save(tmp_path / "file" / "a", decoder())
+            checkpoint.save(decoder(), tmp_path / "file" / "a")
 
     def test_disk_that_fills_up_leaves_the_old_one(self, folder, monkeypatch):
         def full(*_):
@@ -374,7 +374,7 @@ class TestRefused:
 
         monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(ValueError, match=r"cannot write the checkpoint .*: No space left on device"):
-            checkpoint.save(folder, decoder(1))
+            checkpoint.save(decoder(1), folder)
         assert same(checkpoint.load(folder), decoder())
 
 
@@ -396,7 +396,7 @@ def test_a_copied_checkpoint_is_a_checkpoint(folder, tmp_path):
 )
 def test_a_config_is_looked_at_before_a_model_is_built(tmp_path, entry, message):
     folder = tmp_path / "m"
-    checkpoint.save(folder, Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)))
+    checkpoint.save(Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)), folder)
     edit(folder, **entry)
     with pytest.raises(ValueError, match=message):
         checkpoint.load(folder)

@@ -16,7 +16,6 @@ from longspan import data
 from longspan._utils import atomic_io, cache_dirs, memory, png
 from longspan.bench import report
 from longspan.cli.entry import main
-from longspan.models import checkpoint
 from longspan.speech import wav
 from longspan.train import run_dir as run_folder
 from longspan.train.learned import history
@@ -57,7 +56,7 @@ def state():
 READERS = {
     "read": atomic_io.read,
     "read_text": atomic_io.read_text,
-    "load_state": lambda path: longspan.load_state(path, like=state()),
+    "load_state": lambda path: longspan.states.load(path, like=state()),
     "wav": wav.read,
     "wav in chunks": lambda path: next(wav.chunks(path, 0.1)),
     "text": lambda path: data.load(f"text:{path}"),
@@ -67,9 +66,9 @@ READERS = {
 WRITERS = {
     "write": lambda path: atomic_io.write(path, b"new"),
     "check_output": atomic_io.check_output,
-    "save_state": lambda path: longspan.save_state(path, state()),
+    "save_state": lambda path: longspan.states.save(state(), path),
     "picture": lambda path: png.save(path, torch.zeros(1, 2, 2, dtype=torch.uint8)),
-    "checkpoint": lambda path: checkpoint.save(path, decoder()),
+    "checkpoint": lambda path: longspan.save(decoder(), path),
 }
 
 
@@ -155,7 +154,7 @@ def test_a_place_where_nothing_can_be_made_is_refused_at_once(name, capsys):
     match name:
         case "save":
             with pytest.raises(ValueError, match="cannot write the checkpoint /proc/x: No such file or directory"):
-                longspan.save("/proc/x", decoder())
+                longspan.save(decoder(), "/proc/x")
         case "train":
             assert main(["train", "--config", "digits", "--run.steps", "1", "--run.out", "/proc/x"]) == 2
         case "bench":

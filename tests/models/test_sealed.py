@@ -20,7 +20,7 @@ FILES = ("model.safetensors", "training.pt", "config.json")
 
 @pytest.fixture
 def folder(tmp_path):
-    checkpoint.save(tmp_path / "a", decoder(), training={"step": 7, "moment": torch.arange(3.0)}, extra={"step": 7})
+    checkpoint.save(decoder(), tmp_path / "a", training={"step": 7, "moment": torch.arange(3.0)}, extra={"step": 7})
     return tmp_path / "a"
 
 
@@ -58,13 +58,13 @@ class TestDamage:
 
     @pytest.mark.parametrize("name", FILES)
     def test_a_file_of_another_checkpoint(self, folder, tmp_path, name):
-        checkpoint.save(tmp_path / "b", decoder(1), training={"step": 8, "moment": torch.arange(3.0)})
+        checkpoint.save(decoder(1), tmp_path / "b", training={"step": 8, "moment": torch.arange(3.0)})
         os.replace(tmp_path / "b" / name, folder / name)
         with pytest.raises(ValueError, match=r"(model.safetensors|training.pt) was changed or damaged"):
             checkpoint.restore(folder, decoder())
 
     def test_a_training_state_that_was_not_written_with_it(self, folder, tmp_path):
-        checkpoint.save(tmp_path / "b", decoder(1))
+        checkpoint.save(decoder(1), tmp_path / "b")
         os.replace(folder / "training.pt", tmp_path / "b" / "training.pt")
         with pytest.raises(ValueError, match=r"training.pt was changed or damaged .* config.json says None"):
             checkpoint.load_training(tmp_path / "b")
@@ -122,7 +122,7 @@ class TestWeights:
         model = decoder(1)
         torch.nn.init.constant_(model.head.bias, torch.nan)
         with pytest.raises(ValueError, match=r"the model has NaN among its weights: 17 of 17 in head.bias"):
-            checkpoint.save(folder, model)
+            checkpoint.save(model, folder)
         assert same(checkpoint.load(folder), decoder())
 
 
@@ -140,7 +140,7 @@ class TestNames:
             with pytest.raises(ValueError, match=r"a\\x00b' is no path: it holds a NUL"):
                 call(place)
         with pytest.raises(ValueError, match=r"a\\x00b' is no path: it holds a NUL"):
-            checkpoint.save(place, decoder())
+            checkpoint.save(decoder(), place)
 
     def test_a_path_that_is_too_long(self, tmp_path):
         for call in (checkpoint.load, checkpoint.load_training, checkpoint.read_config, checkpoint.resolve):
@@ -155,12 +155,12 @@ class TestNames:
 
     def test_extra_that_is_not_plain(self, tmp_path):
         with pytest.raises(ValueError, match=r"config.json holds plain values only: .* set is not JSON"):
-            checkpoint.save(tmp_path / "a", decoder(), extra={"x": {1}})
+            checkpoint.save(decoder(), tmp_path / "a", extra={"x": {1}})
         assert not list(tmp_path.iterdir())
 
     def test_a_link_to_a_checkpoint_is_replaced(self, folder, tmp_path):
         (tmp_path / "b").symlink_to(folder)
-        checkpoint.save(tmp_path / "b", decoder(1))
+        checkpoint.save(decoder(1), tmp_path / "b")
         assert same(checkpoint.load(tmp_path / "b"), decoder(1))
         assert same(checkpoint.load(folder), decoder())
         assert sorted(os.listdir(tmp_path)) == ["a", "b"]
@@ -199,7 +199,7 @@ class TestWhatIsLeft:
         other = folder.with_name(f".b.{3:016x}.tmp")
         other.mkdir()
         with atomic_io.new_folder(folder) as living:
-            checkpoint.save(folder, decoder(1))
+            checkpoint.save(decoder(1), folder)
             assert not any(path.exists() for path in dead)
             assert living.exists()
             assert other.exists()
@@ -230,7 +230,7 @@ class TestWhatIsLeft:
             return opened(path, *arguments, **keywords)
 
         monkeypatch.setattr(os, "open", late)
-        checkpoint.save(folder, decoder(1))
+        checkpoint.save(decoder(1), folder)
         assert swept
         assert same(checkpoint.load(folder), decoder(1))
 
@@ -239,14 +239,14 @@ class TestWhatIsLeft:
         os.rename(folder, aside)
         checkpoint.tidy(folder)
         assert same(checkpoint.load(folder), decoder())
-        checkpoint.save(folder, decoder(1))
+        checkpoint.save(decoder(1), folder)
         assert not aside.exists()
 
     def aside(self, folder, token, number):
         """A checkpoint that was written at that time and has stepped aside."""
         atomic_io.remove(folder)
         path = folder.with_name(f".a.{token:016x}.old")
-        checkpoint.save(path, decoder(number))
+        checkpoint.save(decoder(number), path)
         os.utime(path / "config.json", (number, number))
         return path
 
@@ -270,7 +270,7 @@ class TestAtOnce:
             found = opened(path, *arguments, **keywords)
             if str(path).endswith("/a/config.json") and number[0] < 3:
                 number[0] += 1
-                checkpoint.save(folder, decoder(number[0]), training={"of": number[0]})
+                checkpoint.save(decoder(number[0]), folder, training={"of": number[0]})
             return found
 
         monkeypatch.setattr(atomic_io, "open_regular", replaced)
@@ -283,7 +283,7 @@ class TestAtOnce:
         opened = sealed_dir.opened
 
         def late(path, *names):
-            checkpoint.save(folder, decoder(1))
+            checkpoint.save(decoder(1), folder)
             return opened(path, *names)
 
         monkeypatch.setattr(sealed_dir, "opened", late)
@@ -309,7 +309,7 @@ class TestAtOnce:
     def test_a_reader_of_a_run_whose_pointer_moves(self, when, tmp_path, monkeypatch):
         at = tmp_path / "run" / "checkpoints"
         for number in (1, 2):
-            checkpoint.save(at / f"step-{number}", decoder(number))
+            checkpoint.save(decoder(number), at / f"step-{number}")
         (at / "best").write_text("step-1\n")
         name = {"found": "there", "opened": "opened"}[when]
         before = getattr(sealed_dir, name)
@@ -351,7 +351,7 @@ def _fill_up(folder, report):
     for limit in (100, 5_000, 20_000, 100_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
-            checkpoint.save(folder, decoder(1), training=training)
+            checkpoint.save(decoder(1), folder, training=training)
         except ValueError as error:
             said.append(str(error))
     report.put(said)

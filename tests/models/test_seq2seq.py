@@ -86,7 +86,7 @@ class TestLaws:
 
     def test_saved_and_loaded(self, fields, tmp_path):
         model, (source, target) = build(**fields).eval(), pair()
-        longspan.save(tmp_path / "m", model)
+        longspan.save(model, tmp_path / "m")
         again = longspan.load(tmp_path / "m")
         assert torch.equal(again(source, again.shift(target)), model(source, model.shift(target)))
 
@@ -164,7 +164,7 @@ class TestBeams:
         source = source % 3
         # 3 tokens of 3, of which one ends it: at most 15 sequences at a time.
         best = every(model, source, 3, 1, penalty)
-        found = beam_search(model, source=source, tokens=3, beams=27, best=5, length_penalty=penalty, stop=1)
+        found = beam_search(model, source=source, max_new_tokens=3, beams=27, best=5, length_penalty=penalty, stop=1)
         for k, (score, sequence) in enumerate(best[:5]):
             assert found.lengths[0, k] == len(sequence)
             assert tuple(found.tokens[0, k, : len(sequence)].tolist()) == sequence
@@ -177,7 +177,7 @@ class TestBeams:
         """A narrow beam in which ended hypotheses change places with those that go on."""
         model, (source, _) = build(seed=seed, vocab=4).eval(), pair(batch=2, seed=seed)
         source = source % 4
-        found = beam_search(model, source=source, tokens=5, beams=3, best=3, length_penalty=penalty, stop=1)
+        found = beam_search(model, source=source, max_new_tokens=5, beams=3, best=3, length_penalty=penalty, stop=1)
         for row in range(2):
             for k, (sequence, score) in enumerate(beam_by_lists(model, source[row][None], 5, 3, 1, penalty)):
                 assert found.lengths[row, k] == len(sequence)
@@ -189,7 +189,7 @@ class TestBeams:
     def test_states_are_selected_and_never_shared(self):
         """The states of a beam give what reading each of its sequences anew gives."""
         model, (source, _) = build(attention="gated_deltanet; softmax").eval(), pair(batch=3)
-        found = beam_search(model, source=source, tokens=6, beams=4, best=4)
+        found = beam_search(model, source=source, max_new_tokens=6, beams=4, best=4)
         for row in range(3):
             for k in range(4):
                 target = found.tokens[row, k][None]
@@ -203,8 +203,8 @@ class TestBeams:
         for p in model.parameters():
             torch.nn.init.normal_(p, std=0.4)
         prompt = torch.tensor([[3, 1, 4], [1, 5, 2]])
-        greedy = torch.stack(list(longspan.generate(model, prompt, tokens=8, temperature=0.0)), 1)
-        assert torch.equal(beam_search(model, prompt, tokens=8, beams=1).tokens[:, 0], greedy)
+        greedy = longspan.generate(model, prompt, max_new_tokens=8, temperature=0.0)
+        assert torch.equal(beam_search(model, prompt, max_new_tokens=8, beams=1).tokens[:, 0], greedy)
 
     def test_prompts_of_different_lengths(self):
         torch.manual_seed(0)
@@ -213,15 +213,15 @@ class TestBeams:
             torch.nn.init.normal_(p, std=0.4)
         short, long = torch.tensor([[3, 1]]), torch.tensor([[1, 5, 2, 2]])
         mask = torch.tensor([[False, False, True, True], [True] * 4])
-        both = beam_search(model, torch.cat([F.pad(short, (2, 0)), long]), mask=mask, tokens=4, beams=3, best=3)
+        both = beam_search(model, torch.cat([F.pad(short, (2, 0)), long]), mask=mask, max_new_tokens=4, beams=3, best=3)
         for row, prompt in enumerate((short, long)):
-            alone = beam_search(model, prompt, tokens=4, beams=3, best=3)
+            alone = beam_search(model, prompt, max_new_tokens=4, beams=3, best=3)
             assert torch.equal(both.tokens[row], alone.tokens[0])
             torch.testing.assert_close(both.scores[row], alone.scores[0], rtol=1e-9, atol=1e-9)
 
     def test_what_has_ended_stays_as_it_is(self):
         model, (source, _) = build(vocab=3).eval(), pair(batch=1)
-        found = beam_search(model, source=source % 3, tokens=6, beams=8, best=8, stop=1)
+        found = beam_search(model, source=source % 3, max_new_tokens=6, beams=8, best=8, stop=1)
         for k in range(8):
             n, tokens = int(found.lengths[0, k]), found.tokens[0, k]
             assert (tokens[n:] == 1).all()
@@ -247,9 +247,9 @@ class TestBeams:
         decoder, (source, _) = Decoder(DecoderConfig(**SMALL)), pair()
         for options, message in (({"source": source}, "reads no source"), ({}, "continues a prompt")):
             with pytest.raises(ValueError, match=message):
-                beam_search(decoder, **options, tokens=3)
+                beam_search(decoder, **options, max_new_tokens=3)
         with pytest.raises(ValueError, match="a Decoder or a Seq2Seq, not Linear"):
-            beam_search(torch.nn.Linear(2, 2), tokens=3)
+            beam_search(torch.nn.Linear(2, 2), max_new_tokens=3)
 
 
 def test_what_cannot_be_built_or_called():
@@ -277,7 +277,9 @@ SOURCE = torch.tensor([[1, 2, 3]])
 
 @pytest.mark.parametrize("penalty", [100.0, 300.0, 400.0, 4000.0, 1e38])
 def test_huge_length_penalties_give_scores_and_the_order_by_logarithms(eleven, penalty):
-    found = longspan.beam_search(eleven, source=SOURCE, tokens=30, length_penalty=penalty, stop=0, beams=4, best=4)
+    found = longspan.beam_search(
+        eleven, source=SOURCE, max_new_tokens=30, length_penalty=penalty, stop=0, beams=4, best=4
+    )
     assert not found.scores.isnan().any()
     assert (found.scores[:, :-1] >= found.scores[:, 1:]).all()
     # With such a penalty the length decides.

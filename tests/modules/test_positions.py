@@ -152,7 +152,7 @@ class TestBuilding:
         ("text", "message"),
         [
             ("relativ", r"unknown positions 'relativ' \(did you mean 'relative'\?\)"),
-            ("rotary(bas=3.0)", "rotary has no option 'bas'; it has layout, base"),
+            ("rotary(bas=3.0)", "rotary has no option 'bas' .did you mean 'base'.*; it has layout, base"),
             ("sinusoidal(layout='turned')", "layout='turned' must be 'interleaved' or 'halves' or 'tensor2tensor'"),
             ("sinusoidal(base=-1.0)", "sinusoidal: base=-1.0"),
             ("relative(clamp=-1)", "clamp=-1 must be positive, or 0"),
@@ -214,7 +214,7 @@ class TestModels:
     def test_saved_and_loaded(self, name, tmp_path):
         torch.manual_seed(0)
         model = Decoder(DecoderConfig(**SMALL, attention="softmax", positions=name)).eval()
-        longspan.save(tmp_path / "m", model)
+        longspan.save(model, tmp_path / "m")
         again = longspan.load(tmp_path / "m")
         assert again.config.positions == name
         assert torch.equal(again(TOKENS)[0], model(TOKENS)[0])

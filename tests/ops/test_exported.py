@@ -42,7 +42,7 @@ def test_one_program_for_every_batch_and_length(spec):
 
     def example(batch, n):
         state = flat.attention(torch.randn(batch, 5, 8).double(), flat.attention.init_state(batch))[1]
-        return torch.randn(batch, n, 8).double(), *pytree.tree_leaves(longspan.detach(state))
+        return torch.randn(batch, n, 8).double(), *pytree.tree_leaves(longspan.states.detach(state))
 
     x, *state = example(2, 50)
     batch, tokens = Dim("B", min=1), Dim("N", min=1)

@@ -145,7 +145,7 @@ class TestStep:
         found = {}
         for name in ("auto", "torch"):
             with backend(name):
-                tokens = torch.stack(list(generate(model, batch=5, tokens=40, seed=1)), 1)
+                tokens = generate(model, batch=5, max_new_tokens=40, seed=1)
                 found[name] = tokens, log_likelihood(model, tokens, chunk=1)
         assert torch.equal(found["auto"][0], found["torch"][0])
         torch.testing.assert_close(found["auto"][1], found["torch"][1], atol=1e-4, rtol=0)
@@ -158,7 +158,7 @@ class TestStep:
             whole, state = module(x)[0], module.init_state(3)
             outputs = []
             for token in x.split(1, 1):
-                kept = longspan.clone(state)
+                kept = longspan.states.clone(state)
                 y, after = module(token, state)
                 assert torch.equal(state.sums, kept.sums)
                 outputs.append(y)

@@ -207,7 +207,7 @@ class TestRefusals:
         assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
         model = decoder(attention="linear; kernel")
         with pytest.raises(ValueError, match="kernel does not support prefix=; it supports: context"):
-            generate(model, PROMPT, tokens=3, prefix=True)
+            generate(model, PROMPT, max_new_tokens=3, prefix=True, stream=True)
 
 
 PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -220,7 +220,7 @@ def decoder(dtype=torch.float64, **fields):
 
 
 def tokens(*arguments, **options):
-    return torch.stack(list(generate(*arguments, **options)), 1)
+    return generate(*arguments, **options)
 
 
 SPECS = ["linear", "softmax", "linear; softmax(kv_heads=1)"]
@@ -299,4 +299,4 @@ def test_the_engine_goes_on_from_a_prefix(monkeypatch):
 
 def test_a_prefix_needs_a_prompt():
     with pytest.raises(ValueError, match="prefix=True reads a prompt in both directions, but no prompt came"):
-        generate(decoder(), tokens=3, prefix=True)
+        generate(decoder(), max_new_tokens=3, prefix=True, stream=True)

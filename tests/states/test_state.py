@@ -23,7 +23,7 @@ def started(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_copies_share_no_memory(spec):
     _, state = started(spec)
-    for copy in (longspan.clone(state), longspan.select(state, [0, 1, 2])):
+    for copy in (longspan.states.clone(state), longspan.states.select(state, [0, 1, 2])):
         for a, b in zip(pytree.tree_leaves(copy), pytree.tree_leaves(state), strict=True):
             assert torch.equal(a, b)
             assert a.data_ptr() != b.data_ptr()
@@ -32,29 +32,29 @@ def test_copies_share_no_memory(spec):
 def test_detach_cuts_the_graph():
     _, state = started("linear")
     assert state.sums.requires_grad
-    assert not longspan.detach(state).sums.requires_grad
+    assert not longspan.states.detach(state).sums.requires_grad
 
 
 def test_select_repeats_and_reorders():
     _, state = started("linear")
-    picked = longspan.select(state, torch.tensor([2, 0, 2, 1]))
+    picked = longspan.states.select(state, torch.tensor([2, 0, 2, 1]))
     assert torch.equal(picked.sums, state.sums[[2, 0, 2, 1]])
     with pytest.raises(IndexError):
-        longspan.select(state, [3])
+        longspan.states.select(state, [3])
 
 
 def test_nbytes_counts_every_tensor():
     module = longspan.build("softmax", 8, 2)
     # keys and values of 2 heads x 7 slots x 4 channels x 4 bytes, and one int64 length
-    assert longspan.nbytes(module.init_state(1, 7)) == 2 * 2 * 7 * 4 * 4 + 8
-    assert longspan.nbytes(longspan.build("linear", 8, 2).init_state(1)) == 2 * 4 * 5 * 4
+    assert longspan.states.nbytes(module.init_state(1, 7)) == 2 * 2 * 7 * 4 * 4 + 8
+    assert longspan.states.nbytes(longspan.build("linear", 8, 2).init_state(1)) == 2 * 4 * 5 * 4
 
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_round_trip(spec, tmp_path):
     module, state = started(spec)
-    longspan.save_state(tmp_path / "s.safetensors", state)
-    loaded = longspan.load_state(tmp_path / "s.safetensors", module.init_state(3))
+    longspan.states.save(state, tmp_path / "s.safetensors")
+    loaded = longspan.states.load(tmp_path / "s.safetensors", module.init_state(3))
     assert type(loaded) is type(state)
     for a, b in zip(pytree.tree_leaves(loaded), pytree.tree_leaves(state), strict=True):
         assert torch.equal(a, b)
@@ -67,8 +67,8 @@ def test_a_decoder_state_round_trips(tmp_path):
     )
     with torch.no_grad():
         _, state = model(torch.zeros(2, 4, dtype=torch.long), model.init_state(2))
-        longspan.save_state(tmp_path / "s", state)
-        loaded = longspan.load_state(tmp_path / "s", model.init_state(2))
+        longspan.states.save(state, tmp_path / "s")
+        loaded = longspan.states.load(tmp_path / "s", model.init_state(2))
         tokens = torch.ones(2, 3, dtype=torch.long)
         torch.testing.assert_close(model(tokens, loaded)[0], model(tokens, state)[0], atol=0, rtol=0)
 
@@ -76,22 +76,22 @@ def test_a_decoder_state_round_trips(tmp_path):
 class TestErrors:
     def test_of_another_mechanism(self, tmp_path):
         _, state = started("linear")
-        longspan.save_state(tmp_path / "s", state)
+        longspan.states.save(state, tmp_path / "s")
         with pytest.raises(ValueError, match="does not hold the state of this mechanism or stack"):
-            longspan.load_state(tmp_path / "s", started("softmax")[1])
+            longspan.states.load(tmp_path / "s", started("softmax")[1])
 
     def test_missing(self, tmp_path):
         with pytest.raises(ValueError, match="no state file"):
-            longspan.load_state(tmp_path / "none", started("linear")[1])
+            longspan.states.load(tmp_path / "none", started("linear")[1])
 
     def test_damaged(self, tmp_path):
         (tmp_path / "s").write_bytes(b"no state")
         with pytest.raises(ValueError, match="is not a readable state file"):
-            longspan.load_state(tmp_path / "s", started("linear")[1])
+            longspan.states.load(tmp_path / "s", started("linear")[1])
 
     def test_unwritable(self, tmp_path):
         with pytest.raises(ValueError, match="cannot write a state to"):
-            longspan.save_state(tmp_path / "none" / "s", started("linear")[1])
+            longspan.states.save(started("linear")[1], tmp_path / "none" / "s")
 
 
 def test_a_state_made_with_other_options_is_refused_in_words():

@@ -39,9 +39,9 @@ def test_every_state_comes_back_whatever_its_rows_and_tokens(name, tmp_path):
             continue  # sees whole sequences only
         with torch.no_grad():
             _, state = module(torch.randn(3, 7, 8), state)
-        longspan.save_state(tmp_path / "s", state)
-        for like in (module.init_state(1), module.init_state(2, capacity=11), longspan.select(state, [0])):
-            loaded = longspan.load_state(tmp_path / "s", like)
+        longspan.states.save(state, tmp_path / "s")
+        for like in (module.init_state(1), module.init_state(2, capacity=11), longspan.states.select(state, [0])):
+            loaded = longspan.states.load(tmp_path / "s", like)
             assert type(loaded) is type(state)
             for a, b in zip(pytree.tree_leaves(loaded), pytree.tree_leaves(state), strict=True):
                 assert torch.equal(a, b)
@@ -50,8 +50,8 @@ def test_every_state_comes_back_whatever_its_rows_and_tokens(name, tmp_path):
 def test_a_context_may_have_other_tokens(tmp_path):
     module = longspan.build("softmax", 8, 2)
     (_, state), (_, other) = (module(torch.randn(2, 1, 8), context=torch.randn(2, n, 8)) for n in (5, 9))
-    longspan.save_state(tmp_path / "s", state)
-    assert torch.equal(longspan.load_state(tmp_path / "s", other).keys, state.keys)
+    longspan.states.save(state, tmp_path / "s")
+    assert torch.equal(longspan.states.load(tmp_path / "s", other).keys, state.keys)
 
 
 KEYS = torch.zeros(3, 2, 5, 4)
@@ -76,63 +76,63 @@ class TestRefused:
     )  # fmt: skip
     def test_what_cannot_be_continued(self, tmp_path, leaf, said):
         module, state = started("softmax")
-        path = written(tmp_path / "s", longspan.detach(state), **leaf)
+        path = written(tmp_path / "s", longspan.states.detach(state), **leaf)
         with pytest.raises(ValueError, match=rf"'{path}' cannot be continued: {said}"):
-            longspan.load_state(path, module.init_state(0))
+            longspan.states.load(path, module.init_state(0))
 
     def test_a_position_before_the_first(self, tmp_path):
         for spec in ("linear(rotary=10.0)", "retention", "local(window=3)"):
             module, state = started(spec)
-            path = written(tmp_path / "s", longspan.detach(state), position=torch.tensor([4, -1, 4]))
+            path = written(tmp_path / "s", longspan.states.detach(state), position=torch.tensor([4, -1, 4]))
             with pytest.raises(ValueError, match=r"state.position holds -1; a state counts from 0"):
-                longspan.load_state(path, module.init_state(3))
+                longspan.states.load(path, module.init_state(3))
 
     def test_another_size_of_what_does_not_grow(self, tmp_path):
         _, state = started("local(window=3)")
-        longspan.save_state(tmp_path / "s", state)
+        longspan.states.save(state, tmp_path / "s")
         with pytest.raises(ValueError, match=r"state.keys is .* where this mechanism or stack has .* of any number of"):
-            longspan.load_state(tmp_path / "s", started("local(window=4)")[1])
+            longspan.states.load(tmp_path / "s", started("local(window=4)")[1])
 
     def test_a_changed_bit(self, tmp_path):
         module, state = started("linear")
         path = tmp_path / "s"
-        longspan.save_state(path, state)
+        longspan.states.save(state, path)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
         with pytest.raises(
             ValueError, match=rf"'{path}' was changed or damaged .* restore it from a copy, or read its"
         ):
-            longspan.load_state(path, module.init_state(3))
+            longspan.states.load(path, module.init_state(3))
 
     def test_a_file_without_a_digest(self, tmp_path):
         module, state = started("linear")
-        leaves = states._named(longspan.detach(state))
+        leaves = states._named(longspan.states.detach(state))
         save_file(leaves, tmp_path / "s", metadata={"tree": states._shape(state)})
         with pytest.raises(ValueError, match=r"and it names None"):
-            longspan.load_state(tmp_path / "s", module.init_state(3))
+            longspan.states.load(tmp_path / "s", module.init_state(3))
 
     def test_tensors_without_values(self, tmp_path):
         _, state = started("linear")
-        longspan.save_state(tmp_path / "s", state)
+        longspan.states.save(state, tmp_path / "s")
         nowhere = pytree.tree_map(lambda leaf: leaf.to("meta"), state)
         with pytest.raises(ValueError, match=r"state.sums is on the meta device"):
-            longspan.load_state(tmp_path / "s", nowhere)
+            longspan.states.load(tmp_path / "s", nowhere)
         with pytest.raises(ValueError, match=r"state.sums is on the meta device"):
-            longspan.save_state(tmp_path / "s", nowhere)
+            longspan.states.save(nowhere, tmp_path / "s")
 
     def test_a_path_that_no_file_can_have(self, tmp_path):
         module, state = started("linear")
         with pytest.raises(ValueError, match=r"a\\x00' is no path: it holds a NUL"):
-            longspan.save_state(f"{tmp_path}/a\0", state)
+            longspan.states.save(state, f"{tmp_path}/a\0")
         with pytest.raises(ValueError, match=r"a\\x00' is no path: it holds a NUL"):
-            longspan.load_state(f"{tmp_path}/a\0", module.init_state(3))
+            longspan.states.load(f"{tmp_path}/a\0", module.init_state(3))
         with pytest.raises(ValueError, match=rf"'{tmp_path}' is not a readable state file"):
-            longspan.load_state(tmp_path, module.init_state(3))
+            longspan.states.load(tmp_path, module.init_state(3))
 
     def test_a_full_disk_leaves_the_older_file(self, tmp_path, monkeypatch):
         module, state = started("linear")
-        longspan.save_state(tmp_path / "s", state)
+        longspan.states.save(state, tmp_path / "s")
 
         def full(*_):
             raise OSError(28, "No space left on device")
@@ -140,8 +140,8 @@ class TestRefused:
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             with pytest.raises(ValueError, match=rf"cannot write a state to '{tmp_path}/s': No space left on device"):
-                longspan.save_state(tmp_path / "s", longspan.select(state, [0]))
-        assert len(longspan.load_state(tmp_path / "s", module.init_state(1)).sums) == 3
+                longspan.states.save(longspan.states.select(state, [0]), tmp_path / "s")
+        assert len(longspan.states.load(tmp_path / "s", module.init_state(1)).sums) == 3
         assert os.listdir(tmp_path) == ["s"]
 
 
@@ -170,10 +170,12 @@ def test_threads_that_write_one_file_leave_one_whole_state(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
     module, state = started("linear", rows=2)
-    ones = pytree.tree_map(torch.ones_like, longspan.detach(state))
+    ones = pytree.tree_map(torch.ones_like, longspan.states.detach(state))
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda k: longspan.save_state(tmp_path / "s", pytree.tree_map(lambda t: t * k, ones)), range(40)))
-    assert len(longspan.load_state(tmp_path / "s", module.init_state(1)).sums.unique()) == 1
+        list(
+            pool.map(lambda k: longspan.states.save(pytree.tree_map(lambda t: t * k, ones), tmp_path / "s"), range(40))
+        )
+    assert len(longspan.states.load(tmp_path / "s", module.init_state(1)).sums.unique()) == 1
     assert os.listdir(tmp_path) == ["s"]
     with safe_open(tmp_path / "s", "pt") as file:
         assert len(file.metadata()["sha256"]) == 64

@@ -96,7 +96,7 @@ class TestObjective:
         assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(before))
         stretch = made.batch(1, 0, 1)
         found = torch.autograd.grad(made.loss(model, stretch).total, model.parameters(), allow_unused=True)
-        state = longspan.detach(before)
+        state = longspan.states.detach(before)
         state = tbptt.renewed(state, model.init_state(3), stretch.fresh)
         outputs, _ = model(stretch.inputs, state, segments=stretch.segments)
         loss = -model.likelihood.log_prob(outputs, stretch.targets).mean()

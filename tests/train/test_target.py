@@ -174,7 +174,7 @@ class TestEvaluation:
         for i in [j * count // 4 for j in range(4)]:
             one = dataset.take("test", torch.tensor([i]))
             best = longspan.beam_search(
-                model, source=one.source, tokens=one.target.shape[1], beams=300, stop=dataset.stop
+                model, source=one.source, max_new_tokens=one.target.shape[1], beams=300, stop=dataset.stop
             )
             exact += best.tokens[0, 0, : best.lengths[0, 0]].tolist() == one.target[0].tolist()
         assert found[2] == exact

@@ -3,7 +3,6 @@
 import importlib
 import pkgutil
 
-from ..states.utils import clone, detach, load_state, nbytes, save_state, select
 from .base import REGISTRY, Attention
 from .build import build
 from .registry import list_mechanisms, mechanism_examples
@@ -11,16 +10,4 @@ from .registry import list_mechanisms, mechanism_examples
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = [
-    "REGISTRY",
-    "Attention",
-    "build",
-    "clone",
-    "detach",
-    "list_mechanisms",
-    "load_state",
-    "mechanism_examples",
-    "nbytes",
-    "save_state",
-    "select",
-]  # fmt: skip
+__all__ = ["REGISTRY", "Attention", "build", "list_mechanisms", "mechanism_examples"]

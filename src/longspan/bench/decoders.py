@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .._utils.spec import known
-from ..attention import nbytes
 from ..generation.native_decoder import Engine
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder, DecoderState
+from ..states import nbytes
 from .throughput import move
 from .worker import Function, Makers, Task, timed
 

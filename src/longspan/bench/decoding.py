@@ -167,7 +167,7 @@ def _images(spec: str, task: Task) -> Sampler:
     model = decoders.build(decoders.Name(spec, False, False), task)
 
     def images() -> None:
-        throughput.consume(generate(model, tokens=task["tokens"], batch=task["batch"], seed=0))
+        throughput.consume(generate(model, max_new_tokens=task["tokens"], batch=task["batch"], seed=0, stream=True))
 
     return lambda repeat: worker.timed(images, repeat)
 

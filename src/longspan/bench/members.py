@@ -10,10 +10,11 @@ import torch
 
 from .._utils.spec import head
 from .._utils.tables import Table, duration
-from ..attention import build, clone, list_mechanisms, nbytes, plugins
+from ..attention import build, list_mechanisms, plugins
 from ..attention.base import Attention
 from ..attention.families import FAMILIES
 from ..attention.registry import mechanism
+from ..states import clone, nbytes
 from . import case, figures, oracle
 from .candidates import Local, Process, Refused, Sampler
 from .case import Watch

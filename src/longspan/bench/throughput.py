@@ -110,7 +110,7 @@ def by_position(
 def whole(model: Decoder, length: int, batch: int) -> float:
     """Seconds to generate ``batch`` sequences of ``length`` tokens with ``generate``."""
     begin = time.perf_counter()
-    consume(generate(model, tokens=length, batch=batch, seed=0))
+    consume(generate(model, max_new_tokens=length, batch=batch, seed=0, stream=True))
     return time.perf_counter() - begin
 
 

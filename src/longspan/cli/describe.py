@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import patterns
 from .._utils import latex
-from ..attention import REGISTRY, Attention, build, list_mechanisms, nbytes
+from ..attention import REGISTRY, Attention, build, list_mechanisms
 from ..attention.base import own_options
 from ..attention.registry import mechanism
 from ..attention.specs import parts
@@ -21,6 +21,7 @@ from ..modules.feedforward import FeedForward
 from ..ops.buckets import tiles
 from ..ops.sparse import blockwise
 from ..patterns import Pattern
+from ..states import nbytes
 from . import dispatch
 
 TOKENS = (256, 1024, 4096, 16384, 65536)

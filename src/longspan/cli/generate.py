@@ -110,7 +110,12 @@ def _images(model, args, options, data) -> None:
     png.check(path)
     begin = time.perf_counter()
     if not args.complete:
-        tokens = _drawn(generate(model, batch=args.count, tokens=data.length, **options), data.length, path, data)
+        tokens = _drawn(
+            generate(model, batch=args.count, max_new_tokens=data.length, **options, stream=True),
+            data.length,
+            path,
+            data,
+        )
         speed = args.count / (time.perf_counter() - begin)
         png.save(path, data.picture(tokens))
         print(f"{path}: {args.count} samples, {speed:.3g} images/s")
@@ -118,7 +123,7 @@ def _images(model, args, options, data) -> None:
     originals, known = _examples(args, data)
     prompt, hidden = originals[:, :known], torch.full_like(originals[:, known:], data.vocab // 2)
     begin = time.perf_counter()
-    drawn = generate(model, prompt, tokens=hidden.shape[1], **options)
+    drawn = generate(model, prompt, max_new_tokens=hidden.shape[1], **options, stream=True)
     tokens = torch.cat([prompt, _drawn(drawn, hidden.shape[1], path, data, prompt)], 1)
     speed = args.count / (time.perf_counter() - begin)
     # What was not given is shown in a middle grey.
@@ -189,7 +194,7 @@ def _text(model, args, options) -> None:
         return
     # Bytes that are no UTF-8 are shown as replacement characters; a character's bytes come in several steps.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    tokens = generate(model, prompt, tokens=steps, **options)
+    tokens = generate(model, prompt, max_new_tokens=steps, **options, stream=True)
     _write(decoder.decode(data))
     done = 0
     try:
@@ -208,7 +213,7 @@ def _searched(model, prompt, steps: int, args) -> None:
     from ..generation.beam_search import beam_search
 
     search = {"beams": args.beams, "best": args.n_best, "length_penalty": args.length_penalty}
-    found = beam_search(model, prompt, tokens=steps, **search)
+    found = beam_search(model, prompt, max_new_tokens=steps, **search)
     for tokens, score in zip(found.tokens[0].tolist(), found.scores[0].tolist(), strict=True):
         text = bytes([*prompt[0].tolist(), *tokens]).decode("utf-8", "replace")
         _write(f"{score:.4f}\t" * (args.n_best > 1) + text + "\n")

@@ -91,21 +91,20 @@ def _sources(args: Any, numbers: bool) -> list[tuple[str, list[int]]]:
 
 
 def _targets(model: Any, sources: list[list[int]], steps: int, numbers: bool, args: Any, seed: int) -> list[str]:
-    import torch
 
     from ..generation.beam_search import beam_search
     from ..generation.sampling import generate
 
     source, mask = pairs.padded(sources)
     stop = model.config.vocab - 1
-    given = {"source": source, "source_mask": mask, "tokens": steps, "stop": stop}
+    given = {"source": source, "source_mask": mask, "max_new_tokens": steps, "stop": stop}
     if args.beams:
         found = beam_search(model, **given, beams=args.beams, best=args.n_best, length_penalty=args.length_penalty)
         rows = found.tokens.flatten(0, 1).tolist()
         scores = [f"{score:.4f}\t" * (args.n_best > 1) for score in found.scores.flatten().tolist()]
     else:
         drawn = {"temperature": args.temperature or 0.0, "top_k": args.top_k, "top_p": args.top_p, "seed": seed}
-        rows = torch.stack(list(generate(model, **given, **drawn)), 1).tolist()
+        rows = generate(model, **given, **drawn).tolist()
         scores = [""] * len(rows)
     return [score + _words(row, stop, numbers) for score, row in zip(scores, rows, strict=True)]
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from .. import data
 from .._utils import atomic_io, plots, png
 from .._utils.locks import exclusive_lock
-from ..attention import nbytes
 from ..bench import guard, throughput
 from ..bench import report as report_files
 from ..data import Dataset
@@ -23,6 +22,7 @@ from ..generation.sampling import generate
 from ..models import checkpoint
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
+from ..states import nbytes
 from ..train import TrainConfig, begun, fit
 
 SPECS = ("linear", "softmax")
@@ -77,7 +77,7 @@ def _run(out: Path, steps: int, paper: DecoderConfig, batch: int, seed: int) -> 
     result["bits_per_dim"]["histogram"] = histogram_bits(dataset)
     for spec, model in models.items():
         _say(f"sampling {batch} images from {spec}")
-        images = torch.stack(list(generate(model, tokens=dataset.length, batch=batch, seed=seed)), 1)
+        images = generate(model, max_new_tokens=dataset.length, batch=batch, seed=seed)
         png.save(out / f"samples_{spec}.png", dataset.picture(images))
         result["samples"][spec] = likeness(images, dataset)
     _say("timing generation at the digits' length, with the trained models")

@@ -159,7 +159,7 @@ def written(model: Model, prompt: Tensor, tokens: int) -> Iterator[Tensor]:
     """Tokens (B,) drawn one by one after a prompt (B,P): ``generate``, and for the LSTM the same by its own steps."""
     if isinstance(model, LSTM):
         return _steps(model, prompt, tokens)
-    return generate(model, prompt, tokens=tokens, seed=0)
+    return generate(model, prompt, max_new_tokens=tokens, seed=0, stream=True)
 
 
 def _steps(model: LSTM, prompt: Tensor, tokens: int) -> Iterator[Tensor]:

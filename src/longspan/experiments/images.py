@@ -167,12 +167,12 @@ def draw(
 ) -> list[tuple[str, Tensor, int]]:
     """-> (kind, images (B,N), columns): samples; and completions, each as it was given, completed, and as it was."""
     count, seed = settings.samples, settings.seed
-    steps = generate(model, tokens=dataset.length, batch=count, seed=seed)
+    steps = generate(model, max_new_tokens=dataset.length, batch=count, seed=seed, stream=True)
     samples = torch.stack(list(place.track(steps, dataset.length, f"samples of {attention}")), 1)
     # Whole columns of three pictures each.
     originals = examples(dataset, "test", max(count // 6, 1) * 3).to(model.device)
     known = given(dataset, settings.top)
-    steps = generate(model, originals[:, :known], tokens=dataset.length - known, seed=seed)
+    steps = generate(model, originals[:, :known], max_new_tokens=dataset.length - known, seed=seed, stream=True)
     rest = torch.stack(list(place.track(steps, dataset.length - known, f"completions by {attention}")), 1)
     upper, hidden = originals[:, :known], torch.full_like(rest, dataset.vocab // 2)
     shown = torch.stack([torch.cat([upper, hidden], 1), torch.cat([upper, rest], 1), originals], 1)

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from ..attention import nbytes
 from ..bench import case, decoders, throughput, worker
 from ..bench.attention import ROOM
 from ..bench.candidates import Sampler
@@ -13,6 +12,7 @@ from ..generation.native_decoder import Engine
 from ..generation.sampling import generate
 from ..models.decoder import Decoder
 from ..ops.buffers import reuse_pages
+from ..states import nbytes
 from . import paper
 from .experiment import Row, Track
 
@@ -35,7 +35,7 @@ def images(models: dict[str, Decoder], length: int, batch: int, rounds: int, tra
     at = throughput.positions(length, min(POSITIONS, length))
     again = [name for name, model in models.items() if grows(model) or paper.recomputed(name)]
     for name, model in models.items():
-        throughput.consume(generate(model, tokens=min(WARM, length), batch=batch, seed=0))
+        throughput.consume(generate(model, max_new_tokens=min(WARM, length), batch=batch, seed=0, stream=True))
         samplers[name] = partial(_whole, model, length, batch)
     few = min(FEW, batch)
     for name in again:

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import nbytes
 from ..models.config import StackConfig
 from ..models.stacks import Stack
 from ..modules.short_conv import ShortConvolution
+from ..states import nbytes
 
 CONVOLUTION = 4
 # The exponent of the power law by which queries keep close to the pairs, plus one.

@@ -155,7 +155,7 @@ def train(settings: Settings, encoder: str, place: Place) -> Row:
     if isinstance(model, Transcriber):
         kind = settings.data.partition(":")[0]
         run = {"data": kind, "units": settings.units, "seed": settings.seed, "epochs": settings.epochs}
-        checkpoint.save(place.folder / slug(encoder), model, extra={"run": run})
+        checkpoint.save(model, place.folder / slug(encoder), extra={"run": run})
     errors = {
         part: {how: _rounded(speech_train.errors(model, held, corpus.labels, beams)) for how, beams in _ways(settings)}
         for part, held in corpus.held.items()

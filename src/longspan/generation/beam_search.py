@@ -33,17 +33,17 @@ def beam_search(
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
     mask: Tensor | None = None,
-    tokens: int,
+    max_new_tokens: int,
     beams: int = 4,
     best: int = 1,
     length_penalty: float = 0.0,
     stop: int | None = None,
 ) -> Beams:
-    r"""The likeliest sequences of at most ``tokens`` more tokens, as far as a beam of ``beams`` finds them.
+    r"""The likeliest sequences of at most ``max_new_tokens`` more tokens, as far as a beam of ``beams`` finds them.
 
     >>> import torch, longspan
     >>> model = longspan.Seq2Seq(longspan.Seq2SeqConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5)).eval()
-    >>> found = longspan.beam_search(model, source=torch.tensor([[3, 1, 4]]), tokens=6, beams=3, stop=0)
+    >>> found = longspan.beam_search(model, source=torch.tensor([[3, 1, 4]]), max_new_tokens=6, beams=3, stop=0)
     >>> found.tokens.shape[:2], found.scores.shape
     (torch.Size([1, 1]), torch.Size([1, 1]))
 
@@ -57,6 +57,7 @@ def beam_search(
 
     Raises ValueError for a prompt, source or option out of range.
     """
+    tokens = max_new_tokens
     _check(model, prompt, source, mask, source_mask, tokens, beams, best, length_penalty, stop)
     if prompt is None:
         assert source is not None
@@ -136,7 +137,7 @@ def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length
             check_mask("mask", mask, tuple(prompt.shape))
     check_type("length_penalty", length_penalty, float)
     check_type("stop", stop, int | None)
-    for name, value in (("tokens", tokens), ("beams", beams), ("best", best)):
+    for name, value in (("max_new_tokens", tokens), ("beams", beams), ("best", best)):
         check_type(name, value, int)
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")

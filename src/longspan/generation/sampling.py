@@ -1,7 +1,7 @@
 """Generation, one call per token on the same state; and the log-likelihood of given sequences."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from torch import Tensor
 from .._utils import model_memory
 from .._utils.aliases import hinted
 from .._utils.typecheck import check_type, format_value
-from ..attention import nbytes
 from ..attention.validation import check_mask
 from ..models.decoder import Decoder, DecoderState
 from ..models.seq2seq import Seq2Seq
 from ..ops.buffers import reuse_pages
+from ..states import nbytes
 from .native_decoder import Engine
 
 FEW = 8  # tokens for which the decode engine is not worth its preparation
@@ -43,51 +43,126 @@ def prefill(
 
 
 @hinted
+@overload
 def generate(
     model: Decoder | Seq2Seq,
     prompt: Tensor | None = None,
     *,
-    tokens: int,
+    max_new_tokens: int,
     batch: int = 1,
     mask: Tensor | None = None,
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
     prefix: bool = False,
     temperature: float = 1.0,
-    top_k: int = 0,
+    top_k: int | None = None,
     top_p: float = 1.0,
     seed: int | None = None,
     stop: int | None = None,
-) -> Iterator[Tensor]:
-    """Yield ``tokens`` times the next token of every sequence, (B,) int64.
+    stream: Literal[False] = False,
+) -> Tensor: ...
 
-    >>> import torch, longspan
-    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
-    >>> prompt = torch.tensor([[3, 1, 4]])
-    >>> drawn = torch.stack(list(longspan.generate(model, prompt, tokens=7, seed=0)), 1)
-    >>> drawn.shape
-    torch.Size([1, 7])
 
-    ``prompt`` (B,P) int64, with ``mask`` (B,P) where rows differ in length (either side may be padded); without a
-    prompt, ``batch`` sequences start from nothing. A ``Seq2Seq`` writes the target of each ``source`` (B,M), with
-    ``source_mask`` (B,M) where rows differ in length, from its start or from a ``prompt``. ``prefix=True``, for models
-    that were trained so: the start token and those of the prompt all see each other. ``temperature`` sharpens below 1
-    and flattens above (0: the mode); ``top_k`` keeps the k likeliest tokens (0: all); ``top_p`` keeps the likeliest
-    ones that reach this mass (1: all). ``seed`` makes the draws repeatable, independent of the global generator. A row
-    that has drawn ``stop`` goes on yielding ``stop``; when every row has, generation ends.
+@overload
+def generate(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    batch: int = 1,
+    mask: Tensor | None = None,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    prefix: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: int | None = None,
+    stream: Literal[True],
+) -> Iterator[Tensor]: ...
 
-    The prompt is read in one call and each token costs one more, on a state that only this generator holds. Where the
-    decode engine serves the model it makes these steps, with the weights as they were at the call.
-    Raises ValueError, at the call, for a prompt, source or sampling option out of range, and for ``prefix=True``
-    without a prompt or with an attention that has no prefix mode.
+
+@overload
+def generate(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    batch: int = 1,
+    mask: Tensor | None = None,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    prefix: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: int | None = None,
+    stream: bool,
+) -> Tensor | Iterator[Tensor]: ...
+
+
+def generate(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    batch: int = 1,
+    mask: Tensor | None = None,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    prefix: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: int | None = None,
+    stream: bool = False,
+) -> Tensor | Iterator[Tensor]:
+    """Generate up to ``max_new_tokens`` tokens for every sequence.
+
+    Args:
+        model: A ``Decoder``, or a ``Seq2Seq``, which writes the target of each ``source``.
+        prompt: (B, P) int64. Without a prompt, ``batch`` sequences start from nothing.
+        max_new_tokens: Number of tokens to generate.
+        batch: Number of sequences where there is no prompt.
+        mask: (B, P) bool, True on real tokens, where prompts differ in length; either side may be padded.
+        source: (B, M) int64, the source of a ``Seq2Seq``.
+        source_mask: (B, M) bool, where sources differ in length.
+        prefix: The start token and the prompt all see each other, for models that were trained so.
+        temperature: Sharpens the distribution below 1 and flattens it above; 0 takes the most likely token.
+        top_k: Samples from the k most likely tokens; None or 0 samples from all.
+        top_p: Samples from the most likely tokens that reach this probability; 1 samples from all.
+        seed: Makes the samples repeatable, independent of the global generator.
+        stop: A row that has drawn this token repeats it; generation ends when every row has drawn it.
+        stream: Return an iterator that yields the next token of every sequence, (B,) int64, as it is drawn.
+
+    Returns:
+        The new tokens, (B, T) int64 with T at most ``max_new_tokens``; with ``stream=True`` an iterator of (B,) int64.
+
+    Raises:
+        ValueError: At the call, for a prompt, source or sampling option out of range, and for ``prefix=True`` without a
+            prompt or with an attention that has no prefix mode.
+
+    Example:
+        >>> import torch, longspan
+        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+        >>> prompt = torch.tensor([[3, 1, 4]])
+        >>> longspan.generate(model, prompt, max_new_tokens=7, seed=0).shape
+        torch.Size([1, 7])
+
+    The prompt is read in one call, and each token costs one more call on a state that only this function holds. Where
+    the native decoder serves the model, it makes these steps with the weights as they were at the call.
     """
     check_source(model, prompt, mask, source, source_mask)
     device = model.device
     reuse_pages()
-    for name, value in (("tokens", tokens), ("batch", batch), ("top_k", top_k)):
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch)):
         check_type(name, value, int)
     for name, value in (("temperature", temperature), ("top_p", top_p)):
         check_type(name, value, float)
+    check_type("top_k", top_k, int | None)
     check_type("stop", stop, int | None)
     check_type("seed", seed, int | None)
     if source is not None:
@@ -102,8 +177,9 @@ def generate(
         prompt = torch.zeros(batch, 0, dtype=torch.long, device=device)
     elif mask is not None:
         check_mask("mask", mask, tuple(prompt.shape))
+    tokens = max_new_tokens
     if tokens < 0:
-        raise ValueError(f"tokens={tokens} must not be negative")
+        raise ValueError(f"max_new_tokens={tokens} must not be negative")
     if model.config.positions == "learned" and prompt.shape[1] + tokens > model.config.length:
         raise ValueError(
             f"{prompt.shape[1]} tokens of prompt and {tokens} new ones need {prompt.shape[1] + tokens} positions; "
@@ -111,7 +187,7 @@ def generate(
         )
     if stop is not None and not 0 <= stop < model.start:
         raise ValueError(f"stop={stop} is no token; this model has 0 to {model.start - 1}")
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    options = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
     if source is None and isinstance(model, Decoder):
         afford_rows(model, len(prompt), prompt.shape[1] + tokens, f"the states of {len(prompt)} sequences")
     # Draw once from a flat distribution, so that wrong options are refused now and not at the first token.
@@ -123,7 +199,11 @@ def generate(
     if isinstance(model, Decoder) and tokens > FEW and not Engine.why_not(model):
         step = Engine(model)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    return _tokens(model, step, outputs, state, tokens, options, generator, stop)
+    drawn = _tokens(model, step, outputs, state, tokens, options, generator, stop)
+    if stream:
+        return drawn
+    columns = list(drawn)
+    return torch.stack(columns, 1) if columns else prompt.new_zeros(len(prompt), 0)
 
 
 def check_source(

@@ -44,8 +44,8 @@ WEIGHTS, TRAINING = "model.safetensors", "training.pt"
 
 
 def save(
-    folder: str | os.PathLike,
     model: Decoder | Encoder | Seq2Seq | Transcriber,
+    folder: str | os.PathLike,
     *,
     training: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -55,7 +55,7 @@ def save(
     >>> import tempfile, longspan
     >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     longspan.save(f"{folder}/model", model)
+    ...     longspan.save(model, f"{folder}/model")
     ...     again = longspan.load(f"{folder}/model")
     >>> again.config == model.config
     True
@@ -69,7 +69,7 @@ def save(
     """
     if not isinstance(folder, str | os.PathLike):
         swapped = isinstance(folder, nn.Module) and isinstance(model, str | os.PathLike)
-        hint = "; longspan.save(folder, model) takes the folder first, unlike torch.save" if swapped else ""
+        hint = "; longspan.save(model, folder) takes the model first, as torch.save does" if swapped else ""
         raise ValueError(f"folder must be a path, not {type(folder).__name__}{hint}")
     folder = _place(folder)
     header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
@@ -98,7 +98,7 @@ def load(folder: str | Path) -> Any:
     >>> import tempfile, longspan
     >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     longspan.save(f"{folder}/model", model)
+    ...     longspan.save(model, f"{folder}/model")
     ...     again = longspan.load(f"{folder}/model")
     >>> again.config == model.config
     True

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save as serialize
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -29,7 +29,7 @@ def clone(state: S) -> S:
     >>> import torch, longspan
     >>> attention = longspan.build("linear", dim=8, heads=2)
     >>> state = attention.init_state(1)
-    >>> copy = longspan.clone(state)
+    >>> copy = longspan.states.clone(state)
     >>> copy.sums.data_ptr() == state.sums.data_ptr()
     False
     """
@@ -43,7 +43,7 @@ def detach(state: S) -> S:
     >>> import torch, longspan
     >>> attention = longspan.build("linear", dim=8, heads=2)
     >>> y, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
-    >>> state.sums.requires_grad, longspan.detach(state).sums.requires_grad
+    >>> state.sums.requires_grad, longspan.states.detach(state).sums.requires_grad
     (True, False)
     """
     return pytree.tree_map(torch.detach, state)
@@ -54,7 +54,7 @@ def select(state: S, rows: Tensor | Sequence[int]) -> S:
 
     >>> import torch, longspan
     >>> attention = longspan.build("linear", dim=8, heads=2)
-    >>> state = longspan.select(attention.init_state(2), [1, 1, 0])
+    >>> state = longspan.states.select(attention.init_state(2), [1, 1, 0])
     >>> len(state.sums)
     3
 
@@ -68,7 +68,7 @@ def nbytes(state: Any) -> int:
     """Bytes of all tensors in ``state``.
 
     >>> import longspan
-    >>> longspan.nbytes(longspan.build("linear", dim=64, heads=4).init_state(1))
+    >>> longspan.states.nbytes(longspan.build("linear", dim=64, heads=4).init_state(1))
     4352
     """
     return sum(t.nbytes for t in pytree.tree_leaves(state))
@@ -94,15 +94,15 @@ def check_values(state: Any) -> None:
                 raise ValueError(f"{name}.length holds {most}, and there are {room} slots")
 
 
-def save_state(path: str | os.PathLike, state: Any) -> None:
+def save(state: Any, path: str | os.PathLike) -> None:
     """Write ``state`` to one safetensors file, with its sha256: whole or not at all.
 
     >>> import tempfile, torch, longspan
     >>> attention = longspan.build("linear", dim=8, heads=2)
     >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     longspan.save_state(f"{folder}/state.safetensors", state)
-    ...     again = longspan.load_state(f"{folder}/state.safetensors", like=attention.init_state(1))
+    ...     longspan.states.save(state, f"{folder}/state.safetensors")
+    ...     again = longspan.states.load(f"{folder}/state.safetensors", like=attention.init_state(1))
     >>> torch.equal(again.sums, state.sums)
     True
 
@@ -115,20 +115,20 @@ def save_state(path: str | os.PathLike, state: Any) -> None:
     leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
     metadata = {"longspan": "state", "tree": _shape(state), "sha256": _digest(leaves)}
     try:
-        atomic_io.write(path, save(leaves, metadata))
+        atomic_io.write(path, serialize(leaves, metadata))
     except OSError as error:
         raise ValueError(f"cannot write a state to {str(path)!r}: {error.strerror or error}") from error
 
 
-def load_state(path: str | os.PathLike, like: S) -> S:
-    """Read a state written by ``save_state``; ``like`` is any state of the same mechanism or stack, e.g. a fresh one.
+def load(path: str | os.PathLike, like: S) -> S:
+    """Read a state written by ``save``; ``like`` is any state of the same mechanism or stack, e.g. a fresh one.
 
     >>> import tempfile, torch, longspan
     >>> attention = longspan.build("linear", dim=8, heads=2)
     >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     longspan.save_state(f"{folder}/state.safetensors", state)
-    ...     again = longspan.load_state(f"{folder}/state.safetensors", like=attention.init_state(1))
+    ...     longspan.states.save(state, f"{folder}/state.safetensors")
+    ...     again = longspan.states.load(f"{folder}/state.safetensors", like=attention.init_state(1))
     >>> torch.equal(again.sums, state.sums)
     True
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import clone
 from ..ops.backends import backend
+from ..states import clone
 from .gauge import BATCH, HEADS, TOKENS, Gauge, Subject
 from .recurrent import run
 

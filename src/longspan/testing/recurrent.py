@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..attention import clone, detach, load_state, nbytes, save_state, select
+from ..states import clone, detach, nbytes, select
+from ..states import load as load_state
+from ..states import save as save_state
 from .gauge import BATCH, TOKENS, Gauge, Subject
 
 CUTS = ([1] * TOKENS, [2, 3, 8, 16], [TOKENS - 1, 1], [TOKENS])
@@ -78,7 +80,7 @@ def _continued(module, x: Tensor, other: Tensor, capacity: int | None, gauge: Ga
         gauge.close(swapped, ends[0][[1, 0]], "a continuation of selected rows")
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state.safetensors"
-            save_state(path, kept)
+            save_state(kept, path)
             loaded = load_state(path, module.init_state(BATCH))
         gauge.close(loaded, kept, "a state that was saved and loaded", 0.0)
         gauge.close(module(x[:, 11:], loaded)[0], ends[0], "a continuation of a loaded state")

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..attention import Attention, build, clone
+from ..attention import Attention, build
+from ..states import clone
 from .gauge import BATCH, DIM, HEADS, TOKENS, Gauge, Subject
 
 # Of calls with a mask or a state: Dynamo alone finds what cannot be traced; aot_eager takes more than twice as long.

@@ -98,11 +98,16 @@ def classified(
 
 def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty: float) -> Tensor:
     """The targets (B,N) that the model writes, as many tokens as the longest true one has."""
-    given = {"source": pairs.source, "source_mask": pairs.source_mask, "tokens": pairs.target.shape[1], "stop": stop}
+    given = {
+        "source": pairs.source,
+        "source_mask": pairs.source_mask,
+        "max_new_tokens": pairs.target.shape[1],
+        "stop": stop,
+    }
     if beams:
         found = beam_search(model, **given, beams=beams, length_penalty=length_penalty).tokens[:, 0]
     else:
-        found = torch.stack(list(generate(model, **given, temperature=0.0)), 1)
+        found = generate(model, **given, temperature=0.0)
     # Where all have ended early, the stop token is what would follow.
     return F.pad(found, (0, pairs.target.shape[1] - found.shape[1]), value=stop)
 

@@ -98,7 +98,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         if odd := sorted(own ^ set(self.decoder.state_dict())):
             raise ValueError(f"a decoder's weights and others, {odd[0]!r} first; merge adapters before, e.g. by peft's "
                              f"merge_and_unload()")  # fmt: skip
-        checkpoint.save(folder, self.decoder, extra={"run": self.config.run} if self.config.run else None)
+        checkpoint.save(self.decoder, folder, extra={"run": self.config.run} if self.config.run else None)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
