@@ -21,6 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
+# Commands that tests start print nothing about kernels that they compile first.
+os.environ.setdefault("LONGSPAN_QUIET", "1")
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells start what runs in the background so, and the commands that tests start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)

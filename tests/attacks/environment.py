@@ -85,7 +85,7 @@ def _run(change: dict[str, str | None]) -> str | None:
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(tempfile, "tempdir", None),
         # Kernels are looked for in one place alone, and compiled in none.
-        mock.patch.object(build, "_found", [None]),
+        mock.patch.object(build, "_found", dict.fromkeys(build.FAMILIES)),
     ):
         return _kernels() or _paths() or _command() or _signals()
 
@@ -97,7 +97,7 @@ def _kernels() -> str | None:
         right = longspan.linear_attention(q, k, v)
     nothing = mock.Mock(side_effect=toolchain.Unavailable("nothing is compiled in an attack"))
     with (
-        mock.patch.object(build, "_found", []),
+        mock.patch.object(build, "_found", {}),
         mock.patch.object(build.prebuilt, "find", return_value=None),
         mock.patch.object(toolchain, "version", return_value="a compiler"),
         mock.patch.object(toolchain, "compile", nothing),

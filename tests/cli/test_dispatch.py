@@ -74,7 +74,7 @@ def test_what_calls_no_op_runs_on_operations_of_its_own(monkeypatch):
 def test_without_a_compiler_torch_serves_and_it_is_said_why(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(build, "_found", [])
+    monkeypatch.setattr(build, "_found", {})
     monkeypatch.setattr(build.prebuilt, "FOLDER", tmp_path / "none")
     assert entry.main(["show", "local(window=64)", "--dim", "16", "--heads", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())

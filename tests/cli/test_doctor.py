@@ -23,7 +23,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_tells_of_kernels_that_are_there(cache, capsys, monkeypatch):
     kernels = build.Kernels(ctypes.CDLL(None), "compiled here by c++ 12", "-O3 -g", "/some/where.so", "none prebuilt")
-    monkeypatch.setattr(build, "find", lambda: kernels)
+    monkeypatch.setattr(build, "find", lambda family: kernels)
     monkeypatch.setattr(openmp, "share", lambda: "/torch/libgomp.so")
     (cache / "mnist").mkdir()
     (cache / "mnist" / "images").write_bytes(bytes(1234))
@@ -32,7 +32,7 @@ def test_tells_of_kernels_that_are_there(cache, capsys, monkeypatch):
     assert [line for line in told if line.startswith(("native", " "))] == [
         "native kernels  compiled here by c++ 12",
         "  flags         -O3 -g",
-        "  file          /some/where.so",
+        *(f"  {family:<14}/some/where.so" for family in build.FAMILIES),
         "  why these     none prebuilt",
         "  OpenMP        /torch/libgomp.so",
         "  compiled      nothing",
@@ -47,14 +47,15 @@ def test_tells_what_was_compiled(cache, capsys, monkeypatch):
     library, good, bad = (cache / "native" / name for name in ("0a.so", "0.json", "1.json"))
     library.write_bytes(b"code")
     digest = hashlib.sha256(b"code").hexdigest()
-    good.write_text(json.dumps({"compiler": "c++ 12", "flags": "-O3", "library": "0a.so", "sha256": digest}))
-    bad.write_text(json.dumps({"compiler": "c++ 13", "failed": "it does not end"}))
+    seal = {"compiler": "c++ 12", "flags": "-O3", "library": "0a.so", "sha256": digest, "family": "linear"}
+    good.write_text(json.dumps(seal))
+    bad.write_text(json.dumps({"compiler": "c++ 13", "failed": "it does not end", "family": "gated"}))
     for path in (library, good, bad):
         path.chmod(0o600)
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    at = lines.index("  compiled      c++ 12: 0a.so")
-    assert lines[at + 1] == "                c++ 13: it does not end"
+    at = lines.index("  compiled      gated, c++ 13: it does not end")
+    assert lines[at + 1] == "                linear, c++ 12: 0a.so"
 
 
 def test_tells_why_they_are_not(cache, capsys, monkeypatch):
@@ -69,6 +70,8 @@ def test_tells_why_they_are_not(cache, capsys, monkeypatch):
 @pytest.mark.parametrize("ratio", [0.25, 6.0])
 def test_tells_whether_half_the_precision_is_worth_it(ratio, cache, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "bfloat16_ratio", lambda: ratio)
+    # Nothing is compiled for this.
+    monkeypatch.setenv("CXX", "no-such-compiler")
     assert main(["doctor"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bfloat16 "))
     assert f"{ratio:.2g} times as long as in float32" in line

@@ -1,5 +1,6 @@
 """Where native kernels come from: the installation, the cache, the compiler; and what happens where one is bad."""
 
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
@@ -10,6 +11,7 @@ import re
 import stat
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +22,12 @@ import pytest
 import torch
 
 import longspan
-from longspan import backend
+from longspan import Decoder, DecoderConfig, backend
 from longspan.cli.entry import main
+from longspan.generation.native_decoder import Engine
+from longspan.ops import convolution, gated, sparse
 from longspan.ops.native import build
-from longspan.ops.native.build import interface, openmp, prebuilt, store, toolchain, trial, trusted
+from longspan.ops.native.build import interface, notice, openmp, prebuilt, selftest, store, toolchain, trial, trusted
 
 try:
     COMPILER = toolchain.find_compiler()
@@ -40,20 +44,21 @@ TINY = 'extern "C" int longspan_answer() { return ANSWER; }\n'
 def folder(tmp_path, monkeypatch):
     """A cache of this test's own, and a process that has loaded nothing yet."""
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_found", [])
+    monkeypatch.setattr(build, "_found", {})
     return tmp_path / "cache" / "native"
 
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):
-    """One function in a file and a header instead of the kernels, and no trial; -> the source."""
-    source, header = tmp_path / "tiny.cpp", tmp_path / "tiny.h"
+    """One function in a file and a header instead of the kernels of a family, and no trial; -> the source."""
+    source, header = tmp_path / "linear" / "tiny.cpp", tmp_path / "linear" / "tiny.h"
+    source.parent.mkdir()
     source.write_text('#include "tiny.h"\n' + TINY)
     header.write_text("#define ANSWER 42\n")
     monkeypatch.setattr(toolchain, "SOURCES", (source,))
     monkeypatch.setattr(toolchain, "HEADERS", (header,))
-    monkeypatch.setattr(interface, "SIGNATURES", {"longspan_answer": (interface.INT, ())})
-    monkeypatch.setattr(trial, "run", lambda library: None)
+    monkeypatch.setitem(interface.FAMILIES, "linear", {"longspan_answer": (interface.INT, ())})
+    monkeypatch.setattr(trial, "run", lambda library, family: None)
     return source
 
 
@@ -79,13 +84,13 @@ def never(*_, **__):
 @needs_compiler
 class TestStore:
     def test_is_private_and_used_again(self, tiny, folder, monkeypatch):
-        assert build.load().longspan_answer() == 42
+        assert build.load("linear").longspan_answer() == 42
         files = sorted(folder.iterdir())
         assert sorted(path.suffix for path in files) == [".json", ".so"]
         assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         monkeypatch.setattr(toolchain, "compile", never)
-        assert build.load().longspan_answer() == 42
+        assert build.load("linear").longspan_answer() == 42
 
     @pytest.mark.parametrize(
         "damage",
@@ -101,11 +106,11 @@ class TestStore:
         ids=["other bytes", "gone", "others may write", "no seal", "open seal", "half a seal", "another seal"],
     )
     def test_a_file_that_cannot_be_trusted_is_compiled_anew(self, damage, tiny, folder):
-        _, good = store.provide(COMPILER, folder)
+        _, good = store.provide("linear", COMPILER, folder)
         (seal,) = folder.glob("*.json")
         damage(folder / good.library, seal)
         assert store.read(seal) is None if seal.exists() else True
-        path, again = store.provide(COMPILER, folder)
+        path, again = store.provide("linear", COMPILER, folder)
         assert store.read(seal) == again
         assert ctypes.CDLL(str(path)).longspan_answer() == 42
 
@@ -122,10 +127,10 @@ class TestStore:
         ids=["source", "header", "processor", "flags", "compiler", "OpenMP"],
     )
     def test_what_the_code_depends_on_is_in_the_key(self, change, tiny, monkeypatch):
-        before = store.key(COMPILER)
-        assert store.key(COMPILER) == before
+        before = store.key("linear", COMPILER)
+        assert store.key("linear", COMPILER) == before
         change(monkeypatch, tiny)
-        assert store.key(COMPILER) != before
+        assert store.key("linear", COMPILER) != before
 
     def test_all_sources_count(self):
         kernels = sorted(toolchain.FOLDER.rglob("*"))
@@ -137,7 +142,7 @@ class TestStore:
         before = sorted(tmp_path.iterdir())
         monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
         monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
-        found = build.find()
+        found = build.find("linear")
         assert found.library.longspan_answer() == 42
         assert f"nothing can be kept in {tmp_path / 'file' / 'native'}" in found.why
         assert sorted(tmp_path.iterdir()) == before
@@ -151,16 +156,16 @@ class TestStore:
         bad = (folder, *folder.parents)[above]
         bad.chmod(0o777)
         with pytest.raises(trusted.Untrusted, match=f"^{bad}: other users may write"):
-            store.provide(COMPILER, folder)
+            store.provide("linear", COMPILER, folder)
         with pytest.warns(RuntimeWarning, match=f"for this process alone, since the cache folder .*: {bad}: other"):
-            assert build.load().longspan_answer() == 42
-        assert "nothing can be kept" in build.find().why
+            assert build.load("linear").longspan_answer() == 42
+        assert "nothing can be kept" in build.find("linear").why
         assert list(folder.iterdir()) == []
 
     def test_a_folder_below_one_where_names_are_their_owners_is_used(self, tiny, tmp_path):
         """As /tmp is: everybody may write there, and nobody may rename what is another's."""
         tmp_path.chmod(0o1777)
-        assert store.provide(COMPILER, tmp_path / "mine" / "native")[0].parent == tmp_path / "mine" / "native"
+        assert store.provide("linear", COMPILER, tmp_path / "mine" / "native")[0].parent == tmp_path / "mine" / "native"
         assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
 
     @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can give folders away")
@@ -169,10 +174,10 @@ class TestStore:
         (cache / "native").mkdir(parents=True)
         os.chown(cache, 65534, 65534)
         with pytest.raises(trusted.Untrusted, match=f"^{cache}: it belongs to another user"):
-            store.provide(COMPILER, cache / "native")
+            store.provide("linear", COMPILER, cache / "native")
 
     def test_what_was_checked_is_what_is_loaded(self, tiny, folder, tmp_path):
-        path, seal = store.provide(COMPILER, folder)
+        path, seal = store.provide("linear", COMPILER, folder)
         other = tmp_path / "other.so"
         name = trusted.library(path, seal.sha256)
         tiny.with_suffix(".h").write_text("#define ANSWER 666\n")
@@ -186,17 +191,17 @@ class TestStore:
         assert store.read(next(folder.glob("*.json"))) is None
 
     def test_no_link_is_followed(self, tiny, folder, tmp_path):
-        path, seal = store.provide(COMPILER, folder)
+        path, seal = store.provide("linear", COMPILER, folder)
         os.replace(path, tmp_path / "moved.so")
         path.symlink_to(tmp_path / "moved.so")
         assert store.read(next(folder.glob("*.json"))) is None
         with pytest.raises(OSError, match=re.escape(path.name)):
             trusted.library(path, seal.sha256)
-        assert not store.provide(COMPILER, folder)[0].is_symlink()
+        assert not store.provide("linear", COMPILER, folder)[0].is_symlink()
 
     @pytest.mark.parametrize("name", ["../x.so", "/x.so", ""])
     def test_a_seal_names_a_library_of_its_own_folder(self, name, tiny, folder):
-        _, seal = store.provide(COMPILER, folder)
+        _, seal = store.provide("linear", COMPILER, folder)
         (path,) = folder.glob("*.json")
         path.write_text(json.dumps(dataclasses.asdict(seal) | {"library": name}))
         assert store.read(path) is None
@@ -204,7 +209,7 @@ class TestStore:
     def test_a_cache_without_a_meaning(self, tiny, monkeypatch):
         monkeypatch.setenv("LONGSPAN_CACHE", "~no-such-user/x")
         with pytest.warns(RuntimeWarning, match="LONGSPAN_CACHE: '~no-such-user/x' has no meaning") as said:
-            assert build.load().longspan_answer() == 42
+            assert build.load("linear").longspan_answer() == 42
         assert len(said) == 1
 
     def test_without_a_home(self, tiny, tmp_path, monkeypatch):
@@ -213,7 +218,7 @@ class TestStore:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
         monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
-        found = build.find()
+        found = build.find("linear")
         assert found.library.longspan_answer() == 42
         assert found.path.startswith(f"{tmp_path}/longspan-{os.getuid()}/native/")
         assert not found.distrust
@@ -223,27 +228,199 @@ class TestStore:
         monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
         monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "file"))
         with pytest.raises(build.Unavailable, match="the compiled kernels cannot be stored or loaded: "):
-            build.load()
+            build.load("linear")
 
     def test_processes_at_once(self, tiny, folder):
         code = (
             "import ctypes, pathlib, sys\n"
             "from longspan.ops.native.build import store, toolchain, trial\n"
             "source, folder, *compiler = sys.argv[1:]\n"
-            "toolchain.SOURCES, trial.run = (pathlib.Path(source),), lambda library: None\n"
-            "path, seal = store.provide(compiler, pathlib.Path(folder))\n"
+            "toolchain.SOURCES, trial.run = (pathlib.Path(source),), lambda library, family: None\n"
+            "path, seal = store.provide('linear', compiler, pathlib.Path(folder))\n"
             "sys.exit(ctypes.CDLL(str(path)).longspan_answer())\n"
         )
-        command = [sys.executable, "-c", code, str(tiny), str(folder), *COMPILER]
+        count = tiny.with_suffix(".count")
+        # Only the compilation is slow enough for the others to come meanwhile.
+        text = f'case "$*" in *" -c "*) echo >> {count}; sleep 1;; esac; exec {COMPILER[0]} "$@"'
+        command = [sys.executable, "-c", code, str(tiny), str(folder), script(tiny.with_suffix(".sh"), text)]
         processes = [subprocess.Popen(command) for _ in range(3)]
         assert [process.wait(timeout=120) for process in processes] == [42] * 3
         assert len(store.seals(folder)) == 1
         assert len(list(folder.iterdir())) == 2
+        assert len(count.read_text()) == 1
 
     def test_a_compiler_with_options(self, tiny, tmp_path, monkeypatch):
         monkeypatch.setenv("CXX", f"{COMPILER[0]} -DUNUSED=1")
         assert toolchain.find_compiler() == [COMPILER[0], "-DUNUSED=1"]
-        assert build.load().longspan_answer() == 42
+        assert build.load("linear").longspan_answer() == 42
+
+
+@pytest.fixture
+def counted(tmp_path, monkeypatch):
+    """A compiler that writes down what it is asked to compile, and fails; -> the names of the families so far."""
+    log = tmp_path / "log"
+    text = f'for part; do case "$part" in *.cpp) echo "$part" >> {log};; esac; done; [ "$1" = --version ] && echo fake'
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "none")
+    return lambda: {Path(line).parent.name for line in log.read_text().splitlines()} if log.exists() else set()
+
+
+class TestFamilies:
+    """Each family of kernels is compiled, loaded, and fails on its own."""
+
+    def test_every_source_is_in_one(self):
+        assert {source.parent.name for source in toolchain.SOURCES} == set(interface.FAMILIES)
+        assert sorted(s for family in interface.FAMILIES for s in toolchain.sources(family)) == list(toolchain.SOURCES)
+        assert set(selftest.COMPARISONS) == set(interface.FAMILIES)
+
+    @pytest.mark.parametrize("family", interface.FAMILIES)
+    def test_only_the_called_one_is_compiled(self, family, counted):
+        x, weights = torch.randn(1, 2, 5, 4), torch.ones(2, 3)
+        calls = {
+            "linear": lambda: longspan.build("linear", 8, 2)(torch.randn(1, 5, 8)),
+            "gated": lambda: gated.recur(x, x, x, beta=torch.ones(1, 2, 5)),
+            "convolution": lambda: convolution.convolve(x[0, :, :, :2], weights),
+            "pattern": lambda: sparse.native.why_not(x, x, x),
+            "decode": lambda: Engine.why_not(Decoder(DecoderConfig(vocab=2, length=2, dim=8, heads=2, depth=1))),
+        }
+        assert counted() == set()
+        with pytest.warns(RuntimeWarning, match="without its native CPU kernels: "):
+            calls[family]()
+        assert counted() == {family}
+        assert build.tried() == (family,)
+
+    @needs_compiler
+    def test_a_failure_leaves_the_others_usable(self, tiny, tmp_path, monkeypatch):
+        broken = tmp_path / "gated" / "broken.cpp"
+        broken.parent.mkdir()
+        broken.write_text("#error it is broken\n")
+        monkeypatch.setattr(toolchain, "SOURCES", (tiny, broken))
+        with pytest.warns(RuntimeWarning, match="CPU kernels: .*gated/broken.cpp:1:.* error: #error it is broken"):
+            assert build.loaded("gated") is None
+        assert build.loaded("linear").longspan_answer() == 42
+
+    def test_what_all_lack_is_said_once(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("CXX", str(tmp_path / "none"))
+        with pytest.warns(RuntimeWarning) as said:
+            assert [build.loaded(family) for family in build.FAMILIES] == [None] * len(build.FAMILIES)
+        assert len(said) == 1
+
+    @needs_compiler
+    def test_the_code_of_one_does_not_depend_on_sources_of_others(self, tiny, tmp_path, monkeypatch):
+        other = tmp_path / "gated" / "other.cpp"
+        other.parent.mkdir()
+        monkeypatch.setattr(toolchain, "SOURCES", (tiny, other))
+        keys = []
+        for text in ("int a;\n", "int b;\n"):
+            other.write_text(text)
+            keys.append((store.key("linear", COMPILER), store.key("gated", COMPILER)))
+        assert keys[0][0] == keys[1][0]
+        assert keys[0][1] != keys[1][1]
+
+    def test_no_more_compilers_at_once_than_cores(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(toolchain, "cores", lambda: 1)
+        alone = ["sh", "-c", f"mkdir {tmp_path}/running && sleep 0.02 && rmdir {tmp_path}/running && echo $0"]
+        assert toolchain.together([[*alone, str(i)] for i in range(4)]) == [f"{i}\n" for i in range(4)]
+
+
+@needs_compiler
+class TestNotice:
+    """The line on stderr while kernels are compiled."""
+
+    @pytest.fixture
+    def lines(self, tiny, monkeypatch):
+        """The lines so far; a trial waits for the first one."""
+        lines, printed, say = [], threading.Event(), notice.say
+
+        def said(text):
+            lines.append(text)
+            say(text)
+            printed.set()
+
+        monkeypatch.setattr(notice, "say", said)
+        monkeypatch.setattr(notice, "AFTER", 0.0)
+        monkeypatch.setattr(trial, "run", lambda library, family: printed.wait(30))
+        monkeypatch.delenv("LONGSPAN_QUIET", raising=False)
+        return lines
+
+    def test_is_printed_once_and_not_where_they_are_compiled_already(self, lines, capsys):
+        assert build.loaded("linear").longspan_answer() == 42
+        (line,) = lines
+        assert "(linear)" in line
+        assert capsys.readouterr().err == f"{line}\n"
+        build._found.clear()
+        assert build.loaded("linear").longspan_answer() == 42
+        assert capsys.readouterr().err == ""
+        assert lines == [line]
+
+    def test_is_left_out_where_quiet_is_asked_for(self, lines, monkeypatch):
+        monkeypatch.setenv("LONGSPAN_QUIET", "1")
+        monkeypatch.setattr(trial, "run", lambda library, family: None)
+        timer = Mock()
+        monkeypatch.setattr(notice.threading, "Timer", timer)
+        assert build.loaded("linear").longspan_answer() == 42
+        timer.return_value.start.assert_not_called()
+
+    def test_is_left_out_where_it_does_not_take_long(self, lines, monkeypatch):
+        monkeypatch.setattr(notice, "AFTER", 30.0)
+        with notice.shown("linear"):
+            (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+        timer.join(10)
+        assert not timer.is_alive()
+        assert lines == []
+
+
+@needs_compiler
+class TestLock:
+    """One process compiles while others wait; no lock file keeps anybody from compiling, or is left."""
+
+    @pytest.fixture
+    def lock(self, tiny, folder):
+        folder.mkdir(parents=True, mode=0o700)
+        folder.parent.chmod(0o700)
+        return folder / f"{store.key('linear', COMPILER)}.lock"
+
+    def test_one_that_a_dead_process_left(self, lock, folder):
+        lock.touch(mode=0o600)
+        store.provide("linear", COMPILER, folder)
+        assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".so"]
+
+    def test_one_that_cannot_be_taken(self, lock, folder):
+        lock.mkdir()
+        assert store.provide("linear", COMPILER, folder)[1].library
+
+    def test_no_link_is_followed(self, lock, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr(store, "WAIT", 0.2)
+        lock.symlink_to(tmp_path / "other")
+        assert store.provide("linear", COMPILER, folder)[1].library
+        assert not (tmp_path / "other").exists()
+
+    def test_one_that_is_held_for_too_long(self, lock, folder, monkeypatch):
+        monkeypatch.setattr(store, "WAIT", 0.2)
+        code = (
+            "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+        )
+        command = [sys.executable, "-I", "-c", code, str(lock)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+            holder.stdout.readline()
+            assert store._lock(lock) is None
+            assert store.provide("linear", COMPILER, folder)[1].library
+            assert lock.exists()
+            holder.communicate("\n")
+
+    def test_what_another_process_compiled_meanwhile_is_taken(self, lock, folder, monkeypatch):
+        seal, make = store.Seal("another", failed="it is a test"), Mock()
+
+        def locked(path):
+            path.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(seal)))
+            path.with_suffix(".json").chmod(0o600)
+            return contextlib.nullcontext()
+
+        monkeypatch.setattr(store, "_locked", locked)
+        monkeypatch.setattr(store, "_make", make)
+        with pytest.raises(build.Unavailable, match="it is a test"):
+            store.provide("linear", COMPILER, folder)
+        make.assert_not_called()
 
 
 class TestWithout:
@@ -301,8 +478,8 @@ class TestWithout:
         monkeypatch.setattr(toolchain, "SECONDS", 1)
         for _ in range(2):
             with pytest.raises(build.Unavailable, match="does not end .longspan doctor --clear has it tried again"):
-                build.load()
-        assert len(count.read_text()) == len(toolchain.SOURCES)
+                build.load("linear")
+        assert 1 <= len(count.read_text()) <= len(toolchain.sources("linear"))
         assert main(["doctor", "--clear"]) == 0
         assert not folder.exists()
 
@@ -317,14 +494,14 @@ class TestWithout:
         text = f'case "$*" in *-fopenmp*) echo no OpenMP >&2; exit 1;; esac; exec {COMPILER[0]} "$@"'
         monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
         # Their trial has found that the kernels compute what they should.
-        build.load()
+        build.load("linear")
         (seal,) = store.seals(folder)
         assert "-fopenmp" not in seal.flags
 
     def test_threads_at_once_load_once(self, monkeypatch):
         calls = []
 
-        def load():
+        def load(family):
             calls.append(1)
             time.sleep(0.2)
             raise build.Unavailable("it is a test")
@@ -332,7 +509,7 @@ class TestWithout:
         monkeypatch.setattr(build, "load", load)
         with warnings.catch_warnings(record=True) as said, ThreadPoolExecutor(4) as pool:
             warnings.simplefilter("always")
-            assert list(pool.map(lambda _: build.loaded(), range(4))) == [None] * 4
+            assert list(pool.map(lambda _: build.loaded("linear"), range(4))) == [None] * 4
         assert len(calls) == len(said) == 1
 
 
@@ -343,8 +520,11 @@ class TestTrial:
     @pytest.fixture
     def bad(self, tmp_path, monkeypatch):
         def write(body):
-            source = tmp_path / "bad.cpp"
-            source.write_text("".join(f'extern "C" int {name}() {{ {body} }}\n' for name in interface.SIGNATURES))
+            source = tmp_path / "linear" / "bad.cpp"
+            source.parent.mkdir()
+            source.write_text(
+                "".join(f'extern "C" int {name}() {{ {body} }}\n' for name in interface.FAMILIES["linear"])
+            )
             monkeypatch.setattr(toolchain, "SOURCES", (source,))
 
         return write
@@ -360,20 +540,33 @@ class TestTrial:
     def test_is_failed_once_and_remembered(self, body, reason, bad, folder, monkeypatch, capsys):
         bad(body)
         with pytest.raises(build.Unavailable, match=f"the compiled kernels failed their trial: {reason}"):
-            build.load()
+            build.load("linear")
         monkeypatch.setattr(toolchain, "compile", never)
         with pytest.raises(build.Unavailable, match="longspan doctor --clear has it tried again"):
-            build.load()
+            build.load("linear")
         assert list(folder.glob("*.so")) == []
+        monkeypatch.setattr(build, "FAMILIES", ("linear",))
         assert main(["doctor"]) == 0
-        assert capsys.readouterr().out.count("failed their trial") == 2
+        lines = [line for line in capsys.readouterr().out.splitlines() if "failed their trial" in line]
+        assert [line.split()[0] for line in lines] == ["native", "compiled"]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("family", interface.FAMILIES)
+    def test_finds_wrong_kernels_of_every_family(self, family, tmp_path):
+        source, library = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
+        # Functions without arguments return constants, which no kernel can do without.
+        values = {name: 512 if not arguments else 0 for name, (_, arguments) in interface.FAMILIES[family].items()}
+        source.write_text("".join(f'extern "C" long {name}() {{ return {n}; }}\n' for name, n in values.items()))
+        toolchain.run([*COMPILER, "-shared", "-fPIC", str(source), "-o", str(library)])
+        with pytest.raises(trial.Failed, match="failed their trial: .* is off by "):
+            trial.run(library, family)
 
     def test_that_does_not_end(self, bad, tmp_path, monkeypatch):
         bad("for (volatile int i = 0;; i = i + 1) {}")
         toolchain.compile(COMPILER, tmp_path / "bad.so", toolchain.THIS_MACHINE, openmp=False)
         monkeypatch.setattr(toolchain, "SECONDS", 0.5)
         with pytest.raises(trial.Failed, match="failed their trial: .* does not end"):
-            trial.run(tmp_path / "bad.so")
+            trial.run(tmp_path / "bad.so", "linear")
 
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -388,7 +581,7 @@ class TestTrial:
         monkeypatch.setattr(toolchain, "compile", lambda compiler, library, *_, **__: library.touch() or "")
         monkeypatch.setattr(sys, "executable", script(tmp_path / "program", text))
         with pytest.raises(build.Unavailable, match=f"the compiled kernels cannot be tried: .*{reason}"):
-            build.load()
+            build.load("linear")
         assert list(folder.iterdir()) == []
 
 
@@ -412,7 +605,7 @@ class TestPrebuilt:
     @needs_compiler
     def test_come_first_and_need_no_compiler(self, shipped, folder, monkeypatch):
         monkeypatch.setenv("CXX", "no-such-compiler")
-        found = build.find()
+        found = build.find("linear")
         assert found.library.longspan_answer() == 7
         assert found.path == str(shipped)
         assert found.origin == f"prebuilt for {prebuilt.level()}"
@@ -435,12 +628,12 @@ class TestPrebuilt:
             case "no library":
                 shipped.write_text("what another system would open")
                 self.list(shipped)
-        found = build.find()
+        found = build.find("linear")
         assert found.library.longspan_answer() == 42
         assert "the prebuilt ones cannot be used: " in found.why
         monkeypatch.setenv("CXX", "no-such-compiler")
         with pytest.raises(build.Unavailable, match="the prebuilt ones cannot be used: .*; the C.. compiler that CXX="):
-            build.load()
+            build.load("linear")
 
     @pytest.mark.parametrize(
         ("machine", "without", "level"),

@@ -229,3 +229,27 @@ def test_the_pad_of_a_cut_out_sequence_is_zeros():
     segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
     y = cut(lambda _, rows: rows.cumsum(1) + 0 * rows.sum(1, keepdim=True), (x,), x, None, segments, exact=False)
     assert y[0, :3, 0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["plain", "reversible", "universal(steps=2)"])
+def test_a_stack_runs_sequences_apart(kind):
+    """Layers leave it to the stack, which looks at its outputs once: also at numbers that overflow in a later layer."""
+    config = longspan.StackConfig(dim=8, heads=2, feedforward=12, depth=2, attention="linear; softmax", stack=kind)
+    torch.manual_seed(0)
+    stack, x = longspan.Stack(config).eval(), torch.randn(B, N, 8)
+    more = torch.randn(B, 3, 8)
+
+    def outcome(x, factor=1.0):
+        x = x.clone().requires_grad_()
+        y, after = stack(x, stack.init_state(B), segments=SEGMENTS)
+        outputs = [stack(x, segments=SEGMENTS)[0], y, stack(more, after)[0]]
+        upstream = [torch.where(SPOILT[..., None], factor, 1.0) * torch.ones_like(t) for t in outputs[:2]]
+        (grad,) = torch.autograd.grad(outputs, [x], [*upstream, torch.ones_like(outputs[2])])
+        return [*(t[~SPOILT] for t in outputs[:2]), outputs[2], grad[~SPOILT]]
+
+    wanted = outcome(x)
+    for content in (NAN, 3e38, 1e18):
+        spoilt = x.clone()
+        spoilt[0, 33], spoilt[1, 5] = content, -content
+        torch.testing.assert_close(outcome(spoilt), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outcome(x, NAN), wanted, rtol=1e-4, atol=1e-4)

@@ -14,7 +14,7 @@ from longspan.ops.linear.native import step as linear_step
 from longspan.ops.native import build
 
 try:
-    build.load()
+    build.load("linear")
     REASON = ""
 except build.Unavailable as error:
     REASON = str(error)

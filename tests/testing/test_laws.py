@@ -107,7 +107,7 @@ MISTAKES = {
     "statistics of two half batches": ("additive", ROUTING, Routing, "_count", statistics_averaged_over_rows),
     "NaN and infinity in masked tokens": ("content", "linear", Attention, "forward", reading_masked_tokens),
     "a masked token's gradient is not zero": ("content", "linear", Attention, "forward", leaking_gradients),
-    "NaN and infinity in a packed neighbour": ("content", "softmax", isolated, "finite", lambda t: True),
+    "NaN and infinity in a packed neighbour": ("content", "softmax", isolated, "finite", lambda *given: True),
     "the largest numbers in a packed neighbour": ("content", "softmax", base, "isolated", looking_at_what_comes_in),
     "NaN in the gradients of a packed neighbour": ("content", "softmax", isolated, "_keep", lambda *given: None),
     "a used row beside another: one call": ("mixed_rows", LOCAL, lookback, "_from_nothing", fresh_if_some_row_is),

@@ -273,19 +273,18 @@ def test_an_evaluation_that_gave_infinity_is_not_the_best(home, tmp_path, capsys
 class TestText:
     """A text is in memory once, and never more than fits."""
 
-    def test_is_held_once(self, tmp_path):
-        count = 3
-        for i in range(count):
-            (tmp_path / f"{i}.txt").write_bytes(bytes(range(256)) * 2**13)
-        with gzip.open(tmp_path / "last.txt.gz", "wb") as file:
-            file.write(bytes(256) * 2**13)
+    @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "folder/a.txt", "folder/a.txt.gz"])
+    def test_is_held_once(self, name, tmp_path):
+        path, size = tmp_path / name, 2**23
+        path.parent.mkdir(exist_ok=True)
+        with gzip.open(path, "wb") if name.endswith(".gz") else open(path, "wb") as file:
+            file.write(bytes(size))
         tracemalloc.start()
         try:
-            found = data.load(f"text:{tmp_path}", 16)
+            found = data.load(f"text:{path.parent if 'folder' in name else path}", 16)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        size = (count + 1) * 2**21
         assert sum(map(len, found.splits.values())) == size
         assert peak < 1.5 * size
 

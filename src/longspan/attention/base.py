@@ -237,6 +237,7 @@ class Attention(nn.Module):
             # Nothing is read. The state is a copy, since one of the two may be given away later.
             validation.fill_record({} if record is None else record, {})
             return x.clone(), state if donate else clone(state), *([] if carry is None else [carry])
+        guarded = "segments" not in given or (isinstance(segments, validation.Settled) and segments.isolated)
         given |= validation.packing_arguments(given, x.shape[1])
         if context_mask is not None:
             given["context"] = given["context"].masked_fill(~context_mask[..., None], 0.0)
@@ -246,7 +247,7 @@ class Attention(nn.Module):
         # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
         absent = None if mask is None else ~mask[..., None]
         x = x if absent is None else x.masked_fill(absent, 0.0)
-        y, *rest = self._attend_packed(x, state, given) if "segments" in given else self.attend(x, state, **given)
+        y, *rest = self.attend(x, state, **given) if guarded else self._attend_packed(x, state, given)
         if record is not None:
             validation.fill_record(record, told)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest

@@ -24,6 +24,8 @@ class Settled(NamedTuple):
     """``segments`` or ``prefix`` that a stack has checked for its layers, in the form that ``attend`` gets."""
 
     value: Tensor
+    isolated: bool = False
+    """whether the stack itself keeps what packed sequences hold apart"""
 
 
 def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) -> None:
@@ -79,11 +81,13 @@ def packing_arguments(given: dict[str, Any], n: int) -> dict[str, Any]:
     return found
 
 
-def validate_for_layers(attention: "Attention", x: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+def validate_for_layers(
+    attention: "Attention", x: Tensor, given: dict[str, Any], *, isolated: bool = False
+) -> dict[str, Any]:
     """Arguments of a stack for all its layers, whose first attention this is: checked here instead of in each layer."""
     given = {name: value for name, value in given.items() if value is not None}
     _check_own(attention, x, given)
-    return given | {name: Settled(value) for name, value in packing_arguments(given, x.shape[1]).items()}
+    return given | {name: Settled(value, isolated) for name, value in packing_arguments(given, x.shape[1]).items()}
 
 
 def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:

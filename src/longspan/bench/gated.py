@@ -120,7 +120,7 @@ def transformers() -> Callable[[dict[str, Tensor | None]], Tensor] | None:
 def ways(rule: str) -> dict[str, Callable[[dict[str, Tensor | None]], Tensor]]:
     """The candidates of a rule."""
     found: dict[str, Callable[[dict[str, Tensor | None]], Tensor]] = {
-        name: partial(ours, name) for name in ("native", "torch") if name != "native" or available()
+        name: partial(ours, name) for name in ("native", "torch") if name != "native" or available("gated")
     }
     found["loop"] = loop
     if rule == "gated delta" and (peer := transformers()) is not None:

@@ -130,12 +130,12 @@ def _step(name: Name, task: Task) -> Function:
 
 def _kernel(task: Task) -> Function:
     state = _state(task)
-    if not available():
+    if not available("linear"):
         raise ValueError("there are no native kernels here; longspan doctor says why")
     if task["size"] >= LARGEST:
         raise ValueError(f"the native step serves heads of less than {LARGEST} channels, not {task['size']}")
 
-    kernels, out = native.loaded(), torch.empty(task["batch"], task["heads"], 1, task["size"])
+    kernels, out = native.loaded("linear"), torch.empty(task["batch"], task["heads"], 1, task["size"])
     assert kernels is not None
     size, options = task["size"], (MAPS["elu"], 1e-6, TYPES[torch.float32], threads())
     sizes = (task["batch"] * task["heads"], size, size, *options)

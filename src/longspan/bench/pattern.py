@@ -195,7 +195,7 @@ class PatternRun:
         """Who can take part in a mode."""
         if mode == "layout":
             return LAYOUTS
-        able = [way for way in WAYS if way != "native" or available()]
+        able = [way for way in WAYS if way != "native" or available("pattern")]
         return tuple(way for way in able if way != "flex" or (self.options.flex and mode == "forward"))
 
     def compare(self, text: str, n: int, mode: str, keys: float) -> None:

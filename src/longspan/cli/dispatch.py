@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ def probe_backends(text: str, dim: int, heads: int, *, causal: bool, device: str
     -> device; ``calls``, by the kind of call the ops that it made, each with its ``backend`` and, where kernels in C++
     could not serve, ``why_not``; ``kernels``: which of these there are; ``reason``: why there are no calls, or "".
 
-    Compiles the native kernels on first use. Raises ValueError for something that is no device, and as ``build``.
+    Compiles the native kernels that it needs on first use. Raises ValueError for something that is no device, and as
+    ``build``.
     """
     try:
         kind = torch.device(device).type
@@ -66,23 +68,34 @@ def _by_engine(text: str, heads: int) -> bool:
 
 
 def kernels_status() -> str:
-    """Which native kernels are there, compiled now if need be; otherwise why there are none."""
-    return next(iter(kernels_facts().values()))
+    """The origin of the native kernels that this process has used, or why it has none."""
+    return kernels_facts(*kernels.tried())["native kernels"] if kernels.tried() else "none were used"
 
 
-def kernels_facts() -> dict[str, str]:
-    """The same with all that is known of them, by name; what ``longspan doctor`` prints."""
-    try:
-        found = kernels.find()
-    except kernels.Unavailable as error:
-        return {"native kernels": f"not here, since {error}"}
+def kernels_facts(*families: str) -> dict[str, str]:
+    """What is known of families of native kernels, by default all, which are compiled if need be, by name."""
+    found: dict[str, kernels.Kernels] = {}
+    missing: dict[str, str] = {}
+    for family in families or kernels.FAMILIES:
+        try:
+            found[family] = kernels.find(family)
+        except kernels.Unavailable as error:
+            missing[family] = f"not here, since {error}"
+    origins = _lines([*(one.origin for one in found.values()), *missing.values()])
+    if not found:
+        return {"native kernels": origins}
     return {
-        "native kernels": found.origin,
-        "  flags": found.flags,
-        "  file": found.path,
-        "  why these": found.why,
+        "native kernels": origins,
+        "  flags": _lines(one.flags for one in found.values()),
+        **{f"  {name}": found[name].path if name in found else missing[name] for name in families or kernels.FAMILIES},
+        "  why these": _lines(one.why for one in found.values()),
         "  OpenMP": openmp.share() or "torch has none to share",
     }
+
+
+def _lines(texts: Iterable[str]) -> str:
+    """Different texts, separated by semicolons."""
+    return "; ".join(dict.fromkeys(texts))
 
 
 def format_call(call: list[dict[str, str]]) -> str:

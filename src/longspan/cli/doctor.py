@@ -15,9 +15,9 @@ SLOW = 1.5  # times as long as in float32, from which on half the memory is not 
 def parser() -> Parser:
     parser = make(
         "doctor",
-        "Tell what runs on this machine and why: versions, devices, the native CPU kernels (those of the installation, "
-        "else compiled now if need be), optional packages, and the cache folder, which the environment variable "
-        "LONGSPAN_CACHE can move.",
+        "Tell what runs on this machine and why: versions, devices, the native CPU kernels by family (those of the "
+        "installation, else compiled now if need be), optional packages, and the cache folder, which the environment "
+        "variable LONGSPAN_CACHE can move.",
         "longspan doctor",
         "longspan doctor --clear",
     )
@@ -106,10 +106,11 @@ def extras() -> dict[str, str]:
 
 
 def compiled(folder: Path) -> list[str]:
-    """Each compilation in a folder of kernels: the compiler, and what became of it."""
+    """Each compilation in a folder of kernels: the family, the compiler, and the library or why it failed."""
     from ..ops.native.build import store
 
-    return [f"{seal.compiler}: {seal.failed or seal.library}" for seal in store.seals(folder)]
+    seals = sorted(store.seals(folder), key=lambda seal: seal.family)
+    return [f"{seal.family or 'all'}, {seal.compiler}: {seal.failed or seal.library}" for seal in seals]
 
 
 def parts(folder: Path) -> list[str]:

@@ -89,7 +89,7 @@ class Engine:
             return "dropout is active; call model.eval()"
         if odd := next(filter(None, (_odd(name, module) for name, module in model.named_modules())), ""):
             return odd
-        return "" if available() else "the native kernels could not be compiled"
+        return "" if available("decode") else "the native kernels could not be compiled"
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:

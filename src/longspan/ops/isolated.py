@@ -85,9 +85,8 @@ def isolated(
         views = _Enter.apply(packed, upstream, given, tree, places, *(given[i] for i in places))
         for i, view in zip(places, views, strict=True):  # type: ignore[arg-type]
             inputs[i] = view
-    found = packed.run(*pytree.tree_unflatten(inputs, tree), None)
-    y, after = found[:2]
-    if not (finite(y) and all(_usual(t) for t in pytree.tree_leaves(after))):
+    found = packed.run(*pytree.tree_unflatten(inputs, tree), None)  # pyright: ignore[reportCallIssue]
+    if not finite(found[:1], found[1]):
         return _alone(packed, *pytree.tree_unflatten(given, tree))
     if not places:
         return found
@@ -105,18 +104,22 @@ def _keep(upstream: dict[int, Tensor], number: int, grad: Tensor) -> None:
     upstream[number] = grad
 
 
-def finite(t: Tensor) -> bool:
-    """Whether nothing of it is NaN or infinite: one pass without a mask, and a second one where a sum overflows."""
-    t = t.detach()
-    wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else t.dtype
-    return bool(t.sum(dtype=wide).isfinite()) or bool(t.isfinite().all())
+def finite(results: Sequence[Tensor | None], state: Any = None) -> bool:
+    """Whether nothing of these is NaN or infinite; a state may hold -inf, the largest of no numbers at all.
 
-
-def _usual(t: Any) -> bool:
-    """``finite`` for part of a state, which may hold -inf: the largest of no numbers at all."""
-    if not isinstance(t, Tensor) or not t.is_floating_point():
+    One pass without a mask, and one value that is fetched from the device; more where a sum is not finite.
+    """
+    results, kept = _numbers(results), _numbers(pytree.tree_leaves(state))
+    if not results and not kept:
         return True
-    return finite(t) or bool((t.detach() < torch.inf).all())
+    sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).float() for t in (*results, *kept)]
+    if torch.stack(sums).isfinite().all():
+        return True
+    return all(t.isfinite().all() for t in results) and all((t < torch.inf).all() for t in kept)
+
+
+def _numbers(tensors: Sequence[Any]) -> list[Tensor]:
+    return [t.detach() for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
 
 
 def _follows(t: Any) -> bool:
@@ -196,7 +199,7 @@ class _Enter(torch.autograd.Function):
     def backward(ctx, *grads):
         upstream = dict(ctx.upstream)
         ctx.upstream.clear()
-        if not upstream or all(g is None or finite(g) for g in grads):
+        if not upstream or finite(grads):
             return *(None,) * 5, *grads
         again, given = torch.is_grad_enabled(), list(ctx.others)
         for i, t in zip(ctx.tensors, ctx.saved_tensors, strict=True):

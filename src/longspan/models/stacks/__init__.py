@@ -12,8 +12,9 @@ from ..._utils import model_memory, spec
 from ..._utils.aliases import refuse
 from ...attention import Attention
 from ...attention.build import make
-from ...attention.validation import check_mask, check_record, check_x, validate_for_layers
+from ...attention.validation import Settled, check_mask, check_record, check_x, validate_for_layers
 from ...modules.norms import norm
+from ...ops.isolated import Packed, Part, isolated
 from ...ops.operands import check_stored
 from ..config import Seq2SeqConfig, StackConfig
 from . import reversible
@@ -119,7 +120,10 @@ class Stack(nn.Module):
             raise ValueError("donate=True gives a state away, but no state came")
         if record is not None:
             check_record(record)
-        arguments = validate_for_layers(self.attentions()[0], x, {"mask": mask, "segments": segments, "prefix": prefix})
+        # Once for all layers: what one of them lets through, the outputs show.
+        isolating = segments is not None and not self.crosses
+        given = {"mask": mask, "segments": segments, "prefix": prefix}
+        arguments = validate_for_layers(self.attentions()[0], x, given, isolated=isolating)
         if state is None and self.crosses != (context is not None):
             said = "reads a context, and none came" if self.crosses else "has no cross attention to read a context"
             raise ValueError(f"this stack {said}")
@@ -128,14 +132,35 @@ class Stack(nn.Module):
         if mask is not None:
             # What a masked token holds must not go around the attentions either, by residuals into weights' gradients.
             x = x.masked_fill(~mask[..., None], 0.0)
-        call = LayerCall(arguments, record, donate, self.checkpointing and self.training)
-        x, state = self.run(self.blocks, x, state, call)
+        call = LayerCall(arguments, record, donate and not isolating, self.checkpointing and self.training)
+        if isolating:
+            x, state = self._isolated(x, state, call)
+        else:
+            x, state = self.run(self.blocks, x, state, call)
         x = self.norm(x)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0.0)
         if record is not None:
             _answer(record, call)
         return x, state
+
+    def _isolated(self, x: Tensor, state: tuple | None, call: LayerCall) -> tuple[Tensor, tuple | None]:
+        """The blocks on packed rows, where NaN and infinity stay in the sequence that holds them."""
+        segments = call.arguments["segments"].value
+
+        def run(tokens: Any, state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Any]:
+            if part is None:
+                y, state = self.run(self.blocks, tokens[0], state, call)
+                return (y if call.mask is None else y.masked_fill(~call.mask[..., None], 0.0)), state
+            own = {"segments": Settled(part.cut(segments), True)}
+            if call.mask is not None:
+                own["mask"] = part.cut(call.mask)
+            alone = LayerCall(own, checkpointing=call.checkpointing)
+            return self.run(self.blocks, tokens[0], state, alone)
+
+        packed = Packed(run, segments, 1, lambda: self.run.start(self.blocks, 1, 0), causal=self.causal)
+        # A loss of the layers' own has gradients of which the outputs do not tell.
+        return isolated(packed, [x], state, gradients=call.record is None)  # type: ignore[return-value]
 
     def _check_state(self, state: Any, batch: int) -> None:
         # A state of steps has the layers' states beside a position.

@@ -22,7 +22,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
     """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
     if layout.size % VECTOR:
         return f"a tile of {layout.size} tokens is no multiple of {VECTOR}"
-    return call.why_not(q, k, v, None)
+    return call.why_not(q, k, v, None, family="pattern")
 
 
 def read(rows: Sequence[Tensor], found: Sorted, ask: Ask, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
@@ -57,6 +57,6 @@ def _see(masks: Tensor, found: Sorted, ask: Ask, layout: Layout) -> None:
     """``ask.seen`` of all tiles, for causal rules whose chunks are counted inside buckets, in one pass."""
     codes, asks, band = found.codes.contiguous(), found.asks.contiguous(), ask.band.view(torch.uint8)
     sizes = (*codes.shape, layout.tiles, layout.size, layout.wide // layout.size, layout.back)
-    call.kernels().longspan_buckets_seen(
+    call.kernels("pattern").longspan_buckets_seen(
         *call.pointers(codes, asks, band, masks), (ctypes.c_long * 8)(*sizes, reached(ask.rule, ask.chunks)), threads()
     )

@@ -29,7 +29,7 @@ def why_not(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *othe
         return f"they take at most {MOST} taps and rows of a state"
     if not x.numel():
         return "there is nothing to compute"
-    return "" if call.available() else "they could not be compiled"
+    return "" if call.available("convolution") else "they could not be compiled"
 
 
 def convolve(
@@ -93,7 +93,7 @@ def _forward(
     check_packed(offsets, len(x), x.shape[1])
     y, end, first = fresh_like(x), torch.empty_like(state, memory_format=torch.contiguous_format), state.contiguous()
     bias, segments, offsets = (None if t is None else t.contiguous() for t in (bias, segments, offsets))
-    failed = kernels().longspan_convolution_forward(
+    failed = kernels("convolution").longspan_convolution_forward(
         *pointers(x, y, weight, bias, first, end, segments, offsets), strides(x[:, None], y[:, None], weight),
         _sizes(x, weight, state), silu, HALVES[x.dtype], threads(),
     )  # fmt: skip
@@ -114,7 +114,7 @@ def _backward(
     offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, weight, bias and the first state, from those of y and the last state."""
-    library, (batch, n, channels), taps = kernels(), x.shape, weight.shape[1]
+    library, (batch, n, channels), taps = kernels("convolution"), x.shape, weight.shape[1]
     dx, first = fresh_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
     sums = weight.new_empty(batch * -(-n // library.longspan_convolution_part()), taps + 1, channels)
     grad_end, state = grad_end.contiguous(), state.contiguous()
@@ -159,7 +159,7 @@ def step(
         if bias.shape != (channels,) or bias.dtype not in HALVES or (torch.is_grad_enabled() and bias.requires_grad):
             return None
         bias = bias.detach().float().contiguous()
-    if not readable(weight, bias) or (library := build.loaded()) is None:
+    if not readable(weight, bias) or (library := build.loaded("convolution")) is None:
         return None
     # A clone of a state that does not overlap itself keeps its strides.
     state = state if donate else state.clone()

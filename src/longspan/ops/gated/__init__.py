@@ -200,7 +200,7 @@ def recur(
     op, factor = _op(log_decay, beta), per_root(q.shape[-1]) if scale is None else scale
     options = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
     options |= {"segments": segments, "normalise": normalise is not None, "cu_seqlens": cu_seqlens}
-    why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
+    why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, family="gated")
     token = q.shape[2] == 1 and cu_seqlens is None
     match select_backend(op, SERVED, "torch" if why_not or token else "native", why_not):
         case "native":

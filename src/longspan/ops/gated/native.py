@@ -86,7 +86,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and if they are wanted the states before every 512 tokens."""
     check_packed(offsets, len(q), q.shape[2])
-    assert kernels().longspan_gated_span() == SPAN
+    assert kernels("gated").longspan_gated_span() == SPAN
     o, end, starts = (
         fresh_like(v),
         torch.empty_like(state, memory_format=torch.contiguous_format),
@@ -94,7 +94,7 @@ def _forward(
     )
     first = state.contiguous()
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
-    failed = kernels().longspan_gated_forward(
+    failed = kernels("gated").longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
         strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(state, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
         scale, threads(),
@@ -127,7 +127,7 @@ def _backward(
     ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     gates = (*_gates(log_decay, beta), *_gates(ddecay, dbeta))
-    failed = kernels().longspan_gated_backward(
+    failed = kernels("gated").longspan_gated_backward(
         *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments, offsets),
         strides(q, k, v, grad, dq, dk, dv, *gates), _sizes(first, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
         TYPES[dq.dtype], scale, threads(),
@@ -178,7 +178,7 @@ def step(
             return None
         beta = beta.contiguous()
         rates = beta.data_ptr()
-    if (library := build.loaded()) is None:
+    if (library := build.loaded("gated")) is None:
         return None
     factor = keys**-0.5 if scale is None else scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

@@ -94,6 +94,7 @@ def linear_attention(
     else:
         packed = Packed(run, segments, 2, total=not causal, causal=causal)
         out, state = isolated(packed, (query, key, value), state)
+    assert state is not None
     return (out, state) if return_state else out
 
 
@@ -124,7 +125,9 @@ def named(
     if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
         return found
     q, k, v, state = materialize_neg(q, k, v, state)
-    why_not = call.why_not(q, k, v, state, mask, segments) if causal else "they are for causal attention"
+    why_not = (
+        call.why_not(q, k, v, state, mask, segments, family="linear") if causal else "they are for causal attention"
+    )
     options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
     match select_backend(OP, SERVED, "torch" if why_not else "native", why_not):
         case "native":

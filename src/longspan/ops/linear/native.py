@@ -69,7 +69,7 @@ def _forward(
     """o (B,H,N,E), the last state (B,H,D,E+1), the denominators (B,H,N)."""
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
-    failed = kernels().longspan_linear_forward(
+    failed = kernels("linear").longspan_linear_forward(
         *pointers(q, k, v, o, below, state, end, mask, segments), strides(q, k, v, o), *q.shape, v.shape[-1],
         MAPS[feature_map], TYPES[v.dtype], eps, threads(),
     )  # fmt: skip
@@ -96,7 +96,7 @@ def _backward(
     dq, dk, dv, first = fresh_like(q), fresh_like(k), fresh_like(v), _state(q, v)
     grad_end = grad_end.contiguous()
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
-    failed = kernels().longspan_linear_backward(
+    failed = kernels("linear").longspan_linear_backward(
         *pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
         strides(q, k, v, o, grad, dq, dk, dv), *q.shape, v.shape[-1],
         MAPS[feature_map], TYPES[v.dtype], eps, threads(),
@@ -149,7 +149,7 @@ def step(
         return None
     if tokens != 1 or not batch * heads or not 0 < keys <= LARGEST or not 0 < values < LARGEST:
         return None
-    if (library := build.loaded()) is None:
+    if (library := build.loaded("linear")) is None:
         return None
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)

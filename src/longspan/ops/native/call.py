@@ -48,8 +48,9 @@ def why_not(
     v: Tensor,
     state: Tensor | None,
     *others: Tensor | None,
+    family: str,
 ) -> str:
-    """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
+    """Why the kernels of a family cannot serve these operands; "" where they can. Compiles them on first use."""
     if reason := unreadable(q, k, v, state, *others):
         return reason
     if any(t.dtype not in TYPES or t.dtype != v.dtype for t in (q, k, v)):
@@ -58,20 +59,23 @@ def why_not(
         return "they take a state in float32"
     if not (q.numel() and v.numel()):
         return "there is nothing to compute"
-    return "" if available() else "they could not be compiled"
+    return "" if available(family) else "they could not be compiled"
 
 
-def kernels() -> ctypes.CDLL:
-    """The kernels, where ``available`` has said that there are some."""
-    found = build.loaded()
+def kernels(family: str) -> ctypes.CDLL:
+    """The kernels of a family for which ``available`` is true."""
+    found = build.loaded(family)
     assert found is not None
     return found
 
 
 @mark_dynamo_constant
-def available() -> bool:
-    """Whether there are kernels, compiled now if need be; a compiler takes the answer as it finds it."""
-    return build.loaded() is not None
+def available(*families: str) -> bool:
+    """Whether the kernels of ``families``, by default all, can be used; compiles them on first use.
+
+    torch.compile keeps the answer as a constant.
+    """
+    return all(build.loaded(family) is not None for family in families or build.FAMILIES)
 
 
 def readable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:

@@ -71,7 +71,7 @@ class Weights:
     def linear(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None]) -> Linear:
         """Maps of one input, (out,in) each, that become one with their outputs side by side."""
         weight, biases = torch.cat([w.detach() for w in weights]).contiguous(), list(biases)
-        library = kernels()
+        library = kernels("decode")
         packed = weight.new_empty(library.longspan_packed_size(*weight.shape))
         library.longspan_pack(weight.data_ptr(), *weight.shape, TYPES[self.dtype], packed.data_ptr())
         given = [b for b in biases if b is not None]
@@ -113,7 +113,7 @@ def step(
 
     -> FINE, or what was wrong, and then no state was changed. Raises MemoryError.
     """
-    code = kernels().longspan_decode(
+    code = kernels("decode").longspan_decode(
         ctypes.addressof(model), ctypes.addressof(states), None if tokens is None else tokens.data_ptr(),
         positions.data_ptr(), None if embedded is None else embedded.data_ptr(), len(out), out.data_ptr(), threads(),
     )  # fmt: skip

@@ -74,9 +74,8 @@ class _Twice(torch.autograd.Function):
             return (*grads, None, None, None, None, None)
         q, k, v, mask = ctx.saved_tensors
 
-        def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
-            p, _ = weights(q, k, mask=mask, causal=ctx.causal)
-            return ((p @ repeat(v, q.shape[1])).to(grads[0].dtype),)
+        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return (weights(q, k, mask=mask, causal=ctx.causal)[0] @ repeat(v, q.shape[1])).to(grads[0].dtype)
 
         return None, *double_backward(plain, (q, k, v), grads), None, None
 

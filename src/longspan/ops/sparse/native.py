@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
-    return call.why_not(q, k, v, None)
+    return call.why_not(q, k, v, None, family="pattern")
 
 
 def forward(
@@ -28,7 +28,7 @@ def forward(
     Time is O(pairs of the listed blocks), memory beyond the operands a few blocks per thread. Any number of threads
     gives the same bits. Raises MemoryError where those blocks do not fit.
     """
-    failed = kernels().longspan_pattern_forward(
+    failed = kernels("pattern").longspan_pattern_forward(
         *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
         strides(q, k, v, out), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, softcap, threads(),
     )  # fmt: skip
@@ -46,7 +46,7 @@ def backward(
     head's gradients. Any number of threads gives the same bits. Raises MemoryError where those do not fit.
     """
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    failed = kernels().longspan_pattern_backward(
+    failed = kernels("pattern").longspan_pattern_backward(
         *pointers(q, k, v, out, grad, *grads, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
         strides(q, k, v, out, grad, *grads), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, softcap, threads(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Loads the C++ kernels: those that came with the installation, else those compiled on this machine on first use."""
+"""Loads the C++ kernels, a family at a time: from the installation, else compiled on this machine on first use."""
 
 import ctypes
 import os
@@ -11,26 +11,27 @@ from pathlib import Path
 
 from ...._utils.cache_dirs import cache_folder
 from . import interface, openmp, prebuilt, store, toolchain, trusted
+from .interface import FAMILIES as FAMILIES
 from .toolchain import Unavailable
 from .trusted import Untrusted
 
-_lock = threading.Lock()
-_found: list[ctypes.CDLL | None] = []  # empty until the first call
+_locks = {family: threading.Lock() for family in FAMILIES}
+_found: dict[str, ctypes.CDLL | None] = {}  # by family, from its first call on
+_failed: dict[str, str] = {}  # why there is None
 
 
-def _renew_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
+def _renew_locks() -> None:
+    _locks.update((family, threading.Lock()) for family in FAMILIES)
 
 
 if sys.platform != "win32":
     # A thread that is loading while another one forks holds the lock for ever in the child.
-    os.register_at_fork(after_in_child=_renew_lock)
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The library in use, and its story."""
+    """The library of a family, and where it comes from."""
 
     library: ctypes.CDLL
     origin: str
@@ -43,29 +44,40 @@ class Kernels:
     """why the cache folder is not used, where other users might write into it or it has no meaning"""
 
 
-def loaded() -> ctypes.CDLL | None:
-    """The kernels, compiled if need be; None, after one warning, where that cannot be done. Thread-safe."""
-    if not _found:
-        with _lock:
-            if not _found:
-                _found.append(_load_or_warn())
-    return _found[0]
+def loaded(family: str) -> ctypes.CDLL | None:
+    """The kernels of a family, compiled if need be; None, after a warning, if that fails. Thread-safe.
+
+    A failure leaves the other families usable. One that holds for all of them, such as no compiler, warns once.
+    """
+    if family not in _found:
+        with _locks[family]:
+            if family not in _found:
+                _found[family] = _load_or_warn(family)
+    return _found[family]
 
 
-def _load_or_warn() -> ctypes.CDLL | None:
+def tried() -> tuple[str, ...]:
+    """The families that ``loaded`` was called for."""
+    return tuple(_found)
+
+
+def _load_or_warn(family: str) -> ctypes.CDLL | None:
     try:
-        return load()
+        return load(family)
     except Unavailable as error:
-        warnings.warn(f"longspan runs without its native CPU kernels: {error}", RuntimeWarning, stacklevel=3)
+        known = [_failed.get(other) for other, library in list(_found.items()) if library is None]
+        _failed[family] = str(error)
+        if str(error) not in known:
+            warnings.warn(f"longspan runs without its native CPU kernels: {error}", RuntimeWarning, stacklevel=3)
         return None
 
 
-def load() -> ctypes.CDLL:
-    """The kernels, with their functions declared; a warning where they are not taken from the cache on purpose.
+def load(family: str) -> ctypes.CDLL:
+    """The kernels of a family, with their functions declared; warns if the cache folder cannot be used.
 
     Raises Unavailable with the reason.
     """
-    found = find()
+    found = find(family)
     if found.distrust:
         warnings.warn(
             f"longspan compiled its native CPU kernels for this process alone, since the cache folder cannot be used: "
@@ -76,7 +88,7 @@ def load() -> ctypes.CDLL:
     return found.library
 
 
-def find() -> Kernels:
+def find(family: str) -> Kernels:
     """The kernels of the installation, else of the cache, else compiled into it. Raises Unavailable with the reason.
 
     Prebuilt kernels come first, although code for exactly this processor can be a little faster: they are there at
@@ -88,21 +100,21 @@ def find() -> Kernels:
         if path := prebuilt.find():
             flags = " ".join(toolchain.flags(f"-march={path.stem}", openmp=prebuilt.THREADED))
             best = f"{path.stem} is the best of the instruction sets that this processor and the installation have"
-            return Kernels(_open(path), f"prebuilt for {path.stem}", flags, str(path), best)
+            return Kernels(_open(path, family), f"prebuilt for {path.stem}", flags, str(path), best)
     except (Unavailable, OSError) as error:
         why = f"the prebuilt ones cannot be used: {error}"
     try:
-        return _compiled(why)
+        return _compiled(family, why)
     except Unavailable as error:
         raise Unavailable(f"{why}; {error}" if prebuilt.FOLDER.is_dir() else str(error)) from error
 
 
-def _compiled(why: str) -> Kernels:
+def _compiled(family: str, why: str) -> Kernels:
     compiler = toolchain.find_compiler()
     distrust = ""
     try:
         folder = cache_folder() / "native"
-        return _described(*store.provide(compiler, folder), why)
+        return _described(family, *store.provide(family, compiler, folder), why)
     # A LONGSPAN_CACHE that has no meaning.
     except ValueError as error:
         distrust = str(error)
@@ -113,20 +125,20 @@ def _compiled(why: str) -> Kernels:
     # A library of this process's own, whose file is not needed once it is loaded.
     try:
         with tempfile.TemporaryDirectory(prefix="longspan-") as temporary:
-            return _described(*store.provide(compiler, Path(temporary)), why, distrust)
+            return _described(family, *store.provide(family, compiler, Path(temporary)), why, distrust)
     except OSError as error:
         raise Unavailable(f"the compiled kernels cannot be stored or loaded: {error.strerror or error}") from error
 
 
-def _described(path: Path, seal: store.Seal, why: str, distrust: str = "") -> Kernels:
-    library = _open(trusted.library(path, seal.sha256))
+def _described(family: str, path: Path, seal: store.Seal, why: str, distrust: str = "") -> Kernels:
+    library = _open(trusted.library(path, seal.sha256), family)
     return Kernels(library, f"compiled here by {seal.compiler}", seal.flags, str(path), why, distrust)
 
 
-def _open(path: str | Path) -> ctypes.CDLL:
+def _open(path: str | Path, family: str) -> ctypes.CDLL:
     """Raises OSError for a file that is no library of this system or lacks a function."""
     openmp.share()
     try:
-        return interface.declare(ctypes.CDLL(str(path)))
+        return interface.declare(ctypes.CDLL(str(path)), family)
     except AttributeError as error:
         raise OSError(str(error)) from error

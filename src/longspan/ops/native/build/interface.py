@@ -4,31 +4,43 @@ import ctypes
 
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
-# name: (type of the result, types of the arguments)
-SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "longspan_linear_step": (INT, (*[POINTER] * 5, *[LONG] * 3, INT, FLOAT, INT, INT)),
-    "longspan_linear_forward": (INT, (*[POINTER] * 10, *[LONG] * 5, INT, INT, FLOAT, INT)),
-    "longspan_gated_forward": (INT, (*[POINTER] * 14, INT, INT, FLOAT, INT)),
-    "longspan_gated_backward": (INT, (*[POINTER] * 18, INT, INT, INT, FLOAT, INT)),
-    "longspan_gated_step": (INT, (*[POINTER] * 7, *[LONG] * 4, INT, INT, INT, FLOAT, INT)),
-    "longspan_gated_span": (LONG, ()),
-    "longspan_convolution_forward": (INT, (*[POINTER] * 10, INT, INT, INT)),
-    "longspan_convolution_backward": (INT, (*[POINTER] * 13, INT, INT, INT)),
-    "longspan_convolution_part": (LONG, ()),
-    "longspan_convolution_step": (INT, (*[POINTER] * 7, INT, INT, INT, INT)),
-    "longspan_pattern_forward": (INT, (*[POINTER] * 11, INT, FLOAT, FLOAT, INT)),
-    "longspan_pattern_backward": (INT, (*[POINTER] * 15, INT, FLOAT, FLOAT, INT)),
-    "longspan_buckets_seen": (None, (*[POINTER] * 5, INT)),
-    "longspan_packed_size": (LONG, (LONG, LONG)),
-    "longspan_pack": (None, (POINTER, LONG, LONG, INT, POINTER)),
-    "longspan_decode": (INT, (*[POINTER] * 5, LONG, POINTER, INT)),
-    "longspan_linear_backward": (INT, (*[POINTER] * 15, *[LONG] * 5, INT, INT, FLOAT, INT)),
+# family: name: (type of the result, types of the arguments). A family has its sources in the folder of its name; each
+# family is compiled into a separate library.
+FAMILIES: dict[str, dict[str, tuple[type | None, tuple[type, ...]]]] = {
+    "linear": {
+        "longspan_linear_step": (INT, (*[POINTER] * 5, *[LONG] * 3, INT, FLOAT, INT, INT)),
+        "longspan_linear_forward": (INT, (*[POINTER] * 10, *[LONG] * 5, INT, INT, FLOAT, INT)),
+        "longspan_linear_backward": (INT, (*[POINTER] * 15, *[LONG] * 5, INT, INT, FLOAT, INT)),
+    },
+    "gated": {
+        "longspan_gated_forward": (INT, (*[POINTER] * 14, INT, INT, FLOAT, INT)),
+        "longspan_gated_backward": (INT, (*[POINTER] * 18, INT, INT, INT, FLOAT, INT)),
+        "longspan_gated_step": (INT, (*[POINTER] * 7, *[LONG] * 4, INT, INT, INT, FLOAT, INT)),
+        "longspan_gated_span": (LONG, ()),
+    },
+    "convolution": {
+        "longspan_convolution_forward": (INT, (*[POINTER] * 10, INT, INT, INT)),
+        "longspan_convolution_backward": (INT, (*[POINTER] * 13, INT, INT, INT)),
+        "longspan_convolution_part": (LONG, ()),
+        "longspan_convolution_step": (INT, (*[POINTER] * 7, INT, INT, INT, INT)),
+    },
+    "pattern": {
+        "longspan_pattern_forward": (INT, (*[POINTER] * 11, INT, FLOAT, FLOAT, INT)),
+        "longspan_pattern_backward": (INT, (*[POINTER] * 15, INT, FLOAT, FLOAT, INT)),
+        "longspan_buckets_seen": (None, (*[POINTER] * 5, INT)),
+    },
+    "decode": {
+        "longspan_packed_size": (LONG, (LONG, LONG)),
+        "longspan_pack": (None, (POINTER, LONG, LONG, INT, POINTER)),
+        "longspan_decode": (INT, (*[POINTER] * 5, LONG, POINTER, INT)),
+    },
 }
 
 
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """``library``, with its functions' types set. Raises AttributeError where it lacks one."""
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+def declare(library: ctypes.CDLL, *families: str) -> ctypes.CDLL:
+    """Set the types of the functions of ``families``, by default all. Raises AttributeError if one is missing."""
+    for family in families or FAMILIES:
+        for name, (result, arguments) in FAMILIES[family].items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
     return library

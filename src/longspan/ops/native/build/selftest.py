@@ -15,15 +15,16 @@ from .trial import PASSED, WRONG
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-def main(library: str) -> None:
-    """Try a library in this process, and print PASSED or WRONG."""
+def main(library: str, *families: str) -> None:
+    """Try ``families`` of a library, by default all, in this process, and print PASSED or WRONG."""
     from .. import build
 
     openmp.share()
-    kernels = interface.declare(ctypes.CDLL(library))
+    families = families or tuple(interface.FAMILIES)
+    kernels = interface.declare(ctypes.CDLL(library), *families)
     # All calls of this process are to use it.
-    build.loaded = lambda: kernels  # pyright: ignore[reportAttributeAccessIssue]
-    for name, found, right in comparisons():
+    build.loaded = lambda family: kernels if family in families else None  # pyright: ignore[reportAttributeAccessIssue]
+    for name, found, right in (one for family in families for one in COMPARISONS[family]()):
         error = ((found.double() - right).abs().max() / right.abs().max()).item()
         if not error < TOLERANCES[found.dtype]:
             print(f"{WRONG}{name} is off by {error:.1e} of its largest number")
@@ -31,8 +32,12 @@ def main(library: str) -> None:
     print(PASSED)
 
 
-def comparisons() -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(what, result, right result in float64) of tokens and sequences, on sizes that take several threads."""
+# What each comparison is: (what, result, right result in float64).
+Comparisons = Iterator[tuple[str, Tensor, Tensor]]
+
+
+def _linear() -> Comparisons:
+    """Linear attention of tokens and sequences, on sizes that take several threads."""
     from ... import linear
     from ...backends import backend
     from ...linear.features import MAPS
@@ -51,16 +56,14 @@ def comparisons() -> Iterator[tuple[str, Tensor, Tensor]]:
                 expected = _values(right, [t.double() for t in parts], state.double(), gradients=tokens > 1)
                 for part, result, definition in zip(PARTS, results, expected, strict=False):
                     yield f"{kind}'s {part} {where}", result, definition
-    yield from _gated(generator)
-    yield from _convolutions(generator)
-    yield from _patterns(generator)
 
 
-def _gated(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _gated() -> Comparisons:
     """The same of decay and the delta rule, where two heads of values share one of keys."""
     from ... import gated
     from ...backends import backend
 
+    generator = torch.Generator().manual_seed(0)
     for n, shape in ((1, (3, 4, 1)), (70, (3, 4, 70)), (70, (3, 4, 70, 37))):
         q, k = (torch.nn.functional.normalize(torch.randn(3, 2, n, 37, generator=generator), dim=-1) for _ in "qk")
         v, state = torch.randn(3, 4, n, 64, generator=generator), torch.randn(3, 4, 37, 64, generator=generator)
@@ -74,11 +77,12 @@ def _gated(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
             yield f"the {part} of the delta rule for {n} tokens, decay {shape}", result, definition
 
 
-def _convolutions(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _convolutions() -> Comparisons:
     """The causal convolution, of tokens and sequences, in each type."""
     from ... import convolution
     from ...backends import backend
 
+    generator = torch.Generator().manual_seed(0)
     names = ("output", "last state", "gradient of x", "gradient of weight", "gradient of bias", "gradient of state")
     for n, dtype in ((1, torch.float32), (300, torch.float32), (70, torch.bfloat16), (70, torch.float16)):
         shapes = (3, n, 133), (133, 4), (133,), (3, 3, 133)
@@ -94,12 +98,13 @@ def _convolutions(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Ten
             yield f"the {part} of the convolution of {n} tokens in {dtype}", result, definition
 
 
-def _patterns(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _patterns() -> Comparisons:
     """Attention under patterns with full, cut and empty blocks, where two heads share one of keys."""
     from .... import patterns
     from ... import sparse
     from ...backends import backend
 
+    generator = torch.Generator().manual_seed(0)
     for text in ("band(40)", "causal - band(40)"):
         pattern, leaves = patterns.parse(text), []
         for heads, width in ((4, 37), (2, 37), (2, 64)):
@@ -114,6 +119,42 @@ def _patterns(generator: torch.Generator) -> Iterator[tuple[str, Tensor, Tensor]
             yield f"the {part} under {text}", result.detach(), definition.detach()
 
 
+def _decoders() -> Comparisons:
+    """Steps of whole decoders, in both types that the weights may have."""
+    from ....generation.native_decoder import Engine
+    from ....models.config import DecoderConfig
+    from ....models.decoder import Decoder
+    from ...backends import backend
+
+    for attention, dtype in (("linear", torch.float32), ("softmax", torch.float32), ("linear", torch.bfloat16)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = Decoder(DecoderConfig(vocab=9, length=8, dim=96, heads=3, depth=2, attention=attention))
+        model, tokens = model.to(dtype).eval(), torch.arange(1, 9) % 9
+        tokens = torch.stack([tokens, tokens.flip(0)])
+        found = _stepped(Engine(model), model.init_state(2), tokens)
+        model.double()
+        with backend("reference"), torch.no_grad():
+            right = _stepped(model, model.init_state(2), tokens)
+        yield f"a decoder's step with {attention} attention in {dtype}", found, right
+
+
+def _stepped(decoder: Callable[..., Any], state: Any, tokens: Tensor) -> Tensor:
+    """The outputs for tokens (B,N), one after the other."""
+    outputs = []
+    for token in tokens.split(1, dim=1):
+        output, state = decoder(token, state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1)
+
+
+COMPARISONS: dict[str, Callable[[], Comparisons]] = {
+    "linear": _linear,
+    "gated": _gated,
+    "convolution": _convolutions,
+    "pattern": _patterns,
+    "decode": _decoders,
+}
 PARTS = ("output", "last state", "gradient of queries", "gradient of keys", "gradient of values", "gradient of state")
 
 

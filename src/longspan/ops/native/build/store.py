@@ -7,11 +7,15 @@ import json
 import os
 import platform
 import tempfile
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import openmp, toolchain, trial, trusted
+from . import notice, openmp, toolchain, trial, trusted
 from .toolchain import Hangs, Unavailable
+
+WAIT = 4 * toolchain.SECONDS  # for another process that compiles the same: longer than a compilation and its trial
 
 
 @dataclass(frozen=True)
@@ -27,35 +31,35 @@ class Seal:
     """of the library"""
     failed: str = ""
     """why there is no library and none is to be tried again; "" where there is one"""
+    family: str = ""
+    """the kernels that it has"""
 
 
-def provide(compiler: list[str], folder: Path) -> tuple[Path, Seal]:
-    """The library of a folder for these sources, this compiler and this processor; compiled and tried if need be.
+def provide(family: str, compiler: list[str], folder: Path) -> tuple[Path, Seal]:
+    """The library of a family of kernels for this compiler and this processor, compiled and tried if need be.
 
-    A library is there when its seal is, which is written last and renamed into place: two processes at once do the same
-    work twice, and either result serves both. A compiler that hangs and a library that fails its trial are remembered.
+    A library is complete when its seal exists, which is written last and renamed into place. Of several processes at
+    once, one compiles and the others wait for it; where a file cannot be locked each compiles, and either result serves
+    all. A compiler that hangs and a library that fails its trial are remembered.
 
     Raises Unavailable with the reason, and OSError for a folder that cannot be used: Untrusted where other users might
     exchange what is in it.
     """
     folder = trusted.folder(folder)
-    path = folder / f"{key(compiler)}.json"
+    path = folder / f"{key(family, compiler)}.json"
     seal = read(path)
     if seal is None:
-        with tempfile.TemporaryDirectory(prefix=".", dir=folder) as work:
-            seal = _make(compiler, folder, Path(work))
-            written = Path(work, path.name)
-            written.write_text(json.dumps(asdict(seal), indent=1), encoding="utf-8")
-            _settle(written, path)
+        with notice.shown(family), _locked(path.with_suffix(".lock")):
+            seal = read(path) or _make(family, compiler, folder, path)
     if seal.failed:
         raise Unavailable(f"{seal.failed} (longspan doctor --clear has it tried again)")
     return folder / seal.library, seal
 
 
-def key(compiler: list[str]) -> str:
+def key(family: str, compiler: list[str]) -> str:
     """What the compiled code depends on: sources, commands, compiler, torch's OpenMP, processor. Raises Unavailable."""
-    digest = hashlib.sha256()
-    for file in (*toolchain.SOURCES, *toolchain.HEADERS, Path(toolchain.__file__)):
+    digest = hashlib.sha256(family.encode() + b"\0")
+    for file in (*toolchain.sources(family), *toolchain.HEADERS, Path(toolchain.__file__)):
         digest.update(f"{file.parent.name}/{file.name}".encode() + b"\0" + file.read_bytes())
     shared = str(bool(openmp.share()))
     machine = (toolchain.THIS_MACHINE, platform.machine(), processor())
@@ -90,30 +94,77 @@ def processor() -> str:
     return platform.processor()
 
 
-def _make(compiler: list[str], folder: Path, work: Path) -> Seal:
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file ``path``; go on without it after WAIT seconds, and where files cannot be locked."""
+    descriptor = None
+    with contextlib.suppress(OSError):
+        descriptor = _lock(path)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(descriptor)
+
+
+def _lock(path: Path) -> int | None:
+    import fcntl  # which Windows lacks
+
+    end = time.monotonic() + WAIT
+    while time.monotonic() < end:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        try:
+            # Unlike flock's, this lock is not inherited by a child that is forked meanwhile.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Its last holder may have deleted the file after it was opened here.
+            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                return descriptor
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        time.sleep(0.05)
+    return None
+
+
+def _make(family: str, compiler: list[str], folder: Path, path: Path) -> Seal:
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as work:
+        seal = _compiled(family, compiler, folder, Path(work))
+        written = Path(work, path.name)
+        written.write_text(json.dumps(asdict(seal), indent=1), encoding="utf-8")
+        _settle(written, path)
+    return seal
+
+
+def _compiled(family: str, compiler: list[str], folder: Path, work: Path) -> Seal:
     name = toolchain.version(compiler).partition("\n")[0]
     library = work / "kernels.so"
     try:
-        flags = _compile(compiler, library)
-        trial.run(library)
+        flags = _compile(family, compiler, library)
+        trial.run(library, family)
     except (Hangs, trial.Failed) as error:
-        return Seal(name, failed=str(error))
+        return Seal(name, failed=str(error), family=family)
     digest = hashlib.sha256(library.read_bytes()).hexdigest()
     settled = folder / f"{digest[:24]}.so"
     _settle(library, settled)
-    return Seal(name, flags, settled.name, digest)
+    return Seal(name, flags, settled.name, digest, family=family)
 
 
-def _compile(compiler: list[str], library: Path) -> str:
+def _compile(family: str, compiler: list[str], library: Path) -> str:
+    target = toolchain.THIS_MACHINE
     if openmp.share() or toolchain.is_clang(compiler):
         try:
-            return toolchain.compile(compiler, library, toolchain.THIS_MACHINE, openmp=True)
+            return toolchain.compile(compiler, library, target, openmp=True, family=family)
         except Hangs:
             raise
         except Unavailable:
             # Apple's clang has no OpenMP, and others' may lack its runtime: one thread then.
             pass
-    return toolchain.compile(compiler, library, toolchain.THIS_MACHINE, openmp=False)
+    return toolchain.compile(compiler, library, target, openmp=False, family=family)
 
 
 def _settle(file: Path, place: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs the machine's C++ compiler. It imports nothing of longspan, so that the building of a wheel can use it alone."""
 
+import collections
 import contextlib
 import os
 import platform
@@ -22,7 +23,7 @@ ARM = platform.machine() in ("arm64", "aarch64")
 # Compilers for arm64 know the machine by -mcpu; some refuse the other name.
 THIS_MACHINE = "-mcpu=native" if ARM else "-march=native"
 CRASHES = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP")
-SECONDS = 180  # until a compiler counts as hanging; it needs some ten
+SECONDS = 180  # until a compiler counts as hanging; it needs up to ten for a file
 SECONDS_TO_ANSWER = 20  # the same, for its name
 
 
@@ -73,8 +74,13 @@ def flags(machine: str, *, openmp: bool) -> list[str]:
     return [*FLAGS, machine, *(["-fopenmp"] if openmp else [])]
 
 
-def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool) -> str:
-    """Compile and link all sources into ``library``, for the instruction set of the flag ``machine``.
+def sources(family: str) -> tuple[Path, ...]:
+    """The sources of one family of kernels, which is named after their folder."""
+    return tuple(source for source in SOURCES if source.parent.name == family)
+
+
+def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool, family: str = "") -> str:
+    """Compile and link the sources of ``family``, or all, into ``library``, for the instruction set ``machine``.
 
     Code of gcc for OpenMP is linked without a runtime: it takes the one that torch has loaded, whatever its file is
     called, so there is never a second pool of threads (openmp.py). clang's needs the runtime of its own.
@@ -84,8 +90,9 @@ def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool) -
     used = flags(machine, openmp=openmp)
     runtime = ["-fopenmp"] if openmp and is_clang(compiler) else []
     with tempfile.TemporaryDirectory(prefix=".objects-", dir=library.parent) as folder:
+        chosen = sources(family) if family else SOURCES
         # Numbered, since sources in different folders share names.
-        objects = {str(source): str(Path(folder, f"{i}.o")) for i, source in enumerate(SOURCES)}
+        objects = {str(source): str(Path(folder, f"{i}.o")) for i, source in enumerate(chosen)}
         together([[*compiler, *used, "-c", source, "-o", place] for source, place in objects.items()], folder=folder)
         run([*compiler, "-shared", *runtime, *objects.values(), "-o", str(library)])
     return " ".join(used)
@@ -102,14 +109,26 @@ def together(
     environment: dict[str, str] | None = None,
     seconds: float = 0,
 ) -> list[str]:
-    """What commands print that run beside one another, in ``seconds`` at most (0: SECONDS).
+    """Run commands in parallel, as many at once as there are cores; return what each prints.
 
-    Raises Unavailable where one fails or crashes, Hangs where one does not end; then none of them is left running.
+    Each may take ``seconds`` (0: SECONDS). Raises Unavailable if one fails or crashes, Hangs if one does not end; then
+    none of them is left running.
     """
-    end = time.monotonic() + (seconds or SECONDS)
+    seconds, printed = seconds or SECONDS, []
+    running: collections.deque[tuple[str, subprocess.Popen[str], float]] = collections.deque()
     with contextlib.ExitStack() as stack:
-        started = [(command[0], stack.enter_context(_started(command, folder, environment))) for command in commands]
-        return [_result(name, process, end) for name, process in started]
+        for command in commands:
+            if len(running) == cores():
+                printed.append(_result(*running.popleft()))
+            process = stack.enter_context(_started(command, folder, environment))
+            running.append((command[0], process, time.monotonic() + seconds))
+        printed += [_result(*one) for one in running]
+    return printed
+
+
+def cores() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager

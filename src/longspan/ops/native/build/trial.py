@@ -14,14 +14,14 @@ class Failed(toolchain.Unavailable):
     """The kernels were compiled and do not work."""
 
 
-def run(library: Path) -> None:
-    """Try a library in a child process.
+def run(library: Path, family: str) -> None:
+    """Try the library of a family in a child process.
 
     Raises Failed where the kernels crash, hang or compute something else, Unavailable where they cannot be tried.
     """
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    code = f"import sys; from {__package__} import selftest; selftest.main(sys.argv[1])"
-    command = [sys.executable, "-P", "-W", "ignore", "-c", code, str(library)]
+    code = f"import sys; from {__package__} import selftest; selftest.main(*sys.argv[1:])"
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code, str(library), family]
     try:
         said = toolchain.run(command, os.environ | {"PYTHONPATH": path})
     except (toolchain.Crashed, toolchain.Hangs) as error:
