@@ -24,10 +24,11 @@ import torch
 import longspan
 from longspan import Decoder, DecoderConfig, backend
 from longspan.cli.entry import main
+from longspan.generation import native_trial
 from longspan.generation.native_decoder import Engine
 from longspan.ops import convolution, gated, sparse
 from longspan.ops.native import build
-from longspan.ops.native.build import interface, notice, openmp, prebuilt, selftest, store, toolchain, trial, trusted
+from longspan.ops.native.build import interface, notice, openmp, prebuilt, store, toolchain, trial, trusted
 
 try:
     COMPILER = toolchain.find_compiler()
@@ -271,7 +272,7 @@ class TestFamilies:
     def test_every_source_is_in_one(self):
         assert {source.parent.name for source in toolchain.SOURCES} == set(interface.FAMILIES)
         assert sorted(s for family in interface.FAMILIES for s in toolchain.sources(family)) == list(toolchain.SOURCES)
-        assert set(selftest.COMPARISONS) == set(interface.FAMILIES)
+        assert set(native_trial.COMPARISONS) == set(interface.FAMILIES)
 
     @pytest.mark.parametrize("family", interface.FAMILIES)
     def test_only_the_called_one_is_compiled(self, family, counted):
