@@ -54,7 +54,7 @@ def test_parse(text, value):
     [
         ("linaer", r"unknown name 'linaer' \(did you mean 'linear'\?\); known: band, kinds, linear, sparse"),
         ("zzz()", "unknown name 'zzz'; known: band, kinds, linear, sparse"),
-        ("linear(epz=1)", "linear has no option 'epz'; it has eps, name"),
+        ("linear(epz=1)", r"linear has no option 'epz' \(did you mean 'eps'\?\); it has eps, name"),
         ("linear(1)", "cannot build 'linear.1.': too many positional arguments; linear has eps, name"),
         ("sparse", "missing a required argument: 'pattern'"),
         ("linear(", "'linear.' is not a spec; a spec reads name or name"),

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # A foreign name, in lower case with underscores -> ours, the first that the place knows.
 ALIASES: dict[str, tuple[str, ...]] = {

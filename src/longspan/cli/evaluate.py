@@ -5,7 +5,7 @@ import math
 
 from .._utils import signals
 from .generate import HELP
-from .parser import BEAMS, Parser, make, natural_int, number, optional, positive_int
+from .parser import BEAMS, Parser, make, natural_int, number, positive_int
 
 MEMORY = "--batch, --beams or --length"
 
@@ -30,7 +30,7 @@ def parser() -> Parser:
     )
     parser.add_argument("--split", type=str, default="test", help="train, validation or test")
     parser.add_argument(
-        "--batch", type=optional(positive_int(1_000_000)), default=None,
+        "--batch", type=positive_int(1_000_000), default=None,
         help="examples per call, else up to 64; changes speed and memory only, except "
         "that with --stream and --sliding it is how many stretches of the text are read",
     )  # fmt: skip

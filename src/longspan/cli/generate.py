@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from .._utils import signals
-from .parser import BEAMS, SEEDS, Parser, make, natural_int, number, optional, positive_int
+from .parser import BEAMS, SEEDS, Parser, make, natural_int, number, positive_int
 
 HELP = "a training run (its best checkpoint), a checkpoint, or a model that comes with longspan: mnist, text"
 MEMORY = "--count, --beams or --tokens"
@@ -38,7 +38,7 @@ def parser() -> Parser:
         "--seed", type=natural_int(SEEDS), default=0, help="of the draws; the same seed gives the same samples"
     )
     parser.add_argument(
-        "--temperature", type=optional(number(1e6)), default=None,
+        "--temperature", type=number(1e6), default=None,
         help="sharper below 1, flatter above; 0: the mode; otherwise 1, and 0 for the target of a source",
     )  # fmt: skip
     parser.add_argument("--top_k", type=natural_int(), default=0, help="keep the k likeliest tokens; 0: all")

@@ -29,11 +29,13 @@ class Number(NamedTuple):
     kind: type
     low: float
     high: float
-    optional: bool = False
 
     def check(self, option: str, value: Any) -> None:
-        """Raise ValueError where the value lies outside, with the bound that it misses; NaN lies outside."""
-        if (value is None and self.optional) or self.low <= value <= self.high:
+        """Raise ValueError where the value lies outside, with the bound that it misses; NaN lies outside.
+
+        None stands for an option that is not given.
+        """
+        if value is None or self.low <= value <= self.high:
             return
         if math.isnan(value):
             wrong = f"must be a number from {self.low} to {self.high}"
@@ -59,11 +61,6 @@ def number(high: float) -> Number:
     return Number(float, 0.0, high)
 
 
-def optional(kind: Number) -> Number:
-    """The same, or None where the option is not given."""
-    return kind._replace(optional=True)
-
-
 class _Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Shows types and defaults, and leaves the examples' lines as they are."""
 
@@ -71,10 +68,10 @@ class _Formatter(jsonargparse.DefaultHelpFormatter, argparse.RawDescriptionHelpF
 class Parser(jsonargparse.ArgumentParser):
     """An argument parser that raises ValueError, with one line, instead of printing its usage and leaving."""
 
-    def add_argument(self, *names: str, type: Any = None, **options: Any) -> argparse.Action:
+    def add_argument(self, *names: str, type: Any = None, **options: Any) -> Any:
         """As in ``argparse``; ``type`` may be a ``Number``, whose bounds ``read`` checks."""
         if isinstance(type, Number):
-            action = super().add_argument(*names, type=type.kind, **options)
+            action: Any = super().add_argument(*names, type=type.kind, **options)
             self.numbers[action.dest] = type
             return action
         return super().add_argument(*names, **options if type is None else {**options, "type": type})

@@ -4,7 +4,7 @@ import json
 import textwrap
 from pathlib import Path
 
-from .parser import Parser, make, optional, positive_int
+from .parser import Parser, make, positive_int
 
 MEMORY = "--dim or --tokens"
 SIZE = 256  # pixels that a head's picture is high at least
@@ -45,7 +45,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "--tokens",
-        type=optional(positive_int()),
+        type=positive_int(),
         default=None,
         help="tokens of the picture, and of the number of keys; otherwise as many as show what the pattern does",
     )
