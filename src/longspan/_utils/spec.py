@@ -72,7 +72,7 @@ def split(text: str) -> list[str]:
     specs = [part.strip() for part in text.split(";")]
     if not all(specs):
         raise ValueError(
-            f"empty spec in {typecheck.format_value(text)}; specs are separated by single semicolons, e.g. 'linear; softmax'"
+            f"empty spec in {typecheck.format_value(text)}; separate specs by single semicolons, e.g. 'linear; softmax'"
         )
     return specs
 
@@ -163,7 +163,8 @@ def _option(option: str | None, value: ast.AST, text: str, names: Mapping[str, C
         bare = ast.unparse(value)
         meant = bare.capitalize() if bare in ("true", "false") else typecheck.format_value(bare)
         raise ValueError(
-            f"unknown value {typecheck.format_value(bare)} of {option} in spec {typecheck.format_value(text)}; write {option}={meant}"
+            f"unknown value {typecheck.format_value(bare)} of {option} in spec {typecheck.format_value(text)}; "
+            f"write {option}={meant}"
         )
     return _walk(value, text, names)
 

@@ -33,8 +33,8 @@ class Infini(Attention):
     ``delta``: a segment adds only what its values differ by from those that its keys read in the memory already.
     ``eps``: $\epsilon$, added to the denominator. ``gate`` holds one $\beta$ per head, 0 at first: both count half.
 
-    The state has keys and values of one segment, and sums of one size. Gradients go through it; ``longspan.states.detach``
-    ends them.
+    The state has keys and values of one segment, and sums of one size. Gradients go through it;
+    ``longspan.states.detach`` ends them.
 
     Source: Munkhdalai et al. 2024, section 2, eqs 3-6; the first segment's empty memory is divided by eps alone. Raises
     ValueError for segment < 1 and eps <= 0.

@@ -81,7 +81,7 @@ def resolve_backend(op: str, served: tuple[str, ...] = ("reference", "torch"), p
 def select_backend(
     op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch", why_not: str = ""
 ) -> str:
-    """``resolve_backend``, and it does run ``op``, which a ``watch`` is told; ``why_not``: what keeps native kernels from it."""
+    """``resolve_backend``, and record for ``watch`` that it runs ``op``; ``why_not``: why native kernels cannot."""
     name = resolve_backend(op, served, prefer)
     log_backend(op, name, why_not)
     return name

@@ -1,8 +1,8 @@
 """Padded and packed rows, made such that a mechanism meets real tokens of one sequence alone.
 
 Two ways, and one function that chooses: ``ragged`` cuts sequences out and calls once for each length, so that nobody
-meets padding; ``split_packed`` has one call for all, of rows that begin with their real tokens, and goes on with states;
-``map_sequences`` takes the former where it may. What is moved within rows alone is moved by ``gather_valid`` and ``scatter_back``.
+meets padding; ``split_packed`` makes one call for all, on rows that begin with their real tokens, and continues states;
+``map_sequences`` takes the former where it may. ``gather_valid`` and ``scatter_back`` move tokens within rows.
 """
 
 from collections.abc import Callable, Sequence

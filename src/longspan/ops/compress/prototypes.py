@@ -175,7 +175,7 @@ class Reader(NamedTuple):
         return ragged(q, k, v, run, mask, segments, exact=True)
 
     def told(self, q: Tensor, k: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> dict[str, Tensor]:
-        """``matrix`` (B,H,N,N) and ``mask``, ``groups`` (B,H,N), and ``select_backend`` (B,H,N,N) with ``topk``. O(N^2)."""
+        """``matrix`` (B,H,N,N) and ``mask``, ``groups`` (B,H,N), and ``chosen`` (B,H,N,N) with ``topk``. O(N^2)."""
         batch, heads, n, _ = q.shape
 
         def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
