@@ -118,16 +118,31 @@ def _time(value: float | None) -> str:
 
 def _columns(found: Figures, names: Iterable[str]) -> str:
     """What a list of the best shows of each."""
-    titles = ("mechanism", "forward", "with backward", "as fast as softmax, forward", "as fast, with backward",
-            "peak memory", "state", "one token")  # fmt: skip
+    titles = (
+        "mechanism",
+        "forward",
+        "with backward",
+        "as fast as softmax, forward",
+        "as fast, with backward",
+        "peak memory",
+        "state",
+        "one token",
+    )
     rows = []
     for name in names:
         memory = found.value(name, TRAINING, "mb")
-        rows.append((
-            link(name), _time(found.value(name, FORWARD, "seconds")), _time(found.value(name, TRAINING, "seconds")),
-            found.factor(name, FORWARD), found.factor(name, TRAINING), "-" if memory is None else f"{memory:.3g} MB",
-            size(found.value(name, STEP, "state_bytes")), _time(found.value(name, STEP, "seconds")),
-        ))  # fmt: skip
+        rows.append(
+            (
+                link(name),
+                _time(found.value(name, FORWARD, "seconds")),
+                _time(found.value(name, TRAINING, "seconds")),
+                found.factor(name, FORWARD),
+                found.factor(name, TRAINING),
+                "-" if memory is None else f"{memory:.3g} MB",
+                size(found.value(name, STEP, "state_bytes")),
+                _time(found.value(name, STEP, "seconds")),
+            )
+        )
     return table(titles, rows)
 
 
@@ -212,8 +227,15 @@ def grown(found: Figures) -> str:
     for name, one in found.growth.items():
         fitted = one.get(TRAINING, one.get(FORWARD))
         if fitted is not None and abs(fitted - one["declared"]) > OFF:
-            rows.append((link(name), f"${one['cost'].replace('log', chr(92) + 'log')}$", f"N^{one['declared']:.2g}",
-                         f"N^{one[FORWARD]:.2f}" if FORWARD in one else "-", f"N^{fitted:.2f}"))  # fmt: skip
+            rows.append(
+                (
+                    link(name),
+                    f"${one['cost'].replace('log', chr(92) + 'log')}$",
+                    f"N^{one['declared']:.2g}",
+                    f"N^{one[FORWARD]:.2f}" if FORWARD in one else "-",
+                    f"N^{fitted:.2f}",
+                )
+            )
     if not rows:
         return f"No exponent is off by more than {OFF}."
     return table(("mechanism", "cost", "declared", "forward", "with backward"), rows)
@@ -281,16 +303,26 @@ def tasks(_: Figures) -> str:
             of = [row for row in found["rows"] if row["spec"] == spec]
             reached = ", ".join(str(row["reached"] or "never") for row in of)
             losses = ", ".join(f"{row['test']:.2g}" for row in of)
-            rows.append((f"copy {found['settings']['length'] // 2 - 1} symbols", f"`{spec}`",
-                         f"loss {losses} nats; below 0.01 after {reached} updates"))  # fmt: skip
+            rows.append(
+                (
+                    f"copy {found['settings']['length'] // 2 - 1} symbols",
+                    f"`{spec}`",
+                    f"loss {losses} nats; below 0.01 after {reached} updates",
+                )
+            )
     for path in sorted(TASKS.glob("images*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         data = found["settings"]["data"].partition(":")[0]
         for row in found["rows"]:
             if row["what"] == "training":
                 steps, seconds, _ = row["curve"][-1]
-                rows.append((f"draw {data}", f"`{row['attention']}`",
-                             f"{row['test']:.3f} bits per dim after {steps:,} steps in {seconds:,.0f} s"))  # fmt: skip
+                rows.append(
+                    (
+                        f"draw {data}",
+                        f"`{row['attention']}`",
+                        f"{row['test']:.3f} bits per dim after {steps:,} steps in {seconds:,.0f} s",
+                    )
+                )
     return table(("task", "attention", "found"), rows)
 
 
@@ -310,10 +342,22 @@ def forecasts(_: Figures) -> str:
 
 
 BLOCKS: dict[str, Callable[[Figures], str]] = {
-    "where": where, "length": length, "causal": causal, "exact": exact, "bidirectional": bidirectional,
-    "memory": memory, "decoding": decoding, "smallest": smallest, "grown": grown, "left": left, "picture": picture,
-    "recall": recall, "tasks": tasks, "budget": budget, "forecasts": forecasts,
-}  # fmt: skip
+    "where": where,
+    "length": length,
+    "causal": causal,
+    "exact": exact,
+    "bidirectional": bidirectional,
+    "memory": memory,
+    "decoding": decoding,
+    "smallest": smallest,
+    "grown": grown,
+    "left": left,
+    "picture": picture,
+    "recall": recall,
+    "tasks": tasks,
+    "budget": budget,
+    "forecasts": forecasts,
+}
 
 
 def written(text: str, result: Result) -> str:

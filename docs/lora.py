@@ -46,11 +46,20 @@ else:
     width = args.width
     model = Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
-            vocab_size=256, hidden_size=width, intermediate_size=width * 3, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=width // 4, linear_num_key_heads=4, linear_num_value_heads=4,
-            linear_key_head_dim=width // 4, linear_value_head_dim=width // 4, eos_token_id=None,
+            vocab_size=256,
+            hidden_size=width,
+            intermediate_size=width * 3,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=width // 4,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=width // 4,
+            linear_value_head_dim=width // 4,
+            eos_token_id=None,
         )
-    )  # fmt: skip
+    )
     sequences = [{"input_ids": list(text.encode())} for text in paragraphs]
 
 if not args.stock:
@@ -61,13 +70,20 @@ model.print_trainable_parameters()
 trainer = Trainer(
     model=model,
     args=TrainingArguments(
-        args.out, max_steps=args.steps, per_device_train_batch_size=args.rows, learning_rate=1e-3, use_cpu=True,
-        logging_steps=max(args.steps // 5, 1), save_steps=max(args.steps // 10, 1), save_total_limit=2, report_to=[],
+        args.out,
+        max_steps=args.steps,
+        per_device_train_batch_size=args.rows,
+        learning_rate=1e-3,
+        use_cpu=True,
+        logging_steps=max(args.steps // 5, 1),
+        save_steps=max(args.steps // 10, 1),
+        save_total_limit=2,
+        report_to=[],
         disable_tqdm=True,
     ),
     train_dataset=sequences,
     data_collator=DataCollatorWithFlattening(),
-)  # fmt: skip
+)
 last = get_last_checkpoint(args.out) if Path(args.out).is_dir() else None
 if last:
     print(f"goes on from {last}")

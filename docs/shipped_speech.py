@@ -54,8 +54,9 @@ def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
     checkpoint.save(checkpoint.load(folder).bfloat16(), pretrained.FOLDER / name, extra={"run": run})
     model = pretrained.load(name)
     held = settings["speaker"] or sorted({one.speaker for one in found})[-1]
-    strings = corpora.load(f"fsdd:{source}", units=settings["units"], speaker=held, longest=settings["longest"],
-                           seed=settings["seed"])  # fmt: skip
+    strings = corpora.load(
+        f"fsdd:{source}", units=settings["units"], speaker=held, longest=settings["longest"], seed=settings["seed"]
+    )
     record = {
         "command": command(result),
         "seed": settings["seed"],

@@ -21,10 +21,18 @@ TINY = DecoderConfig(dim=10, depth=1, heads=2, feedforward=14, vocab=17, length=
 
 
 def tiny(folder, **fields):
-    return TrainConfig(**{
-        "steps": 11, "batch": 5, "evaluate_every": 4, "evaluate_examples": 7, "save_every": 3, "warmup": 2,
-        "out": str(folder / "run"),
-    } | fields)  # fmt: skip
+    return TrainConfig(
+        **{
+            "steps": 11,
+            "batch": 5,
+            "evaluate_every": 4,
+            "evaluate_examples": 7,
+            "save_every": 3,
+            "warmup": 2,
+            "out": str(folder / "run"),
+        }
+        | fields
+    )
 
 
 def weights(folder, name=None):

@@ -61,10 +61,18 @@ def test_a_family_has_members():
 
 def test_an_unknown_family_is_refused():
     with pytest.raises(ValueError, match="unknown family of mechanisms 'liner'.*did you mean 'linear'"):
-        type("New", (longspan.Attention,), {
-            "__doc__": "New.", "name": "new", "paper": "0", "citation": ("A", "B", 2000), "cost": "N",
-            "family": "liner",
-        })  # fmt: skip
+        type(
+            "New",
+            (longspan.Attention,),
+            {
+                "__doc__": "New.",
+                "name": "new",
+                "paper": "0",
+                "citation": ("A", "B", 2000),
+                "cost": "N",
+                "family": "liner",
+            },
+        )
 
 
 def test_the_legend_is_of_symbols_that_are_used():

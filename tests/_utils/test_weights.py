@@ -144,10 +144,13 @@ def test_nested_patterns_take_time_that_grows_evenly():
     assert patterns.parse("by_head(" * 55 + "band(3)" + ")" * 55).lookback == 3
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("logistics(mixtures=True)", "logistics: mixtures=True must be a whole number"),
-    ("logistics(mixtures=1e9)", "logistics: mixtures=1000000000.0 must be a whole number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("logistics(mixtures=True)", "logistics: mixtures=True must be a whole number"),
+        ("logistics(mixtures=1e9)", "logistics: mixtures=1000000000.0 must be a whole number"),
+    ],
+)
 def test_a_likelihood_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         likelihood.build(text, 17)

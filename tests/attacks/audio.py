@@ -28,8 +28,19 @@ CHANNELS = (0, 2, 6, 255, 1024, 65_535)
 CODES = (0, 2, 3, 6, 7, 0x11, 0x31, 0x55, 0xFFFE, 0xFFFF)
 BITS = (0, 1, 4, 8, 12, 24, 32, 64, 65_535)
 GUID = bytes.fromhex("000000001000800000aa00389b71")
-KINDS = ("WAV FLOAT", "WAV PCM_24", "WAV IMA_ADPCM", "FLAC PCM_16", "OGG VORBIS", "MP3 MPEG_LAYER_III", "W64 PCM_16",
-         "RF64 PCM_16", "AIFF PCM_16", "AU ULAW", "CAF ALAC_16")  # fmt: skip
+KINDS = (
+    "WAV FLOAT",
+    "WAV PCM_24",
+    "WAV IMA_ADPCM",
+    "FLAC PCM_16",
+    "OGG VORBIS",
+    "MP3 MPEG_LAYER_III",
+    "W64 PCM_16",
+    "RF64 PCM_16",
+    "AIFF PCM_16",
+    "AU ULAW",
+    "CAF ALAC_16",
+)
 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
@@ -100,9 +111,11 @@ def attack(content: bytes, by: str, options: list[str], path: Path) -> str | Non
     stdin = io.TextIOWrapper(io.BytesIO(given))
     try:
         with (
-            bounded(SECONDS, GIB), mock.patch.object(sys, "stdin", stdin),
-            contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-        ):  # fmt: skip
+            bounded(SECONDS, GIB),
+            mock.patch.object(sys, "stdin", stdin),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             code = entry.main(["transcribe", "digits", str(path) if by == "file" else "-", *options])
     except (TooLong, Exception) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -1,8 +1,8 @@
 """Mutated configs and recipes: a good object that can be said again, or a refusal in one line.
 
 Fields of ``DecoderConfig``, ``EncoderConfig`` and ``TrainConfig`` set to what no field expects, and recipes in YAML,
-read as ``longspan train`` reads them, with typed values, cut, doubled and nested: exit code 0 or 2 and one line on stderr.
-Nothing is trained.
+read as ``longspan train`` reads them, with typed values, cut, doubled and nested: exit code 0 or 2 and one line on
+stderr. Nothing is trained.
 """
 
 import contextlib

@@ -34,9 +34,12 @@ def answer(seed: int, i: int, count: int, told: dict[int, str]) -> str | None:
             "import sys; from attacks import engine_states as e; e.serve(*map(int, sys.argv[1:]))",
         ]
         done = subprocess.run(
-            [*command, str(seed), str(i), str(count)], cwd=Path(__file__).parents[1], capture_output=True, text=True,
+            [*command, str(seed), str(i), str(count)],
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
             check=False,
-        )  # fmt: skip
+        )
         lines = [line.split("\t", 2) for line in done.stdout.splitlines() if line.startswith("case\t")]
         told |= {int(number): said for _, number, said in lines}
         if i not in told:

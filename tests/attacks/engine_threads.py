@@ -33,8 +33,11 @@ def answer(seed: int, i: int, count: int, results: dict[int, str]) -> str | None
         code = "import sys; from attacks import engine_threads as e; e.serve(*map(int, sys.argv[1:]))"
         done = subprocess.run(
             [sys.executable, "-c", code, str(seed), str(i), str(count)],
-            cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         lines = [line.split("\t", 2) for line in done.stdout.splitlines() if line.startswith("case\t")]
         results |= {int(number): said for _, number, said in lines}
         if i not in results:

@@ -40,8 +40,10 @@ COMMANDS = {
 }
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A shell's background jobs ignore Ctrl-C, and so would what they start.
-START = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " \
-        "from longspan.cli import main; print('begun', flush=True); sys.exit(main())"  # fmt: skip
+START = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from longspan.cli import main; print('begun', flush=True); sys.exit(main())"
+)
 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[tuple[str, Callable[[], str | None]]]:

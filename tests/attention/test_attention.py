@@ -29,12 +29,32 @@ COSTLY |= {("oracle", "rfa"), ("oracle", "rfa(gate=True)"), ("compiles", "linear
 # tokens.
 LATE = {
     "compiles": (
-        "adaptive_span", "axial", "bigbird", "compressive", "deltanet", "etc", "improved_clustered", "infini", "kda",
-        "longformer", "lowrank_band", "memory_compressed", "nystrom", "performer", "polynomial", "poolingformer",
-        "reformer", "relative", "retention", "sinkhorn", "sparse_transformer", "ssd", "star",
+        "adaptive_span",
+        "axial",
+        "bigbird",
+        "compressive",
+        "deltanet",
+        "etc",
+        "improved_clustered",
+        "infini",
+        "kda",
+        "longformer",
+        "lowrank_band",
+        "memory_compressed",
+        "nystrom",
+        "performer",
+        "polynomial",
+        "poolingformer",
+        "reformer",
+        "relative",
+        "retention",
+        "sinkhorn",
+        "sparse_transformer",
+        "ssd",
+        "star",
     ),
     "adversarial": ("adaptive_span", "bigbird", "fourier", "polynomial", "reformer"),
-}  # fmt: skip
+}
 
 
 def cases():

@@ -53,10 +53,14 @@ def of_pairs(kind):
     per_head = torch.rand(B * H, N, N, generator=torch.Generator().manual_seed(6)) < 0.4
     per_head[..., 0] = False
     return {
-        "none": {}, "causal": {"attn_mask": FUTURE}, "hint": {"attn_mask": FUTURE, "is_causal": True},
-        "floats": {"attn_mask": INFINITE.double(), "is_causal": True}, "pairs": {"attn_mask": some},
-        "heads": {"attn_mask": per_head}, "nothing": {"attn_mask": torch.zeros(N, N, dtype=torch.bool)},
-    }[kind]  # fmt: skip
+        "none": {},
+        "causal": {"attn_mask": FUTURE},
+        "hint": {"attn_mask": FUTURE, "is_causal": True},
+        "floats": {"attn_mask": INFINITE.double(), "is_causal": True},
+        "pairs": {"attn_mask": some},
+        "heads": {"attn_mask": per_head},
+        "nothing": {"attn_mask": torch.zeros(N, N, dtype=torch.bool)},
+    }[kind]
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

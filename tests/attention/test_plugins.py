@@ -111,12 +111,15 @@ def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys
     assert "Half of linear attention" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
-    ("1 / 0", "ZeroDivisionError: division by zero"),
-    ("raise SystemExit(3)", "SystemExit: 3"),
-    (MODULE.format(name="linear"), "ValueError: two attentions are named 'linear'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        (MODULE.format(name="linear"), "ValueError: two attentions are named 'linear'"),
+    ],
+)
 def test_a_broken_package_is_a_warning_that_names_it(announced, text, reason):
     announced("broken_module", text)
     with pytest.warns(RuntimeWarning, match=f"mine = 'broken_module' of the package broken_module brings no.*{reason}"):
@@ -136,8 +139,9 @@ def test_importing_longspan_imports_no_other_package(announced, folder):
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); import longspan; longspan.build('gla', 8, 2); print('so')"
     code += "; print('foreign' in longspan.list_mechanisms())"
     source = str(Path(longspan.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={"PYTHONPATH": source})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": source}
+    )
     assert done.stdout.split() == ["so", "imported", "True"]
 
 

@@ -78,9 +78,11 @@ def test_lists_are_the_mean_of_their_dense_forms(spec, causal):
     total, lists = torch.zeros(2, 2, N, N, dtype=torch.float64), torch.zeros(2, 2, N)
     for c in range(3):
         asks, keys = (
-            torch.zeros(2, 2, N, dtype=torch.bool).scatter(2, (t @ toward[:, c, :, None])[..., 0].topk(
-                module.window).indices, True) for t in (q, k)
-        )  # fmt: skip
+            torch.zeros(2, 2, N, dtype=torch.bool).scatter(
+                2, (t @ toward[:, c, :, None])[..., 0].topk(module.window).indices, True
+            )
+            for t in (q, k)
+        )
         allowed = asks[..., None] & keys[..., None, :]
         if causal:
             before = allowed & torch.ones(N, N, dtype=torch.bool).tril(-1)

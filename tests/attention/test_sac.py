@@ -43,10 +43,12 @@ class TestEdges:
         index = torch.randint(N, (2, N, 7), generator=generator)  # many come twice
         there = torch.rand(2, N, 7, generator=generator) < 0.8
         there[..., 0] = True
-        allowed = torch.stack([
-            torch.stack([torch.tensor([j in index[b, i, there[b, i]] for j in range(N)]) for i in range(N)])
-            for b in range(2)
-        ])  # fmt: skip
+        allowed = torch.stack(
+            [
+                torch.stack([torch.tensor([j in index[b, i, there[b, i]] for j in range(N)]) for i in range(N)])
+                for b in range(2)
+            ]
+        )
         assert torch.equal(op.mask_of(index, there, N), allowed)
         with longspan.backend(backend):
             found = op.attend(q, k, v, index, there)
@@ -147,10 +149,14 @@ class TestMechanism:
         module(x, record=record)
         part = module.predictor
         lstm = torch.nn.LSTM(6, 6, batch_first=True).double()
-        lstm.load_state_dict({
-            "weight_ih_l0": part.read.weight, "weight_hh_l0": part.recur.weight, "bias_ih_l0": part.read.bias,
-            "bias_hh_l0": torch.zeros(24),
-        })  # fmt: skip
+        lstm.load_state_dict(
+            {
+                "weight_ih_l0": part.read.weight,
+                "weight_hh_l0": part.recur.weight,
+                "bias_ih_l0": part.read.bias,
+                "bias_hh_l0": torch.zeros(24),
+            }
+        )
         hidden, nodes = lstm(x)[0][0], part.node(x)[0]
         for i in range(N):
             seen = {i}

@@ -107,8 +107,10 @@ class TestMemory:
     """Each length in a process of its own, since a process's peak never falls."""
 
     def test_the_state_grows_for_softmax_only(self):
-        sizes = {s: [longspan.states.nbytes(longspan.build(s, 512, 8).init_state(1, n)) for n in (100, 200, 400)]
-                 for s in ("linear", "softmax")}  # fmt: skip
+        sizes = {
+            s: [longspan.states.nbytes(longspan.build(s, 512, 8).init_state(1, n)) for n in (100, 200, 400)]
+            for s in ("linear", "softmax")
+        }
         assert len(set(sizes["linear"])) == 1
         assert [s - 8 for s in sizes["softmax"]] == [2 * 512 * 4 * n for n in (100, 200, 400)]  # 8: the length
 
@@ -143,8 +145,12 @@ class TestMemory:
 def taken(code: str, first: str = "pass") -> float:
     """MB that a process needs at its peak for some code, beyond what it needed before."""
     lines = (
-        "import torch, longspan", "from longspan.bench.worker import highest", first, "before = highest()", code,
+        "import torch, longspan",
+        "from longspan.bench.worker import highest",
+        first,
+        "before = highest()",
+        code,
         "print(highest() - before)",
-    )  # fmt: skip
+    )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])

@@ -144,8 +144,10 @@ def test_ratios_are_those_of_the_medians():
     found, _ = case.take(
         {name: lambda repeat, name=name: next(samples[name]) for name in samples}, 3, "", lambda items, *_: items
     )
-    rows = [{"candidate": name, "group": "op", "mode": "forward", "length": 1, **figure.row()}
-            for name, figure in found.items()]  # fmt: skip
+    rows = [
+        {"candidate": name, "group": "op", "mode": "forward", "length": 1, **figure.row()}
+        for name, figure in found.items()
+    ]
     assert attention._compare(rows) == {"op": "ft"}
     assert [(row["seconds"], row["fastest"], row["ratio"]) for row in rows] == [(8.0, 2.0, 1.0), (0.5, 0.4, 16.0)]
 
@@ -189,9 +191,19 @@ def test_what_would_take_too_long_is_left_out_and_said_once(monkeypatch):
     assert "it would need about 90 MB of memory; 100 are free" in one.left_out[0]["reason"]
 
 
-@pytest.mark.parametrize(("cost", "power"), [("N D^2", 1), ("N^2 D", 2), ("N^1.5 D", 1.5), ("N W D", 1),
-                                             ("N log N D", 1), ("D log N", 0), ("D^2", 0),
-                                             ("N D + N^2", 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cost", "power"),
+    [
+        ("N D^2", 1),
+        ("N^2 D", 2),
+        ("N^1.5 D", 1.5),
+        ("N W D", 1),
+        ("N log N D", 1),
+        ("D log N", 0),
+        ("D^2", 0),
+        ("N D + N^2", 2),
+    ],
+)
 def test_declared_powers(cost, power):
     assert figures.declared(cost) == power
 

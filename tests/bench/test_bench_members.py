@@ -69,11 +69,19 @@ def test_members_in_whole(capsys):
         if mode == "step":
             module = longspan.build(spec, 8, 2)
             assert row["state_bytes"] == nbytes(module.init_state(1, length))
-    assert [one["candidate"] for one in result["growth"]] == ["softmax", "synthesizer(length=20)", "local(window=3)",
-                                                               "star", "gla"]  # fmt: skip
+    assert [one["candidate"] for one in result["growth"]] == [
+        "softmax",
+        "synthesizer(length=20)",
+        "local(window=3)",
+        "star",
+        "gla",
+    ]
     for one in result["growth"]:
-        seconds = {n: at[one["candidate"], "forward", n]["seconds"] for n in (9, 17, 33)
-                   if (one["candidate"], "forward", n) in at}  # fmt: skip
+        seconds = {
+            n: at[one["candidate"], "forward", n]["seconds"]
+            for n in (9, 17, 33)
+            if (one["candidate"], "forward", n) in at
+        }
         assert figures.unfitted(seconds) == "needs 3 lengths, the longest at least 4 times the shortest"
         assert "forward" not in one
         assert one["declared"] == figures.declared(one["cost"])

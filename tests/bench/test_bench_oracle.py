@@ -17,9 +17,15 @@ ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, "-I", worker.__file__, bench_subjects.__file__]
 NOBODY = candidates.Process(["nobody"])
 TASK = {
-    "what": "attention", "batch": 1, "length": 83, "heads": 2, "size": 7, "dtype": "float32", "backward": True,
+    "what": "attention",
+    "batch": 1,
+    "length": 83,
+    "heads": 2,
+    "size": 7,
+    "dtype": "float32",
+    "backward": True,
     "threads": 1,
-}  # fmt: skip
+}
 
 
 def candidate(name):
@@ -127,8 +133,9 @@ def test_a_step_without_a_memory_is_refused():
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("prenorm", [True, False])
 def test_decoders_agree_with_the_definition(attention, prenorm):
-    config = DecoderConfig(dim=6, depth=2, heads=2, feedforward=5, vocab=7, attention=attention, positions="none",
-                    prenorm=prenorm)  # fmt: skip
+    config = DecoderConfig(
+        dim=6, depth=2, heads=2, feedforward=5, vocab=7, attention=attention, positions="none", prenorm=prenorm
+    )
     weights = decoders.random_weights(config)
     tokens = torch.randint(7, (2, 9), generator=torch.Generator().manual_seed(0))
     model = Decoder(config).double()
@@ -211,12 +218,19 @@ def test_names_that_are_not_known_are_refused(name, message):
 
 def test_names_say_what_is_compared():
     assert [local.read(n).module for n in ("linear", "linear@module", "softmax", "linear(rotary=10.0)", "sdpa")] == [
-        False, True, True, True, False,
-    ]  # fmt: skip
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert local.read("linear@torch@module") == local.Name("linear", "torch", True)
     assert [local.read(n).cost for n in ("linear", "softmax", "sdpa", "kernel")] == [
-        "N D^2", "N^2 D", "N^2 D", "N D^2",
-    ]  # fmt: skip
+        "N D^2",
+        "N^2 D",
+        "N^2 D",
+        "N D^2",
+    ]
     assert decoders.read("softmax@engine@bf16") == decoders.Name("softmax", True, True)
     for wrong in ("linear@plain@engine", "linear@bf16@bf16"):
         with pytest.raises(ValueError, match="must say one of @plain and @engine, once"):

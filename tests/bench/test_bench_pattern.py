@@ -21,8 +21,16 @@ from longspan.ops.native.call import available
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ("band(5)", "causal & (band(2) | random(2))")
-TASK = {"what": "attention", "length": 23, "backward": True, "dtype": "float32", "batch": 2, "heads": 3, "size": 5,
-        "threads": 1}  # fmt: skip
+TASK = {
+    "what": "attention",
+    "length": 23,
+    "backward": True,
+    "dtype": "float32",
+    "batch": 2,
+    "heads": 3,
+    "size": 5,
+    "threads": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -211,8 +219,10 @@ def test_flex_itself(monkeypatch):
 def test_what_would_take_too_long_is_left_out(monkeypatch):
     options = pattern.Options(limit=9.0, matrix=10**6)
     one = pattern.PatternRun(options, candidates.Process([]), lambda items, *_: items)
-    one.rows = [{"pattern": "p", "mode": "forward", "candidate": way, "length": 100, "seconds": 1.0, "mb": 10.0}
-                for way in pattern.WAYS]  # fmt: skip
+    one.rows = [
+        {"pattern": "p", "mode": "forward", "candidate": way, "length": 100, "seconds": 1.0, "mb": 10.0}
+        for way in pattern.WAYS
+    ]
     assert not one._too_much("p", "native", 900, "forward")
     assert one._too_much("p", "sdpa all", 400, "forward")
     assert one.left_out["p", "sdpa all", "forward"] == (

@@ -17,9 +17,7 @@ def names(call):
 
 
 def served(spec, causal=True):
-    return {
-        kind: names(call) for kind, call in dispatch.probe_backends(spec, 16, 2, causal=causal)["calls"].items()
-    }  # fmt: skip
+    return {kind: names(call) for kind, call in dispatch.probe_backends(spec, 16, 2, causal=causal)["calls"].items()}
 
 
 PATTERN, SOFTMAX, WRITTEN = "attention under a pattern", "softmax attention", "attention from written-out scores"
@@ -39,7 +37,7 @@ MIXED = [("the causal convolution", "native"), ("the delta rule", "native")]
         ("sparse(pattern='strided(16)')", [(PATTERN, "torch")], [(SOFTMAX, "torch")]),
         ("adaptive_span", [(PATTERN, "torch")], [(PATTERN, "torch")]),
     ],
-)  # fmt: skip
+)
 def test_the_ops_say_what_serves(spec, whole, steps):
     assert served(spec) == {"whole sequences": whole, "steps": steps}
 

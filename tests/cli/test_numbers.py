@@ -16,9 +16,15 @@ from longspan.experiments import EXPERIMENTS
 NEVER = ("1e30", "nan", "inf", "-inf", "1" + "0" * 30, "")
 # What stands before the options: positional arguments, none of which is looked at before the numbers are.
 WORDS = {
-    "eval": ["m"], "generate": ["m"], "transcribe": ["m", "a.wav"], "export": ["m", "m.onnx"], "show": ["linear"],
-    "compare": ["a"], "cite": ["linear"], "check": ["linear"],
-}  # fmt: skip
+    "eval": ["m"],
+    "generate": ["m"],
+    "transcribe": ["m", "a.wav"],
+    "export": ["m", "m.onnx"],
+    "show": ["linear"],
+    "compare": ["a"],
+    "cite": ["linear"],
+    "check": ["linear"],
+}
 
 
 def module(command):

@@ -118,9 +118,13 @@ def test_facts_tell_of_patterns_where_there_are_some(capsys):
         said(capsys, "local(window=5); linear; band(8, right=1)", "--dim=12", "--heads=2", "--tokens=7", "--json")
     )
     assert one["view"] == {
-        "pattern": "band(left=4, right=0)", "lookback": 4, "lookahead": 0, "per_head": False, "tokens": 7,
+        "pattern": "band(left=4, right=0)",
+        "lookback": 4,
+        "lookahead": 0,
+        "per_head": False,
+        "tokens": 7,
         "keys": {"fewest": 1, "mean": pytest.approx(25 / 7), "most": 5},
-    }  # fmt: skip
+    }
     assert two["view"] is None
     assert three == {"spec": "band(8, right=1)", "view": describe.view("band(8, right=1)", 12, 2, 7)}
 

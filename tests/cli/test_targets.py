@@ -263,8 +263,16 @@ def test_runs_are_compared(capsys, tmp_path):
     out = tmp_path / "curves.png"
     shown = said(capsys, "compare", "one", "two", "--out", str(out)).splitlines()
     assert shown[0].split() == [
-        "run", "model.cross_attention", "parameters", "steps", "time", "bits/token", "at", "step", "exact"
-    ]  # fmt: skip
+        "run",
+        "model.cross_attention",
+        "parameters",
+        "steps",
+        "time",
+        "bits/token",
+        "at",
+        "step",
+        "exact",
+    ]
     assert any(line.startswith("two") and "linear" in line and line.rstrip().endswith("0.0%") for line in shown)
     assert out.read_bytes().startswith(b"\x89PNG")
 

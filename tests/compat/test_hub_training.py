@@ -35,9 +35,16 @@ def test_the_trainer_takes_our_step(tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in tokens()]
     options = {"lr_scheduler_type": "constant", "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
     arguments = TrainingArguments(
-        tmp_path / "out", max_steps=1, per_device_train_batch_size=8, report_to=[], save_strategy="no", use_cpu=True,
-        disable_tqdm=True, gradient_checkpointing=True, **options,
-    )  # fmt: skip
+        tmp_path / "out",
+        max_steps=1,
+        per_device_train_batch_size=8,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        gradient_checkpointing=True,
+        **options,
+    )
     trainer = Trainer(lm, arguments, train_dataset=rows)
     trainer.train()
     assert lm.is_gradient_checkpointing

@@ -65,8 +65,9 @@ def test_a_second_call_changes_nothing_and_a_model_names_its_own_type_alone():
 def test_what_is_not_known_stays_untouched_and_is_named():
     from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-    plain = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                         num_attention_heads=2))  # fmt: skip
+    plain = LlamaForCausalLM(
+        LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
     assert on_cpu.accelerate(plain).untouched == {"llama": "it has no recurrent layer that longspan knows"}
     selective = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
     assert "Mamba-1" in on_cpu.accelerate(selective).untouched["mamba"]
@@ -100,8 +101,17 @@ def test_a_layer_that_keeps_its_functions_is_found_in_a_model():
     made = model("qwen3_next")
     calls = []
 
-    def chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_state=None,
-                               output_final_state=False, use_qk_l2norm_in_kernel=False):  # fmt: skip
+    def chunk_gated_delta_rule(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        chunk_size=64,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+    ):
         calls.append(1)
 
     layer = made.model.layers[0].linear_attn

@@ -171,7 +171,7 @@ def test_the_learning_rate_drops_to_a_tenth(often, tmp_path, monkeypatch):
 def test_what_is_short_is_learned(name, tmp_path):
     settings = copying.Settings(
         length=6, symbols=3, dim=16, depth=2, heads=2, feedforward=32, steps=300, drop_at=250, rate=1e-2
-    )  # fmt: skip
+    )
     row = copying.measure(settings, {"spec": name, "seed": 0}, Place(tmp_path, unwatched))
     assert row["test"] < copying.GOAL
     reached = dict(row["curve"])[row["reached"]]

@@ -45,11 +45,17 @@ def toy(measured: list, data: str = "none", **fields) -> Experiment:
 
     settings = Settings(data=data)
     return Experiment(
-        about="squares", scales={"laptop": settings}, quick=settings, data=checked, measure=measure, draw=draw,
+        about="squares",
+        scales={"laptop": settings},
+        quick=settings,
+        data=checked,
+        measure=measure,
+        draw=draw,
         points=lambda settings: [{"at": at} for at in range(1, settings.count + 1)],
         tables=lambda result: [[["squares"], *([str(row["square"])] for row in result["rows"])]],
-        source="Pythagoras", differs="Nothing does.",
-    )._replace(**fields)  # fmt: skip
+        source="Pythagoras",
+        differs="Nothing does.",
+    )._replace(**fields)
 
 
 @pytest.fixture

@@ -163,8 +163,12 @@ def test_errors_are_means_over_hours_and_series(monkeypatch):
 def test_windows_are_the_published_ones():
     settings = forecast.Settings()
     assert [settings.window(horizon) for horizon in settings.horizons] == [
-        (48, 48), (96, 48), (168, 168), (168, 168), (336, 336),
-    ]  # fmt: skip
+        (48, 48),
+        (96, 48),
+        (168, 168),
+        (168, 168),
+        (336, 336),
+    ]
     one = replace(settings, series="OT")
     assert [one.window(horizon) for horizon in (24, 720)] == [(720, 168), (720, 336)]
     assert replace(settings, reads=30, label=10).window(24) == (30, 10)
@@ -201,9 +205,20 @@ def test_what_was_interrupted_within_a_training_goes_on(tmp_path):
 def test_seeds_make_other_models_and_the_tables_have_their_means(tmp_path):
     rows = [
         {"model": forecast.VALUE, "horizon": 6, "mse": 2.0, "mae": 1.0},
-        *({"model": "linear", "horizon": 6, "seed": i, "mse": 1.0 + i, "mae": 0.5, "best": 2, "parameters": 1234,
-           "curve": [{"step": 2, "mse": 3.0}, {"step": 4, "mse": 4.0}]} for i in (0, 1)),
-    ]  # fmt: skip
+        *(
+            {
+                "model": "linear",
+                "horizon": 6,
+                "seed": i,
+                "mse": 1.0 + i,
+                "mae": 0.5,
+                "best": 2,
+                "parameters": 1234,
+                "curve": [{"step": 2, "mse": 3.0}, {"step": 4, "mse": 4.0}],
+            }
+            for i in (0, 1)
+        ),
+    ]
     settings = {"horizons": [6], "series": "all", "data": "synthetic"}
     first, told = forecast.tables({"settings": settings, "rows": rows})
     assert first[1:] == [[forecast.VALUE, "2.000 / 1.000"], ["linear", "1.500 / 0.500"]]

@@ -312,12 +312,24 @@ RESULT = {
     "rows": [
         {**LINEAR, "parameters": 1234, "curve": [[2, 1.0, 2.0], [4, 2.5, 1.5]], "validation": 1.5, "test": 1.6},
         {**SOFTMAX, "parameters": 1234, "curve": [[2, 2.0, 1.9], [4, 4.0, 1.4]], "validation": 1.4, "test": 1.45},
-        {"what": "images", "batch": 8, "seconds": {"linear": 2.0, "softmax": 4.0, "softmax, prefix recomputed": 8.0},
-         "images_per_second": {"linear": 4.0, "softmax": 2.0, "softmax, prefix recomputed": 0.5}},
-        *({"what": "token", "batch": 8, "tokens": tokens, "bytes": {"linear": 10, "softmax": 5 * tokens},
-           "seconds": {"linear": 0.001, **({"softmax": 0.004} if tokens < 9 else {})}} for tokens in (10, 4)),
+        {
+            "what": "images",
+            "batch": 8,
+            "seconds": {"linear": 2.0, "softmax": 4.0, "softmax, prefix recomputed": 8.0},
+            "images_per_second": {"linear": 4.0, "softmax": 2.0, "softmax, prefix recomputed": 0.5},
+        },
+        *(
+            {
+                "what": "token",
+                "batch": 8,
+                "tokens": tokens,
+                "bytes": {"linear": 10, "softmax": 5 * tokens},
+                "seconds": {"linear": 0.001, **({"softmax": 0.004} if tokens < 9 else {})},
+            }
+            for tokens in (10, 4)
+        ),
     ],
-}  # fmt: skip
+}
 
 
 def test_ours_stand_beside_what_was_published():

@@ -241,10 +241,21 @@ def test_a_loss_that_is_not_finite_is_told(text, dataset, tmp_path):
 
 def test_the_table_is_in_the_order_of_the_bits_with_published_ones_below():
     rows = [
-        {"model": name, "parameters": 5, "steps": 3, "seconds": 2.0, "processor": 3.0, "curve": [], "test": test,
-         "training": 12.0, "generation": {"1": 7.0, "2": 8.0}, "state": 1234, "attention": ""}
+        {
+            "model": name,
+            "parameters": 5,
+            "steps": 3,
+            "seconds": 2.0,
+            "processor": 3.0,
+            "curve": [],
+            "test": test,
+            "training": 12.0,
+            "generation": {"1": 7.0, "2": 8.0},
+            "state": 1234,
+            "attention": "",
+        }
         for name, test in (("gla", 3.0), ("lstm", 2.5))
-    ]  # fmt: skip
+    ]
     settings = json.loads(json.dumps({"budget": "steps", "batches": [1, 2], "context": 1000}))
     ours, theirs = language.tables({"settings": settings, "rows": rows})
     assert [line[0] for line in ours] == ["equal steps", "lstm", "gla"]

@@ -25,8 +25,20 @@ NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
 
 
 def small(spec: str = "softmax", length: int = 24, towers: int = 1, **sizes: int) -> Shape:
-    return Shape(**{"spec": spec, "dim": 8, "depth": 2, "heads": 2, "feedforward": 8, "vocab": 11, "length": length,
-                    "towers": towers, "classes": 3, **sizes})  # fmt: skip
+    return Shape(
+        **{
+            "spec": spec,
+            "dim": 8,
+            "depth": 2,
+            "heads": 2,
+            "feedforward": 8,
+            "vocab": 11,
+            "length": length,
+            "towers": towers,
+            "classes": 3,
+            **sizes,
+        }
+    )
 
 
 def batch(length: int = 24, towers: int = 1, rows: int = 3) -> Batch:
@@ -211,8 +223,18 @@ def made_up() -> dict:
             # In the published order for listops, in the opposite one for images.
             theirs = row.accuracies[lra_published.TASKS.index(task)]
             accuracy = theirs / 100 if task == "listops" else 1 - theirs / 100
-            rows.append({"what": "training", "task": task, "mechanism": row.mechanism, "accuracy": accuracy,
-                         "majority": 0.17, "tests": 1000, "parameters": 1234, "curve": []})  # fmt: skip
+            rows.append(
+                {
+                    "what": "training",
+                    "task": task,
+                    "mechanism": row.mechanism,
+                    "accuracy": accuracy,
+                    "majority": 0.17,
+                    "tests": 1000,
+                    "parameters": 1234,
+                    "curve": [],
+                }
+            )
         cost = {"steps_per_second": 10.0 + i, "mb": 100.0 * (i + 1)} if i < 10 else {"refused": "no memory"}
         rows.append({"what": "cost", "mechanism": row.mechanism, "spec": row.mechanism, **cost})
     settings = {"tasks": ["listops", "image"], "cost_batch": 1, "cost_length": 2048}
@@ -251,9 +273,19 @@ class TestReport:
 
     def test_the_published_averages(self):
         means = {row.model: round(row.mean, 2) for row in lra_published.TABLE}
-        printed = {"Transformer": 54.39, "Local": 46.06, "Sparse": 51.24, "Longformer": 53.46, "Linformer": 51.36,
-                   "Reformer": 50.67, "Sinkhorn": 51.48, "Synthesizer": 52.88, "BigBird": 55.01, "Linear": 50.55,
-                   "Performer": 51.41}  # fmt: skip
+        printed = {
+            "Transformer": 54.39,
+            "Local": 46.06,
+            "Sparse": 51.24,
+            "Longformer": 53.46,
+            "Linformer": 51.36,
+            "Reformer": 50.67,
+            "Sinkhorn": 51.48,
+            "Synthesizer": 52.88,
+            "BigBird": 55.01,
+            "Linear": 50.55,
+            "Performer": 51.41,
+        }
         assert means == pytest.approx(printed, abs=0.011)
 
     def test_the_picture_has_speed_accuracy_and_memory(self):

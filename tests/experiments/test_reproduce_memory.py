@@ -244,8 +244,13 @@ def test_a_batch_goes_on_with_the_next_episode():
     assert [rewards.tolist() for (rewards, _), _ in told] == [[1.0, 2.0]] * 6
     assert [returns for (_, returns), _ in told] == [[], [2.0], [6.0], [2.0], [], [2.0, 6.0]]
     assert [first for _, first in told] == [
-        [False, False], [True, False], [False, True], [True, False], [False, False], [True, True]
-    ]  # fmt: skip
+        [False, False],
+        [True, False],
+        [False, True],
+        [True, False],
+        [False, False],
+        [True, True],
+    ]
     chance = torch.Generator().manual_seed(7)
     batch.begin([7, 8])
     assert torch.equal(batch.observations[0], torch.rand(3, generator=chance))

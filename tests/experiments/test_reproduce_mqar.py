@@ -114,7 +114,7 @@ def test_the_convolution_shows_a_value_its_key_and_nothing_later():
 
 EASY = mqar.Settings(
     specs="softmax; deltanet", dims=(16,), rates=(1e-2,), pairs=(1, 2), vocab=6, steps=400, batch=32, tests=64
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", ["softmax", "deltanet"])
@@ -153,15 +153,17 @@ def test_a_table_goes_from_narrow_to_wide_in_the_order_of_the_specs():
     (table,) = mqar.tables({"settings": settings, "rows": rows})
     assert table[0] == ["attention", "dim", "bytes of the state", "2 pairs", "steps"]
     assert [row[:4] for row in table[1:]] == [
-        ["softmax", "8", "8,000", "0.500"], ["linear", "8", "8,000", "0.500"], ["linear", "16", "16,000", "0.500"]
-    ]  # fmt: skip
+        ["softmax", "8", "8,000", "0.500"],
+        ["linear", "8", "8,000", "0.500"],
+        ["linear", "16", "16,000", "0.500"],
+    ]
 
 
 # Transfer
 
 SMALL = transfer.Settings(
     dim=16, depth=1, heads=2, steps=40, rate=1e-2, finetune=10, batch=16, features=(32,), draws=3, every=5, images=16
-)  # fmt: skip
+)
 POINTS = {point["start"]: point for point in transfer.points(SMALL)}
 
 

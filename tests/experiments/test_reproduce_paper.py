@@ -19,10 +19,14 @@ def test_a_reformer_of_x_rounds_is_the_publications_lsh_x():
         "settings": {"data": "mnist", "attentions": f"linear; {one}", "batches": []},
         "rows": [
             {"what": "training", "attention": one, **row},
-            {"what": "images", "batch": 1, "seconds": {"linear": 2.0, one: 4.0, again: 8.0},
-             "images_per_second": {"linear": 0.5, one: 0.25, again: 0.125}},
+            {
+                "what": "images",
+                "batch": 1,
+                "seconds": {"linear": 2.0, one: 4.0, again: 8.0},
+                "images_per_second": {"linear": 0.5, one: 0.25, again: 0.125},
+            },
         ],
-    }  # fmt: skip
+    }
     bits, speed, *_ = images_report.tables(result)
     assert [line[0] for line in bits[1:]] == [f"lsh-1, {one}", "lsh-4"]
     assert bits[1][1:] == ["12", "4", "2 s", "1.700", "1.700", "1.750", "0.745"]

@@ -250,8 +250,9 @@ def test_the_tables_have_both_tasks_side_by_side():
     ]
     first, second, third = protein.tables({"settings": {"seeds": [0]}, "rows": rows})
     assert first[1:] == [
-        [UNIGRAM, "10.00", "10.00", "10.50", "10.50", ""], ["linear", "11.00", "11.00", "", "", "1,234"]
-    ]  # fmt: skip
+        [UNIGRAM, "10.00", "10.00", "10.50", "10.50", ""],
+        ["linear", "11.00", "11.00", "", "", "1,234"],
+    ]
     assert second[2] == ["causal: Transformer", "30.80", "9.37", "19.70", "13.20"]
     assert third[1:] == [["train", "3", "40", "5,000"]]
 

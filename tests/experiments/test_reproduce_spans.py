@@ -87,8 +87,9 @@ def test_the_tables_tell_means_and_the_spans_in_order():
     rows = [row | {"curve": [[2, 3.0], [4, 2.0], [6, 2.5]]} for row in rows]
     first, second = spans.tables({"settings": {"depth": 2}, "rows": rows})
     assert first[1:] == [
-        [spans.FREE, "6.0", "12.0", "2.0000", "2.5000"], [spans.WINDOW, "", "10.0", "2.0000", "2.2500"]
-    ]  # fmt: skip
+        [spans.FREE, "6.0", "12.0", "2.0000", "2.5000"],
+        [spans.WINDOW, "", "10.0", "2.0000", "2.2500"],
+    ]
     assert second == [["spans of the heads", "layer 1", "layer 2"], [spans.FREE, "7 9", "3 5"]]
 
 

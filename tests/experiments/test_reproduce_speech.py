@@ -151,11 +151,17 @@ def result():
     }
     rows = [
         {
-            "what": "training", "encoder": name, "parameters": 1000, "curve": [[1, 2.0, 0.5]], "seconds": seconds,
-            "updates": 7, "frames": 900, "errors": errors,
+            "what": "training",
+            "encoder": name,
+            "parameters": 1000,
+            "curve": [[1, 2.0, 0.5]],
+            "seconds": seconds,
+            "updates": 7,
+            "frames": 900,
+            "errors": errors,
         }
         for name, seconds in (("lstm", 1.0), ("softmax", 4.0), ("linear", 2.0))
-    ]  # fmt: skip
+    ]
     steps = [{"what": "step", "frames": n, "seconds": {"softmax": n / 100, "linear": 2.0}} for n in (100, 400)]
     settings = {"units": "letters", "beams": 8, "encoders": "lstm; softmax; linear"}
     return {"settings": settings, "rows": rows + steps}

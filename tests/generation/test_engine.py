@@ -41,10 +41,17 @@ def decoder(row=MODELS[0], dim=24, heads=4, seed=0, **options) -> Decoder:
     options = {"depth": 3, "feedforward": dim + 13, "vocab": 37, "length": 128} | options
     model = Decoder(
         DecoderConfig(
-            dim=dim, heads=heads, attention=attention, positions=positions, activation=activation, norm=norm,
-            prenorm=prenorm, tied=tied, **options,
+            dim=dim,
+            heads=heads,
+            attention=attention,
+            positions=positions,
+            activation=activation,
+            norm=norm,
+            prenorm=prenorm,
+            tied=tied,
+            **options,
         )
-    ).eval()  # fmt: skip
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)

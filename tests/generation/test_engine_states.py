@@ -52,12 +52,17 @@ def test_positions_below_zero(made):
 @pytest.mark.parametrize(
     "counts",
     [
-        torch.zeros(0, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.zeros(2, 1, dtype=torch.long),
-        torch.tensor(3), torch.full((2,), 4, dtype=torch.int32), torch.full((2,), 4, dtype=torch.int8),
-        torch.full((2,), 4.0), torch.full((2,), 4, device="meta"),
+        torch.zeros(0, dtype=torch.long),
+        torch.zeros(1, dtype=torch.long),
+        torch.zeros(2, 1, dtype=torch.long),
+        torch.tensor(3),
+        torch.full((2,), 4, dtype=torch.int32),
+        torch.full((2,), 4, dtype=torch.int8),
+        torch.full((2,), 4.0),
+        torch.full((2,), 4, device="meta"),
     ],
     ids=lambda t: f"{t.dtype}-{tuple(t.shape)}-{t.device}",
-)  # fmt: skip
+)
 def test_counters_of_another_kind(made, counts):
     state, step = made
     for odd in (
@@ -72,11 +77,16 @@ def test_counters_of_another_kind(made, counts):
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda t: torch.empty_like(t, device="meta"), torch.Tensor.double, torch.Tensor.long, lambda t: t[:1],
-        lambda t: t[..., :-1], lambda t: t[0], lambda t: t.to_sparse(),
+        lambda t: torch.empty_like(t, device="meta"),
+        torch.Tensor.double,
+        torch.Tensor.long,
+        lambda t: t[:1],
+        lambda t: t[..., :-1],
+        lambda t: t[0],
+        lambda t: t.to_sparse(),
     ],
     ids=["meta", "double", "integer", "fewer rows", "fewer channels", "no batch", "sparse"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("part", ["sums", "keys", "values"])
 @needs_kernels
 def test_the_engine_takes_numbers_of_its_kind_only(part, spoil):

@@ -127,7 +127,14 @@ def test_it_works_before_it_is_installed(package):
     assert lines
     for line in lines:
         words = shlex.split(line)[1:]
-        run(sys.executable, "-P", "-m", "longspan", *words, *(SMALL if words[0] == "train" else ()),
-            folder=package / "src")  # fmt: skip
+        run(
+            sys.executable,
+            "-P",
+            "-m",
+            "longspan",
+            *words,
+            *(SMALL if words[0] == "train" else ()),
+            folder=package / "src",
+        )
     if any(shlex.split(line)[1] == "train" for line in lines):
         assert (package / "src" / "runs" / "mine" / "config.yaml").is_file()

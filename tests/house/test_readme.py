@@ -80,8 +80,12 @@ def test_lines_without_make_are_those_that_make_runs(blocks):
     }
     plan = subprocess.run(
         ["make", "--dry-run", "--always-make", "demo", "test"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     shown = [line for line in commands(blocks(README, "console")) if SETUP.match(line)]
     assert shown
     assert [line for line in shown if not line.startswith(("make ", "source ")) and line not in plan] == []

@@ -11,8 +11,23 @@ from longspan.cli.entry import WRONG, main
 from longspan.train.config import TrainConfig
 
 SMALL = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 16}
-ARGUMENTS = {"tokens", "batch", "beams", "best", "stop", "prompt", "state", "mask", "segments", "context", "causal",
-             "text", "count", "n_best", "data"}  # fmt: skip
+ARGUMENTS = {
+    "tokens",
+    "batch",
+    "beams",
+    "best",
+    "stop",
+    "prompt",
+    "state",
+    "mask",
+    "segments",
+    "context",
+    "causal",
+    "text",
+    "count",
+    "n_best",
+    "data",
+}
 
 
 def test_every_alias_leads_to_a_name_of_ours():
@@ -29,10 +44,14 @@ def test_every_alias_leads_to_a_name_of_ours():
 @pytest.mark.parametrize(
     ("foreign", "ours"),
     [
-        ("mamba2", "ssd"), ("flash", "softmax"), ("sliding_window", "local"), ("retnet", "retention"),
-        ("delta_net", "deltanet"), ("gated_linear_attention", "gla"),
+        ("mamba2", "ssd"),
+        ("flash", "softmax"),
+        ("sliding_window", "local"),
+        ("retnet", "retention"),
+        ("delta_net", "deltanet"),
+        ("gated_linear_attention", "gla"),
     ],
-)  # fmt: skip
+)
 def test_a_foreign_mechanism(foreign, ours):
     with pytest.raises(ValueError, match=rf"unknown name {foreign!r} \(did you mean {ours!r}\?\)"):
         longspan.build(foreign, 8, 2)
@@ -41,10 +60,17 @@ def test_a_foreign_mechanism(foreign, ours):
 @pytest.mark.parametrize(
     ("foreign", "ours"),
     [
-        ("n_layers", "depth"), ("num_layers", "depth"), ("layers", "depth"), ("nhead", "heads"), ("n_heads", "heads"),
-        ("num_heads", "heads"), ("d_model", "dim"), ("hidden_size", "dim"), ("ffn", "feedforward"),
+        ("n_layers", "depth"),
+        ("num_layers", "depth"),
+        ("layers", "depth"),
+        ("nhead", "heads"),
+        ("n_heads", "heads"),
+        ("num_heads", "heads"),
+        ("d_model", "dim"),
+        ("hidden_size", "dim"),
+        ("ffn", "feedforward"),
     ],
-)  # fmt: skip
+)
 def test_a_foreign_field(foreign, ours, capsys):
     with pytest.raises(TypeError, match=rf"Config\(\) has no argument {foreign!r} \(did you mean {ours!r}\?\)"):
         DecoderConfig(**{foreign: 3})

@@ -125,8 +125,14 @@ def kill_at(monkeypatch, number, after):
         return call
 
     for module, name in (
-        (os, "rename"), (os, "replace"), (os, "fsync"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"), (torch, "save")
-    ):  # fmt: skip
+        (os, "rename"),
+        (os, "replace"),
+        (os, "fsync"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (os, "mkdir"),
+        (torch, "save"),
+    ):
         monkeypatch.setattr(module, name, fatal(getattr(module, name)))
     return count
 

@@ -15,9 +15,17 @@ from longspan.modules.sinusoidal import sinusoid
 SMALL = {"dim": 16, "depth": 2, "heads": 2, "feedforward": 12, "vocab": 7, "length": 20}
 TOKENS = torch.randint(0, 7, (2, 13), generator=torch.Generator().manual_seed(0))
 EVERY = (
-    "none", "sinusoidal", "sinusoidal(layout='halves')", "sinusoidal(layout='tensor2tensor', base=500.0)", "learned",
-    "rotary", "rotary(layout='interleaved', base=30.0)", "relative", "relative(clamp=4)", "alibi",
-)  # fmt: skip
+    "none",
+    "sinusoidal",
+    "sinusoidal(layout='halves')",
+    "sinusoidal(layout='tensor2tensor', base=500.0)",
+    "learned",
+    "rotary",
+    "rotary(layout='interleaved', base=30.0)",
+    "relative",
+    "relative(clamp=4)",
+    "alibi",
+)
 
 
 def data(*shape, seed=0):
@@ -129,12 +137,23 @@ class TestBuilding:
     @pytest.mark.parametrize(
         ("spec", "name", "message"),
         [
-            ("kernel", "rotary", r"kernel has no rotary positions: it has no rotary form.*; linear, local, retention, "
-             r"softmax, sparse have them, and any mechanism goes with none, sinusoidal or learned"),
-            ("linear", "alibi", "linear has no alibi positions: it has no scores that could fall with the distance; "
-             "alibi, softmax have them"),
-            ("linear", "relative", "linear has no relative positions.*; compressive, relative, softmax, "
-             "transformer_xl have them"),
+            (
+                "kernel",
+                "rotary",
+                r"kernel has no rotary positions: it has no rotary form.*; linear, local, retention, "
+                r"softmax, sparse have them, and any mechanism goes with none, sinusoidal or learned",
+            ),
+            (
+                "linear",
+                "alibi",
+                "linear has no alibi positions: it has no scores that could fall with the distance; "
+                "alibi, softmax have them",
+            ),
+            (
+                "linear",
+                "relative",
+                "linear has no relative positions.*; compressive, relative, softmax, transformer_xl have them",
+            ),
             ("local(window=5)", "relative", "local has no relative positions"),
             ("softmax(kv_heads=1)", "alibi", "softmax with alibi positions is alibi, whose options are none; not kv"),
             ("compressive", "relative(clamp=3)", "compressive with relative positions is compressive, whose .* not cl"),
@@ -143,7 +162,7 @@ class TestBuilding:
             ("softmax(rotary=9.0, rotary_layout='pairs')", "none", "unknown rotary_layout 'pairs'"),
             ("softmax(rotary_layout='interleaved')", "none", "with rotary=0.0 none do"),
         ],
-    )  # fmt: skip
+    )
     def test_what_is_not_exact_is_refused(self, spec, name, message):
         with pytest.raises(ValueError, match=message):
             longspan.build(spec, 16, 2, positions=name)

@@ -63,8 +63,9 @@ def test_a_decoder_of_several_layers():
         dim=8, depth=2, heads=2, feedforward=16, vocab=5, attention="gated_deltanet; softmax"
     )
     model = longspan.Decoder(config).eval()
-    program = export(model, (torch.tensor([[3, 1, 4], [0, 2, 2]]),), dynamic_shapes=(
-        {0: Dim("B", min=1), 1: Dim("N", min=1)}, ))  # fmt: skip
+    program = export(
+        model, (torch.tensor([[3, 1, 4], [0, 2, 2]]),), dynamic_shapes=({0: Dim("B", min=1), 1: Dim("N", min=1)},)
+    )
     tokens = torch.randint(5, (3, 40), generator=torch.Generator().manual_seed(0))
     assert torch.allclose(program.module()(tokens)[0], model(tokens)[0], atol=1e-6)
 

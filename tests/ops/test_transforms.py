@@ -72,8 +72,10 @@ class TestOperations:
         leaves = [t.clone().requires_grad_() for t in inputs]
         out = function(*leaves)
         u = out.detach().sin()
-        there = [g if g is not None else torch.zeros_like(t) for g, t in zip(
-            torch.autograd.grad(out, leaves, u, allow_unused=True), leaves, strict=True)]  # fmt: skip
+        there = [
+            g if g is not None else torch.zeros_like(t)
+            for g, t in zip(torch.autograd.grad(out, leaves, u, allow_unused=True), leaves, strict=True)
+        ]
         expected = sum((g * t).sum() for g, t in zip(there, tangents, strict=True))
         with forward_ad.dual_level():
             dual = function(*(forward_ad.make_dual(t, d) for t, d in zip(inputs, tangents, strict=True)))

@@ -88,7 +88,7 @@ BAD = {
     "no format": (b"RIFF\0\0\0\0WAVEdata\4\0\0\0abcd", "has a data chunk before its format chunk"),
     "short format": (b"RIFF\0\0\0\0WAVEfmt \4\0\0\0abcddata\0\0\0\0", "has a format chunk of 4 bytes; at least 16"),
     "huge format": (b"RIFF\0\0\0\0WAVEfmt \377\377\377\377abcd", r"has a chunk b'fmt ' of 4294967295 bytes before its"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BAD)

@@ -73,7 +73,7 @@ class TestRefused:
             ({"keys": KEYS[:, :, :4].clone()}, r"state has unequal numbers of tokens: .'keys': 4, 'values': 5"),
             ({"keys": KEYS[0]}, r"state.keys is torch.float32 .2, 5, 4. where"),
         ],
-    )  # fmt: skip
+    )
     def test_what_cannot_be_continued(self, tmp_path, leaf, said):
         module, state = started("softmax")
         path = written(tmp_path / "s", longspan.states.detach(state), **leaf)

@@ -113,10 +113,14 @@ MISTAKES = {
     "a used row beside another: one call": ("mixed_rows", LOCAL, lookback, "_from_nothing", fresh_if_some_row_is),
     "139 tokens, packed, from nothing": ("blocks", LOCAL, sparse, "attend", meeting_in_long_rows),
     "packed, from nothing, without gradients": (
-        "blocks", "linear", Linear, "attend", wrong_where_nothing_is_recorded,
+        "blocks",
+        "linear",
+        Linear,
+        "attend",
+        wrong_where_nothing_is_recorded,
     ),
     "torch.float64 with no arguments": ("oracle", LOCAL, sparse.blockwise, "attend", wrong_from_nothing),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", MISTAKES)

@@ -148,8 +148,12 @@ def blind_to_itself(cache_, k, v, used, donate, original=kv_cache._extend_even):
 
 
 def starting_with_the_state(packed, tokens, state, carry, original=isolated._alone):
-    return original(packed._replace(fresh=lambda: None if state is None else state._replace(sums=state.sums[:1] + 1)),
-                    tokens, state, carry)  # fmt: skip
+    return original(
+        packed._replace(fresh=lambda: None if state is None else state._replace(sums=state.sums[:1] + 1)),
+        tokens,
+        state,
+        carry,
+    )
 
 
 CUT = "parallel_is_recurrent"
@@ -182,19 +186,31 @@ MUTANTS = {
     "a leaky mask in softmax": (dense, "attend", leaky_softmax, "softmax", "causal"),
     "a dropped padding mask in the sums": (linear, "_sum", no_padding_in_sums, ROTARY, "padding"),
     "a dropped padding mask in the quadratic form": (
-        composed, "_mapped", no_padding_in_the_quadratic_form, "linear", "padding",
+        composed,
+        "_mapped",
+        no_padding_in_the_quadratic_form,
+        "linear",
+        "padding",
     ),
     "a dropped padding mask in a span": (workspace.Rows, "_hide", no_padding_in_spans, "linear", "oracle"),
     "a dropped padding mask in softmax": (kv_cache, "within", no_padding_in_view, "softmax", "padding"),
     "a span that keeps the keys of ended segments": (workspace.Rows, "written", segments_never_end, "linear", "oracle"),
     "a span that forgets gradients from later ones": (
-        workspace.Rows, "running", state_of_the_span_unread, "linear", "oracle",
+        workspace.Rows,
+        "running",
+        state_of_the_span_unread,
+        "linear",
+        "oracle",
     ),
     "a state changed in place by a step": (gated, "step", step_in_place, "linear", "state"),
     "a cache changed in place": (kv_cache, "_extend_even", cache_in_place, "softmax", "state"),
     "a wrong normaliser": (linear, "normalise", mean_instead_of_normaliser, ROTARY, "attention_matrix"),
     "a wrong eps in the quadratic form": (
-        spans, "quadratic", wrong_eps_in_the_quadratic_form, "linear", "attention_matrix",
+        spans,
+        "quadratic",
+        wrong_eps_in_the_quadratic_form,
+        "linear",
+        "attention_matrix",
     ),
     "a wrong eps in the matrix": (linear, "matrix", forgotten_past, "linear", "attention_matrix"),
     "sums in half precision": (chunks, "_sums", sums_in_half_precision, ROTARY, "oracle"),
@@ -213,7 +229,7 @@ MUTANTS = {
     "a prefix that counts padding": (arguments, "inside", prefix_counting_padding, "linear", "prefix_mode"),
     "a prefix that stays causal": (kv_cache, "join", causal_prefix, "softmax", "prefix_mode"),
     "a prefix blind to the past": (kv_cache, "extend", prefix_blind_to_the_past, "softmax", "prefix_mode"),
-}  # fmt: skip
+}
 
 
 NATIVE = {

@@ -30,11 +30,14 @@ def test_several_specs_come_one_after_the_other():
     assert list(dict.fromkeys(spec for spec, _ in pairs)) == ["gla", "linear; gla"]
 
 
-@pytest.mark.parametrize(("specs", "message"), [
-    ([], "parametrize needs at least one spec"),
-    ("linaer", "unknown attention 'linaer'"),
-    (["linear", "linear(window=3)"], "linear has no option 'window'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([], "parametrize needs at least one spec"),
+        ("linaer", "unknown attention 'linaer'"),
+        (["linear", "linear(window=3)"], "linear has no option 'window'"),
+    ],
+)
 def test_what_is_wrong_is_said_when_tests_are_collected(specs, message):
     with pytest.raises(ValueError, match=message):
         testing.parametrize(specs)

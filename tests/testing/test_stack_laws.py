@@ -75,10 +75,14 @@ MISTAKES = {
     "a remainder lost at the cap": (universal.Act, "forward", remainder_lost, "act(steps=4)", "ponder"),
     "a cost without gradient": (universal.Act, "forward", penalty_without_its_remainder, "act(steps=4)", "ponder"),
     "every step reads the first one's states": (
-        universal, "of_step", first_steps_state, "universal(steps=3)", "parallel_is_recurrent",
+        universal,
+        "of_step",
+        first_steps_state,
+        "universal(steps=3)",
+        "parallel_is_recurrent",
     ),
     "dropout drawn anew": (reversible, "_set", fresh_generator, "reversible", "reversible"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -27,12 +27,15 @@ from longspan.train.objectives import Streams
 from training_process import weights
 
 SPECS = (
-    "transformer_xl(memory=9)", "linear; local(window=5)", "gated_deltanet",
-    "compressive(memory=5, compressed=3, rate=2)", "infini(segment=6)",
-)  # fmt: skip
+    "transformer_xl(memory=9)",
+    "linear; local(window=5)",
+    "gated_deltanet",
+    "compressive(memory=5, compressed=3, rate=2)",
+    "infini(segment=6)",
+)
 XL = DecoderConfig(
     dim=8, depth=2, heads=2, feedforward=12, attention=SPECS[0], vocab=256, positions="none", dropout=0.1
-)  # fmt: skip
+)
 LENGTH = 11
 
 
@@ -55,10 +58,21 @@ def text(tmp_path_factory):
 
 
 def run(folder, text, **fields):
-    return TrainConfig(**{
-        "data": text, "length": LENGTH, "stream": True, "steps": 11, "batch": 3, "evaluate_every": 4,
-        "evaluate_examples": 7, "save_every": 3, "warmup": 2, "out": str(folder / "run"),
-    } | fields)  # fmt: skip
+    return TrainConfig(
+        **{
+            "data": text,
+            "length": LENGTH,
+            "stream": True,
+            "steps": 11,
+            "batch": 3,
+            "evaluate_every": 4,
+            "evaluate_examples": 7,
+            "save_every": 3,
+            "warmup": 2,
+            "out": str(folder / "run"),
+        }
+        | fields
+    )
 
 
 class TestObjective:

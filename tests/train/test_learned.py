@@ -19,9 +19,14 @@ from longspan.train.plots import draw
 from training_process import tiny
 
 SPANS = DecoderConfig(
-    dim=8, heads=2, feedforward=12, depth=3, vocab=17, length=64,
+    dim=8,
+    heads=2,
+    feedforward=12,
+    depth=3,
+    vocab=17,
+    length=64,
     attention="adaptive_span(span=11, ramp=3, initial=4.0); softmax; adaptive_span(span=7, ramp=3, dynamic=True)",
-)  # fmt: skip
+)
 ACT = DecoderConfig(
     dim=8, heads=2, feedforward=12, depth=1, vocab=17, length=64, attention="linear", stack="act(steps=5)"
 )

@@ -112,8 +112,11 @@ class TestModels:
         first, second = (11 * (0.1 + b) / 2 for b in (0.3, 0.5))
         assert record["penalty"].item() == pytest.approx(first + second)
         assert [set(layer) for layer in record["layers"]] == [
-            {"matrix", "mask", "lse", "penalty"}, set(), {"matrix", "mask", "lse", "penalty"}, {"matrix", "mask", "lse"}
-        ]  # fmt: skip
+            {"matrix", "mask", "lse", "penalty"},
+            set(),
+            {"matrix", "mask", "lse", "penalty"},
+            {"matrix", "mask", "lse"},
+        ]
         assert [set(layer) for layer in some["layers"]] == [{"penalty"}, set(), {"penalty"}, set()]
         assert some["penalty"] == record["penalty"]
         assert [layer["penalty"].item() for layer in some["layers"][::2]] == pytest.approx([first, second])

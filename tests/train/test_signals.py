@@ -197,11 +197,14 @@ class TestTraining:
         assert (at / "last").read_text() == "step-00000012\n"
         assert (at / "best").read_text() in (best, "step-00000012\n")
 
-    @pytest.mark.parametrize(("name", "message"), [
-        ("metrics.csv", r"metrics.csv is corrupt: .*; move it away"),
-        ("config.yaml", r"config.yaml is corrupt: it holds no model and run"),
-        ("checkpoints/last", r"checkpoints/last is corrupt: it does not hold the name of a checkpoint"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("metrics.csv", r"metrics.csv is corrupt: .*; move it away"),
+            ("config.yaml", r"config.yaml is corrupt: it holds no model and run"),
+            ("checkpoints/last", r"checkpoints/last is corrupt: it does not hold the name of a checkpoint"),
+        ],
+    )
     def test_bad_bytes_are_named(self, name, message, tmp_path):
         fit(TINY, tiny(tmp_path, steps=1), progress=False)
         (tmp_path / "run" / name).write_bytes(b"\xff\xfe\x00\x81")
@@ -261,12 +264,15 @@ def test_a_benchmark_keeps_what_it_has(tmp_path, monkeypatch):
         report.collect(tmp_path, "limits", growing(0, KeyboardInterrupt()))
 
 
-@pytest.mark.parametrize(("writes", "kept"), [
-    (0, "before the first figure; nothing was written"),
-    (2, "2 figures so far are in .*limits.partial.json"),
-    (3, "3 figures so far are in .*limits.partial.json"),  # the one that is full is limits.json
-    (5, "3 figures so far are in .*limits.partial.json"),  # and here the picture
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("writes", "kept"),
+    [
+        (0, "before the first figure; nothing was written"),
+        (2, "2 figures so far are in .*limits.partial.json"),
+        (3, "3 figures so far are in .*limits.partial.json"),  # the one that is full is limits.json
+        (5, "3 figures so far are in .*limits.partial.json"),  # and here the picture
+    ],
+)
 def test_a_full_disk_leaves_a_benchmark_what_it_has(writes, kept, tmp_path, monkeypatch):
     write, done = atomic_io.write, []
 

@@ -22,9 +22,17 @@ from training_process import TINY, tiny, weights
 
 WORDS = ["".join(word) for n in (1, 2, 3, 4) for word in itertools.product("abc", repeat=n)]
 SMALL = Seq2SeqConfig(
-    dim=10, depth=1, heads=2, feedforward=14, vocab=257, length=8, dropout=0.1, smoothing=0.2,
-    attention="linear", encoder_attention="softmax",
-)  # fmt: skip
+    dim=10,
+    depth=1,
+    heads=2,
+    feedforward=14,
+    vocab=257,
+    length=8,
+    dropout=0.1,
+    smoothing=0.2,
+    attention="linear",
+    encoder_attention="softmax",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +106,11 @@ class TestLoss:
         model, target = build(), objectives.Target(TrainConfig(), dataset)
         batch = dataset.take("train", torch.tensor([0, 7, 50]))
         other = Batch(
-            batch.source.masked_fill(~batch.source_mask, 99), batch.source_mask,
-            batch.target.masked_fill(~batch.mask, 98), batch.mask,
-        )  # fmt: skip
+            batch.source.masked_fill(~batch.source_mask, 99),
+            batch.source_mask,
+            batch.target.masked_fill(~batch.mask, 98),
+            batch.mask,
+        )
         torch.testing.assert_close(target.loss(model, other), target.loss(model, batch), rtol=1e-9, atol=1e-9)
 
     def test_a_step_goes_down_the_smoothed_loss_and_the_weighted_penalties(self, tmp_path, file, dataset, monkeypatch):
@@ -226,9 +236,15 @@ class TestRuns:
     def test_it_learns(self, tmp_path, file):
         config = replace(SMALL, dropout=0.0, dim=32, feedforward=64, attention="softmax", smoothing=0.0)
         run = tiny(
-            tmp_path, data=file, steps=200, batch=32, learning_rate=0.01, evaluate_every=200, save_every=200,
+            tmp_path,
+            data=file,
+            steps=200,
+            batch=32,
+            learning_rate=0.01,
+            evaluate_every=200,
+            save_every=200,
             evaluate_examples=0,
-        )  # fmt: skip
+        )
         result = fit(config, run, progress=False)
         assert result.bits["validation"] < 0.5
         assert result.exact["validation"] > 0.5

@@ -74,28 +74,31 @@ def test_step_seeds_differ_by_seed_index_and_rank():
     assert len(seeds) == 750
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"steps": 0}, "steps=0 must be at least 1"),
-    ({"batch": 0}, "batch=0 must be at least 1"),
-    ({"accumulate": 0}, "accumulate=0 must be at least 1"),
-    ({"evaluate_every": 0}, "evaluate_every=0 must be at least 1"),
-    ({"save_every": 0}, "save_every=0 must be at least 1"),
-    ({"keep": 0}, "keep=0 must be at least 1"),
-    ({"devices": 0}, "devices=0 must be at least 1"),
-    ({"length": -1}, "length=-1 must be at least 0"),
-    ({"warmup": -1}, "warmup=-1 must be at least 0"),
-    ({"clip": -0.5}, "clip=-0.5 must be at least 0"),
-    ({"weight_decay": math.nan}, "weight_decay=nan must be a number, finite"),
-    ({"seconds": math.inf}, "seconds=inf must be a number, finite"),
-    ({"evaluate_examples": -1}, "evaluate_examples=-1 must be at least 0"),
-    ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
-    ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; known: adamw, radam"),
-    ({"schedule": "cosin"}, r"unknown schedule 'cosin' \(did you mean 'cosine'\?\)"),
-    ({"precision": "16"}, "unknown precision '16'.*; known: 32, bf16"),
-    ({"schedule": "drop"}, "schedule='drop' needs drop_at"),
-    ({"drop_at": 3}, "drop_at=3 is read by schedule='drop' only, not 'cosine'"),
-    ({"out": " "}, "out is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1"),
+        ({"evaluate_every": 0}, "evaluate_every=0 must be at least 1"),
+        ({"save_every": 0}, "save_every=0 must be at least 1"),
+        ({"keep": 0}, "keep=0 must be at least 1"),
+        ({"devices": 0}, "devices=0 must be at least 1"),
+        ({"length": -1}, "length=-1 must be at least 0"),
+        ({"warmup": -1}, "warmup=-1 must be at least 0"),
+        ({"clip": -0.5}, "clip=-0.5 must be at least 0"),
+        ({"weight_decay": math.nan}, "weight_decay=nan must be a number, finite"),
+        ({"seconds": math.inf}, "seconds=inf must be a number, finite"),
+        ({"evaluate_examples": -1}, "evaluate_examples=-1 must be at least 0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
+        ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; known: adamw, radam"),
+        ({"schedule": "cosin"}, r"unknown schedule 'cosin' \(did you mean 'cosine'\?\)"),
+        ({"precision": "16"}, "unknown precision '16'.*; known: 32, bf16"),
+        ({"schedule": "drop"}, "schedule='drop' needs drop_at"),
+        ({"drop_at": 3}, "drop_at=3 is read by schedule='drop' only, not 'cosine'"),
+        ({"out": " "}, "out is empty"),
+    ],
+)
 def test_run_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
         TrainConfig(**fields)

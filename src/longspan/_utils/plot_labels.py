@@ -63,9 +63,16 @@ def put(axis: Any, names: Sequence[str], x: Sequence[float], y: Sequence[float],
         text.remove()
         line = {"arrowstyle": "-", "color": "grey", "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
         axis.annotate(
-            names[i], (x[i], y[i]), (dx / unit, dy / unit), textcoords="offset points", fontsize=7, ha="center",
-            va="center", annotation_clip=False, arrowprops=line if ring > NEAR else None,
-        )  # fmt: skip
+            names[i],
+            (x[i], y[i]),
+            (dx / unit, dy / unit),
+            textcoords="offset points",
+            fontsize=7,
+            ha="center",
+            va="center",
+            annotation_clip=False,
+            arrowprops=line if ring > NEAR else None,
+        )
         taken.append(_moved(own, dx, dy))
 
 

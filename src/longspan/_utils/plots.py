@@ -175,9 +175,12 @@ def _pattern(plt: Any, result: dict[str, Any]) -> Any:
     rows = [{**row, "ms": 1e3 * row["seconds"]} for row in result["rows"] if row["mode"] in MODES]
     texts, modes = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pattern", "mode"))
     figure, axes = plt.subplots(
-        len(texts), len(modes) + 1, figsize=(5.2 * (len(modes) + 1), 4.4 * len(texts)), layout="constrained",
+        len(texts),
+        len(modes) + 1,
+        figsize=(5.2 * (len(modes) + 1), 4.4 * len(texts)),
+        layout="constrained",
         squeeze=False,
-    )  # fmt: skip
+    )
     for line, text in zip(axes, texts, strict=True):
         same = [row for row in rows if row["pattern"] == text]
         for axis, mode in zip(line, modes, strict=False):

@@ -22,9 +22,15 @@ class Bar(tqdm):
 
     def __init__(self, total: int, label: str, done: int = 0):
         super().__init__(
-            total=total, desc=label, initial=done, leave=False, delay=FIRST, miniters=1, dynamic_ncols=True,
+            total=total,
+            desc=label,
+            initial=done,
+            leave=False,
+            delay=FIRST,
+            miniters=1,
+            dynamic_ncols=True,
             file=sys.stderr,
-        )  # fmt: skip
+        )
 
 
 # The usual one is for several processes, and is one more process on some systems.
@@ -45,9 +51,11 @@ class Lines:
         if now - Lines.said < EVERY:
             return
         Lines.said = now
-        say(tqdm.format_meter(
-            done, self.total, now - self.begin, initial=self.begun, prefix=label, postfix=figures, bar_format=LINE
-        ))  # fmt: skip
+        say(
+            tqdm.format_meter(
+                done, self.total, now - self.begin, initial=self.begun, prefix=label, postfix=figures, bar_format=LINE
+            )
+        )
 
 
 def watched() -> bool:

@@ -137,9 +137,18 @@ class AdaptiveSpan(Attention):
         # A query takes the logit of its span along, in a channel where all keys are zero.
         q, k = self._wider(q, self.extent(x).mT[..., None] if self.dynamic else 0.0), self._wider(k, 0.0)
         o, state = lookback.attend(
-            q, k, v, state, band(seen - 1), bias=bias, scale=v.shape[-1] ** -0.5, mask=mask, segments=segments,
-            record=record if record and "matrix" in record else None, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            state,
+            band(seen - 1),
+            bias=bias,
+            scale=v.shape[-1] ** -0.5,
+            mask=mask,
+            segments=segments,
+            record=record if record and "matrix" in record else None,
+            donate=donate,
+        )
         if record and "penalty" in record:
             real = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask
             spans = self.spans(x).masked_fill(~real[:, None], 0.0)

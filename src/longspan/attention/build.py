@@ -32,8 +32,8 @@ def build(
     ("linear(feature_map='relu')", True)
 
     ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
-    depend on it; ``positions`` are those of a model, see ``longspan.modules.positions``: ``rotary`` where the spec itself
-    gives none, and with ``alibi`` and ``relative`` softmax is the mechanism of that name.
+    depend on it; ``positions`` are those of a model, see ``longspan.modules.positions``: ``rotary`` where the spec
+    itself gives none, and with ``alibi`` and ``relative`` softmax is the mechanism of that name.
 
     >>> longspan.build("softmax", dim=64, heads=4, positions="relative(clamp=100)").spec
     'relative(clamp=100)'

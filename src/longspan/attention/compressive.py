@@ -127,9 +127,17 @@ class Compressive(Attention):
         far = call.at - gone(call.at, self.memory, self.rate) * self.rate
         past, size = self._past(call, runs, *view.project(entries)), self.dim // self.heads
         o = relative.attend(
-            view.content, view.position, k, v, view.table, far, back=self.slots, scale=size**-0.5, older=past,
+            view.content,
+            view.position,
+            k,
+            v,
+            view.table,
+            far,
+            back=self.slots,
+            scale=size**-0.5,
+            older=past,
             farthest=self.slots + self.compressed,
-        )  # fmt: skip
+        )
         if state is not None:
             memory = memories.end(call, state.memory, segments, stop=stop)
             read = torch.full_like(start, x.shape[1]) if mask is None else mask.sum(1)

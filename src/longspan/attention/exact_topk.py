@@ -50,13 +50,18 @@ class ExactTopK(Attention):
     def start(self, batch, capacity):
         return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
 
-    def attend(
-        self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False
-    ):  # fmt: skip
+    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
         view, state = kv_cache.view(
-            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
-            segments=segments, donate=donate,
-        )  # fmt: skip
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            context=context,
+            context_mask=context_mask,
+            mask=mask,
+            segments=segments,
+            donate=donate,
+        )
         q = split(self.query(x), self.heads).to(view.keys.dtype)
         n, keys = q.shape[2], view.keys.shape[2]
         everything = torch.ones(1, keys, dtype=torch.bool, device=x.device).expand(n, -1)

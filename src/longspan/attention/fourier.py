@@ -108,14 +108,34 @@ class Fourier(Attention):
         return State(upcast_half(self.like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         form = sums.stable(lambda found: State(found.sums), self.eps)
         o, state = sums.attend(
-            form, self._parts(self.query(x)), self._project, x, state, causal=self.causal, mask=mask, segments=segments,
-            prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
-        )  # fmt: skip
+            form,
+            self._parts(self.query(x)),
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            context=context,
+            context_mask=context_mask,
+            record=record,
+            donate=donate,
+        )
         return self.out(merge(o)), state
 
     def _project(self, x):

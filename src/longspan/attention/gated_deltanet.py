@@ -107,8 +107,16 @@ class GatedDeltaNet(Attention):
         beta = upcast_half(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
         decay = -upcast_half(self.a_log).exp() * F.softplus(upcast_half(self.decay(x)) + self.dt_bias)
         o, sums = gated.recur(
-            q, k, split(v, self.heads), log_decay=decay.mT, beta=beta, normalise="l2", mask=mask, segments=segments,
-            state=sums, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            split(v, self.heads),
+            log_decay=decay.mT,
+            beta=beta,
+            normalise="l2",
+            mask=mask,
+            segments=segments,
+            state=sums,
+            donate=donate,
+        )
         o = self.norm(o, split(self.out_gate(x), self.heads) if self.out_gate is not None else None)
         return self.out(merge(o)), None if state is None else State(sums, recent)

@@ -73,8 +73,14 @@ class GLA(Attention):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         log_decay = split(F.logsigmoid(upcast_half(self.decay(x))) / self.temperature, self.heads)
         o, sums = gated.recur(
-            q, k, v, log_decay=log_decay, mask=mask, segments=segments,
-            state=None if state is None else state.sums, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay=log_decay,
+            mask=mask,
+            segments=segments,
+            state=None if state is None else state.sums,
+            donate=donate,
+        )
         y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
         return y, None if state is None else State(sums)

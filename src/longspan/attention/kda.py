@@ -85,9 +85,17 @@ class KDA(Attention):
         q, k, v = (split(t, self.heads) for t in mixed.chunk(3, -1))
         beta = upcast_half(self.rate(x)).sigmoid().mT  # (B,H,N)
         o, sums = gated.recur(
-            q, k, v, log_decay=self._decay(x), beta=beta, normalise="l2", mask=mask, segments=segments, state=sums,
+            q,
+            k,
+            v,
+            log_decay=self._decay(x),
+            beta=beta,
+            normalise="l2",
+            mask=mask,
+            segments=segments,
+            state=sums,
             donate=donate,
-        )  # fmt: skip
+        )
         o = self.norm(o, split(self.out_gate(x), self.heads))
         return self.out(merge(o)), None if state is None else State(sums, recent)
 

@@ -78,19 +78,41 @@ class Kernel(Attention):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = split(self.query(x), self.heads)
         view, state = kv_cache.view(
-            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
-            segments=segments, prefix=prefix, donate=donate,
-        )  # fmt: skip
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            context=context,
+            context_mask=context_mask,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            donate=donate,
+        )
         allowed = view.allowed(q.shape[2])
         p = op.weights(
-            q, view.keys, allowed, similarity=self.similarity, degree=self.degree,
-            constant=self.constant, bandwidth=self.bandwidth,
-        )  # fmt: skip
+            q,
+            view.keys,
+            allowed,
+            similarity=self.similarity,
+            degree=self.degree,
+            constant=self.constant,
+            bandwidth=self.bandwidth,
+        )
         if record is not None:
             record.update(mask=allowed, matrix=p)
         return self.out(merge(op.attend(p, view.values, self.dropout if self.training else 0.0))), state

@@ -93,9 +93,18 @@ class Linear(Attention):
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = split(self.query(x), self.heads)
         if isinstance(state, ContextSums):
             read = self.phi(upcast_half(q)) @ state.sums

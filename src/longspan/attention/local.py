@@ -35,9 +35,16 @@ class Local(Attention):
     states = (lookback.Window,)
 
     def __init__(
-        self, dim: int, heads: int, *, causal: bool = True, window: int = 256, kv_heads: int = 0, rotary: float = 0.0,
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        window: int = 256,
+        kv_heads: int = 0,
+        rotary: float = 0.0,
         rotary_layout: str = "halves",
-    ):  # fmt: skip
+    ):
         super().__init__(dim, heads, causal=causal)
         if window < 1:
             raise ValueError(f"window={window}: at least the token itself must be visible, so window >= 1")

@@ -109,9 +109,18 @@ class Luna(Attention):
         return torch.cat([own for part, own in zip(parts, handed, strict=True) if part.first])
 
     def attend(
-        self, x, state, *, mask=None, segments=None, context=None, context_mask=None, carry=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        context=None,
+        context_mask=None,
+        carry=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         if context is not None or isinstance(state, LunaContext):
             if carry is not None:
                 raise ValueError("carry= is for layers that pack their own tokens, not for those of context=")

@@ -58,9 +58,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}")
         super().__init__(
-            embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device,
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
             dtype=dtype,
-        )  # fmt: skip
+        )
         self._forms = _forms(attention, embed_dim, num_heads)
         for form in self._forms.values():
             if dropout and not hasattr(form, "dropout"):

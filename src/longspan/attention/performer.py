@@ -142,14 +142,33 @@ class Performer(Attention):
         return State(zeros) if self.map == "relu" else PeakState(zeros, zeros.new_full(zeros.shape[:2], -torch.inf))
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         o, state = sums.attend(
-            sums.stable(_state, self.eps), self._parts(self.query(x)), self._project, x, state, causal=self.causal,
-            mask=mask, segments=segments, prefix=prefix, context=context, context_mask=context_mask, record=record,
+            sums.stable(_state, self.eps),
+            self._parts(self.query(x)),
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            context=context,
+            context_mask=context_mask,
+            record=record,
             donate=donate,
-        )  # fmt: skip
+        )
         return self.out(merge(o)), state
 
     def _project(self, x):

@@ -86,9 +86,18 @@ class Polynomial(Attention):
         return x * x.shape[-1] ** -0.25
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q, kernel = self._scaled(self.query(x)), {"constant": self.constant, "taylor": self.taylor, "eps": self.eps}
 
         def attend(q, k, v, *, before=None, **options):
@@ -100,9 +109,20 @@ class Polynomial(Attention):
 
         form = sums.Form(attend, matrix, lambda q, found: op.read(q, found, **kernel))
         o, state = sums.attend(
-            form, q, self._project, x, state, causal=self.causal, mask=mask, segments=segments,
-            prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
-        )  # fmt: skip
+            form,
+            q,
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            context=context,
+            context_mask=context_mask,
+            record=record,
+            donate=donate,
+        )
         return self.out(merge(o)), state
 
     def _project(self, x):

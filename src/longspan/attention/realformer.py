@@ -77,14 +77,32 @@ class RealFormer(Attention):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, carry=None,
-        record=None, donate=False,
-    ):  # fmt: skip
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        carry=None,
+        record=None,
+        donate=False,
+    ):
         q = split(self.query(x), self.heads)
         view, state = kv_cache.view(
-            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
-            segments=segments, prefix=prefix, donate=donate,
-        )  # fmt: skip
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            context=context,
+            context_mask=context_mask,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            donate=donate,
+        )
         allowed = view.allowed(q.shape[2])
         total = scores.products(q, view.keys)
         if carry is not None:

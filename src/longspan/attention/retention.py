@@ -56,9 +56,15 @@ class Retention(Attention):
     directions, states = ("causal",), (State, RotaryState)
 
     def __init__(
-        self, dim: int, heads: int, *, causal: bool = True, rotary: float = 10000.0, rotary_layout: str = "halves",
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        rotary: float = 10000.0,
+        rotary_layout: str = "halves",
         expand_v: float = 2.0,
-    ):  # fmt: skip
+    ):
         super().__init__(dim, heads, causal=causal)
         check_rotary(rotary, rotary_layout, dim // heads)
         self.sizes = dim // heads, expanded(dim // heads, expand_v, "expand_v")
@@ -94,8 +100,14 @@ class Retention(Attention):
             make = partial(RotaryState, position=end)
         log_decay = torch.tensor(self.log_decay, dtype=upcast_half(x[:0]).dtype, device=x.device)
         o, sums = gated.recur(
-            q, k, v, log_decay=log_decay[:, None].expand(v.shape[:3]), mask=mask, segments=segments,
-            state=None if state is None else state.sums, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay=log_decay[:, None].expand(v.shape[:3]),
+            mask=mask,
+            segments=segments,
+            state=None if state is None else state.sums,
+            donate=donate,
+        )
         y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
         return y, None if state is None else make(sums)

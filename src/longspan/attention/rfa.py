@@ -129,9 +129,18 @@ class RFA(Attention):
         return GatedState(zeros, zeros.new_zeros(zeros.shape[:2])) if self.gate else State(zeros)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = self._parts(self.query(x))
         if self.decay is not None and context is None and not isinstance(state, ContextSums):
             k, v = self._project(x)
@@ -139,9 +148,20 @@ class RFA(Attention):
             return self.out(merge(o)), state
         form = sums.stable(lambda found: State(found.sums), self.eps)
         o, state = sums.attend(
-            form, q, self._project, x, state, causal=self.causal, mask=mask, segments=segments,
-            prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
-        )  # fmt: skip
+            form,
+            q,
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            context=context,
+            context_mask=context_mask,
+            record=record,
+            donate=donate,
+        )
         return self.out(merge(o)), state
 
     def _project(self, x):

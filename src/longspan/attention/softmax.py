@@ -74,9 +74,18 @@ class Softmax(Attention):
         return kv_cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.like)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = split(self.query(x), self.heads)
         if context is not None:
             state = self._project(context, context_mask)

@@ -100,9 +100,16 @@ class SSD(Attention):
         dt = F.softplus(upcast_half(self.dt(x)) + upcast_half(self.dt_bias))  # (B,N,H)
         v = v.unflatten(-1, (self.heads, -1))  # (B,N,H,E)
         o, sums = gated.recur(
-            q, k, (v * dt[..., None]).transpose(1, 2), log_decay=(-upcast_half(self.a_log).exp() * dt).mT, scale=1.0,
-            mask=mask, segments=segments, state=sums, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            (v * dt[..., None]).transpose(1, 2),
+            log_decay=(-upcast_half(self.a_log).exp() * dt).mT,
+            scale=1.0,
+            mask=mask,
+            segments=segments,
+            state=sums,
+            donate=donate,
+        )
         o = merge(o) + (upcast_half(self.skip)[:, None] * v).flatten(-2)
         o = o * F.silu(upcast_half(self.out_gate(x)))
         o = o.unflatten(-1, (self.key_heads, -1))

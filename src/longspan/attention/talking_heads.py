@@ -56,14 +56,31 @@ class TalkingHeads(Attention):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = split(self.query(x), self.heads)
         view, state = kv_cache.view(
-            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
-            segments=segments, prefix=prefix, donate=donate,
-        )  # fmt: skip
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            context=context,
+            context_mask=context_mask,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            donate=donate,
+        )
         allowed = view.allowed(q.shape[2])
         mixed = mix(scores.products(q, view.keys), self.mix_scores)
         # The mask comes after the mixture, which would make inf or NaN of -inf: its numbers are of both signs.

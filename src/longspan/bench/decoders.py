@@ -133,8 +133,10 @@ def bounds(model: Decoder, batch: int) -> dict[str, Callable[[], object]]:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     flat = torch.ones(size // 4)
     weights = [m.weight.detach() for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    products = [(torch.ones(batch, w.shape[1], dtype=w.dtype), w.mT, torch.ones(batch, w.shape[0], dtype=w.dtype))
-                for w in weights]  # fmt: skip
+    products = [
+        (torch.ones(batch, w.shape[1], dtype=w.dtype), w.mT, torch.ones(batch, w.shape[0], dtype=w.dtype))
+        for w in weights
+    ]
     states = [tensor for layer in model.init_state(batch).layers for tensor in layer if tensor.is_floating_point()]
 
     def gemm() -> None:

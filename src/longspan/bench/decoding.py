@@ -53,8 +53,13 @@ class DecodingRun:
     def task(self, batch: int, name: str, config: DecoderConfig) -> Task:
         """What a candidate is asked to do. ft normalises after its sub-layers, whatever is asked."""
         asked = replace(config, prenorm=name != "ft")
-        return {"what": "model", **decoders.shape(asked), "batch": batch, "threads": torch.get_num_threads(),
-                "dtype": "bfloat16" if _half(name) else "float32"}  # fmt: skip
+        return {
+            "what": "model",
+            **decoders.shape(asked),
+            "batch": batch,
+            "threads": torch.get_num_threads(),
+            "dtype": "bfloat16" if _half(name) else "float32",
+        }
 
     def check(self, name: str, batch: int) -> float | None:
         """Hold a candidate to the definition, at small odd sizes and at the real ones -> error, None if refused."""
@@ -130,8 +135,11 @@ class DecodingRun:
         samplers: dict[str, Sampler] = {}
         kinds = dict.fromkeys(decoders.read(name).spec for name in self._left() if name != "ft")
         for name in [*kinds, *(name for name in self._left() if name == "ft")]:
-            steps = [row["seconds"] for row in self.rows if row["what"] == "step" and row["batch"] == batch
-                     and row["candidate"].split("@")[0] == name]  # fmt: skip
+            steps = [
+                row["seconds"]
+                for row in self.rows
+                if row["what"] == "step" and row["batch"] == batch and row["candidate"].split("@")[0] == name
+            ]
             expected = min(steps, default=0.0) * self.options.tokens
             if expected > self.options.limit:
                 reason = f"batch {batch}: an image takes about {expected:.0f} s, more than {self.options.limit:g} s"
@@ -146,9 +154,14 @@ class DecodingRun:
         found, failed = case.take(samplers, self.options.images, label, self.watch, warm=False)
         self.refused |= failed
         for name, figure in found.items():
-            row = {"candidate": name, "what": "images", "batch": batch, **figure.row(),
-                   "images_per_second": batch / figure.seconds,
-                   "tokens_per_second": batch * self.options.tokens / figure.seconds}  # fmt: skip
+            row = {
+                "candidate": name,
+                "what": "images",
+                "batch": batch,
+                **figure.row(),
+                "images_per_second": batch / figure.seconds,
+                "tokens_per_second": batch * self.options.tokens / figure.seconds,
+            }
             if "ft" in found:
                 row["ratio"] = found["ft"].seconds / figure.seconds
             self.rows.append(row)
@@ -206,10 +219,14 @@ def _result(one: DecodingRun) -> dict[str, Any]:
     """What there is so far."""
     options, ours = one.options, {name: candidate.ours for name, candidate in one.candidates.items()}
     return {
-        "benchmark": "generate", "how": "; ".join(_how(options)), "machine": machine(), "options": asdict(options),
-        "rows": one.rows, "left_out": one.left_out,
+        "benchmark": "generate",
+        "how": "; ".join(_how(options)),
+        "machine": machine(),
+        "options": asdict(options),
+        "rows": one.rows,
+        "left_out": one.left_out,
         "refused": [{"candidate": n, "reason": r, "ours": ours[n]} for n, r in one.refused.items()],
-    }  # fmt: skip
+    }
 
 
 def _how(options: Options) -> list[str]:
@@ -239,9 +256,16 @@ def text(result: dict[str, Any]) -> list[Table]:
         tables.append([[f"step, batch {batch}", *(f"position {p}" for p in positions)], *body])
     images = [row for row in result["rows"] if row["what"] == "images"]
     if images:
-        body = [[row["candidate"], str(row["batch"]), f"{row['images_per_second']:.3g}",
-                 f"{row['tokens_per_second']:.4g}", f"{row['ratio']:.2f}x" if "ratio" in row else ""]
-                for row in images]  # fmt: skip
+        body = [
+            [
+                row["candidate"],
+                str(row["batch"]),
+                f"{row['images_per_second']:.3g}",
+                f"{row['tokens_per_second']:.4g}",
+                f"{row['ratio']:.2f}x" if "ratio" in row else "",
+            ]
+            for row in images
+        ]
         tables.append([["whole images", "batch", "images/s", "tokens/s", "as fast as ft"], *body])
     return tables
 

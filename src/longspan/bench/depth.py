@@ -86,8 +86,13 @@ def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, 
     todo = [(kind, depth) for depth in sorted(options.depths) for kind in VARIANTS]
     for kind, depth in watch(todo, len(todo), "memory by depth"):
         config = options.config(kind, depth).to_dict()
-        task = {"what": "train", "batch": 1, "length": options.length, "config": config,
-                "threads": machine()["threads"]}  # fmt: skip
+        task = {
+            "what": "train",
+            "batch": 1,
+            "length": options.length,
+            "config": config,
+            "threads": machine()["threads"],
+        }
         row = {"candidate": kind, "depth": depth, "length": options.length}
         expected, room = line(rows, kind, depth), min(options.limit, ROOM * case.available())
         if expected > room:
@@ -101,9 +106,14 @@ def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, 
             except Refused as error:
                 left_out.append({"candidate": kind, "reason": f"depth {depth}: {error}"})
         yield {
-            "benchmark": "depth", "how": _how(options), "machine": machine(), "options": asdict(options),
-            "rows": rows, "refused": [], "left_out": left_out,
-        }  # fmt: skip
+            "benchmark": "depth",
+            "how": _how(options),
+            "machine": machine(),
+            "options": asdict(options),
+            "rows": rows,
+            "refused": [],
+            "left_out": left_out,
+        }
 
 
 def line(rows: list[dict[str, Any]], kind: str, depth: int) -> float:

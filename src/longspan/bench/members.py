@@ -110,10 +110,16 @@ class MembersRun:
     def task(self, length: int, mode: str) -> Task:
         options = self.options
         return {
-            "what": "attention", "batch": 1, "length": length, "heads": options.heads,
-            "size": options.dim // options.heads, "dtype": "float32", "module": True,
-            "backward": mode == MODES[1], "threads": machine()["threads"],
-        }  # fmt: skip
+            "what": "attention",
+            "batch": 1,
+            "length": length,
+            "heads": options.heads,
+            "size": options.dim // options.heads,
+            "dtype": "float32",
+            "module": True,
+            "backward": mode == MODES[1],
+            "threads": machine()["threads"],
+        }
 
     def check(self) -> None:
         """Refuse what does not agree with its own definition in float64."""
@@ -138,8 +144,15 @@ class MembersRun:
             self._leave_out(spec, mode, length, reason)
         for spec, figure in found.items():
             module = self.modules[spec]
-            row = {"candidate": spec, "family": module.family, "causal": module.causal, "mode": mode, "length": length,
-                   **figure.row(), **facts[spec]}  # fmt: skip
+            row = {
+                "candidate": spec,
+                "family": module.family,
+                "causal": module.causal,
+                "mode": mode,
+                "length": length,
+                **figure.row(),
+                **facts[spec],
+            }
             if BASELINE in found:
                 row["ratio"] = found[BASELINE].seconds / figure.seconds
             self.rows.append(row)
@@ -165,9 +178,13 @@ class MembersRun:
         if any(one["candidate"] == spec and one["mode"] == mode for one in self.left_out):
             return False
         # Before a token is timed, as much is read as forward reads.
-        before = {row["length"]: row for row in self.rows
-                  if row["candidate"] == spec and row["mode"] == (MODES[0] if mode == "step" else mode)
-                  and row["length"] <= length}  # fmt: skip
+        before = {
+            row["length"]: row
+            for row in self.rows
+            if row["candidate"] == spec
+            and row["mode"] == (MODES[0] if mode == "step" else mode)
+            and row["length"] <= length
+        }
         if not before:
             return True
         last, power = before[max(before)], figures.declared(self.modules[spec].cost)
@@ -221,8 +238,14 @@ class MembersRun:
             for what, values in found.items()
             if len(values) >= figures.LENGTHS and (what not in MODES or not figures.unfitted(values))
         }
-        return {"candidate": spec, "family": module.family, "causal": module.causal, "cost": module.cost,
-                "declared": figures.declared(module.cost), **fitted}  # fmt: skip
+        return {
+            "candidate": spec,
+            "family": module.family,
+            "causal": module.causal,
+            "cost": module.cost,
+            "declared": figures.declared(module.cost),
+            **fitted,
+        }
 
 
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
@@ -256,8 +279,20 @@ def table(result: dict[str, Any]) -> Table:
     lengths = sorted({row["length"] for row in result["rows"]})
     at = {(row["candidate"], row["mode"], row["length"]): row for row in result["rows"]}
     several = " / ".join(map(str, lengths))
-    rows = [["family", "mechanism", f"forward at {several}", "with backward", "peak MB", "state kB", "one token",
-             "declared", "time", "memory"]]  # fmt: skip
+    rows = [
+        [
+            "family",
+            "mechanism",
+            f"forward at {several}",
+            "with backward",
+            "peak MB",
+            "state kB",
+            "one token",
+            "declared",
+            "time",
+            "memory",
+        ]
+    ]
 
     def cells(spec: str, mode: str, show: Any) -> str:
         shown = [show(at[spec, mode, n]) if (spec, mode, n) in at else "-" for n in lengths]
@@ -267,16 +302,18 @@ def table(result: dict[str, Any]) -> Table:
     most = MODES[int(result["options"]["backward"])]
     for one in result["growth"]:
         spec = one["candidate"]
-        rows.append([
-            one["family"],
-            spec if one["causal"] else f"{spec}, bidirectional",
-            *(cells(spec, mode, lambda row: duration(row["seconds"])) for mode in MODES[:2]),
-            cells(spec, most, lambda row: f"{row['mb']:.3g}" if "mb" in row else "-"),
-            cells(spec, "step", lambda row: f"{row['state_bytes'] / 1024:.4g}"),
-            cells(spec, "step", lambda row: duration(row["seconds"])),
-            one["cost"],
-            *(f"N^{one[what]:.2f}" if what in one else "-" for what in (most, f"memory, {most}")),
-        ])  # fmt: skip
+        rows.append(
+            [
+                one["family"],
+                spec if one["causal"] else f"{spec}, bidirectional",
+                *(cells(spec, mode, lambda row: duration(row["seconds"])) for mode in MODES[:2]),
+                cells(spec, most, lambda row: f"{row['mb']:.3g}" if "mb" in row else "-"),
+                cells(spec, "step", lambda row: f"{row['state_bytes'] / 1024:.4g}"),
+                cells(spec, "step", lambda row: duration(row["seconds"])),
+                one["cost"],
+                *(f"N^{one[what]:.2f}" if what in one else "-" for what in (most, f"memory, {most}")),
+            ]
+        )
     return rows
 
 

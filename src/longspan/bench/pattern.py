@@ -201,9 +201,16 @@ class PatternRun:
     def compare(self, text: str, n: int, mode: str, keys: float) -> None:
         """Check, weigh and time every candidate under one pattern at one length."""
         options, pattern = self.options, patterns.parse(text)
-        task = {"what": "attention", "length": n, "backward": mode == MODES[1], "dtype": "float32",
-                "batch": options.batch, "heads": options.heads, "size": options.size,
-                "threads": machine()["threads"]}  # fmt: skip
+        task = {
+            "what": "attention",
+            "length": n,
+            "backward": mode == MODES[1],
+            "dtype": "float32",
+            "batch": options.batch,
+            "heads": options.heads,
+            "size": options.size,
+            "threads": machine()["threads"],
+        }
         label, megabytes, errors, samplers = f"{text}, N {n}, {mode}", {}, {}, {}
         names = [w for w in self.ways(mode) if (text, w) not in self.refused and not self._too_much(text, w, n, mode)]
         for way in self.watch(names, len(names), f"{label}: checks"):
@@ -258,8 +265,9 @@ def _answers(way: str, pattern: Pattern) -> Pattern:
 
 def weigher() -> Process:
     """The process that measures memory."""
-    return Process([sys.executable, "-P", "-c",
-                    "from longspan.bench import pattern, worker; worker.serve(pattern.find)"])  # fmt: skip
+    return Process(
+        [sys.executable, "-P", "-c", "from longspan.bench import pattern, worker; worker.serve(pattern.find)"]
+    )
 
 
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
@@ -283,11 +291,15 @@ def _result(one: PatternRun) -> dict[str, Any]:
         "options": asdict(one.options),
         "rows": one.rows,
         "growth": _growth(one.rows),
-        "refused": [{"candidate": f"{text}, {way}", "reason": reason, "ours": way in (*OURS, *LAYOUTS)}
-                    for (text, way), reason in one.refused.items()],
-        "left_out": [{"candidate": f"{text}, {way}", "mode": mode, "reason": reason}
-                     for (text, way, mode), reason in one.left_out.items()],
-    }  # fmt: skip
+        "refused": [
+            {"candidate": f"{text}, {way}", "reason": reason, "ours": way in (*OURS, *LAYOUTS)}
+            for (text, way), reason in one.refused.items()
+        ],
+        "left_out": [
+            {"candidate": f"{text}, {way}", "mode": mode, "reason": reason}
+            for (text, way, mode), reason in one.left_out.items()
+        ],
+    }
 
 
 def _how(options: Options) -> list[str]:
@@ -338,13 +350,18 @@ def text(result: dict[str, Any]) -> list[Table]:
             at = {(row["candidate"], row["length"]): row for row in here if row["mode"] == mode}
             ways = list(dict.fromkeys(way for way, _ in at))
             head = mode if mode == "layout" else f"{mode}: time, as fast as sdpa all; peak MB"
-            tables.append([[head, *(f"N {n}" for n in lengths)],
-                           *([way, *(_cell(at.get((way, n))) for n in lengths)] for way in ways)])  # fmt: skip
+            tables.append(
+                [
+                    [head, *(f"N {n}" for n in lengths)],
+                    *([way, *(_cell(at.get((way, n))) for n in lengths)] for way in ways),
+                ]
+            )
     growth = [["time grows as", "mode", "candidate", "fitted", "faster than sdpa all"]]
     for entry in result["growth"]:
         fitted = f"N^{entry['exponent']:.2f}" if "exponent" in entry else f"none: {entry.get('unfitted', 'one length')}"
-        growth.append([*(entry[name] for name in ("pattern", "mode", "candidate")), fitted,
-                       entry.get("faster_than_all", "")])  # fmt: skip
+        growth.append(
+            [*(entry[name] for name in ("pattern", "mode", "candidate")), fitted, entry.get("faster_than_all", "")]
+        )
     return [*tables, growth]
 
 

@@ -151,8 +151,12 @@ def _run(words: list[str], modules: list[str]) -> int:
 def _out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed: PyTorch raises a RuntimeError, on the CPU one that only its words tell apart."""
     words = (
-        "DefaultCPUAllocator", "can't allocate memory", "out of memory", "bad_alloc", "Storage size calculation",
-    )  # fmt: skip
+        "DefaultCPUAllocator",
+        "can't allocate memory",
+        "out of memory",
+        "bad_alloc",
+        "Storage size calculation",
+    )
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 

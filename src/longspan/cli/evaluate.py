@@ -30,14 +30,21 @@ def parser() -> Parser:
     )
     parser.add_argument("--split", type=str, default="test", help="train, validation or test")
     parser.add_argument(
-        "--batch", type=positive_int(1_000_000), default=None,
+        "--batch",
+        type=positive_int(1_000_000),
+        default=None,
         help="examples per call, else up to 64; changes speed and memory only, except "
         "that with --stream and --sliding it is how many stretches of the text are read",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--stepwise", nargs="?", type=natural_int(), const=100, default=0, metavar="N",
+        "--stepwise",
+        nargs="?",
+        type=natural_int(),
+        const=100,
+        default=0,
+        metavar="N",
         help="also score N examples (100 without a number) token by token, as an RNN, and print the largest difference",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--beams",
         type=natural_int(BEAMS),
@@ -48,15 +55,19 @@ def parser() -> Parser:
         "--length_penalty", type=number(1000.0), default=0.0, help="of that search: larger ones favour longer targets"
     )
     parser.add_argument(
-        "--stream", action="store_true",
+        "--stream",
+        action="store_true",
         help="carry the state along the text from window to window, as training with run.stream does, so that each "
         "token is computed once; prints tokens per second, too",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--sliding", type=natural_int(), default=0, metavar="STRIDE",
+        "--sliding",
+        type=natural_int(),
+        default=0,
+        metavar="STRIDE",
         help="move a window of the run's length along the text by so many tokens, which alone count, computed anew "
         "each time; beside --stream, of the same tokens, with the ratio of the speeds",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--examples",
         type=natural_int(),

@@ -15,9 +15,11 @@ def parser() -> Parser:
     parser.add_argument("folder", type=str, help="a run, a checkpoint, or a model inside longspan by its name")
     parser.add_argument("file", type=str, help="the ONNX file to write; an older one is replaced")
     parser.add_argument(
-        "--domain", type=str, default="com.microsoft",
+        "--domain",
+        type=str,
+        default="com.microsoft",
         help="where the node is from: com.microsoft, for which onnxruntime has a kernel, or ai.onnx, the standard",
-    )  # fmt: skip
+    )
     return parser
 
 

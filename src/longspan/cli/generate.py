@@ -38,43 +38,56 @@ def parser() -> Parser:
         "--seed", type=natural_int(SEEDS), default=0, help="of the draws; the same seed gives the same samples"
     )
     parser.add_argument(
-        "--temperature", type=number(1e6), default=None,
+        "--temperature",
+        type=number(1e6),
+        default=None,
         help="sharper below 1, flatter above; 0: the mode; otherwise 1, and 0 for the target of a source",
-    )  # fmt: skip
+    )
     parser.add_argument("--top_k", type=natural_int(), default=0, help="keep the k likeliest tokens; 0: all")
     parser.add_argument(
         "--top_p", type=number(1.0), default=1.0, help="keep the likeliest tokens that reach this mass; 1: all"
     )
     parser.add_argument(
-        "--complete", type=str, default="", metavar="SPLIT",
+        "--complete",
+        type=str,
+        default="",
+        metavar="SPLIT",
         help="images: complete examples of this split; the PNG shows what was given, its completion and the original",
-    )  # fmt: skip
+    )
     parser.add_argument(
         "--top", type=number(1.0), default=0.5, help="with --complete: the part of each image that is given"
     )
     parser.add_argument("--prompt", type=str, default="", help="text: how it begins")
     parser.add_argument(
-        "--tokens", type=natural_int(), default=0,
+        "--tokens",
+        type=natural_int(),
+        default=0,
         help="text: bytes to add; 0: 256, or as many as the model has room for; pairs: the most that a target may "
         "have; 0: as in training",
-    )  # fmt: skip
+    )
     parser.add_argument("--source", type=str, default=None, help="pairs: a source, whose target is written")
     parser.add_argument(
         "--sources", type=str, default="", metavar="FILE", help="pairs: a file with a source in each line"
     )
     parser.add_argument(
-        "--beams", type=natural_int(BEAMS), default=0,
+        "--beams",
+        type=natural_int(BEAMS),
+        default=0,
         help="text, pairs: search for the likeliest with so many beams, and draw nothing; 0: no search",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--n_best", type=positive_int(BEAMS), default=1,
+        "--n_best",
+        type=positive_int(BEAMS),
+        default=1,
         help="with --beams: write so many of the best, each after its score (log-probability in nats, over the length "
         "penalty) and a tab",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--length_penalty", type=number(1000.0), default=0.0,
+        "--length_penalty",
+        type=number(1000.0),
+        default=0.0,
         help="with --beams: 0 compares by probability, larger ones favour longer sequences (1609.08144, eq. 14)",
-    )  # fmt: skip
+    )
     return parser
 
 

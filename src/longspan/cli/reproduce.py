@@ -85,10 +85,13 @@ def series() -> Parser:
     )
     parser.add_argument("--out", type=str, default="reproduce", help="folder for the files")
     parser.add_argument(
-        "--data", type=str, default="", metavar="FOLDER",
+        "--data",
+        type=str,
+        default="",
+        metavar="FOLDER",
         help="where data are that would otherwise be downloaded or missing: a folder that holds some of the folders "
         f"{', '.join(_kinds())}; what needs no files, as text:stdlib, is read as ever",
-    )  # fmt: skip
+    )
     parser.add_argument("--only", type=str, default="", help="these experiments alone, separated by commas")
     parser.add_argument("--skip", type=str, default="", help="not these, separated by commas")
     return parser

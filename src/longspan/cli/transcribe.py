@@ -29,14 +29,18 @@ def parser() -> Parser:
     parser.add_argument("folder", type=str, help=HELP)
     parser.add_argument("files", nargs="+", type=str, metavar="FILE.wav", help="the recordings; -: standard input")
     parser.add_argument(
-        "--beam", type=natural_int(BEAMS), default=0, metavar="N",
+        "--beam",
+        type=natural_int(BEAMS),
+        default=0,
+        metavar="N",
         help="follow the N likeliest beginnings, each with all its alignments; 0: the likeliest label of each token",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--stream", action="store_true",
+        "--stream",
+        action="store_true",
         help="read a tenth of a second at a time and print words as soon as they are heard, in memory that does not "
         "grow with the recording; for causal models, with the same words as without",
-    )  # fmt: skip
+    )
     return parser
 
 

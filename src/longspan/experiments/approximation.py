@@ -167,8 +167,10 @@ def draw(plt: Any, result: Result) -> Any:
             right.plot(angles, [error**0.5 for error in same["formula"]], color=colour, linewidth=1)
         for i, axis in enumerate(outputs[: len(spreads)]):
             error = [row["output"][i] ** 0.5 for row in rows]
-            spread = [[abs(math.expm1(s * row["output_se"][i] / 2)) * e for row, e in zip(rows, error, strict=True)]
-                      for s in (-1, 1)]  # fmt: skip
+            spread = [
+                [abs(math.expm1(s * row["output_se"][i] / 2)) * e for row, e in zip(rows, error, strict=True)]
+                for s in (-1, 1)
+            ]
             axis.errorbar(x, error, spread, linestyle="-" if filled else "--", **look)
     left.set(title=f"kernel e^(q.k), |q| = |k| = 1, {shown} degrees apart", xlabel="features")
     right.set(title=f"kernel with {count} features", xlabel="degrees between query and key", yscale="log")
@@ -176,8 +178,10 @@ def draw(plt: Any, result: Result) -> Any:
     right.set_ylim(1e-3, 3)
     right.set_xticks([angle for angle in angles if angle % 45 == 0])
     for axis, spread in zip(outputs, spreads, strict=False):
-        axis.set(xlabel="features", title=f"output: {settings['length']} keys, D = {settings['size']}, q and k of "
-                 f"deviation {spread:g}")  # fmt: skip
+        axis.set(
+            xlabel="features",
+            title=f"output: {settings['length']} keys, D = {settings['size']}, q and k of deviation {spread:g}",
+        )
     for axis in outputs[len(spreads) :]:
         axis.set_axis_off()
     for axis in (left, *outputs[: len(spreads)]):

@@ -47,9 +47,15 @@ class Settings(Buildable):
 
 
 QUICK = Settings(
-    kinds=("linear", "dpfp1", "favor64-kept", "softmax"), keys=(5, 13), replacing=("linear",), repeated=(5,), size=8,
-    steps=30, queries=8, tests=2,
-)  # fmt: skip
+    kinds=("linear", "dpfp1", "favor64-kept", "softmax"),
+    keys=(5, 13),
+    replacing=("linear",),
+    repeated=(5,),
+    size=8,
+    steps=30,
+    queries=8,
+    tests=2,
+)
 
 
 def points(settings: Settings) -> list[Row]:

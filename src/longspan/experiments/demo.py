@@ -26,17 +26,21 @@ from ..states import nbytes
 from ..train import TrainConfig, begun, fit
 
 SPECS = ("linear", "softmax")
-DIGITS = DecoderConfig(
-    dim=128, depth=4, heads=4, feedforward=512, vocab=17, positions="learned", length=64
-)  # fmt: skip
+DIGITS = DecoderConfig(dim=128, depth=4, heads=4, feedforward=512, vocab=17, positions="learned", length=64)
 TRAINING = TrainConfig(
-    data="digits", steps=600, batch=32, learning_rate=2e-3, warmup=50, weight_decay=0.1, evaluate_every=100,
+    data="digits",
+    steps=600,
+    batch=32,
+    learning_rate=2e-3,
+    warmup=50,
+    weight_decay=0.1,
+    evaluate_every=100,
     save_every=100,
-)  # fmt: skip
+)
 # Katharopoulos et al. 2020, section 4.2.1: 8 layers, 8 heads of 32, mixture of 10 logistics over 784 pixels.
 PAPER = DecoderConfig(
     dim=256, depth=8, heads=8, feedforward=1024, vocab=256, likelihood="logistics(mixtures=10)", length=784
-)  # fmt: skip
+)
 LOCK = ".lock"
 FILES = {LOCK, "demo.json", "demo.csv", "throughput.png", *SPECS, *(f"samples_{spec}.png" for spec in SPECS)}
 BATCH = 256

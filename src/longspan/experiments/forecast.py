@@ -99,9 +99,20 @@ class Settings(Buildable):
 
 
 QUICK = Settings(
-    data="synthetic", specs="informer(factor=1); linear", horizons=(6, 12), reads=24, label=12, dim=8, heads=2,
-    feedforward=16, steps=4, tokens=200, every=2, looked=4, tests=8,
-)  # fmt: skip
+    data="synthetic",
+    specs="informer(factor=1); linear",
+    horizons=(6, 12),
+    reads=24,
+    label=12,
+    dim=8,
+    heads=2,
+    feedforward=16,
+    steps=4,
+    tokens=200,
+    every=2,
+    looked=4,
+    tests=8,
+)
 
 # The authors' scripts for ETTh1; six epochs of its windows are about as many steps.
 PAPER = Settings(
@@ -272,10 +283,17 @@ def tables(result: Result) -> list[Table]:
     for row in result["rows"]:
         if "curve" in row:
             best, last = min(one["mse"] for one in row["curve"]), row["curve"][-1]["mse"]
-            told.append([
-                row["model"], str(row["horizon"]), str(row["seed"]), f"{row['parameters']:,}", str(row["best"]),
-                f"{best:.3f}", f"{last:.3f}",
-            ])  # fmt: skip
+            told.append(
+                [
+                    row["model"],
+                    str(row["horizon"]),
+                    str(row["seed"]),
+                    f"{row['parameters']:,}",
+                    str(row["best"]),
+                    f"{best:.3f}",
+                    f"{last:.3f}",
+                ]
+            )
     return [*shown, told]
 
 

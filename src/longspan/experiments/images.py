@@ -105,20 +105,52 @@ class Settings(Buildable):
 
 
 QUICK = Settings(
-    data="digits", attentions="linear; softmax", dim=8, depth=1, heads=2, likelihood="logistics(mixtures=2)",
-    steps=4, batch=3, warmup=1, evaluate_every=2, evaluate_examples=2, tests=3, samples=4, batches=(1, 2),
-    lengths=(7, 70), rounds=1,
-)  # fmt: skip
+    data="digits",
+    attentions="linear; softmax",
+    dim=8,
+    depth=1,
+    heads=2,
+    likelihood="logistics(mixtures=2)",
+    steps=4,
+    batch=3,
+    warmup=1,
+    evaluate_every=2,
+    evaluate_examples=2,
+    tests=3,
+    samples=4,
+    batches=(1, 2),
+    lengths=(7, 70),
+    rounds=1,
+)
 GPU = Settings(
-    attentions=f"linear; softmax; {paper.LSH_IMAGES}", dim=256, depth=8, heads=8, samples=64,
-    likelihood="logistics(mixtures=10)", steps=50_000, batch=40, learning_rate=1e-3, warmup=500,
-    precision="bf16", evaluate_every=1000, evaluate_examples=1000, tests=0,
-)  # fmt: skip
+    attentions=f"linear; softmax; {paper.LSH_IMAGES}",
+    dim=256,
+    depth=8,
+    heads=8,
+    samples=64,
+    likelihood="logistics(mixtures=10)",
+    steps=50_000,
+    batch=40,
+    learning_rate=1e-3,
+    warmup=500,
+    precision="bf16",
+    evaluate_every=1000,
+    evaluate_examples=1000,
+    tests=0,
+)
 # Katharopoulos et al. 2020, section 4.2.1: 250 epochs of 55,000 images, the last 5000 of 60,000 being for validation.
 PAPER = replace(
-    GPU, steps=1_375_000, batch=10, optimizer="radam", learning_rate=1e-4, schedule="constant", warmup=0,
-    weight_decay=0.0, precision="32", evaluate_every=5500,
-)  # fmt: skip
+    GPU,
+    steps=1_375_000,
+    batch=10,
+    optimizer="radam",
+    learning_rate=1e-4,
+    schedule="constant",
+    warmup=0,
+    weight_decay=0.0,
+    precision="32",
+    evaluate_every=5500,
+)
 
 
 def points(settings: Settings) -> list[Row]:

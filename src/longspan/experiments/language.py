@@ -104,15 +104,45 @@ class Settings(Buildable):
 
 
 QUICK = Settings(
-    models="softmax; transformer_xl; gla; lstm", length=16, window=4, dim=8, depth=1, heads=2, layers=1, budget="steps",
-    steps=4, batch=2, warmup=1, looks=2, evaluate_examples=4, tests=20, context=9, tokens=3, batches=(1, 2), rounds=1,
-)  # fmt: skip
+    models="softmax; transformer_xl; gla; lstm",
+    length=16,
+    window=4,
+    dim=8,
+    depth=1,
+    heads=2,
+    layers=1,
+    budget="steps",
+    steps=4,
+    batch=2,
+    warmup=1,
+    looks=2,
+    evaluate_examples=4,
+    tests=20,
+    context=9,
+    tokens=3,
+    batches=(1, 2),
+    rounds=1,
+)
 
 # Half an hour of one GPU for each. enwik8, of which the published figures are, is a text of one's own: text:FILE.
 GPU = Settings(
-    length=1024, window=256, dim=512, depth=8, heads=8, seconds=1800.0, batch=32, learning_rate=1e-3, warmup=200,
-    looks=20, evaluate_examples=256, tests=0, context=4000, tokens=500, batches=(1, 64), device="cuda",
-)  # fmt: skip
+    length=1024,
+    window=256,
+    dim=512,
+    depth=8,
+    heads=8,
+    seconds=1800.0,
+    batch=32,
+    learning_rate=1e-3,
+    warmup=200,
+    looks=20,
+    evaluate_examples=256,
+    tests=0,
+    context=4000,
+    tokens=500,
+    batches=(1, 64),
+    device="cuda",
+)
 
 
 def points(settings: Settings) -> list[Row]:

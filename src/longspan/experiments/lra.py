@@ -110,20 +110,64 @@ class Settings(Buildable):
 
 LAPTOP = Settings()
 PAPER = Settings(
-    tasks=("listops", "text", "retrieval", "image", "pathfinder"), more=(lra_report.NONE,), image="cifar10",
-    listops_length=2000, text_length=4000, retrieval_length=4000, pathfinder_length=1024, listops_steps=5000,
-    text_steps=20000, retrieval_steps=5000, image_steps=35000, pathfinder_steps=62400, examples=160000, tests=20000,
-    dim=256, depth=4, heads=4, feedforward=1024, batch=32, rate=1e-3, cost_length=4000, cost_batch=32, device="cuda",
-)  # fmt: skip
+    tasks=("listops", "text", "retrieval", "image", "pathfinder"),
+    more=(lra_report.NONE,),
+    image="cifar10",
+    listops_length=2000,
+    text_length=4000,
+    retrieval_length=4000,
+    pathfinder_length=1024,
+    listops_steps=5000,
+    text_steps=20000,
+    retrieval_steps=5000,
+    image_steps=35000,
+    pathfinder_steps=62400,
+    examples=160000,
+    tests=20000,
+    dim=256,
+    depth=4,
+    heads=4,
+    feedforward=1024,
+    batch=32,
+    rate=1e-3,
+    cost_length=4000,
+    cost_batch=32,
+    device="cuda",
+)
 GPU = replace(
-    PAPER, listops_steps=2000, text_steps=2000, retrieval_steps=2000, image_steps=2000, pathfinder_steps=4000,
-    examples=20000, tests=2000, dim=128, feedforward=512,
-)  # fmt: skip
+    PAPER,
+    listops_steps=2000,
+    text_steps=2000,
+    retrieval_steps=2000,
+    image_steps=2000,
+    pathfinder_steps=4000,
+    examples=20000,
+    tests=2000,
+    dim=128,
+    feedforward=512,
+)
 QUICK = Settings(
-    specs="softmax; linformer; retention", tasks=("listops", "image"), few="softmax", more=("retrieval", "pathfinder"),
-    listops_length=16, retrieval_length=32, pathfinder_length=144, listops_steps=2, image_steps=2, retrieval_steps=2,
-    pathfinder_steps=2, examples=12, tests=6, dim=8, depth=1, heads=2, feedforward=8, batch=4, cost_length=32, rounds=1,
-)  # fmt: skip
+    specs="softmax; linformer; retention",
+    tasks=("listops", "image"),
+    few="softmax",
+    more=("retrieval", "pathfinder"),
+    listops_length=16,
+    retrieval_length=32,
+    pathfinder_length=144,
+    listops_steps=2,
+    image_steps=2,
+    retrieval_steps=2,
+    pathfinder_steps=2,
+    examples=12,
+    tests=6,
+    dim=8,
+    depth=1,
+    heads=2,
+    feedforward=8,
+    batch=4,
+    cost_length=32,
+    rounds=1,
+)
 
 
 def points(settings: Settings) -> list[Row]:

@@ -69,8 +69,13 @@ def weighed(shape: Shape, batch: int, device: str) -> float | None:
         return torch.cuda.max_memory_allocated() / 2**20
     if sys.platform != "linux":
         return None
-    task: dict[str, Any] = {"what": "train", "shape": shape, "batch": batch, "length": shape.length,
-                            "threads": machine()["threads"]}  # fmt: skip
+    task: dict[str, Any] = {
+        "what": "train",
+        "shape": shape,
+        "batch": batch,
+        "length": shape.length,
+        "threads": machine()["threads"],
+    }
     process = weigher()
     try:
         return process.ask(do="memory", subject=shape.spec, task=task)["mb"]

@@ -111,15 +111,19 @@ class Classifier(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             config = EncoderConfig(
-                attention=shape.spec, dim=shape.dim, depth=shape.depth, heads=shape.heads, vocab=shape.vocab,
-                feedforward=shape.feedforward, length=shape.length, positions="learned",
-            )  # fmt: skip
+                attention=shape.spec,
+                dim=shape.dim,
+                depth=shape.depth,
+                heads=shape.heads,
+                vocab=shape.vocab,
+                feedforward=shape.feedforward,
+                length=shape.length,
+                positions="learned",
+            )
             self.embedding = Embedding(shape.vocab, config)
             self.stack = Stack(config, causal=not both(shape.spec))
             width = shape.dim if shape.towers == 1 else 4 * shape.dim
-            self.head = nn.Sequential(
-                nn.Linear(width, shape.dim), nn.ReLU(), nn.Linear(shape.dim, shape.classes)
-            )  # fmt: skip
+            self.head = nn.Sequential(nn.Linear(width, shape.dim), nn.ReLU(), nn.Linear(shape.dim, shape.classes))
         self.shape = shape
         # What layers have counted since the last step, for those that move so.
         self.counted: dict[int, Any] = {}

@@ -90,9 +90,8 @@ def _beside(result: Result) -> Table:
         for task in tasks:
             one, other = ours[task], theirs[task]
             cells.append(
-                f"{one[row.model]:.1f} ({place(one, row.model)}) | "
-                f"{other[row.model]:.2f} ({place(other, row.model)})"
-            )  # fmt: skip
+                f"{one[row.model]:.1f} ({place(one, row.model)}) | {other[row.model]:.2f} ({place(other, row.model)})"
+            )
         table.append([f"{row.model}, {row.mechanism}", *cells])
     agree = [f"{agreement(list(ours[task].values()), list(theirs[task].values())):+.2f}" for task in tasks]
     table.append(["rank correlation", *agree])

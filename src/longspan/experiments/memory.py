@@ -93,9 +93,19 @@ class Settings(Buildable):
 
 
 QUICK = Settings(
-    agents=("LSTM", "GTrXL", "gated_deltanet"), seeds=(0, 1), tasks=("repeat_previous",), steps=220, environments=2,
-    rollout=55, block=1, parameters=600, depth=1, memory=8, epochs=1, parts=2,
-)  # fmt: skip
+    agents=("LSTM", "GTrXL", "gated_deltanet"),
+    seeds=(0, 1),
+    tasks=("repeat_previous",),
+    steps=220,
+    environments=2,
+    rollout=55,
+    block=1,
+    parameters=600,
+    depth=1,
+    memory=8,
+    epochs=1,
+    parts=2,
+)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -214,9 +224,18 @@ def draw(plt: Any, result: Result) -> Any:
 
 # MiniGrid's reward comes at the end of an episode, so that what is to come counts for much.
 GPU = replace(
-    Settings(), tasks=(*Settings().tasks, "memory_s7"), steps=3_000_000, environments=64,
-    rollout=128, parameters=400_000, depth=3, heads=4, rate=5e-4, discount=0.99, device="cuda",
-)  # fmt: skip
+    Settings(),
+    tasks=(*Settings().tasks, "memory_s7"),
+    steps=3_000_000,
+    environments=64,
+    rollout=128,
+    parameters=400_000,
+    depth=3,
+    heads=4,
+    rate=5e-4,
+    discount=0.99,
+    device="cuda",
+)
 
 
 EXPERIMENT = Experiment(

@@ -14,9 +14,19 @@ from . import recall
 from .experiment import Buildable, Experiment, Place, Result, Row, at_least, drawing, generator, setting
 
 SPECS = (
-    "softmax", "linear", "polynomial(taylor=True)", "performer", "rfa(gate=True)", "fast_weights", "retention", "gla",
-    "ssd", "deltanet", "gated_deltanet", "kda",
-)  # fmt: skip
+    "softmax",
+    "linear",
+    "polynomial(taylor=True)",
+    "performer",
+    "rfa(gate=True)",
+    "fast_weights",
+    "retention",
+    "gla",
+    "ssd",
+    "deltanet",
+    "gated_deltanet",
+    "kda",
+)
 EVERY, DONE = 50, 0.995
 MARKS = "osDv^<>PXph*"
 

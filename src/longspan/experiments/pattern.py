@@ -71,9 +71,19 @@ class Settings(Buildable):
 
 
 QUICK = Settings(
-    data="digits", patterns="band(8); band(4) | columns(8)", seeds=(0, 1), dim=8, depth=1, heads=2, steps=4, batch=3,
-    warmup=1, evaluate_every=2, evaluate_examples=2, tests=3,
-)  # fmt: skip
+    data="digits",
+    patterns="band(8); band(4) | columns(8)",
+    seeds=(0, 1),
+    dim=8,
+    depth=1,
+    heads=2,
+    steps=4,
+    batch=3,
+    warmup=1,
+    evaluate_every=2,
+    evaluate_examples=2,
+    tests=3,
+)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -90,9 +100,11 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     dataset, folder = data.load(settings.data), place.folder / f"{slug(point['pattern'])}-{point['seed']}"
     config = settings.config(point["pattern"], dataset.vocab, dataset.length)
     fit(
-        config, settings.run(folder, point["seed"]), resume=folder.is_dir() and any(folder.iterdir()),
+        config,
+        settings.run(folder, point["seed"]),
+        resume=folder.is_dir() and any(folder.iterdir()),
         progress=sys.stderr.isatty(),
-    )  # fmt: skip
+    )
     model = trained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
     found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     seen = patterns.causal() & patterns.parse(point["pattern"])

@@ -102,8 +102,9 @@ def by_bits(model: Decoder, bits: Tensor, parity: Tensor) -> dict[str, list[floa
     count = torch.full_like(wrong, float(model.stack.run.steps))
     steps = record["steps"].double().mean(0) if "steps" in record else count
     ponder = record["ponder"].double().mean(0) if "ponder" in record else count
-    return {name: [round(float(v), 4) for v in t] for name, t in
-            (("errors", wrong), ("ponders", ponder), ("steps", steps))}  # fmt: skip
+    return {
+        name: [round(float(v), 4) for v in t] for name, t in (("errors", wrong), ("ponders", ponder), ("steps", steps))
+    }
 
 
 def mean(values: list[float]) -> float:

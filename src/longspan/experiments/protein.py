@@ -68,9 +68,13 @@ class Settings(Buildable):
     def config(self, task: str, attention: str) -> DecoderConfig | EncoderConfig:
         """Of a model of one task."""
         size: dict[str, Any] = {
-            "dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim,
-            "attention": attention, "positions": "sinusoidal",
-        }  # fmt: skip
+            "dim": self.dim,
+            "depth": self.depth,
+            "heads": self.heads,
+            "feedforward": 4 * self.dim,
+            "attention": attention,
+            "positions": "sinusoidal",
+        }
         if task == CAUSAL:
             return DecoderConfig(vocab=residues.LEVELS, **size)
         # One more token, the mask.
@@ -87,14 +91,31 @@ def made(config: DecoderConfig | EncoderConfig) -> Decoder | Encoder:
 
 
 QUICK = Settings(
-    data="synthetic", specs="softmax; performer(map='relu')", length=64, dim=8, depth=1, heads=2, steps=4, batch=2,
-    every=2, looked=2, draws=1,
-)  # fmt: skip
+    data="synthetic",
+    specs="softmax; performer(map='relu')",
+    length=64,
+    dim=8,
+    depth=1,
+    heads=2,
+    steps=4,
+    batch=2,
+    every=2,
+    looked=2,
+    draws=1,
+)
 
 # As deep, wide and long as published, for one GPU and data of one's own; heads, rate and steps are ours.
 PAPER = Settings(
-    length=1024, dim=512, depth=36, heads=8, steps=100_000, batch=16, rate=1e-3, every=1000, device="cuda",
-)  # fmt: skip
+    length=1024,
+    dim=512,
+    depth=36,
+    heads=8,
+    steps=100_000,
+    batch=16,
+    rate=1e-3,
+    every=1000,
+    device="cuda",
+)
 GPU = replace(PAPER, dim=256, depth=6, steps=5000, every=250)
 
 

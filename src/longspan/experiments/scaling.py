@@ -167,9 +167,12 @@ def one_length(settings: Settings, name: str, length: int, seconds: float) -> Ro
     found, _ = case.take(samplers, settings.rounds, name, lambda items, *_: items, warm=warm)
     row = found[name].row()
     return {
-        "length": length, "batch": batch, "ms": 1e3 * row["seconds"] / batch, "mb": megabytes / batch,
+        "length": length,
+        "batch": batch,
+        "ms": 1e3 * row["seconds"] / batch,
+        "mb": megabytes / batch,
         **{key: row[key] for key in ("samples", "calls", "rejected", "disturbed")},
-    }  # fmt: skip
+    }
 
 
 def expected(settings: Settings, name: str, cases: list[Row], length: int) -> tuple[float, str]:
@@ -207,8 +210,11 @@ def tables(result: Result) -> list[Table]:
             power = exponent(row["cases"], what)
             table.append([row["spec"], *(at.get(n, "-") for n in lengths), f"N^{power:.2f}" if power else ""])
         found.append(table)
-    stopped = [[f"{row['spec']} from N {row['stopped']['length']} on: {row['stopped']['reason']}"]
-               for row in rows if row["stopped"]]  # fmt: skip
+    stopped = [
+        [f"{row['spec']} from N {row['stopped']['length']} on: {row['stopped']['reason']}"]
+        for row in rows
+        if row["stopped"]
+    ]
     return [*found, *([[["left out"], *stopped]] if stopped else [])]
 
 

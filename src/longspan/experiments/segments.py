@@ -96,9 +96,23 @@ def _model(settings: Settings, attention: str, **fields: Any) -> DecoderConfig:
 
 
 QUICK = Settings(
-    length=16, memory=16, span=16, ramp=4, initial=8.0, dim=8, depth=2, heads=2, steps=4, batch=2, warmup=1,
-    evaluate_every=2, evaluate_examples=4, tests=6, attended=(16, 32), rounds=1,
-)  # fmt: skip
+    length=16,
+    memory=16,
+    span=16,
+    ramp=4,
+    initial=8.0,
+    dim=8,
+    depth=2,
+    heads=2,
+    steps=4,
+    batch=2,
+    warmup=1,
+    evaluate_every=2,
+    evaluate_examples=4,
+    tests=6,
+    attended=(16, 32),
+    rounds=1,
+)
 
 
 def points(settings: Settings) -> list[Row]:

@@ -71,15 +71,31 @@ class Settings(Buildable):
         fields = {name: getattr(self, name) for name in same}
         penalty = self.penalty if kind == PRICED else 0.0
         return TrainConfig(
-            **fields, penalty=penalty, warmup=min(self.warmup, self.steps), save_every=self.evaluate_every,
-            keep=self.steps // max(self.evaluate_every, 1) + 1, out=str(folder),
-        )  # fmt: skip
+            **fields,
+            penalty=penalty,
+            warmup=min(self.warmup, self.steps),
+            save_every=self.evaluate_every,
+            keep=self.steps // max(self.evaluate_every, 1) + 1,
+            out=str(folder),
+        )
 
 
 QUICK = Settings(
-    length=32, span=16, ramp=4, initial=8.0, penalty=0.01, dim=8, depth=2, heads=2, steps=4, batch=2, warmup=1,
-    evaluate_every=2, evaluate_examples=2, tests=3,
-)  # fmt: skip
+    length=32,
+    span=16,
+    ramp=4,
+    initial=8.0,
+    penalty=0.01,
+    dim=8,
+    depth=2,
+    heads=2,
+    steps=4,
+    batch=2,
+    warmup=1,
+    evaluate_every=2,
+    evaluate_examples=2,
+    tests=3,
+)
 
 
 def points(settings: Settings) -> list[Row]:

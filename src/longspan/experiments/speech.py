@@ -116,14 +116,30 @@ def _corpus(data: str, units: str, speaker: str, longest: int, seed: int) -> Cor
 
 
 QUICK = Settings(
-    data="tones", encoders="lstm; softmax; linear", longest=3, dim=16, depth=1, heads=2, epochs=2, evaluate_every=1,
-    beams=2, lengths=(200, 400), rounds=1,
-)  # fmt: skip
+    data="tones",
+    encoders="lstm; softmax; linear",
+    longest=3,
+    dim=16,
+    depth=1,
+    heads=2,
+    epochs=2,
+    evaluate_every=1,
+    beams=2,
+    lengths=(200, 400),
+    rounds=1,
+)
 
 # Katharopoulos et al. 2020, section 4.3; their batches are as large as the GPU's memory.
 PAPER = Settings(
-    dim=192, depth=9, heads=6, epochs=80, batch=16, learning_rate=1e-4, step_batch=16, device="cuda",
-)  # fmt: skip
+    dim=192,
+    depth=9,
+    heads=6,
+    epochs=80,
+    batch=16,
+    learning_rate=1e-4,
+    step_batch=16,
+    device="cuda",
+)
 
 
 def points(settings: Settings) -> list[Row]:

@@ -118,9 +118,12 @@ def draw(plt: Any, result: Result) -> Any:
         axes[1].annotate(name, (row["seconds"], errors), xytext=(6, 5), textcoords="offset points", fontsize=8)
     axes[0].set(title="training", xlabel="epochs", ylabel=f"{unit} errors on validation utterances, %", ylim=(0, None))
     axes[1].set(
-        title="speakers that are not in the training", xlabel="seconds of an epoch", ylabel=f"{unit} errors, %",
-        xlim=(0, 1.3 * axes[1].get_xlim()[1]), ylim=(0, 1.3 * axes[1].get_ylim()[1]),
-    )  # fmt: skip
+        title="speakers that are not in the training",
+        xlabel="seconds of an epoch",
+        ylabel=f"{unit} errors, %",
+        xlim=(0, 1.3 * axes[1].get_xlim()[1]),
+        ylim=(0, 1.3 * axes[1].get_ylim()[1]),
+    )
     found = sorted(rows(result, "step"), key=lambda row: row["frames"])
     relative = bool(found) and SOFTMAX in found[0]["seconds"]
     for name in found[0]["seconds"] if found else []:

@@ -69,11 +69,19 @@ class Engine:
         self.outputs = len(head)
         self.local = threading.local()  # ``last``: what this thread's last call has returned
         self.plan = decode.Model(
-            ctypes.addressof(self.layers), tokens, table, final,
+            ctypes.addressof(self.layers),
+            tokens,
+            table,
+            final,
             self.weights.linear([head], [None if tied else parts.head.bias]),
-            config.depth, config.dim, config.heads, config.vocab + 1, config.length, decode.TYPES[self.dtype],
+            config.depth,
+            config.dim,
+            config.heads,
+            config.vocab + 1,
+            config.length,
+            decode.TYPES[self.dtype],
             config.prenorm,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def why_not(model: Decoder) -> str:
@@ -175,14 +183,17 @@ class Engine:
             # As layers.rotate has them, so that the angles are the same to the last bit.
             rates = weights.numbers(attention.rotary ** (torch.arange(half, dtype=torch.float32) / -half))
         return decode.Layer(
-            self._norm(block.norm1), self._norm(block.norm2),
+            self._norm(block.norm1),
+            self._norm(block.norm2),
             weights.linear([p.weight for p in parts], [p.bias for p in parts]),
             *(weights.linear([p.weight], [p.bias]) for p in (attention.out, forward.expand, forward.contract)),
-            rates, decode.LINEAR if linear else decode.SOFTMAX,
+            rates,
+            decode.LINEAR if linear else decode.SOFTMAX,
             attention.heads if linear else attention.groups,
             MAPS[str(attention.feature_map)] if linear else 0,
-            decode.ACTIVATIONS[forward.activation], attention.eps if linear else 0.0,
-        )  # fmt: skip
+            decode.ACTIVATIONS[forward.activation],
+            attention.eps if linear else 0.0,
+        )
 
     def _norm(self, norm: Any) -> decode.Norm:
         return self.weights.norm(norm.weight, getattr(norm, "bias", None), norm.eps)
@@ -190,9 +201,23 @@ class Engine:
 
 # What the engine can read the weights of; anything else, such as an adapter in place of a linear map, it would miss.
 PLAIN = (
-    Decoder, Embedding, Stack, Plain, Block, Add, FeedForward, Linear, Softmax,
-    nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ModuleList,
-)  # fmt: skip
+    Decoder,
+    Embedding,
+    Stack,
+    Plain,
+    Block,
+    Add,
+    FeedForward,
+    Linear,
+    Softmax,
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Dropout,
+    nn.Identity,
+    nn.ModuleList,
+)
 
 
 def _odd(name: str, module: nn.Module) -> str:

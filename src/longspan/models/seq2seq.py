@@ -141,9 +141,18 @@ class Seq2Seq(nn.Module):
 def _encoder(config: Seq2SeqConfig) -> EncoderConfig:
     """The encoder's config: the decoder's sizes, attentions and a depth of its own."""
     names = (
-        "dim", "heads", "feedforward", "activation", "norm", "prenorm", "dropout", "residual", "checkpointing",
-        "feedforward_chunk", "stack",
-    )  # fmt: skip
+        "dim",
+        "heads",
+        "feedforward",
+        "activation",
+        "norm",
+        "prenorm",
+        "dropout",
+        "residual",
+        "checkpointing",
+        "feedforward_chunk",
+        "stack",
+    )
     depth = config.encoder_depth or config.depth
     shared = {name: getattr(config, name) for name in names}
     return EncoderConfig(**shared, depth=depth, attention=config.encoder_attention)

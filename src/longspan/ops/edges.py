@@ -47,8 +47,9 @@ def reinforce(log_prob: Tensor, reward: Tensor, baseline: Tensor | float | None 
     Raises ValueError for a reward of another shape.
     """
     if log_prob.shape != reward.shape or log_prob.dim() != 1:
-        raise ValueError(f"log_prob and reward must be (B,), one per row, not {tuple(log_prob.shape)} and "
-                         f"{tuple(reward.shape)}")  # fmt: skip
+        raise ValueError(
+            f"log_prob and reward must be (B,), one per row, not {tuple(log_prob.shape)} and {tuple(reward.shape)}"
+        )
     reward = reward.detach()
     if baseline is None:
         baseline = (reward.sum() - reward) / max(len(reward) - 1, 1)

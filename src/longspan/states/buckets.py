@@ -182,8 +182,13 @@ def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, T
     # Old tokens by source and by round, (B,H,P,R,K S); new ones, which are the same in every source.
     old = state.places.flatten(3, 4).transpose(-1, -2)
     places = torch.cat([old, (rank * buckets + own)[:, :, None].expand(-1, -1, rounds, -1, -1)], -1)
-    absent = torch.cat([(slot < 0).flatten(3)[:, :, :, None].expand_as(old), (own == buckets)[:, :, None].expand(
-        -1, -1, rounds, -1, -1)], -1)  # fmt: skip
+    absent = torch.cat(
+        [
+            (slot < 0).flatten(3)[:, :, :, None].expand_as(old),
+            (own == buckets)[:, :, None].expand(-1, -1, rounds, -1, -1),
+        ],
+        -1,
+    )
     which = places % buckets
     chunks = torch.zeros_like(which)
     if rule.chunk:
@@ -276,8 +281,11 @@ def _packed(q, k, v, state: Rings, reader: Reader, mask, segments, record, donat
     first, last = segments == segments[:, :1], segments == segments[:, -1:]
     own, others = (None, None) if record is None else ({}, {})
     begun, after = _continued(q, k, v, state, reader, real & first, own, False)
-    o = torch.where(first[:, None, :, None], begun, attend(
-        q, k, v, None, reader, mask=mask, segments=segments, record=others)[0].to(begun.dtype))  # fmt: skip
+    o = torch.where(
+        first[:, None, :, None],
+        begun,
+        attend(q, k, v, None, reader, mask=mask, segments=segments, record=others)[0].to(begun.dtype),
+    )
     k, v, groups = k.to(state.keys.dtype), v.to(state.values.dtype), reader.hash(q.to(state.keys.dtype))
     nothing = Rings._make(torch.zeros_like(x) for x in state)
     fresh = _extended(k, v, groups, nothing, reader, real & last, False)

@@ -50,9 +50,7 @@ def attend(
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     if state is None:
-        o = sparse.attend(
-            q, k, v, pattern, mask=mask, segments=segments, bias=bias, scale=scale, layer=layer
-        )  # fmt: skip
+        o = sparse.attend(q, k, v, pattern, mask=mask, segments=segments, bias=bias, scale=scale, layer=layer)
         if record is not None:
             at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
             seen = _real(mask, segments, at)

@@ -173,6 +173,15 @@ def parametrize(specs: str | Iterable[str]) -> Callable[[Any], Any]:
 
 
 __all__ = [
-    "Broken", "Gauge", "Report", "Row", "Subject", "assert_law", "cases", "check", "check_attention", "laws",
+    "Broken",
+    "Gauge",
+    "Report",
+    "Row",
+    "Subject",
+    "assert_law",
+    "cases",
+    "check",
+    "check_attention",
+    "laws",
     "parametrize",
-]  # fmt: skip
+]

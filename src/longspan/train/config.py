@@ -79,8 +79,16 @@ class TrainConfig:
         for name in ("steps", "batch", "accumulate", "evaluate_every", "save_every", "keep", "devices", "targets"):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         for name in (
-            "length", "warmup", "drop_at", "weight_decay", "penalty", "clip", "evaluate_examples", "seed", "seconds",
-        ):  # fmt: skip
+            "length",
+            "warmup",
+            "drop_at",
+            "weight_decay",
+            "penalty",
+            "clip",
+            "evaluate_examples",
+            "seed",
+            "seconds",
+        ):
             value = getattr(self, name)
             _require(value >= 0, f"{name}={value} must be at least 0")
         for field in fields(self):

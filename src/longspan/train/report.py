@@ -17,9 +17,22 @@ from .._utils.atomic_io import named
 from ..models.checkpoint import write_text
 
 COLUMNS: tuple[str, ...] = (
-    "step", "loss", "bits", "validation_bits", "validation_exact", "accuracy", "validation_accuracy", "penalty",
-    "auxiliary", "span", "ponder", "learning_rate", "gradient_norm", "tokens_per_second", "seconds",
-)  # fmt: skip
+    "step",
+    "loss",
+    "bits",
+    "validation_bits",
+    "validation_exact",
+    "accuracy",
+    "validation_accuracy",
+    "penalty",
+    "auxiliary",
+    "span",
+    "ponder",
+    "learning_rate",
+    "gradient_norm",
+    "tokens_per_second",
+    "seconds",
+)
 EVERY = 10
 
 

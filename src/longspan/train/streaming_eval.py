@@ -18,7 +18,7 @@ Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 def rows(dataset: Dataset, split: str, examples: int = 0) -> int:
-    """Number of stretches that an evaluation reads in parallel: ``default_batch_size``, with 16 windows or more each."""
+    """Number of stretches read in parallel: ``default_batch_size``, with 16 windows or more each."""
     count = Stream(dataset, split).count
     return max(1, min(default_batch_size(dataset.length), min(examples or count, count) // 16))
 

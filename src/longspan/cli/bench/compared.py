@@ -45,9 +45,15 @@ def _attention(args) -> tuple[Generator, Callable]:
 
     known(args.dtype, oracle.ALLOWED, "dtype")
     options = attention.Options(
-        lengths=numbers(args, "lengths"), batch=args.batch, heads=args.heads, size=args.size, dtype=args.dtype,
-        rounds=args.rounds, backward=not args.no_backward, limit=seconds(args),
-    )  # fmt: skip
+        lengths=numbers(args, "lengths"),
+        batch=args.batch,
+        heads=args.heads,
+        size=args.size,
+        dtype=args.dtype,
+        rounds=args.rounds,
+        backward=not args.no_backward,
+        limit=seconds(args),
+    )
     return _compared(args, attention, options)
 
 
@@ -106,9 +112,14 @@ def _generate(args) -> tuple[Generator, Callable]:
             raise ValueError(f"--like={args.like} has sizes of its own; leave out {', '.join(given)}")
         shape = sizes(args.like, *SIZES, "vocab")
     options = decoding.Options(
-        positions=numbers(args, "positions"), batches=numbers(args, "batches"), rounds=args.rounds,
-        images=args.images, tokens=args.tokens, limit=seconds(args), shape=replace(decoding.SHAPE, **shape),
-    )  # fmt: skip
+        positions=numbers(args, "positions"),
+        batches=numbers(args, "batches"),
+        rounds=args.rounds,
+        images=args.images,
+        tokens=args.tokens,
+        limit=seconds(args),
+        shape=replace(decoding.SHAPE, **shape),
+    )
     return _compared(args, decoding, options)
 
 

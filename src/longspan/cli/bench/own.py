@@ -10,8 +10,12 @@ from .kind import Benchmark, numbers, seconds
 
 
 def _gated_options(parser: Parser) -> None:
-    parser.add_argument("rules", type=str, nargs="*", help="what to measure; without any, all: decay, 'channel decay', "
-                        "delta, 'gated delta', 'channel delta'")  # fmt: skip
+    parser.add_argument(
+        "rules",
+        type=str,
+        nargs="*",
+        help="what to measure; without any, all: decay, 'channel decay', delta, 'gated delta', 'channel delta'",
+    )
     parser.add_argument("--length", type=positive_int(), default=4096, help="tokens")
     parser.add_argument("--batch", type=positive_int(MOST), default=1, help="sequences")
     parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads of values")
@@ -28,10 +32,15 @@ def _gated(args) -> tuple[Generator, Callable]:
     from ...bench import gated
 
     options = gated.Options(
-        rules=tuple(args.rules) or tuple(gated.RULES), length=args.length, batch=args.batch, heads=args.heads,
-        key_heads=args.key_heads or args.heads, size=args.size, rounds=args.rounds,
+        rules=tuple(args.rules) or tuple(gated.RULES),
+        length=args.length,
+        batch=args.batch,
+        heads=args.heads,
+        key_heads=args.key_heads or args.heads,
+        size=args.size,
+        rounds=args.rounds,
         batches=() if args.batches == "0" else numbers(args, "batches"),
-    )  # fmt: skip
+    )
     return gated.run(options, track), gated.text
 
 
@@ -63,9 +72,17 @@ def _pattern(args) -> tuple[Generator, Callable]:
     for text in texts:
         patterns.parse(text)
     options = pattern.Options(
-        patterns=texts, lengths=numbers(args, "lengths"), batch=args.batch, heads=args.heads, size=args.size,
-        rounds=args.rounds, backward=not args.no_backward, matrix=args.matrix, limit=seconds(args), flex=args.flex,
-    )  # fmt: skip
+        patterns=texts,
+        lengths=numbers(args, "lengths"),
+        batch=args.batch,
+        heads=args.heads,
+        size=args.size,
+        rounds=args.rounds,
+        backward=not args.no_backward,
+        matrix=args.matrix,
+        limit=seconds(args),
+        flex=args.flex,
+    )
 
     def results() -> Generator[dict, None, None]:
         with contextlib.closing(pattern.weigher()) as weigher:
@@ -96,9 +113,14 @@ def _members(args) -> tuple[Generator, Callable]:
 
     specs = tuple(split(args.members)) if args.members else ()
     options = members.Options(
-        members=specs, lengths=numbers(args, "lengths"), dim=args.dim, heads=args.heads, rounds=args.rounds,
-        backward=not args.no_backward, limit=seconds(args),
-    )  # fmt: skip
+        members=specs,
+        lengths=numbers(args, "lengths"),
+        dim=args.dim,
+        heads=args.heads,
+        rounds=args.rounds,
+        backward=not args.no_backward,
+        limit=seconds(args),
+    )
 
     def results() -> Generator[dict, None, None]:
         with contextlib.closing(members.weigher()) as weigher:
@@ -126,9 +148,12 @@ def _hybrids(args) -> tuple[Generator, Callable]:
     from ...bench import hybrids
 
     options = hybrids.Options(
-        models=tuple(args.models) or tuple(hybrids.MODELS), length=args.length, dtypes=tuple(args.dtypes.split(",")),
-        rounds=args.rounds, small=args.small,
-    )  # fmt: skip
+        models=tuple(args.models) or tuple(hybrids.MODELS),
+        length=args.length,
+        dtypes=tuple(args.dtypes.split(",")),
+        rounds=args.rounds,
+        small=args.small,
+    )
     return hybrids.run(options, track), hybrids.text
 
 
@@ -149,9 +174,12 @@ def _convolution(args) -> tuple[Generator, Callable]:
     from ...bench import convolution
 
     options = convolution.Options(
-        length=args.length, channels=args.channels, width=args.width, batches=numbers(args, "batches"),
+        length=args.length,
+        channels=args.channels,
+        width=args.width,
+        batches=numbers(args, "batches"),
         rounds=args.rounds,
-    )  # fmt: skip
+    )
     return convolution.run(options, track), convolution.text
 
 

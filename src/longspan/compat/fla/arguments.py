@@ -60,9 +60,14 @@ class LaidOut(NamedTuple):
 
 
 def laid_out(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> LaidOut:  # fmt: skip
+) -> LaidOut:
     """Operands in the original's layout, transposed, none copied. Raises ValueError for shapes that cannot be meant."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:

@@ -20,14 +20,23 @@ from .report import Status, status
 from .softmax import register
 
 _WHERE = {
-    "LongspanCache": "cache", "LongspanConfig": "config", "LongspanForCausalLM": "causal_lm",
+    "LongspanCache": "cache",
+    "LongspanConfig": "config",
+    "LongspanForCausalLM": "causal_lm",
     "byte_tokenizer": "byte_tokens",
-}  # fmt: skip
+}
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    "LongspanCache", "LongspanConfig", "LongspanForCausalLM", "Status", "accelerate", "byte_tokenizer", "register",
-    "restore", "status",
-]  # fmt: skip
+    "LongspanCache",
+    "LongspanConfig",
+    "LongspanForCausalLM",
+    "Status",
+    "accelerate",
+    "byte_tokenizer",
+    "register",
+    "restore",
+    "status",
+]
 
 
 def __getattr__(name: str) -> Any:

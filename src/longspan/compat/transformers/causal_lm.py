@@ -96,8 +96,10 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         """
         own = set(model_memory.shapes(lambda: Decoder(self.decoder.config)).state_dict())
         if odd := sorted(own ^ set(self.decoder.state_dict())):
-            raise ValueError(f"a decoder's weights and others, {odd[0]!r} first; merge adapters before, e.g. by peft's "
-                             f"merge_and_unload()")  # fmt: skip
+            raise ValueError(
+                f"a decoder's weights and others, {odd[0]!r} first; merge adapters before, e.g. by peft's "
+                f"merge_and_unload()"
+            )
         checkpoint.save(self.decoder, folder, extra={"run": self.config.run} if self.config.run else None)
 
     @classmethod
@@ -111,9 +113,12 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         model, info = found
         odd = {
             what: sorted(str(one) for one in info.get(key) or ())
-            for what, key in (("missing", "missing_keys"), ("unexpected", "unexpected_keys"),
-                              ("of another shape", "mismatched_keys"))
-        }  # fmt: skip
+            for what, key in (
+                ("missing", "missing_keys"),
+                ("unexpected", "unexpected_keys"),
+                ("of another shape", "mismatched_keys"),
+            )
+        }
         said = [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in odd.items() if names]
         if said:
             raise ValueError(f"the weights do not fit the model; {'; '.join(said)}")

@@ -39,9 +39,15 @@ def forward(
     rate = -upcast_half(self.slope_rate).view(1, -1, 1).expand(batch, -1, n)
     q, k, v = (upcast_half(t) for t in (q, k, v))
     o, state = decay_attention(
-        q, k, v, log_decay=rate, scale=1.0, segments=borders(kwargs, batch, n), return_state=True,
+        q,
+        k,
+        v,
+        log_decay=rate,
+        scale=1.0,
+        segments=borders(kwargs, batch, n),
+        return_state=True,
         state=None if state is None else carried(state, rate.dtype),
-    )  # fmt: skip
+    )
     o = self.norm(o.transpose(1, 2).flatten(2).to(qkv.dtype))
     o = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * o)
     if cache is not None:

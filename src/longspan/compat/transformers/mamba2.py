@@ -36,9 +36,15 @@ def scan(
     segments, dt = borders(kwargs, batch, n), _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     q, k, v = (t.transpose(1, 2) for t in (upcast_half(C), upcast_half(B), x * dt[..., None]))
     o, state = decay_attention(
-        q, k, v, log_decay=(A.to(dt.dtype) * dt).mT, scale=1.0, segments=segments, return_state=True,
+        q,
+        k,
+        v,
+        log_decay=(A.to(dt.dtype) * dt).mT,
+        scale=1.0,
+        segments=segments,
+        return_state=True,
         state=None if initial_states is None else carried(initial_states.mT, v.dtype),
-    )  # fmt: skip
+    )
     o = o.transpose(1, 2)
     if D is not None:
         o = o + D.to(o.dtype)[:, None] * x
@@ -69,9 +75,15 @@ def step(
     x = upcast_half(hidden_states)
     q, k, v = (t[:, :, None] for t in (upcast_half(C), upcast_half(B), x * dt[..., None]))
     o, end = decay_attention(
-        q, k, v, log_decay=(A[:, 0, 0].to(dt.dtype) * dt)[..., None], scale=1.0, return_state=True,
-        state=carried(state.mT, v.dtype), donate=may_be_overwritten(state),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        log_decay=(A[:, 0, 0].to(dt.dtype) * dt)[..., None],
+        scale=1.0,
+        return_state=True,
+        state=carried(state.mT, v.dtype),
+        donate=may_be_overwritten(state),
+    )
     state.copy_(end.mT)  # onto itself, where the kernel has overwritten it
     o = o[:, :, 0]
     if D is not None:

@@ -81,9 +81,18 @@ def _read(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, order: Tensor, code: Tensor,
-    group: Tensor | None, rule: Sequence[int], scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    code: Tensor,
+    group: Tensor | None,
+    rule: Sequence[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, each tile computed again: p = exp(logit - lse), dS = p (dP - grad . o)."""
     places, rules = SortedLayout(order, code, group), _rule(rule)
     n, m, each = q.shape[2], k.shape[3], q.shape[0] * q.shape[1]

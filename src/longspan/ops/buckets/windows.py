@@ -115,9 +115,9 @@ class Ask:
         self.blocks = blocks
         size, device = layout.size, found.tokens.device
         self.query = slice(layout.back * size, (layout.back + layout.tiles) * size)
-        ahead = layout.back * size + torch.arange(size, device=device)[:, None] - torch.arange(
-            layout.wide, device=device
-        )  # fmt: skip
+        ahead = (
+            layout.back * size + torch.arange(size, device=device)[:, None] - torch.arange(layout.wide, device=device)
+        )
         # Places inside a bucket are in the order of positions.
         self.band = ahead == ahead
         if rule.causal and not rule.whole:

@@ -122,10 +122,11 @@ def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tu
     if cu_seqlens is not None:
         borders = cu_seqlens.tolist()
         parts = [
-            reference(x[:, begin:end], weight, bias, state[s : s + 1], activation=activation, segments=None,
-                      cu_seqlens=None)
+            reference(
+                x[:, begin:end], weight, bias, state[s : s + 1], activation=activation, segments=None, cu_seqlens=None
+            )
             for s, (begin, end) in enumerate(pairwise(borders))
-        ]  # fmt: skip
+        ]
         out, ends = zip(*parts, strict=True) if parts else ((), ())
         return torch.cat(out, 1) if parts else torch.zeros_like(x), torch.cat(ends) if parts else state.clone()
     recent, out = state.to(wide.dtype), []

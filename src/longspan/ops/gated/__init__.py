@@ -145,9 +145,17 @@ def _checked(query, key, value, log_decay, beta, state, *, mask, segments, donat
         q, k, v, log_decay, beta = tokens
         own = (mask, segments) if part is None else (part.cut(mask), None)
         return recur(
-            q, k, v, log_decay=log_decay, beta=beta, state=state, mask=own[0], segments=own[1],
-            donate=donate and segments is None, **options,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay=log_decay,
+            beta=beta,
+            state=state,
+            mask=own[0],
+            segments=own[1],
+            donate=donate and segments is None,
+            **options,
+        )
 
     if segments is None:
         return run((query, key, value, log_decay, beta), state, None, None)

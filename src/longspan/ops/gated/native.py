@@ -96,9 +96,13 @@ def _forward(
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     failed = kernels("gated").longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
-        strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(state, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
-        scale, threads(),
-    )  # fmt: skip
+        strides(q, k, v, o, *_gates(log_decay, beta)),
+        _sizes(state, q, v, normalise),
+        _kind(log_decay),
+        TYPES[v.dtype],
+        scale,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the states of {threads()} threads")
     return o, end, starts
@@ -129,9 +133,14 @@ def _backward(
     gates = (*_gates(log_decay, beta), *_gates(ddecay, dbeta))
     failed = kernels("gated").longspan_gated_backward(
         *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments, offsets),
-        strides(q, k, v, grad, dq, dk, dv, *gates), _sizes(first, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
-        TYPES[dq.dtype], scale, threads(),
-    )  # fmt: skip
+        strides(q, k, v, grad, dq, dk, dv, *gates),
+        _sizes(first, q, v, normalise),
+        _kind(log_decay),
+        TYPES[v.dtype],
+        TYPES[dq.dtype],
+        scale,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the states of {threads()} threads")
     return [t for t in (dq.to(q.dtype), dk.to(k.dtype), dv, ddecay, dbeta, first) if t is not None]
@@ -185,9 +194,23 @@ def step(
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(v)
     failed = library.longspan_gated_step(
-        state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decays, rates, out.data_ptr(), batch * heads,
-        heads // groups, keys, values, _kind(log_decay), normalise, HALVES[dtype], factor, threads(),
-    )  # fmt: skip
+        state.data_ptr(),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        decays,
+        rates,
+        out.data_ptr(),
+        batch * heads,
+        heads // groups,
+        keys,
+        values,
+        _kind(log_decay),
+        normalise,
+        HALVES[dtype],
+        factor,
+        threads(),
+    )
     assert not failed
     if donate:
         mark_overwritten(state)

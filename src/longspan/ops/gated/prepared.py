@@ -39,8 +39,9 @@ def prepared(
         one = state[s : s + 1]
         if begin < end:
             tokens = (t if t is None else t[:, :, begin:end] for t in (q, k, v))
-            gates = {name: t if t is None else t[:, :, begin:end] for name, t in
-                     (("log_decay", log_decay), ("beta", beta))}  # fmt: skip
+            gates = {
+                name: t if t is None else t[:, :, begin:end] for name, t in (("log_decay", log_decay), ("beta", beta))
+            }
             here = None if mask is None else mask[:, begin:end]
             o, one = form(*tokens, **gates, state=one, mask=here, segments=None, **options)
             out.append(o)

@@ -143,9 +143,16 @@ def named(
         case _:
             phi = MAPS[feature_map]
             return attend(
-                phi(upcast_half(q)), phi(upcast_half(k)), v, causal=causal, eps=eps, mask=mask, segments=segments, state=state,
+                phi(upcast_half(q)),
+                phi(upcast_half(k)),
+                v,
+                causal=causal,
+                eps=eps,
+                mask=mask,
+                segments=segments,
+                state=state,
                 donate=donate,
-            )  # fmt: skip
+            )
 
 
 def _token(q, k, v, state, feature_map, eps, donate):

@@ -70,9 +70,15 @@ def _forward(
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
     failed = kernels("linear").longspan_linear_forward(
-        *pointers(q, k, v, o, below, state, end, mask, segments), strides(q, k, v, o), *q.shape, v.shape[-1],
-        MAPS[feature_map], TYPES[v.dtype], eps, threads(),
-    )  # fmt: skip
+        *pointers(q, k, v, o, below, state, end, mask, segments),
+        strides(q, k, v, o),
+        *q.shape,
+        v.shape[-1],
+        MAPS[feature_map],
+        TYPES[v.dtype],
+        eps,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the states of {q.shape[0] * q.shape[1]} heads")
     return o, end, below
@@ -98,9 +104,14 @@ def _backward(
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
     failed = kernels("linear").longspan_linear_backward(
         *pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
-        strides(q, k, v, o, grad, dq, dk, dv), *q.shape, v.shape[-1],
-        MAPS[feature_map], TYPES[v.dtype], eps, threads(),
-    )  # fmt: skip
+        strides(q, k, v, o, grad, dq, dk, dv),
+        *q.shape,
+        v.shape[-1],
+        MAPS[feature_map],
+        TYPES[v.dtype],
+        eps,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the states of {q.shape[0] * q.shape[1]} heads")
     return dq, dk, dv, first
@@ -155,9 +166,19 @@ def step(
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(v)
     failed = library.longspan_linear_step(
-        state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), batch * heads, keys, values,
-        feature, eps, HALVES[v.dtype], threads(),
-    )  # fmt: skip
+        state.data_ptr(),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        batch * heads,
+        keys,
+        values,
+        feature,
+        eps,
+        HALVES[v.dtype],
+        threads(),
+    )
     assert not failed
     if donate:
         mark_overwritten(state)

@@ -138,9 +138,16 @@ def unserved(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, bias: Bias | None = None, scale: float, layer: int = 0,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    bias: Bias | None = None,
+    scale: float,
+    layer: int = 0,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The definition: -> output (B,H,N,E), attention matrix (B,H,N,N), log of each row's sum (B,H,N)."""
     n = q.shape[2]
     allowed = pattern.dense(n, heads=q.shape[1], layer=layer, device=q.device)

@@ -119,9 +119,18 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: str, layer: int, scale: float,
-    softcap: float, by_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pattern: str,
+    layer: int,
+    scale: float,
+    softcap: float,
+    by_kernels: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v."""
     n, grads = k.shape[2], None
     for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
@@ -222,9 +231,18 @@ _forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: patterns.Pattern, *, layer: int,
-    scale: float, softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pattern: patterns.Pattern,
+    *,
+    layer: int,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k, v from that of the output, with what ``attend`` has given."""
     text = _text(pattern)
     way = _way(q, k, v, text, layer, softcap)[0]
