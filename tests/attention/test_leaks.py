@@ -24,7 +24,7 @@ SAID = {
 
 @pytest.fixture(scope="module")
 def script():
-    found = importlib.util.spec_from_file_location("leaks_script", DOCS / "leaks.py")
+    found = importlib.util.spec_from_file_location("leaks_script", DOCS.parent / "tools" / "leaks.py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -288,7 +288,7 @@ def test_a_mistake_is_one_line_and_code_2(line, at, capsys):
 
 
 def test_the_page_takes_the_figures_of_a_folder(capsys, weightless, monkeypatch, at):
-    spec = importlib.util.spec_from_file_location("performance_script", ROOT / "docs" / "performance.py")
+    spec = importlib.util.spec_from_file_location("performance_script", ROOT / "tools" / "performance.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)

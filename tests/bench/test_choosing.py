@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def script():
-    found = importlib.util.spec_from_file_location("choosing_script", DOCS / "choosing.py")
+    found = importlib.util.spec_from_file_location("choosing_script", DOCS.parent / "tools" / "choosing.py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

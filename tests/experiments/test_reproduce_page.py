@@ -23,7 +23,7 @@ def at(tmp_path, monkeypatch):
 
 def test_the_figures_of_the_page_are_those_of_the_results():
     """Nothing is typed in by hand: the page is what its script writes."""
-    script = runpy.run_path(str(DOCS / "reproduction.py"), run_name="reproduction")
+    script = runpy.run_path(str(DOCS.parent / "tools" / "reproduction.py"), run_name="reproduction")
     text = script["PAGE"].read_text(encoding="utf-8")
     assert script["written"](text) == text
     assert all(f"<!-- {name}:begin -->" in text for name in EXPERIMENTS)
@@ -36,7 +36,7 @@ def test_the_figures_of_the_page_are_those_of_the_results():
 
 
 def test_results_with_other_settings_are_kept_under_a_name_of_their_own(tmp_path):
-    found = importlib.util.spec_from_file_location("reproduction_script", DOCS / "reproduction.py")
+    found = importlib.util.spec_from_file_location("reproduction_script", DOCS.parent / "tools" / "reproduction.py")
     script = importlib.util.module_from_spec(found)
     found.loader.exec_module(script)
     script.PAGE, script.RESULTS = tmp_path / "page.md", tmp_path / "kept"
@@ -64,5 +64,5 @@ def test_results_with_other_settings_are_kept_under_a_name_of_their_own(tmp_path
     ],
 )
 def test_folders_of_a_machine_do_not_come_into_the_page(given, told):
-    script = runpy.run_path(str(DOCS / "reproduction.py"), run_name="reproduction")
+    script = runpy.run_path(str(DOCS.parent / "tools" / "reproduction.py"), run_name="reproduction")
     assert script["anywhere"](given) == told

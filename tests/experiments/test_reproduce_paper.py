@@ -40,7 +40,7 @@ def test_a_reformer_of_x_rounds_is_the_publications_lsh_x():
 
 
 def test_a_row_of_the_paper_has_what_every_result_found_of_it(tmp_path):
-    found = importlib.util.spec_from_file_location("reproduction_script", DOCS / "reproduction.py")
+    found = importlib.util.spec_from_file_location("reproduction_script", DOCS.parent / "tools" / "reproduction.py")
     script = importlib.util.module_from_spec(found)
     found.loader.exec_module(script)
     script.RESULTS = tmp_path

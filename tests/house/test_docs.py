@@ -94,13 +94,13 @@ def test_every_file_is_on_the_page_of_files(site):
 )
 def test_a_file_is_told_by_its_first_sentence(name, text, said, tmp_path):
     (tmp_path / name).write_text(text)
-    assert runpy.run_path(str(DOCS / "tree.py"))["phrase"](tmp_path / name) == said
+    assert runpy.run_path(str(DOCS.parent / "tools" / "tree.py"))["phrase"](tmp_path / name) == said
 
 
 def test_a_file_that_does_not_say_what_it_is_is_refused(tmp_path):
     (tmp_path / "a.py").write_text("import os\n")
     with pytest.raises(ValueError, match=r"a\.py opens with no sentence"):
-        runpy.run_path(str(DOCS / "tree.py"))["phrase"](tmp_path / "a.py")
+        runpy.run_path(str(DOCS.parent / "tools" / "tree.py"))["phrase"](tmp_path / "a.py")
 
 
 def test_every_public_name_is_on_the_api_page(site):
@@ -220,7 +220,7 @@ def test_every_law_is_explained_in_contributing():
 
 def test_the_figures_of_the_performance_page_are_those_of_the_results():
     """Nothing is typed in by hand: the page is what its script writes."""
-    script = runpy.run_path(str(DOCS / "performance.py"), run_name="performance")
+    script = runpy.run_path(str(DOCS.parent / "tools" / "performance.py"), run_name="performance")
     text = script["PAGE"].read_text(encoding="utf-8")
     assert script["page"](text) == text
     assert script["page"](text.replace("useful GFLOP/s", "useful figures")) == text

@@ -39,8 +39,8 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def figures():
-    """The script docs/figures.py, as a module of its own, so that its paths can be changed."""
-    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
+    """The script tools/figures.py, as a module of its own, so that its paths can be changed."""
+    spec = importlib.util.spec_from_file_location("figures", DOCS.parent / "tools" / "figures.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -133,13 +133,13 @@ def test_every_public_name_opens_with_an_example(name):
 
 
 def tree():
-    """What docs/tree.py defines."""
-    return runpy.run_path(str(DOCS / "tree.py"), run_name="tree")
+    """What tools/tree.py defines."""
+    return runpy.run_path(str(DOCS.parent / "tools" / "tree.py"), run_name="tree")
 
 
 def test_the_tree_in_the_readme_is_written_by_its_script():
     text = README.read_text(encoding="utf-8")
-    assert tree()["place"](text) == text, "the folders have changed: python docs/tree.py"
+    assert tree()["place"](text) == text, "the folders have changed: python tools/tree.py"
     folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
     assert folders == set(re.findall(r"^  (\w+)/", tree()["folders"](), flags=re.MULTILINE))
     assert tree()["folders"]().splitlines()[1].startswith("src/longspan/")
@@ -163,7 +163,7 @@ def test_what_a_page_links_to_is_there(page):
 def test_figures_in_the_readme_are_measured():
     script = figures()
     if not (script.IMAGES / "demo.json").exists():
-        pytest.skip("no demo has been recorded yet: longspan demo --out demo && python docs/figures.py demo/demo.json")
+        pytest.skip("no demo has been recorded yet: longspan demo --out demo && python tools/figures.py demo/demo.json")
     text = README.read_text(encoding="utf-8")
     assert script.place(text, script.render(json.loads((script.IMAGES / "demo.json").read_text()))) == text
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):

@@ -32,9 +32,9 @@ TINY = DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=256, length=7
 
 @pytest.fixture(scope="module")
 def script():
-    """``docs/shipped.py``, as a module."""
+    """``tools/shipped.py``, as a module."""
     pytest.importorskip("lightning", reason="the script reads training runs: pip install longspan[train]")
-    found = importlib.util.spec_from_file_location("shipped_script", ROOT / "docs" / "shipped.py")
+    found = importlib.util.spec_from_file_location("shipped_script", ROOT / "tools" / "shipped.py")
     assert found
     assert found.loader
     module = importlib.util.module_from_spec(found)
@@ -279,7 +279,7 @@ def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
 def test_the_script_says_what_is_wrong_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["shipped.py", str(tmp_path / "none")])
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "docs" / "shipped.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / "tools" / "shipped.py"), run_name="__main__")
     assert stop.value.code == f"shipped: no checkpoint at {tmp_path / 'none'}: there is no such folder"
 
 

@@ -123,7 +123,7 @@ def test_the_page_has_the_figures_of_the_record():
 
 def test_a_run_on_a_text_becomes_a_model(tmp_path, monkeypatch):
     pytest.importorskip("lightning", reason="the script reads training runs: pip install longspan[train]")
-    found = importlib.util.spec_from_file_location("shipped_script", ROOT / "docs" / "shipped.py")
+    found = importlib.util.spec_from_file_location("shipped_script", ROOT / "tools" / "shipped.py")
     assert found
     assert found.loader
     script = importlib.util.module_from_spec(found)

@@ -26,8 +26,8 @@ NAMES = pretrained.names("transcriber")
 
 @pytest.fixture(scope="module")
 def script():
-    """``docs/shipped_speech.py``, as a module."""
-    found = importlib.util.spec_from_file_location("shipped_speech", ROOT / "docs" / "shipped_speech.py")
+    """``tools/shipped_speech.py``, as a module."""
+    found = importlib.util.spec_from_file_location("shipped_speech", ROOT / "tools" / "shipped_speech.py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

@@ -1,7 +1,7 @@
 """Put benchmarks' figures and pictures into docs/performance.md.
 
     longspan bench KIND --out FOLDER
-    python docs/performance.py FOLDER
+    python tools/performance.py FOLDER
 
 copies the JSON, CSV and PNG files of the kinds that FOLDER has to ``benchmarks/results/MACHINE``, where MACHINE is the
 first of ``MACHINES``, and writes the tables between the page's markers, each from the first machine that has it.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from longspan.bench import report
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, RESULTS = DOCS / "performance.md", DOCS.parent / "benchmarks" / "results"
 MACHINES = ("xeon-amx-2-cores", "xeon-avx512-2-cores", "epyc-2-cores", "epyc-avx2-2-cores")
 # What is measured -> the module of longspan.bench that can tell it.
@@ -40,7 +40,7 @@ def block(name: str) -> str:
     machine = next((m for m in MACHINES if (RESULTS / m / f"{name}.json").exists()), MACHINES[0])
     path = RESULTS / machine / f"{name}.json"
     if name in KINDS and not path.exists():
-        return f"\nNot measured yet: `python docs/performance.py FOLDER` puts {name}.json of a run's FOLDER here.\n\n"
+        return f"\nNot measured yet: `python tools/performance.py FOLDER` puts {name}.json of a run's FOLDER here.\n\n"
     result = json.loads(path.read_text(encoding="utf-8"))
     kind = result["benchmark"]
     text = report.show(result, importlib.import_module(f"longspan.bench.{KINDS[kind]}").text)

@@ -3,7 +3,7 @@
     longspan bench members --lengths 1024,4096,16384,32768 --out FOLDER
     longspan bench members --members 'linformer(length=16384, slots=64); ...' --lengths 16384 --out OTHER
     longspan bench members --lengths 1024 --out AGAIN
-    python docs/choosing.py FOLDER+AGAIN OTHER=budget
+    python tools/choosing.py FOLDER+AGAIN OTHER=budget
 
 copies FOLDER's members.json, .csv and .png to ``benchmarks/results/MACHINE`` as ``every.json``, .csv and .png, since
 ``members`` there is a comparison of few on the page of performance, and writes the tables between the page's markers.
@@ -29,7 +29,7 @@ from longspan.attention.registry import list_mechanisms
 from longspan.bench import figures, members
 from longspan.bench.report import rows_csv
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, RESULTS, TASKS = DOCS / "choosing.md", DOCS.parent / "benchmarks" / "results", DOCS / "reproduction"
 MACHINE, NAME = "epyc-2-cores", "every"
 BLOCK = "<!-- {0}:begin -->\n\n{1}\n\n<!-- {0}:end -->"
@@ -216,7 +216,7 @@ def budget(_: Figures) -> str:
     """Those that shorten keys and queries, and Reformer, at one budget."""
     path = RESULTS / MACHINE / f"{NAME}_budget.json"
     if not path.exists():
-        return "Not measured yet: `python docs/choosing.py OTHER=budget` puts a run of OTHER here."
+        return "Not measured yet: `python tools/choosing.py OTHER=budget` puts a run of OTHER here."
     found = Figures(json.loads(path.read_text(encoding="utf-8")))
     return _columns(found, found.growth)
 

@@ -1,6 +1,6 @@
 """The files of the package, each with its opening sentence: all of them on a page, the folders in the README.
 
-    python docs/tree.py
+    python tools/tree.py
 
 writes the README's part; ``make docs`` makes the page. Nothing is typed in by hand.
 """

@@ -1,6 +1,6 @@
 """Measure what the published causal forms leak, and write the table into docs/lab.md.
 
-    python docs/leaks.py
+    python tools/leaks.py
 
 A leak is the share of outputs before t that change when the tokens from t on are drawn anew, over cuts t of random
 sequences. An output is one token's row: it counts as changed where any of its heads reads something else, so that more
@@ -13,7 +13,7 @@ import torch
 
 import longspan
 
-PAGE = Path(__file__).resolve().parent / "lab.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab.md"
 BLOCK = "<!-- leaks:begin -->\n\n{}\n\n<!-- leaks:end -->"
 HEADS = (1, 4, 8)
 TOKENS, WIDTH, ROWS, STEP = 64, 32, 32, 3

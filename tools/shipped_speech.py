@@ -1,7 +1,7 @@
 """Turn a transcriber of the speech experiment into a model that comes with the package.
 
     longspan reproduce speech --data fsdd:PATH --encoders gated_deltanet --direction causal ... --out FOLDER
-    python docs/shipped_speech.py FOLDER gated_deltanet --data fsdd:PATH --name digits
+    python tools/shipped_speech.py FOLDER gated_deltanet --data fsdd:PATH --name digits
 
 writes ``src/longspan/models/digits``: the weights in bfloat16, and ``record.json``, which holds the command of the
 training, its curve, and how many recordings of digits are transcribed right, of the speaker who was held out and of

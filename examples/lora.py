@@ -1,7 +1,7 @@
 """Fine-tune a hybrid model of transformers by LoRA on packed text, on a CPU; it goes on where it was stopped.
 
-    python docs/lora.py
-    python docs/lora.py --model Qwen/Qwen3.5-0.8B --text my.txt --out runs/lora --steps 200
+    python examples/lora.py
+    python examples/lora.py --model Qwen/Qwen3.5-0.8B --text my.txt --out runs/lora --steps 200
 
 Without ``--model`` it makes a tiny Qwen3.5 with random weights, whose tokens are bytes; ``--width`` makes it larger.
 Without ``--text`` it takes this file. ``--stock`` trains by transformers' own code, to compare time and memory: its

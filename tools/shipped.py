@@ -1,14 +1,14 @@
 """Turn the best checkpoint of a training run into a model that comes with the package.
 
     longspan train --config mnist
-    python docs/shipped.py runs/mnist --data mnist
+    python tools/shipped.py runs/mnist --data mnist
 
 writes ``src/longspan/models/mnist``: the weights in bfloat16, and ``record.json``, which holds what they were trained
 with, the curve of the training (steps, seconds, validation bits per dim or byte) and what they score. To be run where
 the run was made, since the record names the machine. A model of a text likewise:
 
     longspan train --config text --run.data text:FILE
-    python docs/shipped.py runs/text --data text:FILE --about "Tolstoy, War and Peace, in English"
+    python tools/shipped.py runs/text --data text:FILE --about "Tolstoy, War and Peace, in English"
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Put experiments' figures and pictures into docs/reproduction.md.
 
     longspan reproduce NAME --out FOLDER
-    python docs/reproduction.py FOLDER
+    python tools/reproduction.py FOLDER
 
 copies the JSON and PNG files of the experiments that FOLDER has to ``docs/reproduction`` and writes what the JSON files
 hold between the page's markers. ``FOLDER=WORD`` keeps them beside those with other settings: of ``images`` come
@@ -20,7 +20,7 @@ from typing import Any
 
 from longspan.experiments import EXPERIMENTS, images_speed, page, paper, published, speech_report
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, RESULTS = DOCS / "reproduction.md", DOCS / "reproduction"
 BLOCK = "<!-- {0}:begin -->\n{1}<!-- {0}:end -->"
 OPEN = "open"
@@ -143,4 +143,4 @@ def main(folders: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    subprocess.run([sys.executable, DOCS / "choosing.py"], check=True)
+    subprocess.run([sys.executable, Path(__file__).with_name("choosing.py")], check=True)

@@ -1,7 +1,7 @@
 """Write the counts of the attacks into docs/reliability.md.
 
 cd tests && python -m attacks --json FILE
-python docs/reliability.py FILE
+python tools/reliability.py FILE
 
 Several files are put together, of attacks that were run one after the other with numbers of cases of their own.
 """
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parent / "reliability.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
 BEGIN, END = "<!-- attacks:begin -->", "<!-- attacks:end -->"
 
 

@@ -1,12 +1,12 @@
 """Put a demo's figures and pictures into the README.
 
     longspan demo --out demo
-    python docs/figures.py demo/demo.json
+    python tools/figures.py demo/demo.json
 
 copies ``demo.json`` and the README's picture from the demo's folder to ``docs/images`` and writes the figures between
 the README's two markers. Without an argument it only writes them again, from ``docs/images/demo.json``.
 
-    python docs/figures.py --draw
+    python tools/figures.py --draw
 
 draws the README's other pictures, by the commands in DRAWN and the model that comes with the package.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 from longspan.cli import entry
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 README, IMAGES = DOCS.parent / "README.md", DOCS / "images"
 PICTURES = ("throughput.png",)
 DRAWN = {
@@ -96,7 +96,7 @@ def render(facts: dict[str, Any]) -> str:
         *(f"At 784 pixels: {how}." for how in [facts.get("mnist_784", {}).get("how")] if how),
         "Machine: " + "; ".join(f"{k} {readable(v)}".strip() for k, v in leaves(facts.get("machine", "unknown"))) + ".",
         "Time: " + "; ".join(f"{k} {readable(v)} s".strip() for k, v in leaves(facts.get("seconds", "unknown"))) + ".",
-        "Written by `python docs/figures.py` from `docs/images/demo.json`.",
+        "Written by `python tools/figures.py` from `docs/images/demo.json`.",
     ]
     return "\n".join(lines)
 
@@ -112,7 +112,7 @@ def place(readme: str, figures: str) -> str:
 
 def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
-        raise ValueError("usage: python docs/figures.py [demo/demo.json | --draw]")
+        raise ValueError("usage: python tools/figures.py [demo/demo.json | --draw]")
     if arguments == ["--draw"]:
         for name, command in DRAWN.items():
             if entry.main([*command.split(), "--out", str(IMAGES / name)]):
