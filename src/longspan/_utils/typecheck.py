@@ -21,7 +21,7 @@ def check_type(name: str, value: Any, kind: Any, owner: str = "") -> None:
     An int is a whole number of 64 bits and no bool; a float is an int or a float that is finite in float32, and no
     bool. Tuples, Literals, unions and classes are what they say; a kind of any other form, or none, allows everything.
 
-    >>> check("window", 2.5, int, "local")
+    >>> check_type("window", 2.5, int, "local")
     Traceback (most recent call last):
     ...
     ValueError: local: window=2.5 must be a whole number
@@ -63,7 +63,7 @@ def with_checked_types(init: Callable[..., None], owner: str) -> Callable[..., N
 def type_name(kind: Any) -> str:
     """A kind in words.
 
-    >>> words(int | tuple[int, int]), words(Literal["a", "b"])
+    >>> type_name(int | tuple[int, int]), type_name(Literal["a", "b"])
     ('a whole number or (a whole number, a whole number)', "'a' or 'b'")
     """
     parts = get_args(kind)

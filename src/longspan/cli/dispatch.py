@@ -101,7 +101,7 @@ def _lines(texts: Iterable[str]) -> str:
 def format_call(call: list[dict[str, str]]) -> str:
     """One kind of call in words: ``native (linear attention)``.
 
-    >>> said([{"op": "linear attention", "backend": "torch", "why_not": "they are for the CPU"}])
+    >>> format_call([{"op": "linear attention", "backend": "torch", "why_not": "they are for the CPU"}])
     'torch (linear attention; not native, since the kernels are for the CPU)'
     """
     return ", ".join(f"{one['backend']} ({one['op']}{_reason(one['why_not'])})" for one in call)

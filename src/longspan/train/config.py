@@ -115,7 +115,7 @@ def rate(run: TrainConfig, step: int) -> float:
     Cosine: Loshchilov and Hutter, 1608.03983, equation 5, one period. Drop: the linear transformer's 1e-3, then 1e-4
     (Katharopoulos et al., 2006.16236, section 4.1).
 
-    >>> [rate(Run(steps=4, warmup=2, learning_rate=1.0, schedule="constant"), step) for step in range(4)]
+    >>> [rate(TrainConfig(steps=4, warmup=2, learning_rate=1.0, schedule="constant"), step) for step in range(4)]
     [0.5, 1.0, 1.0, 1.0]
     """
     if step < run.warmup:
