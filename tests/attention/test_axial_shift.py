@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import longspan
-from longspan import nbytes, patterns
+from longspan import patterns
+from longspan.states import nbytes
 from sparse_cases import build, data
 
 N, WIDTHS = 17, (1, 3, 5, 19)  # one column; whole rows and a last one cut short; one row

@@ -5,7 +5,7 @@ import torch
 
 import longspan
 from hand import plain, read
-from longspan import nbytes
+from longspan.states import nbytes
 from longspan.states.kv_cache import KeyValues
 
 KINDS = ("dense", "random", "factored_dense", "factored_random")

@@ -13,11 +13,11 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 from PIL import Image
 
 import longspan
-from longspan import nbytes
 from longspan.attention.families import FAMILIES
 from longspan.attention.registry import mechanism
 from longspan.bench import candidates, case, figures, guard, members
 from longspan.cli.entry import INTERRUPTED, WRONG, main
+from longspan.states import nbytes
 
 SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1", "--out", "o", "--debug"]
 

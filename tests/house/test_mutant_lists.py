@@ -99,7 +99,18 @@ def test_every_part_of_the_package_has_mutants():
     compat = ("transformers", "fla", "fast_transformers")
     for part in (*(f"ops/{name}" for name in ops), *(f"compat/{name}" for name in compat), "compat/onnx.py"):
         assert parts[part] >= 2, part
-    for part in ("states", "attention", "models", "generation", "train", "data", "patterns", "speech", "testing", "cli"):
+    for part in (
+        "states",
+        "attention",
+        "models",
+        "generation",
+        "train",
+        "data",
+        "patterns",
+        "speech",
+        "testing",
+        "cli",
+    ):
         assert sum(mutant.file.startswith(f"{part}/") for mutant in mutants.LIST) >= 2, part
 
 

@@ -73,13 +73,14 @@ def python(package):
 # In one process, since each loads torch.
 SESSION = """
 import sys
-from longspan import checks, cli, names
+from longspan import list_mechanisms, testing
+from longspan.cli import main
 
 assert "my_package" not in sys.modules
 for line in {lines!r}:
-    assert cli.main(line) == 0, line
-assert "running_mean" in names()
-assert checks.check("parallel_is_recurrent", "running_mean").status == "passed"
+    assert main(line) == 0, line
+assert "running_mean" in list_mechanisms()
+assert testing.check("parallel_is_recurrent", "running_mean").status == "passed"
 """
 
 

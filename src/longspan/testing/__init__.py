@@ -128,9 +128,22 @@ def check_attention(spec: str, *, seed: int = 0, raises: bool = True, stack: str
     return report
 
 
+def applicable(spec: str, *, stack: str = "") -> tuple[str, ...]:
+    """The laws that apply to a spec, or to a stack of specs separated by ``;``.
+
+    Raises ValueError for an unknown mechanism, stack or option.
+
+    >>> "cross" in applicable("linear"), "cross" in applicable("gla")
+    (True, False)
+    """
+    subject = Subject(spec, 0, stack)
+    return tuple(law for law, (_, needs) in _LAWS.items() if not subject.why_not(needs))
+
+
 def cases() -> list[tuple[str, str]]:
-    """All pairs (law, example spec) of the registry, for a parametrised test."""
-    return [(law, spec) for name in list_mechanisms() for spec in mechanism_examples(name) for law in _LAWS]
+    """All pairs (law, example spec) of the registry of which the law applies, for a parametrized test."""
+    specs = [spec for name in list_mechanisms() for spec in mechanism_examples(name)]
+    return [(law, spec) for spec in specs for law in applicable(spec)]
 
 
 def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
@@ -162,13 +175,7 @@ def parametrize(specs: str | Iterable[str]) -> Callable[[Any], Any]:
     specs = [specs] if isinstance(specs, str) else list(specs)
     if not specs:
         raise ValueError("parametrize needs at least one spec, such as 'my_mechanism(window=3)'")
-    subjects = {spec: Subject(spec) for spec in specs}
-    pairs = [
-        (spec, law)
-        for spec, subject in subjects.items()
-        for law, (_, needs) in _LAWS.items()
-        if not subject.why_not(needs)
-    ]
+    pairs = [(spec, law) for spec in specs for law in applicable(spec)]
     return pytest.mark.parametrize(("spec", "law"), pairs, ids=[f"{spec}-{law}" for spec, law in pairs])
 
 
@@ -178,6 +185,7 @@ __all__ = [
     "Report",
     "Row",
     "Subject",
+    "applicable",
     "assert_law",
     "cases",
     "check",
