@@ -215,9 +215,9 @@ def _laws(spec: str, device: str, tokens: int) -> Iterator[Row]:
         cut = tokens // 2
         with torch.no_grad():
             _, kept = module(x[:, :cut], module.init_state(batch))
-            copy = longspan.clone(kept)
+            copy = longspan.states.clone(kept)
             first, second = (module(x[:, cut:], kept)[0] for _ in range(2))
-            given = module(x[:, cut:], longspan.clone(kept), donate=True)[0]
+            given = module(x[:, cut:], longspan.states.clone(kept), donate=True)[0]
         leaves = zip(torch.utils._pytree.tree_leaves(kept), torch.utils._pytree.tree_leaves(copy), strict=True)
         # A state may have infinities, which are equal to themselves.
         if not all(torch.equal(one, two) for one, two in leaves):
@@ -484,7 +484,7 @@ def _steps(model: Any, batch: int, context: int, steps: int, device: str) -> Row
             _, state = model(tokens, state, donate=True)
             wait()
             found.append(time.perf_counter() - begin)
-        size, seconds = longspan.nbytes(state), []
+        size, seconds = longspan.states.nbytes(state), []
         for _ in range(3):
             wait()
             begin = time.perf_counter()

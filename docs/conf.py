@@ -199,4 +199,4 @@ def setup(app: Any) -> None:
 
 
 pages()
-HERE.joinpath("files.md").write_text(runpy.run_path(str(HERE / "tree.py"))["page"](), encoding="utf-8")
+HERE.joinpath("files.md").write_text(runpy.run_path(str(HERE.parent / "tools" / "tree.py"))["page"](), encoding="utf-8")

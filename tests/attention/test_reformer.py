@@ -209,7 +209,7 @@ class TestState:
         state = module.init_state(2)
         assert state.keys.shape == (2, 2, 3, 4, 6, 3)
         _, after = module(data(2, 300, 6), state)
-        assert longspan.attention.nbytes(after) == longspan.attention.nbytes(state)
+        assert longspan.states.nbytes(after) == longspan.states.nbytes(state)
         assert after.counts.sum(-1).unique().tolist() == [300]
 
     def test_a_step_tells_what_it_reads(self):

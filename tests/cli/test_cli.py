@@ -303,8 +303,8 @@ def test_eval_agrees_with_bits_for_any_batch(batch, at, capsys):
 
 
 def test_eval_stepwise_agrees_with_one_pass(at, capsys, monkeypatch):
-    chunks, score = [], GENERATE.score
-    monkeypatch.setattr(GENERATE, "score", lambda *a, chunk=0: chunks.append(chunk) or score(*a, chunk=chunk))
+    chunks, score = [], GENERATE.log_likelihood
+    monkeypatch.setattr(GENERATE, "log_likelihood", lambda *a, chunk=0: chunks.append(chunk) or score(*a, chunk=chunk))
     step = json.loads(said(capsys, "eval", "m/digits", "--stepwise", "29", "--json"))["stepwise"]
     assert step["examples"] == 29
     assert chunks == [0, 1, 0, 1]
@@ -367,7 +367,15 @@ def test_text_streams_and_repairs_what_is_no_utf8(at, capsys, monkeypatch):
 
     monkeypatch.setattr(GENERATE, "generate", fake)
     assert said(capsys, "generate", "m/text", "--prompt", "ü", "--seed", "5", "--top_k=3") == "üé\ufffd!\ufffd\n"
-    assert asked == {"prompt": "ü".encode(), "tokens": 21, "seed": 5, "top_k": 3, "top_p": 1.0, "temperature": 1.0}
+    assert asked == {
+        "prompt": "ü".encode(),
+        "max_new_tokens": 21,
+        "stream": True,
+        "seed": 5,
+        "top_k": 3,
+        "top_p": 1.0,
+        "temperature": 1.0,
+    }
 
 
 def test_text_of_a_model_ends_where_its_positions_end(at, capsys):

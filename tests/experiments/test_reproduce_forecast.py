@@ -23,7 +23,7 @@ MISTAKES = {
     "forecast --horizons 25": "horizons=25: nothing is published for it, so --reads and --label must say it",
     "forecast --reads 24 --label 48": "label=48 hours are more than the 24 that are read for horizon 24",
     "forecast --steps 0": "steps=0 must be at least 1",
-    "forecast --tests -1": "tests=-1 must be at least 0",
+    "forecast --tests -1": "tests=-1 must not be negative",
     "forecast --rate 0": "rate=0.0 must be positive",
     "forecast --heads 3": "dim=64 is not a multiple of heads=3",
     "forecast --quick --seeds 0,1": "data=synthetic is made from the seed, so that several seeds would have several",

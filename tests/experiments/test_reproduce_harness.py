@@ -21,7 +21,7 @@ from PIL import Image
 from longspan.cli import reproduce
 from longspan.cli.entry import INTERRUPTED, OK, WRONG, main
 from longspan.cli.parser import kebab
-from longspan.experiments import EXPERIMENTS, experiment, lra_cost, page, provenance, scaling
+from longspan.experiments import EXPERIMENTS, experiment, lra_cost, page, provenance, runner, scaling
 from longspan.experiments.experiment import Place
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -44,7 +44,7 @@ def at(tmp_path, monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Nothing is drawn, which takes longer than everything else together."""
-    monkeypatch.setattr(experiment, "picture", lambda *_: None)
+    monkeypatch.setattr(runner, "picture", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_a_disk_that_is_full_when_all_is_measured(monkeypatch, capsys):
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(experiment, "picture", full)
+        patch.setattr(runner, "picture", full)
         ran("approximation", code=WRONG)
     kept = f"{Path('reproduce', 'approximation')}.json; the same command goes on from there"
     first, last = capsys.readouterr().err.splitlines()[-1].split("; ", 1)

@@ -63,7 +63,7 @@ MISTAKES = {
     "--schedule linear": "unknown schedule 'linear'",
     "--top 1": "top=1.0 must lie between 0 and 1: the part of each image that is given",
     "--samples 0": "samples=0 must be at least 1",
-    "--tests -1": "tests=-1 must be at least 0",
+    "--tests -1": "tests=-1 must not be negative",
     "--batches 1,0": "batches=1,0 must be at least 1",
     "--lengths 0": "lengths=0 must be at least 1",
     "--rounds 0": "rounds=0 must be at least 1",

@@ -51,7 +51,7 @@ def dataset(text):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_are_of_equal_size(name, size):
     target = families.parameters(families._shapes(families.config("softmax", size)))
-    model: Any = families.weights.shapes(lambda: families.build(name, size))
+    model: Any = families.model_memory.shapes(lambda: families.build(name, size))
     assert abs(families.parameters(model) / target - 1) < 0.02
     if isinstance(model, LSTM):
         # The width is chosen by a formula.

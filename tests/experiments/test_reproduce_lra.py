@@ -312,7 +312,7 @@ MISTAKES = {
     "lra --rounds 0": "rounds=0 must be at least 1",
     "lra --image-steps 0": "image_steps=0 must be at least 1",
     "lra --device tpu": "unknown device 'tpu'",
-    "lra --seed=-1": "seed=-1 must be at least 0",
+    "lra --seed=-1": "seed=-1 must not be negative",
 }
 
 

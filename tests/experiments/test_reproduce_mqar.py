@@ -27,7 +27,7 @@ MISTAKES = {
     "mqar --dims 8,0": "dims=8,0 must be at least 1",
     "mqar --heads 3": "dim=8 is not a multiple of heads=3",
     "mqar --rates 0": "rates=0.0 must be positive",
-    "mqar --rates nan": "rates=nan must be positive",
+    "mqar --rates nan": "rates=nan must be a number from 0",
     "mqar --pairs x": "--pairs=x: expected numbers, separated by commas: 2,4",
     "mqar --tokens 3": "tokens=3 must be at least 4",
     "mqar --vocab 31": "vocab=31 must be at least 32, twice the number of pairs",
@@ -36,9 +36,9 @@ MISTAKES = {
     "transfer --heads 3": "dim=64 is not a multiple of heads=3",
     "transfer --features 0": "features=0 must be at least 1",
     "transfer --draws 0": "draws=0 must be at least 1",
-    "transfer --images -1": "images=-1 must be at least 0",
+    "transfer --images -1": "images=-1 must not be negative",
     "transfer --rate 0": "rate=0.0 must be positive",
-    "transfer --finetune_rate -1": "finetune_rate=-1.0 must be positive",
+    "transfer --finetune_rate -1": "rate=-1.0 must not be negative",
 }
 
 

@@ -17,7 +17,7 @@ MISTAKES = {
     "pattern --patterns lane(3)": "unknown name 'lane'; known: band, block",
     "pattern --patterns band(3);band(3,right=0)": "patterns=band(3);band(3,right=0): each of them must come once",
     "pattern --heads 3": "dim=64 is not a multiple of heads=3",
-    "pattern --seeds -1": "seeds=-1 must be at least 0",
+    "pattern --seeds -1": "seeds=-1 must not be negative",
     "pattern --data speech": "unknown data set of images 'speech'; known: ",
     "pattern --steps 0": "steps=0",
 }

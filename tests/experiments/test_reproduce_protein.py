@@ -23,7 +23,7 @@ MISTAKES = {
     "protein --quick --specs linaer": "unknown name 'linaer' (did you mean 'linear'?)",
     "protein --quick --draws 8": "draws=8: there are 7 parts of the residues to be masked",
     "protein --quick --steps 0": "steps=0 must be at least 1",
-    "protein --quick --looked -1": "looked=-1 must be at least 0",
+    "protein --quick --looked -1": "looked=-1 must not be negative",
     "protein --quick --rate 0": "rate=0.0 must be positive",
     "protein --quick --seeds 0,1": "data=synthetic is made from the seed, so that several seeds would have several",
 }

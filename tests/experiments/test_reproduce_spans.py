@@ -20,7 +20,7 @@ MISTAKES = {
     "spans --penalty 0": "penalty=0.0 must be positive; the spans without one are learned in any case",
     "spans --initial 200": "initial=200.0 is a span in tokens; it must lie between 0 and span=128",
     "spans --heads 3": "dim=64 is not a multiple of heads=3",
-    "spans --tests -1": "tests=-1 must be at least 0",
+    "spans --tests -1": "tests=-1 must not be negative",
     "spans --evaluate_every 0": "evaluate_every=0 must be at least 1",
 }
 

@@ -89,7 +89,7 @@ def test_lines_without_make_are_those_that_make_runs(blocks):
     shown = [line for line in commands(blocks(README, "console")) if SETUP.match(line)]
     assert shown
     assert [line for line in shown if not line.startswith(("make ", "source ")) and line not in plan] == []
-    assert plan[-1] == ".venv/bin/python -m pytest -n logical"
+    assert plan[-1] == ".venv/bin/python -m pytest -n logical --tier fast"
 
 
 def test_python_in_the_readme_runs(blocks):

@@ -74,7 +74,7 @@ def test_a_foreign_mechanism(foreign, ours):
 def test_a_foreign_field(foreign, ours, capsys):
     with pytest.raises(TypeError, match=rf"Config\(\) has no argument {foreign!r} \(did you mean {ours!r}\?\)"):
         DecoderConfig(**{foreign: 3})
-    with pytest.raises(ValueError, match=rf"unknown field of Config {foreign!r} \(did you mean {ours!r}\?\)"):
+    with pytest.raises(ValueError, match=rf"unknown field of DecoderConfig {foreign!r} \(did you mean {ours!r}\?\)"):
         DecoderConfig.from_dict({foreign: 3})
     assert main(["train", f"--model.{foreign}", "3"]) == WRONG
     assert f"(did you mean '--model.{ours}'?)" in capsys.readouterr().err
@@ -99,7 +99,7 @@ def calls():
     hide = {"key_padding_mask": ids.bool()}
     return {
         "build": (lambda: longspan.build("gla", embed_dim=8, heads=2), "did you mean 'dim'"),
-        "generate": (lambda: longspan.generate(model, ids, max_new_tokens=3), "did you mean 'tokens'"),
+        "generate": (lambda: longspan.generate(model, ids, max_length=3), "did you mean 'max_new_tokens'"),
         "beam_search": (
             lambda: longspan.beam_search(model, ids, max_new_tokens=3, num_beams=3),
             "did you mean 'beams'",
@@ -122,5 +122,5 @@ def test_a_foreign_argument_of_a_call(name):
 
 
 def test_a_stack_in_build_is_told_where_stacks_go():
-    with pytest.raises(ValueError, match=r"is a stack, .*Decoder\(Config\(attention='gla; softmax'\)\)"):
+    with pytest.raises(ValueError, match=r"is a stack, .*Decoder\(DecoderConfig\(attention='gla; softmax'\)\)"):
         longspan.build("gla; softmax", dim=8, heads=2)

@@ -50,12 +50,14 @@ def test_refused(kind, fields, message):
 
 
 def test_unknown_fields_are_named():
-    with pytest.raises(ValueError, match=r"unknown field of Config 'dims' \(did you mean 'dim'\?\); known: activation"):
+    with pytest.raises(
+        ValueError, match=r"unknown field of DecoderConfig 'dims' \(did you mean 'dim'\?\); known: activation"
+    ):
         DecoderConfig.from_dict({"dims": 3})
 
 
 def test_a_config_is_made_from_a_dict():
     with pytest.raises(ValueError, match=r"Config is made from a dict of its fields, not from \[3\]"):
         DecoderConfig.from_dict([3])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="unknown field of Config 3; known: activation"):
+    with pytest.raises(ValueError, match="unknown field of DecoderConfig 3; known: activation"):
         DecoderConfig.from_dict({3: 3})  # type: ignore[dict-item]

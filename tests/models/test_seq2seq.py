@@ -234,14 +234,14 @@ class TestBeams:
             ({"best": 5}, "best=5 of beams=4"),
             ({"stop": 7}, "stop=7 is no token"),
             ({"length_penalty": -1.0}, "length_penalty=-1.0 must be"),
-            ({"tokens": 0}, "tokens=0 must be at least 1"),
+            ({"max_new_tokens": 0}, "tokens=0 must be at least 1"),
             ({"source": None}, "give source="),
         ],
     )
     def test_wrong_options(self, options, message):
         model, (source, _) = build(), pair()
         with pytest.raises(ValueError, match=message):
-            beam_search(model, **{"source": source, "tokens": 3} | options)
+            beam_search(model, **{"source": source, "max_new_tokens": 3} | options)
 
     def test_wrong_models(self):
         decoder, (source, _) = Decoder(DecoderConfig(**SMALL)), pair()
@@ -300,9 +300,9 @@ def test_the_order_does_not_change_where_penalties_leave_float64(eleven):
     torch.testing.assert_close(beams._scored(total, lengths, 30.0, 10**12), scores, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize(("tokens", "stop", "count"), [(1, None, 11), (1, 0, 11), (2, None, 121), (2, 3, 111)])
-def test_best_is_at_most_the_number_of_sequences(eleven, tokens, stop, count):
-    options = {"source": SOURCE, "tokens": tokens, "stop": stop, "beams": count + 1}
+@pytest.mark.parametrize(("max_new_tokens", "stop", "count"), [(1, None, 11), (1, 0, 11), (2, None, 121), (2, 3, 111)])
+def test_best_is_at_most_the_number_of_sequences(eleven, max_new_tokens, stop, count):
+    options = {"source": SOURCE, "max_new_tokens": max_new_tokens, "stop": stop, "beams": count + 1}
     found = longspan.beam_search(eleven, best=count, **options)
     assert found.scores.isfinite().all()
     assert len({tuple(row) for row in found.tokens[0].tolist()}) == count
@@ -310,7 +310,7 @@ def test_best_is_at_most_the_number_of_sequences(eleven, tokens, stop, count):
         longspan.beam_search(eleven, best=count + 1, **options)
 
 
-@pytest.mark.parametrize("name", ["beams", "tokens", "best"])
+@pytest.mark.parametrize("name", ["beams", "max_new_tokens", "best"])
 def test_counts_of_a_search_are_whole(eleven, name):
     with pytest.raises(ValueError, match=f"{name}=1.5 must be a whole number"):
-        longspan.beam_search(eleven, source=SOURCE, **({"tokens": 2} | {name: 1.5}))
+        longspan.beam_search(eleven, source=SOURCE, **({"max_new_tokens": 2} | {name: 1.5}))

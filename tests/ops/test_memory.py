@@ -12,7 +12,7 @@ from longspan.ops import buffers
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is the C library's, and told by /proc")
 RESIDENT = """
 import json, sys, torch
-from longspan.ops import memory
+from longspan.ops import buffers as memory
 
 def resident():
     with open("/proc/self/statm") as file:

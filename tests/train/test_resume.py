@@ -216,7 +216,7 @@ class TestRefused:
     def test_without_lightning(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
         monkeypatch.delitem(sys.modules, "longspan.train.loop")
-        monkeypatch.delattr(train, "engine")
+        monkeypatch.delattr(train, "loop")
         with pytest.raises(ImportError, match=r'training needs lightning.*: pip install "longspan\[train\]"'):
             fit(TINY, tiny(tmp_path), progress=False)
 

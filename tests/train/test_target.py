@@ -292,7 +292,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("config", [SMALL, EncoderConfig()])
     def test_what_is_no_decoder_on_images(self, tmp_path, config):
-        with pytest.raises(ValueError, match="digits has no sources, so it trains a decoder and not a"):
+        with pytest.raises(ValueError, match="digits has neither sources nor labels, so it trains a decoder, not"):
             fit(config, tiny(tmp_path), progress=False)
 
     @pytest.mark.parametrize(

@@ -42,7 +42,6 @@ def prefill(
     return outputs[torch.arange(len(last), device=last.device), last], state  # type: ignore[return-value]
 
 
-@hinted
 @overload
 def generate(
     model: Decoder | Seq2Seq,
@@ -103,6 +102,7 @@ def generate(
 ) -> Tensor | Iterator[Tensor]: ...
 
 
+@hinted
 def generate(
     model: Decoder | Seq2Seq,
     prompt: Tensor | None = None,

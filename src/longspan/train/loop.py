@@ -115,7 +115,7 @@ class FolderIO(CheckpointIO):
         own = {name: value for name, value in checkpoint["state_dict"].items() if name.startswith("objective.")}
         training |= {"objective": own} if own else {}
         extra = self.extra | {"step": checkpoint["global_step"]}
-        checkpoints.save(path, self.model, training=training, extra=extra)
+        checkpoints.save(self.model, path, training=training, extra=extra)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         training = checkpoints.restore(path, self.model)
