@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import re
 import runpy
 import subprocess
@@ -105,7 +106,8 @@ def test_a_file_that_does_not_say_what_it_is_is_refused(tmp_path):
 
 def test_every_public_name_is_on_the_api_page(site):
     page = (site / "api.html").read_text(encoding="utf-8")
-    assert [name for name in longspan.__all__ if f'id="longspan.{name}"' not in page] == []
+    names = [name for name in longspan.__all__ if not inspect.ismodule(getattr(longspan, name))]
+    assert [name for name in names if f'id="longspan.{name}"' not in page] == []
 
 
 def test_every_page_is_in_the_site(site):

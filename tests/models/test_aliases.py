@@ -1,5 +1,7 @@
 """Names of other libraries: a message suggests ours, for mechanisms, options, fields, flags and arguments alike."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -35,7 +37,8 @@ def test_every_alias_leads_to_a_name_of_ours():
     options = {
         option for name in longspan.list_mechanisms() for option in own_options(longspan.attention.REGISTRY[name])
     }
-    ours = {*longspan.list_mechanisms(), *fields, *options, *ARGUMENTS}
+    generating = inspect.signature(longspan.generate).parameters
+    ours = {*longspan.list_mechanisms(), *fields, *options, *ARGUMENTS, *generating}
     for foreign, meant in aliases.ALIASES.items():
         assert set(meant) <= ours, foreign
         assert foreign == foreign.lower().replace("-", "_")
@@ -99,7 +102,7 @@ def calls():
     hide = {"key_padding_mask": ids.bool()}
     return {
         "build": (lambda: longspan.build("gla", embed_dim=8, heads=2), "did you mean 'dim'"),
-        "generate": (lambda: longspan.generate(model, ids, max_length=3), "did you mean 'max_new_tokens'"),
+        "generate": (lambda: longspan.generate(model, ids, new_tokens=3), "did you mean 'max_new_tokens'"),
         "beam_search": (
             lambda: longspan.beam_search(model, ids, max_new_tokens=3, num_beams=3),
             "did you mean 'beams'",

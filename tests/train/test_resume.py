@@ -221,7 +221,7 @@ class TestRefused:
             fit(TINY, tiny(tmp_path), progress=False)
 
     def test_diverged_run_keeps_the_last_good_checkpoint(self, tmp_path):
-        run = tiny(tmp_path, learning_rate=1e6, clip=0.0, warmup=0, save_every=1, schedule="constant")
+        run = tiny(tmp_path, learning_rate=1e19, clip=0.0, warmup=0, save_every=1, schedule="constant")
         with pytest.raises(ValueError, match=r"the (loss|gradient's norm) became (nan|inf) at step \d+; .* may help"):
             fit(TINY, run, progress=False)
         kept = checkpoint.load(checkpoint.resolve(tmp_path / "run", prefer="last"))

@@ -28,7 +28,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("is_causal",), ("causal",)),
     **dict.fromkeys(("rope", "rope_theta", "rotary_base"), ("rotary",)),
     # calls
-    **dict.fromkeys(("tokens", "num_tokens_to_generate", "new_tokens", "steps", "max_length"), ("max_new_tokens",)),
+    **dict.fromkeys(("tokens", "num_tokens_to_generate", "new_tokens", "steps"), ("max_new_tokens",)),
     **dict.fromkeys(("num_beams", "beam_size", "beam_width", "beam"), ("beams",)),
     **dict.fromkeys(("num_return_sequences", "n_best"), ("best", "n_best")),
     **dict.fromkeys(("eos_token_id", "eos", "stop_token"), ("stop",)),

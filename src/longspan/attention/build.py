@@ -56,7 +56,8 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
     if isinstance(text, str) and ";" in text:
         raise ValueError(
             f"{typecheck.format_value(text)} is a stack, and build makes one attention; a stack is built by a model: "
-            f"Decoder(DecoderConfig(attention={typecheck.format_value(text)})), or Stack(StackConfig(...)) without embeddings"
+            f"Decoder(DecoderConfig(attention={typecheck.format_value(text)})), or Stack(StackConfig(...)) without "
+            "embeddings"
         )
 
     def maker(cls: type[Attention]) -> Callable[..., Attention]:

@@ -19,7 +19,8 @@ MANY = 10**9  # the largest count of steps, tokens or samples that an option acc
 MOST = 1_000_000  # the largest size of a model or an operand that an option accepts
 BEAMS = 100_000  # the most sequences that a search follows
 ROUNDS = 100_000  # the most samples of a measurement
-LONG = 1e38  # the largest number of any other kind, within float32
+LONG = 1e9  # the largest number of seconds, or of MB
+HUGE = 1e19  # the largest number of any other kind
 SEEDS = 2**63 - 1  # the largest seed: torch's generators take 64 bits
 
 

@@ -9,7 +9,7 @@ import jsonargparse
 
 from .._utils.spec import known
 from ..experiments import runner
-from .parser import MANY, SEEDS, Number, Parser, kebab, make
+from .parser import HUGE, MANY, SEEDS, Number, Parser, kebab, make
 
 COMMON = (
     "Writes NAME.json after every point that is measured, and at the end NAME.png and NAME.md, all of it as Markdown. "
@@ -144,7 +144,7 @@ def _number(name: str, default: Any) -> Any:
     kind = type(default)
     if kind not in (int, float):
         return kind
-    high = SEEDS if name == "seed" else MANY
+    high = SEEDS if name == "seed" else MANY if kind is int else HUGE
     return Number(kind, -high if default < 0 else 0, high)
 
 

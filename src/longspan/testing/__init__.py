@@ -85,7 +85,7 @@ def laws() -> tuple[str, ...]:
 
 
 def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
-    """Measure one law for one spec, or a stack of specs separated by ``;``, run as ``stack`` says (see ``DecoderConfig``).
+    """Measure one law for one spec, or a stack of specs separated by ``;``, with ``DecoderConfig``'s ``stack``.
 
     An exemption (``exempt = {law: reason}`` of a class, or of an instance whose options make it so) is strict: where
     the law holds after all, the check fails.
@@ -112,7 +112,7 @@ def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
 
 
 def check_attention(spec: str, *, seed: int = 0, raises: bool = True, stack: str = "") -> Report:
-    """Measure every law for one spec, or a stack of specs separated by ``;``, run as ``stack`` says (see ``DecoderConfig``).
+    """Measure every law for one spec, or a stack of specs separated by ``;``, with ``DecoderConfig``'s ``stack``.
 
     >>> import longspan
     >>> longspan.check_attention("linear").ok

@@ -11,7 +11,7 @@ OPTIMIZERS = ("adamw", "radam")
 SCHEDULES = ("cosine", "constant", "drop")
 PRECISIONS = ("32", "bf16")
 # The largest values of fields; of those that are not named, of all numbers.
-HIGHEST = {"batch": 1_000_000, "targets": 1_000_000, "devices": 10_000, "learning_rate": 1e6, "seed": 2**63 - 1}
+HIGHEST = {"batch": 1_000_000, "targets": 1_000_000, "devices": 10_000, "learning_rate": 1e19, "seed": 2**63 - 1}
 MANY = 10**9
 
 

@@ -263,7 +263,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         raise ValueError("a longspan decoder keeps its vocabulary; build one with another vocab= and copy the weights")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        """Keep each block's input alone for the backward (``DecoderConfig.checkpointing``); the options play no part."""
+        """Keep each block's input alone for the backward (``DecoderConfig.checkpointing``); options are ignored."""
         self.decoder.stack.checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
