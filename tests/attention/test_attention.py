@@ -1,5 +1,8 @@
 """The battery: every law for every example of every mechanism, and for a stack of two."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -123,6 +126,19 @@ def test_examples_build_their_own_spec(name, spec):
     causal = "causal" in REGISTRY[name].directions
     built = longspan.build(spec, 8, 2, causal=causal)
     assert longspan.build(built.spec, 8, 2, causal=causal).spec == built.spec
+
+
+def test_every_mechanism_class_can_be_imported():
+    """By its name at run time, and by an import that type checkers see."""
+    source = ast.parse(Path(longspan.attention.__file__).read_text(encoding="utf-8"))
+    shown = {a.asname for node in ast.walk(source) if isinstance(node, ast.ImportFrom) for a in node.names if a.asname}
+    own = {cls for cls in REGISTRY.values() if cls.__module__.startswith("longspan.")}
+    assert {cls.__name__ for cls in own} == shown
+    for cls in own:
+        assert getattr(longspan.attention, cls.__name__) is cls
+        assert cls.__name__ in dir(longspan.attention)
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from longspan.attention import Nothing  # noqa: F401  # type: ignore[attr-defined]
 
 
 def test_an_exemption_is_strict(monkeypatch):

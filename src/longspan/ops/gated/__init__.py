@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,42 @@ from .prepared import NORMS, prepared
 
 SUM, DECAY, DELTA = "a running sum of outer products", "decay attention", "the delta rule"
 SERVED = ("reference", "torch", "native")
+
+
+@overload
+def decay_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_decay: Tensor,
+    scale: float | None = None,
+    normalise: str | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[False] = False,
+    donate: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def decay_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_decay: Tensor,
+    scale: float | None = None,
+    normalise: str | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[True],
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def decay_attention(
@@ -83,6 +119,44 @@ def decay_attention(
     options = {"scale": scale, "normalise": normalise, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
     out, state = _checked(query, key, value, log_decay, None, state, donate=donate, **options)
     return (out, state) if return_state else out
+
+
+@overload
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    normalise: str | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[False] = False,
+    donate: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    normalise: str | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[True],
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def delta_rule(

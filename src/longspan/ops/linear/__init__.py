@@ -1,7 +1,7 @@
 """Normalised linear attention: phi(q)^T sum phi(k) v^T / (phi(q)^T sum phi(k) + eps)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,40 @@ from .features import MAPS, FeatureMap, divisors
 from .features import feature_map as choose
 
 OP, SERVED = "linear attention", ("reference", "torch", "native")
+
+
+@overload
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    feature_map: str | FeatureMap = "elu",
+    eps: float = 1e-6,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[False] = False,
+    donate: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    feature_map: str | FeatureMap = "elu",
+    eps: float = 1e-6,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[True],
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def linear_attention(
