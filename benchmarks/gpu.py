@@ -240,7 +240,7 @@ def _laws(spec: str, device: str, tokens: int) -> Iterator[Row]:
 
         return measure
 
-    takes = module.takes
+    takes = module.supported_args
     wanted: list[tuple[str, Callable[[], float], float]] = [
         ("equals_cpu", equals_cpu, exact),
         ("causal", causal, exact),

@@ -189,7 +189,7 @@ class TestRecord:
 
 
 def test_which_keys_it_sees_is_the_past():
-    assert shifted(5).sees == patterns.causal()
+    assert shifted(5).key_pattern == patterns.causal()
 
 
 def test_there_is_no_bidirectional_form():

@@ -64,7 +64,7 @@ def test_random_blocks_depend_on_seed_layer_and_head_alone():
     torch.manual_seed(99)
     assert build(spec % 0)(x)[0].equal(y)
     places = ((0, 0), (1, 0), (0, 1))
-    tables = [build(spec % seed, layer=at).sees.dense(N, heads=2, layer=at) for seed, at in places]
+    tables = [build(spec % seed, layer=at).key_pattern.dense(N, heads=2, layer=at) for seed, at in places]
     assert not tables[0][0].equal(tables[0][1])
     assert not tables[0].equal(tables[1])
     assert not tables[0].equal(tables[2])

@@ -182,7 +182,7 @@ def test_a_mechanism_gives_what_it_gives_alone(spec, causal):
     y, p = module(x, x, x, key_padding_mask=PADDING, need_weights=False, is_causal=causal)
     torch.testing.assert_close(y, alone(x, mask=~PADDING)[0])
     assert p is None
-    if "record" in alone.takes:
+    if "record" in alone.supported_args:
         record = {}
         alone(x, record=record)
         found = module(x, x, x, is_causal=causal, average_attn_weights=False)[1]

@@ -87,7 +87,7 @@ def test_it_is_the_sum_over_pairs_however_it_is_cut(options):
     torch.testing.assert_close(module(x, record=record)[0][0], y, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(record["matrix"][0], p, rtol=1e-10, atol=1e-12)
     assert torch.equal(record["mask"].expand(1, HEADS, N, N)[0], p > 0)
-    assert torch.equal(module.sees.dense(N)[0], p[0] > 0)
+    assert torch.equal(module.key_pattern.dense(N)[0], p[0] > 0)
     for cuts in CUTS:
         torch.testing.assert_close(run(module, x, cuts)[0][0], y, rtol=1e-10, atol=1e-10)
 

@@ -33,7 +33,7 @@ def test_a_model_has_the_pattern_and_sees_no_later_key():
     for name in settings.names():
         model = Decoder(settings.config(name, 17, 64))
         (attention,) = model.stack.attentions()
-        assert repr(attention.sees) == repr(pattern.patterns.causal() & pattern.patterns.parse(name))
+        assert repr(attention.key_pattern) == repr(pattern.patterns.causal() & pattern.patterns.parse(name))
 
 
 def test_the_sizes_of_the_laptop_cost_the_same():

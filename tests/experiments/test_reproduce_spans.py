@@ -55,7 +55,7 @@ def test_only_the_penalty_sets_the_two_trainings_apart(tmp_path):
     assert free == window
     assert settings.config(spans.FREE) == settings.config(spans.PRICED)
     (attention, *_) = Decoder(settings.config(spans.WINDOW, 30)).stack.attentions()
-    assert attention.sees.dense(40)[..., -1, :].sum() == 30
+    assert attention.key_pattern.dense(40)[..., -1, :].sum() == 30
 
 
 def test_a_run_keeps_the_spans_of_every_look(capsys, tmp_path):

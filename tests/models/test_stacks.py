@@ -206,7 +206,7 @@ class Twice(nn.Module):
         one = two = x
         told = []
         for block in self.made.blocks:
-            own = dict(record) if record is not None and "record" in block.attention.takes else None
+            own = dict(record) if record is not None and "record" in block.attention.supported_args else None
             one = one + block.attended(two, None, record=own, **given)[0]
             two = two + block.fed(one)
             told.append(own or {})

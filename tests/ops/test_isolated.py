@@ -121,7 +121,7 @@ class TestAttentions:
 
         def outcome(x, state, mask):
             x = x.clone().requires_grad_()
-            carry = {"carry": module.init_carry(x, mask)} if module.carries else {}
+            carry = {"carry": module.init_carry(x, mask)} if module.has_layer_carry else {}
             y, after, *handed = module(x, state, segments=SEGMENTS, mask=mask, **carry)
             if handed:
                 y, after, *handed = module(y, state, segments=SEGMENTS, mask=mask, carry=handed[0])

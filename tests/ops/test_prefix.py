@@ -203,7 +203,7 @@ class TestRefusals:
             both(self.x, prefix=two)
 
     def test_a_stack_with_a_mechanism_that_has_no_prefix_mode(self, monkeypatch):
-        monkeypatch.setattr(REGISTRY["kernel"], "takes", REGISTRY["kernel"].takes - {"prefix"})
+        monkeypatch.setattr(REGISTRY["kernel"], "supported_args", REGISTRY["kernel"].supported_args - {"prefix"})
         assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
         model = decoder(attention="linear; kernel")
         with pytest.raises(ValueError, match="kernel does not support prefix=; it supports: context"):

@@ -108,14 +108,14 @@ class AdaptiveSpan(Attention):
     def start(self, batch, capacity):
         return self._ring(batch, self.keys_seen())
 
-    def lasting(self, batch):
+    def init_trainable_state(self, batch):
         return self._ring(batch, self.span + self.ramp)
 
     def state_sizes(self):
         return self._ring(1, 0)
 
     def _ring(self, batch, slots):
-        empty = self.like.new_zeros(batch, self.heads, slots, self.dim // self.heads)
+        empty = self.weight_like.new_zeros(batch, self.heads, slots, self.dim // self.heads)
         position = torch.zeros(batch, dtype=torch.long, device=empty.device)
         return Window(self._wider(empty, 0.0), empty.clone(), position)
 

@@ -36,7 +36,7 @@ class Alibi(Attention):
         "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
         2021,
     )
-    states, places, stands_for = (KeyValues,), "alibi", "softmax"
+    states, native_positions, replaces = (KeyValues,), "alibi", "softmax"
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True):
         super().__init__(dim, heads, causal=causal)
@@ -47,7 +47,7 @@ class Alibi(Attention):
         return True
 
     def start(self, batch, capacity):
-        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))

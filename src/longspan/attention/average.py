@@ -51,7 +51,7 @@ class Average(Attention):
         self.feedforward = FeedForward(dim, inner or 4 * dim, "relu")
 
     def start(self, batch, capacity):
-        like = self.like
+        like = self.weight_like
         count = torch.zeros(batch, dtype=torch.long, device=like.device)
         return State(upcast_half(like.new_zeros(batch, self.dim)), count)
 

@@ -69,7 +69,7 @@ class Attention(nn.Module):
     """law -> why it cannot hold; strict: a law that holds after all must not be listed"""
     directions: tuple[str, ...] = ("causal", "bidirectional")
     """the forms that exist; an instance whose options rule one out has fewer"""
-    carries: ClassVar[bool] = False
+    has_layer_carry: ClassVar[bool] = False
     """takes and returns ``carry``, something handed from layer to layer; see ``cut_carry``"""
     no_decay: ClassVar[tuple[str, ...]] = ()
     """its own parameters of two dimensions or more that weight decay leaves alone, such as decays, scales and learned
@@ -80,20 +80,20 @@ class Attention(nn.Module):
     """draws in training what it reads, and tells ``record["log_prob"]`` (B,), the log of the draws' probability"""
     statistics: ClassVar[str] = ""
     """what ``record["statistics"]``, by which ``update`` moves buffers, counts, in words; "" where there is none"""
-    places: ClassVar[str] = ""
+    native_positions: ClassVar[str] = ""
     """the positions of a model, ``relative`` or ``alibi``, that it has of its own"""
-    stands_for: ClassVar[str] = ""
+    replaces: ClassVar[str] = ""
     """the mechanism in whose place it is built where a model has these positions"""
     states: ClassVar[tuple[type, ...]] = ()
     """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
     contexts: ClassVar[tuple[type, ...]] = ()
 
-    sees: Pattern | None = None
+    key_pattern: Pattern | None = None
     """which keys each query may see, where that is a pattern; an instance has its own"""
-    ahead: int | None = None
-    """how far ahead a bidirectional query surely reads, where that is bounded and ``sees`` is None"""
-    added: int = 0
-    """how many tokens, of a layer's own, ``sees`` counts before those of the input"""
+    max_lookahead: int | None = None
+    """how far ahead a bidirectional query surely reads, where that is bounded and ``key_pattern`` is None"""
+    num_prefix_tokens: int = 0
+    """how many tokens, of a layer's own, ``key_pattern`` counts before those of the input"""
 
     apart: bool = False
     """``attend`` computes packed sequences one by one, so that no NaN or infinity of one can reach another"""
@@ -102,7 +102,7 @@ class Attention(nn.Module):
     join_carry: Callable[[Tensor, list[Part], list[Any]], Any] | None = None
     """what all packed sequences of a call hand on, from what each hands on: the inverse of ``cut_carry``"""
 
-    takes: frozenset[str] = frozenset()
+    supported_args: frozenset[str] = frozenset()
     """the arguments that ``attend`` names; filled in by the class statement; an instance may take fewer"""
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -124,7 +124,7 @@ class Attention(nn.Module):
         asked = list(inspect.signature(cls.attend).parameters)[3:]
         for argument in asked:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
-        cls.takes = frozenset(asked)
+        cls.supported_args = frozenset(asked)
         cls.__init__ = typecheck.with_checked_types(cls.__init__, cls.name)
         REGISTRY[cls.name] = cls
 
@@ -134,14 +134,14 @@ class Attention(nn.Module):
             raise ValueError(f"dim={dim} is not a multiple of heads={heads}")
         direction = "causal" if causal else "bidirectional"
         if direction not in self.directions:
-            more = self.carries or self.penalty or self.samples or self.statistics
+            more = self.has_layer_carry or self.penalty or self.samples or self.statistics
             hint = "" if causal or more else f"; {f'bidirectional({self.name})'!r} runs it in both directions"
             raise ValueError(f"{self.name} has no {direction} form; it has: {', '.join(self.directions)}{hint}")
         self.dim, self.heads, self.causal = dim, heads, causal
 
     @property
-    def like(self) -> Tensor:
-        """An empty tensor in the dtype and on the device of the weights, for ``start``: ``self.like.new_zeros(...)``.
+    def weight_like(self) -> Tensor:
+        """An empty tensor in the dtype and on the device of the weights, for ``start``: ``self.weight_like.new_zeros(...)``.
 
         No weight by name, since quantisation or an adapter may have put another module in the place of a linear map.
         Where nothing of floating point is left it is float32 on the CPU, which is what torch's quantised maps take.
@@ -154,7 +154,7 @@ class Attention(nn.Module):
     def start(self, batch: int, capacity: int) -> Any:
         """The state before the first token; ``capacity`` is the number of tokens to make room for, where it grows.
 
-        Its tensors take dtype and device from ``self.like``.
+        Its tensors take dtype and device from ``self.weight_like``.
         """
         # Abstract: every mechanism defines it. A bidirectional one never needs it, so it is no error to lack it.
         raise NotImplementedError(f"{type(self).__name__} defines no start")
@@ -165,7 +165,7 @@ class Attention(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Any:
-        """What the first layer of a stack gets as ``carry``: x (B,N,dim), mask (B,N). For classes that ``carries``."""
+        """What the first layer of a stack gets as ``carry``: x (B,N,dim), mask (B,N). For classes that ``has_layer_carry``."""
         raise ValueError(f"{self.name} hands nothing from layer to layer, so it has no first carry")
 
     def init_state(self, batch: int, capacity: int | None = None) -> Any:
@@ -183,7 +183,7 @@ class Attention(nn.Module):
             raise ValueError(f"batch={batch} and capacity={capacity} must not be negative")
         return self.start(batch, capacity or 0)
 
-    def lasting(self, batch: int) -> Any:
+    def init_trainable_state(self, batch: int) -> Any:
         """``init_state`` for calls between which training moves the weights: it serves whatever they become."""
         return self.init_state(batch)
 
@@ -206,7 +206,7 @@ class Attention(nn.Module):
         donate: bool = False,
         **unknown: Never,
     ) -> Any:
-        """x (B,N,dim), state -> y (B,N,dim), state; a class that ``carries`` returns a given ``carry`` too.
+        """x (B,N,dim), state -> y (B,N,dim), state; a class that ``has_layer_carry`` returns a given ``carry`` too.
 
         ``state=None`` starts from nothing and returns None (training builds no state); start from ``init_state(B)`` to
         go on later. The given state is left as it was, unless ``donate=True`` allows the call to overwrite it.
@@ -295,7 +295,7 @@ class Attention(nn.Module):
     @property
     def positional(self) -> bool:
         """Whether outputs depend on the order of the keys (beyond causality)."""
-        return bool(getattr(self, "rotary", 0.0)) or self.sees is not None
+        return bool(getattr(self, "rotary", 0.0)) or self.key_pattern is not None
 
     @property
     def spec(self) -> str:

@@ -65,7 +65,7 @@ class BinaryPartition(Attention):
         return True
 
     def start(self, batch, capacity):
-        return tree.empty(batch, self.heads, self.k, self.dim // self.heads, self.like)
+        return tree.empty(batch, self.heads, self.k, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         if segments is not None and x.numel():

@@ -92,8 +92,8 @@ def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) ->
         # A base of the spec's own comes with its own layout.
         given = {} if "rotary" in options else given
     else:
-        alike = [one for one in REGISTRY.values() if one.places == placed.kind]
-        kind = next((one for one in alike if cls.name in (one.name, one.stands_for)), None)
+        alike = [one for one in REGISTRY.values() if one.native_positions == placed.kind]
+        kind = next((one for one in alike if cls.name in (one.name, one.replaces)), None)
     if kind is None:
         able = ", ".join(name for name in list_mechanisms() if _able(REGISTRY[name], placed.kind))
         raise ValueError(
@@ -111,4 +111,4 @@ def _able(cls: type[Attention], kind: str) -> bool:
     """Whether a mechanism has positions of this kind, be it as itself or as another one."""
     if kind == "rotary":
         return "rotary" in own_options(cls)
-    return any(one.places == kind and cls.name in (one.name, one.stands_for) for one in REGISTRY.values())
+    return any(one.native_positions == kind and cls.name in (one.name, one.replaces) for one in REGISTRY.values())

@@ -65,7 +65,7 @@ class Compressive(Attention):
         "compressive(memory=1, compressed=3, rate=2, pool='convolution', stop_gradient=False)",
         "compressive(memory=4, compressed=2, rate=3, pool='max')",
     )
-    directions, states, places = ("causal",), (State,), "relative"
+    directions, states, native_positions = ("causal",), (State,), "relative"
     penalty = "what attention to the memory's old tokens loses by their compression"
     exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins") | {
         "attention_matrix": "an entry of the second memory stands for several tokens, and its value for none of theirs"
@@ -101,8 +101,8 @@ class Compressive(Attention):
         return True
 
     def start(self, batch, capacity):
-        memory = memories.empty(batch, self.slots, self.dim, self.like)
-        return State(memory, self.like.new_zeros(batch, self.compressed, self.dim))
+        memory = memories.empty(batch, self.slots, self.dim, self.weight_like)
+        return State(memory, self.weight_like.new_zeros(batch, self.compressed, self.dim))
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         stop, memory = self.stop_gradient, None if state is None else state.memory

@@ -48,7 +48,7 @@ class ExactTopK(Attention):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
         view, state = kv_cache.view(

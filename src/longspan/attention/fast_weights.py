@@ -72,7 +72,7 @@ class FastWeights(Attention):
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.rate = nn.Linear(dim, heads) if rule == "delta" else None
         self.out = nn.Linear(dim, dim, bias=False)
-        self.width = self._phi(self.like.new_zeros(1, dim // heads)).shape[-1]
+        self.width = self._phi(self.weight_like.new_zeros(1, dim // heads)).shape[-1]
 
     def _phi(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., F) in float32 at least."""
@@ -80,7 +80,7 @@ class FastWeights(Attention):
 
     def start(self, batch, capacity):
         values = self.dim // self.heads + (self.rule == "sum")
-        return State(upcast_half(self.like.new_zeros(batch, self.heads, self.width, values)))
+        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, self.width, values)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))

@@ -105,7 +105,7 @@ class Fourier(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        return State(upcast_half(self.like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
+        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
 
     def attend(
         self,

@@ -91,7 +91,7 @@ class GatedDeltaNet(Attention):
         self.out = nn.Linear(values, dim, bias=False)
 
     def start(self, batch, capacity):
-        like = self.like
+        like = self.weight_like
         sums, none = like.new_zeros(batch, self.heads, *self.sizes), like.new_zeros(batch, 0, sum(self.widths))
         return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 

@@ -64,7 +64,7 @@ class Gaussian(Attention):
         return True
 
     def start(self, batch, capacity):
-        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         query = self.query(x)

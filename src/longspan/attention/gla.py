@@ -67,7 +67,7 @@ class GLA(Attention):
         self.out = nn.Linear(values, dim, bias=False)
 
     def start(self, batch, capacity):
-        return State(upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes)))
+        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))

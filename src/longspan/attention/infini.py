@@ -79,8 +79,8 @@ class Infini(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        sums = upcast_half(self.like.new_zeros(batch, self.heads, size, size + 1))
-        keys = self.like.new_zeros(batch, self.heads, self.segment - 1, size)
+        sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, size, size + 1))
+        keys = self.weight_like.new_zeros(batch, self.heads, self.segment - 1, size)
         position = torch.zeros(batch, dtype=torch.long, device=sums.device)
         return State(sums, sums.clone(), keys, keys.clone(), position)
 

@@ -90,8 +90,8 @@ class Informer(Attention):
     def start(self, batch, capacity):
         if self.published:
             raise ValueError("published=True chooses from whole sequences, so it has no state; published=False has one")
-        past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
-        wide = upcast_half(self.like.new_zeros(batch, self.heads, self.dim // self.heads))
+        past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
+        wide = upcast_half(self.weight_like.new_zeros(batch, self.heads, self.dim // self.heads))
         return State(past, wide[..., :0].clone(), wide)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):

@@ -71,7 +71,7 @@ class KDA(Attention):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         sums, none = like.new_zeros(batch, self.heads, size, size), like.new_zeros(batch, 0, 3 * self.dim)
         return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 

@@ -86,8 +86,8 @@ class Linear(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        features = self.phi(self.like.new_zeros(1, size)).shape[-1]
-        sums = upcast_half(self.like.new_zeros(batch, self.heads, features, size + 1))
+        features = self.phi(self.weight_like.new_zeros(1, size)).shape[-1]
+        sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, size + 1))
         if not self.rotary:
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))

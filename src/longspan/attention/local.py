@@ -54,13 +54,13 @@ class Local(Attention):
         check_rotary(rotary, rotary_layout, dim // heads)
         self.window, self.kv_heads, self.groups = window, kv_heads, groups
         self.rotary, self.rotary_layout = rotary, rotary_layout
-        self.sees: Pattern = band(window - 1, right=0 if causal else window - 1)
+        self.key_pattern: Pattern = band(window - 1, right=0 if causal else window - 1)
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(dim, dim // heads * groups) for _ in range(2))
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return lookback.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.key_pattern, batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
@@ -69,6 +69,6 @@ class Local(Attention):
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
         o, state = lookback.attend(
-            q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate
+            q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate
         )
         return self.out(merge(o)), state

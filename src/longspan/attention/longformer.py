@@ -75,7 +75,7 @@ class Longformer(Attention):
         if dilation != 1:
             near = patterns.by_head(near, patterns.dilated(window, dilation))
         first, order = patterns.prefix(globals), patterns.causal() if causal else patterns.everywhere()
-        self.near, self.sees = near & order, (near | patterns.globals(globals)) & order
+        self.near, self.key_pattern = near & order, (near | patterns.globals(globals)) & order
         # Rows of ordinary tokens, and of global ones: each is blind to the other's, so that their sum is all rows.
         ours = patterns.block(globals) & first
         self.globally: Pattern = ours & order if causal else ours | (patterns.globals(globals) - first)
@@ -84,7 +84,7 @@ class Longformer(Attention):
         self.query_global, self.key_global, self.value_global = (nn.Linear(dim, dim) for _ in range(3))
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         keys = like.new_zeros(batch, 2 * self.heads, self.globals, size)
         return State(lookback.empty(self.near, batch, self.heads, 0, size, like), keys, keys.clone())  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ class Luna(Attention):
         2021,
     )
     examples = ("luna(slots=5)", "luna(slots=3, activation='elu')")
-    carries, states, contexts = True, (State,), (LunaContext,)
+    has_layer_carry, states, contexts = True, (State,), (LunaContext,)
     no_decay = ("memory",)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, slots: int = 16, activation: str = "softplus"):
@@ -87,13 +87,13 @@ class Luna(Attention):
                 raise ValueError(f"activation={activation!r} is one of the causal form; the other one has a softmax")
             self.directions = ("causal",)
         if not causal:
-            self.takes = self.takes - {"record"}
+            self.supported_args = self.supported_args - {"record"}
         self.memory = nn.Parameter(torch.randn(slots, dim))
         self.pack_query, self.pack, self.query, self.value, self.out = (nn.Linear(dim, dim) for _ in range(5))
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        sums = upcast_half(self.like.new_zeros(batch, self.heads, size, self.slots))
+        sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, size, self.slots))
         return State(sums, sums.mT.clone(), torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:

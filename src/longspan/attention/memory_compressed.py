@@ -80,7 +80,7 @@ class MemoryCompressed(Attention):
         return True
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         pending = like.new_zeros(batch, self.heads, self.stride - 1, size)
         position = torch.zeros(batch, dtype=torch.long, device=like.device)
         slots = kv_cache.empty(batch, self.heads, capacity // self.stride, size, like)

@@ -129,7 +129,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         causal, seen = self._visible(attn_mask, is_causal, batch, n, m)
         record: dict[str, Any] | None = {} if need_weights else None
         form = self._form(causal)
-        if need_weights and "record" not in form.takes:
+        if need_weights and "record" not in form.supported_args:
             raise ValueError(f"{form.name} has no attention matrix to return; call with need_weights=False")
         if isinstance(form, Softmax) and not form.rotary:
             y = self._softmax(form, query, key, value, real, causal, seen, record)
@@ -140,7 +140,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         elif alone:
             y, _ = form(query, mask=real, record=record)
-        elif "context" not in form.takes or causal:
+        elif "context" not in form.supported_args or causal:
             what = "causal " if causal else "self-"
             raise ValueError(
                 f"{form.name} serves {what}attention of one sequence, attention(x, x, x) with one and the same "

@@ -138,7 +138,7 @@ class Performer(Attention):
     def start(self, batch, capacity):
         size, count = self.dim // self.heads, self.projection.shape[1]
         features = 2 * count if self.map in ("hyperbolic", "trigonometric") else count
-        zeros = upcast_half(self.like.new_zeros(batch, self.heads, features, size + 1))
+        zeros = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, size + 1))
         return State(zeros) if self.map == "relu" else PeakState(zeros, zeros.new_full(zeros.shape[:2], -torch.inf))
 
     def attend(

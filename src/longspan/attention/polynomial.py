@@ -78,7 +78,7 @@ class Polynomial(Attention):
 
     def start(self, batch, capacity):
         size, d = self.dim // self.heads, self.query.out_features // self.heads
-        return State(upcast_half(self.like.new_zeros(batch, self.heads, (d + 1) * (d + 2) // 2, size + 1)))
+        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, (d + 1) * (d + 2) // 2, size + 1)))
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Projected tokens (B,N,H*D) -> (B,H,N,D), with half of the scale 1 / sqrt D."""

@@ -94,7 +94,7 @@ class Poolingformer(Attention):
         self.window, self.far_window, self.kernel, self.stride = window, far_window, kernel, stride
         self.pool = known(pool, POOLS, "pool")
         self.near: Pattern = band(window, right=0 if causal else window)
-        self.ahead = window
+        self.max_lookahead = window
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.far_query, self.far_key, self.far_value = (nn.Linear(dim, dim) for _ in range(3))
         if pool == "dynamic":
@@ -108,7 +108,7 @@ class Poolingformer(Attention):
         return True
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         near = window.empty(batch, self.heads, self.window + 1, size, like)
         far = window.empty(batch, self.heads, self.far_window // self.stride + 1, size, like)
         pending = like.new_zeros(batch, self.heads, self.kernel - 1, size)

@@ -39,7 +39,7 @@ class RealFormer(Attention):
         "RealFormer: Transformer Likes Residual Attention",
         2020,
     )
-    carries, states, contexts = True, (KeyValues,), (CachedContext,)
+    has_layer_carry, states, contexts = True, (KeyValues,), (CachedContext,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, context_dim: int = 0):
         super().__init__(dim, heads, causal=causal)
@@ -49,7 +49,7 @@ class RealFormer(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Zeros (B,1,1,1), which stand for scores of 0 against however many keys the call will see."""

@@ -131,7 +131,7 @@ class Reformer(Attention):
                 "published=True cuts chunks from all tokens sorted by bucket, which no step can know: there is no "
                 "state; build reformer with published=False"
             )
-        return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.like)
+        return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, v = (split(part(x), self.heads) for part in (self.query, self.value))

@@ -35,7 +35,7 @@ class Relative(Attention):
         2019,
     )
     examples = ("relative", "relative(clamp=3)")
-    states, places, stands_for = (KeyValues,), "relative", "softmax"
+    states, native_positions, replaces = (KeyValues,), "relative", "softmax"
     no_decay = ("u", "v")
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, clamp: int = 0):
@@ -51,7 +51,7 @@ class Relative(Attention):
         return True
 
     def start(self, batch, capacity):
-        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))

@@ -84,7 +84,7 @@ class Retention(Attention):
         nn.init.xavier_uniform_(self.out.weight)
 
     def start(self, batch, capacity):
-        sums = upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes))
+        sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes))
         if not self.rotary:
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))

@@ -90,7 +90,7 @@ class RFA(Attention):
         if gate and not causal:
             raise ValueError("gate=True forgets in the order of the tokens; a bidirectional rfa needs gate=False")
         if gate:
-            self.directions, self.takes = ("causal",), self.takes - {"prefix"}
+            self.directions, self.supported_args = ("causal",), self.supported_args - {"prefix"}
         if features < 0:
             raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for one per channel")
         if eps <= 0:
@@ -125,7 +125,7 @@ class RFA(Attention):
 
     def start(self, batch, capacity):
         features = self.projection.shape[1] * (2 if self.map == "gaussian" else 1)
-        zeros = upcast_half(self.like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
+        zeros = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
         return GatedState(zeros, zeros.new_zeros(zeros.shape[:2])) if self.gate else State(zeros)
 
     def attend(

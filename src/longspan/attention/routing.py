@@ -170,7 +170,7 @@ class Routing(Attention):
                 "published=True lets each centre choose among all tokens, which no step can know: there is no state; "
                 "build routing with published=False"
             )
-        return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.like)
+        return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, v = self._normal(split(self.query(x), self.heads)), split(self.value(x), self.heads)

@@ -85,7 +85,7 @@ class SparseAdaptive(Attention):
         return True
 
     def start(self, batch, capacity):
-        like, wide = self.like, upcast_half(self.like)
+        like, wide = self.weight_like, upcast_half(self.weight_like)
         past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, like)
         nodes = kv_cache.empty(batch, 1, capacity, self.dim, wide)
         memory = wide.new_zeros(batch, self.dim)

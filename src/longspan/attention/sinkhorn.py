@@ -87,7 +87,9 @@ class Sinkhorn(Attention):
         return True
 
     def start(self, batch, capacity):
-        return sorted_blocks.empty(batch, self.heads, capacity, self.dim // self.heads, self.iterations, self.like)
+        return sorted_blocks.empty(
+            batch, self.heads, capacity, self.dim // self.heads, self.iterations, self.weight_like
+        )
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         donate = donate and segments is None
@@ -170,4 +172,4 @@ class Sinkhorn(Attention):
 
     def _part(self, network, means):
         """Heads (B,H,U,D) of a network's outputs for means (B,U,dim), float32 at least."""
-        return split(upcast_half(network(means.to(self.like.dtype))), self.heads)
+        return split(upcast_half(network(means.to(self.weight_like.dtype))), self.heads)

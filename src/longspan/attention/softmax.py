@@ -71,7 +71,7 @@ class Softmax(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return kv_cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(
         self,

@@ -81,7 +81,7 @@ class SSD(Attention):
         self.out = nn.Linear(width, dim, bias=False)
 
     def start(self, batch, capacity):
-        like = self.like
+        like = self.weight_like
         sums = like.new_zeros(batch, self.heads, self.channels, self.size)
         none = like.new_zeros(batch, 0, sum(self.widths))
         return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))

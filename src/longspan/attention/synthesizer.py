@@ -115,7 +115,7 @@ class Synthesizer(Attention):
 
     def start(self, batch, capacity):
         room, size = min(capacity, self.length), self.dim // self.heads
-        kept = kv_cache.empty(batch, self.heads, room, size, self.like)
+        kept = kv_cache.empty(batch, self.heads, room, size, self.weight_like)
         return kept if "dot" in self.kinds else State(kept.values, kept.length)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):

@@ -50,7 +50,7 @@ class TalkingHeads(Attention):
         )
 
     def start(self, batch, capacity):
-        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)

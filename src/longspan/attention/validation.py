@@ -57,9 +57,9 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
 def _check_own(attention: "Attention", x: Tensor, given: dict[str, Any]) -> None:
     """What is asked of a sequence's own tokens. Values, which a device would be waited for, are looked at once."""
     for name in given:
-        if name not in attention.takes:
+        if name not in attention.supported_args:
             raise ValueError(
-                f"{attention.name} does not support {name}=; it supports: {', '.join(sorted(attention.takes))}"
+                f"{attention.name} does not support {name}=; it supports: {', '.join(sorted(attention.supported_args))}"
             )
     batch, n = x.shape[:2]
     if (mask := given.get("mask")) is not None:

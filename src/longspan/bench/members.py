@@ -75,7 +75,7 @@ def weigher() -> Process:
 @torch.no_grad()
 def stepping(module: Attention, length: int) -> tuple[int, Sampler]:
     """Read ``length`` tokens -> bytes of the state then, and what times one token more."""
-    given: dict[str, Any] = {"donate": True} if "donate" in module.takes else {}
+    given: dict[str, Any] = {"donate": True} if "donate" in module.supported_args else {}
     x, state = torch.randn(1, length, module.dim), module.init_state(1, length + SPARE)
     for part in x.split(CHUNK, 1):
         _, state = module(part, state, **given)

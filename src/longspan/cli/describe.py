@@ -49,7 +49,7 @@ def forms(attention: type[Attention] | Attention) -> list[str]:
     more = {"segments": "packed", "prefix": "prefix"}
     if "bidirectional" in attention.directions:
         more = {"context": "cross", **more}
-    return [*attention.directions, *(form for argument, form in more.items() if argument in attention.takes)]
+    return [*attention.directions, *(form for argument, form in more.items() if argument in attention.supported_args)]
 
 
 def options(attention: Attention) -> list[dict[str, Any]]:
@@ -253,8 +253,8 @@ def _has_pattern(name: str) -> bool:
 
 
 def _pattern(attention: Attention) -> Pattern | None:
-    """What a query of an attention may see: its ``sees``."""
-    return vars(attention).get("sees")
+    """What a query of an attention may see: its ``key_pattern``."""
+    return vars(attention).get("key_pattern")
 
 
 def picture(text: str, dim: int, heads: int, tokens: int | None = None) -> Tensor:

@@ -53,7 +53,7 @@ def probe_backends(text: str, dim: int, heads: int, *, causal: bool, device: str
 
 def _ops(attention: Attention, x: Tensor, state: Any = None) -> list[dict[str, str]]:
     with ops.watch() as seen:
-        attention(x, state, **({"donate": True} if state is not None and "donate" in attention.takes else {}))
+        attention(x, state, **({"donate": True} if state is not None and "donate" in attention.supported_args else {}))
     return [one._asdict() for one in seen] or [{"op": "operations of its own", "backend": "torch", "why_not": ""}]
 
 

@@ -56,7 +56,7 @@ def _neighbours(subject: Subject, causal: bool, dtype: torch.dtype, what: str, g
     def outcome(x: Tensor, factor: float = 1.0) -> list[Tensor]:
         """Of the tokens of other sequences; ``factor`` scales the gradients of the spoilt ones' outputs."""
         x = x.clone().requires_grad_()
-        carry = {"carry": module.init_carry(x, None)} if getattr(module, "carries", False) else {}
+        carry = {"carry": module.init_carry(x, None)} if getattr(module, "has_layer_carry", False) else {}
         outputs, after = [module(x, segments=segments, **carry)[0]], []
         if causal:
             y, state = module(x, module.init_state(BATCH), segments=segments)
@@ -105,7 +105,7 @@ def _spoilt(x: Tensor, mask: Tensor) -> Tensor:
 def _moves_nothing(module: Any, x: Tensor, mask: Tensor, arguments: dict[str, Any], what: str, gauge: Gauge) -> None:
     def outcome(x: Tensor) -> list[Tensor]:
         x = x.clone().requires_grad_()
-        if getattr(module, "carries", False):
+        if getattr(module, "has_layer_carry", False):
             y, _, handed = module(x, carry=module.init_carry(x, mask), **arguments)
             outputs = [y, handed]
         else:

@@ -80,7 +80,7 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
         if subject.why_not((form,)) or (form == "prefix" and not subject.causal):
             continue
         module, x = subject.make(causal=form != "bidirectional"), subject.data()
-        if "record" not in module.takes:
+        if "record" not in module.supported_args:
             continue
         mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
         mask[0, 20:], mask[1, 5:9] = False, False

@@ -110,8 +110,12 @@ def bidirectional(subject: Subject, gauge: Gauge) -> None:
     module, x = subject.make(causal=False), subject.data()
     y = module(x)[0]
     gauge.raises(lambda: module.init_state(BATCH), "init_state of a bidirectional attention")
-    parts = [part for part in module.modules() if isinstance(part, Attention) and part.sees is not None]
-    bounds = [part.ahead for part in module.modules() if isinstance(part, Attention) and part.ahead is not None]
+    parts = [part for part in module.modules() if isinstance(part, Attention) and part.key_pattern is not None]
+    bounds = [
+        part.max_lookahead
+        for part in module.modules()
+        if isinstance(part, Attention) and part.max_lookahead is not None
+    ]
     last = min([TOKENS - 1, *bounds, *(_last_seen(part) for part in parts)])
     moved = module(x.index_copy(1, torch.tensor([last]), subject.data(2, 1)))[0]
     gauge.require((moved[:, 0] - y[:, 0]).abs().max() > 1e-6, f"the first output does not see token {last}")
@@ -126,9 +130,11 @@ def bidirectional(subject: Subject, gauge: Gauge) -> None:
 
 def _last_seen(part: Attention) -> int:
     """The last of TOKENS tokens that the first one sees in some head, by the pattern of a layer."""
-    assert part.sees is not None
-    pairs = part.sees.dense(part.added + TOKENS, heads=part.heads, layer=getattr(part, "layer", 0)).any(0)
-    return int(pairs[part.added, part.added :].nonzero().max())
+    assert part.key_pattern is not None
+    pairs = part.key_pattern.dense(
+        part.num_prefix_tokens + TOKENS, heads=part.heads, layer=getattr(part, "layer", 0)
+    ).any(0)
+    return int(pairs[part.num_prefix_tokens, part.num_prefix_tokens :].nonzero().max())
 
 
 def cross(subject: Subject, gauge: Gauge) -> None:

@@ -67,7 +67,7 @@ def first(model: Decoder, batch: int) -> DecoderState:
     state, attentions = model.init_state(batch), model.stack.attentions()
     steps = isinstance(state.layers, UniversalState)
     count = len(state.layers.layers) if steps else len(state.layers)  # type: ignore[attr-defined]
-    layers = tuple(attentions[i % len(attentions)].lasting(batch) for i in range(count))
+    layers = tuple(attentions[i % len(attentions)].init_trainable_state(batch) for i in range(count))
     return state._replace(layers=state.layers._replace(layers=layers) if steps else layers)  # type: ignore
 
 
@@ -90,7 +90,7 @@ def check(config: DecoderConfig) -> None:
     for one in dict.fromkeys(spec.split(config.attention)):
         with torch.random.fork_rng(devices=[]):
             attention = build(one, config.dim, config.heads)
-        if "segments" not in attention.takes:
+        if "segments" not in attention.supported_args:
             raise ValueError(f"{one} has no segments=, so that no document could begin within a stretch of a stream")
         if _bytes(attention, 64) > _bytes(attention, 0):
             raise ValueError(

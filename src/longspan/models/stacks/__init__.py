@@ -190,7 +190,7 @@ def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
     specs = spec.split(text)
     place = {"causal": False, "layer": i, "depth": config.depth, "positions": "none"}
     made = make(specs[i % len(specs)], config.dim, config.heads, **place)
-    if "context" not in made.takes:
+    if "context" not in made.supported_args:
         raise ValueError(f"{made.name} reads no context, so it cannot be a cross attention")
     return made
 

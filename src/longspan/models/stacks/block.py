@@ -70,7 +70,7 @@ class Block(nn.Module):
 
     def _attended(self, x: Tensor, state: Any, carry: Any, arguments: dict[str, Any]) -> tuple[Tensor, Any, Any]:
         read = self.norm1(x) if self.prenorm else x
-        if not self.attention.carries:
+        if not self.attention.has_layer_carry:
             y, state = self.attention(read, state, **arguments)
         else:
             if carry is None:

@@ -33,7 +33,7 @@ class LayerCall:
 
     def asks(self, block: Block) -> dict | None:
         """The record for a block's attention: a copy of the caller's, or None where it can tell nothing."""
-        return dict(self.record) if self.record is not None and "record" in block.attention.takes else None
+        return dict(self.record) if self.record is not None and "record" in block.attention.supported_args else None
 
     def through(self, block: Block, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """x (B,N,dim) and the state of the block's attention -> both after it. What it hands on and tells is kept."""

@@ -75,7 +75,7 @@ def check(blocks: nn.ModuleList) -> None:
             raise ValueError("a reversible stack takes its sums apart again, which gates do not allow: residual='add'")
         if block.attention.samples:
             raise ValueError(f"{block.attention.name} draws what it reads, which no reversible stack draws again")
-        if block.attention.carries:
+        if block.attention.has_layer_carry:
             raise ValueError(
                 f"{block.attention.name} hands something to the next layer, which no reversible stack keeps"
             )
