@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
     @property
     def weight_like(self) -> Tensor:
-        """An empty tensor in the dtype and on the device of the weights, for ``start``: ``self.weight_like.new_zeros(...)``.
+        """An empty tensor with dtype and device of the weights, for ``start``: ``self.weight_like.new_zeros(...)``.
 
         No weight by name, since quantisation or an adapter may have put another module in the place of a linear map.
         Where nothing of floating point is left it is float32 on the CPU, which is what torch's quantised maps take.
@@ -165,7 +165,7 @@ class Attention(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Any:
-        """What the first layer of a stack gets as ``carry``: x (B,N,dim), mask (B,N). For classes that ``has_layer_carry``."""
+        """The ``carry`` of the first layer of a stack: x (B,N,dim), mask (B,N). Only with ``has_layer_carry``."""
         raise ValueError(f"{self.name} hands nothing from layer to layer, so it has no first carry")
 
     def init_state(self, batch: int, capacity: int | None = None) -> Any:
