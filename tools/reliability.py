@@ -3,7 +3,7 @@
 cd tests && python -m attacks --json FILE
 python tools/reliability.py FILE
 
-Several files are put together, of attacks that were run one after the other with numbers of cases of their own.
+Several files are put together, of attacks that were run one after the other. Rows of the page that no file has stay.
 """
 
 import json
@@ -16,9 +16,23 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
 BEGIN, END = "<!-- attacks:begin -->", "<!-- attacks:end -->"
 
 
-def table(several: list[dict[str, Any]]) -> str:
+ROW = re.compile(r"\| `(\w+)` \| ([\d,]+) \| (\d+) \| (\d+) \| (\w+) \|")
+
+
+def kept(text: str) -> list[tuple[dict[str, Any], str]]:
+    """The rows of the page's table, each with its commit."""
+    found = []
+    for name, cases, failures, seconds, commit in ROW.findall(text):
+        counts = {"cases": int(cases.replace(",", "")), "failures": int(failures), "seconds": int(seconds)}
+        found.append(({"attack": name, **counts}, commit))
+    return found
+
+
+def table(several: list[dict[str, Any]], before: str = "") -> str:
     """What was found as Markdown: a row for each attack, and where the figures come from."""
-    found = sorted(((row, one["commit"][:7] or "unknown") for one in several for row in one["attacks"]), key=_named)
+    found = [(row, one["commit"][:7] or "unknown") for one in several for row in one["attacks"]]
+    new = {row["attack"] for row, _ in found}
+    found = sorted([*found, *(pair for pair in kept(before) if pair[0]["attack"] not in new)], key=_named)
     rows = [
         f"| `{row['attack']}` | {row['cases']:,} | {row['failures']} | {row['seconds']} | {commit} |"
         for row, commit in found
@@ -46,7 +60,7 @@ def _named(pair: tuple[dict[str, Any], str]) -> str:
 
 def written(text: str, several: list[dict[str, Any]]) -> str:
     """The page with its table written anew."""
-    return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table(several)}\n{END}", text, flags=re.DOTALL)
+    return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table(several, text)}\n{END}", text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":
