@@ -62,7 +62,7 @@ def open_regular(path: str | os.PathLike) -> BufferedReader:
         raise
 
 
-def open_stream(path: str | os.PathLike, seconds: float = 10.0) -> BinaryIO:
+def open_stream(path: str | os.PathLike, seconds: float = 5.0) -> BinaryIO:
     """Open a regular file, or a FIFO that another program writes to; wait for its first bytes up to ``seconds``.
 
     Raises OSError for what cannot be opened, for a folder, a device or a socket, and for a FIFO without a writer;
