@@ -40,7 +40,7 @@ AREAS = {
     "docs": ("house",),
 }
 AREA = {folder: area for area, folders in AREAS.items() for folder in folders}
-FEW = 3  # cases of each parametrized test in the fast tier
+FEW = 2  # cases of each parametrized test in the fast tier
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

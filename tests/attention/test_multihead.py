@@ -283,6 +283,7 @@ def test_copies_pickles_and_other_types_keep_one_set_of_parameters():
         module(x, x, x)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("spec", ["linear", "softmax"])
 def test_it_compiles_as_one_graph(spec):

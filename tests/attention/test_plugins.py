@@ -95,6 +95,7 @@ def test_whoever_asks_finds_it(announced, ask):
     assert "foreign" in REGISTRY
 
 
+@pytest.mark.full
 def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys):
     announced("foreign_module", MODULE.format(name="foreign"))
     config = longspan.EncoderConfig(dim=8, depth=2, heads=2, feedforward=8, attention="linear; foreign(share=0.25)")
@@ -134,6 +135,7 @@ def test_a_package_may_ask_for_names_while_it_is_imported(announced):
     assert "foreign" not in sys.modules["foreign_module"].known
 
 
+@pytest.mark.full
 def test_importing_longspan_imports_no_other_package(announced, folder):
     announced("foreign_module", "print('imported')\n" + MODULE.format(name="foreign"))
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); import longspan; longspan.build('gla', 8, 2); print('so')"
@@ -167,6 +169,7 @@ def test_an_interrupted_training_says_which_modules_it_needs(folder, capsys, mon
     assert "go on with: longspan train --import near --config r/config.yaml --resume" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_processes_of_their_own_import_it_again(folder):
     (folder / "near.py").write_text(MODULE.format(name="near"))
     assert plugins.again() == ""

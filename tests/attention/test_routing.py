@@ -149,6 +149,7 @@ class TestUpdate:
             torch.testing.assert_close(module.sums, 0.999 * sums + 0.001 * members, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(module.counts, 0.999 * counts + 0.001 * number, rtol=1e-12, atol=1e-12)
 
+    @pytest.mark.full
     def test_an_empty_cluster_stays(self):
         """However often; its centre would else become 0 / 0."""
         module = build("routing(clusters=2, window=3, decay=0.5)")

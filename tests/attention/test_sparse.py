@@ -24,6 +24,7 @@ def test_layers_that_take_turns_keep_the_laws(law):
     assert row.status == "passed", row.note
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("masked", [False, True])
 def test_packed_rows_do_not_meet_when_compiled_either(masked):
     module, x = build("local(window=5)"), data()

@@ -114,6 +114,7 @@ class TestMemory:
         assert len(set(sizes["linear"])) == 1
         assert [s - 8 for s in sizes["softmax"]] == [2 * 512 * 4 * n for n in (100, 200, 400)]  # 8: the length
 
+    @pytest.mark.full
     def test_the_highest_mark_rises_by_what_is_used(self):
         found = taken("x = torch.ones(64 * 2**18)")
         assert 60 <= found <= 80

@@ -83,6 +83,7 @@ def ran(capsys, *words, code=0):
     return out, result
 
 
+@pytest.mark.full
 def test_attention_in_whole(capsys, other):
     """One run with everything: real processes for memory, and another library."""
     words = ["linear", "linear@torch", "sdpa", "linear@module", "--lengths", "9,17", "--heads", "2", "--size", "4"]

@@ -78,6 +78,7 @@ def test_what_fails_is_said(capsys, monkeypatch):
     assert {row["candidate"] for row in result["rows"]} == {"checkpointed", "reversible"}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_processes_measure(capsys):
     """The tokens are so many that activations are more than what a process takes besides."""

@@ -190,6 +190,7 @@ def test_a_worker_that_fails_or_dies_says_how(fake):
         NOBODY.ask(do="about")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_one_call_in_a_fresh_process(fake):
     task = TASK | {"backward": False}

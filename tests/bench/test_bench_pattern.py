@@ -68,6 +68,7 @@ def local(function):
     return candidates.Local("it", {"attention": lambda task: function}, candidates.Process([]))
 
 
+@pytest.mark.full
 def test_in_whole(capsys, weightless):
     out, result = ran(capsys, "--patterns", "; ".join(TEXTS), "--lengths", "29,17")
     ours = ("native", "torch") if available() else ("torch",)
@@ -237,6 +238,7 @@ def test_what_would_take_too_long_is_left_out(monkeypatch):
     assert "it would need about 84 MB of memory; 100 are free" in one.left_out["p", "sdpa mask", "forward"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_is_measured_in_a_process_that_finds_candidates_by_name():
     process = pattern.weigher()

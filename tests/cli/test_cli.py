@@ -212,6 +212,7 @@ def test_interrupts_and_closed_pipes_have_their_codes(capsys, monkeypatch):
         assert capsys.readouterr().err == line
 
 
+@pytest.mark.full
 def test_as_a_process_and_without_a_reader():
     command = [sys.executable, "-m", "longspan", "list"]
     # With a buffer the closed pipe shows at the very end only.
@@ -235,6 +236,7 @@ def test_list(capsys):
         assert all(part in shown for part in (row["cost"], row["summary"], row["paper"], ", ".join(row["forms"])))
 
 
+@pytest.mark.full
 def test_show(capsys):
     one, two = json.loads(
         said(capsys, "show", "linear; softmax(kv_heads=1); linear", "--dim=10", "--heads=2", "--json")

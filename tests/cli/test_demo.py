@@ -31,6 +31,7 @@ def result(tmp_path_factory):
     return out, demo.run(out, steps=3, paper=TINY, batch=5)
 
 
+@pytest.mark.full
 def test_files(result):
     out, _ = result
     assert {path.name for path in out.iterdir()} == demo.FILES - {".lock"}
@@ -71,6 +72,7 @@ def test_state_bytes_grow_for_softmax_only(result):
     assert longer["softmax"] > 80 * found["state_bytes"]["mnist_784"]["softmax"]
 
 
+@pytest.mark.full
 def test_a_second_demo_goes_on_from_the_first(result, capsys):
     out, found = result
     again = demo.run(out, steps=3, paper=TINY, batch=5)

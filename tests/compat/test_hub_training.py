@@ -26,6 +26,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(11, (8, 9), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_takes_our_step(tmp_path):
     pytest.importorskip("accelerate")

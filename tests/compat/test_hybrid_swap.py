@@ -188,6 +188,7 @@ def test_packed_rows_of_a_type_that_is_not_served_are_refused_too(monkeypatch):
     assert made(x, use_cache=False).logits.isfinite().all()
 
 
+@pytest.mark.full
 def test_compiled_and_exported_models_run_by_the_original_code():
     made, x = model("qwen3_next", num_hidden_layers=1, layer_types=["linear_attention"]), tokens(1, 9)
     with torch.no_grad():
@@ -198,6 +199,7 @@ def test_compiled_and_exported_models_run_by_the_original_code():
     assert not any(by for by in on_cpu.status().functions["qwen3_next"].values())
 
 
+@pytest.mark.full
 def test_importing_longspan_does_not_import_transformers():
     code = (
         "import sys, longspan, longspan.compat.transformers as t; t.status(); t.restore(); "

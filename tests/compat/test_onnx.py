@@ -50,6 +50,7 @@ def close(a, b):
     return float((a - b).abs().max()) <= 1e-5 * max(1.0, float(b.abs().max()))
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_an_attention_is_one_node(spec, tmp_path):
@@ -71,6 +72,7 @@ def test_an_attention_is_one_node(spec, tmp_path):
         assert all(close(a, b) for a, b in zip(after, state, strict=True) if b.numel())
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["gated_deltanet(key_heads=1)", "linear"])
 def test_the_standards_operator(spec, tmp_path):
@@ -84,6 +86,7 @@ def test_the_standards_operator(spec, tmp_path):
     assert close(session(x, session.start(3))[0], attention(x)[0])
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("specs", "positions", "nodes"),
@@ -119,6 +122,7 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
     assert torch.equal(torch.stack(drawn, 1), torch.stack(expected, 1))
 
 
+@pytest.mark.full
 def test_what_cannot_be_exported_is_refused(tmp_path):
     path = tmp_path / "a.onnx"
     with pytest.raises(ValueError, match="export takes a Decoder or an attention, not Linear"):

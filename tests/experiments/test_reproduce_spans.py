@@ -58,6 +58,7 @@ def test_only_the_penalty_sets_the_two_trainings_apart(tmp_path):
     assert attention.key_pattern.dense(40)[..., -1, :].sum() == 30
 
 
+@pytest.mark.full
 def test_a_run_keeps_the_spans_of_every_look(capsys, tmp_path):
     assert main(["reproduce", "spans", "--quick", "--out", str(tmp_path)]) == 0
     assert "spans of the heads" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import attacks.__main__
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", attacks.names())
 def test_nothing_gets_through(name, tmp_path):
     taken = list(attacks.failures(name, 0, attacks.module(name).SHORT, tmp_path))

@@ -37,6 +37,7 @@ def site(tmp_path_factory):
     return out
 
 
+@pytest.mark.full
 def test_every_mechanism_has_a_row_and_a_section(site):
     table = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
     for name in longspan.list_mechanisms():
@@ -115,6 +116,7 @@ def test_every_page_is_in_the_site(site):
         assert (site / page.with_suffix(".html").name).exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_python_in_the_pages_runs(page, blocks):
     namespace = {"__name__": page.stem}
@@ -185,6 +187,7 @@ def newcomer(blocks, tmp_path, monkeypatch):
         REGISTRY.update(before)
 
 
+@pytest.mark.full
 def test_the_mechanism_of_contributing_obeys_every_law(newcomer):
     assert newcomer in longspan.list_mechanisms()
     report = testing.check_attention(newcomer, raises=False)

@@ -88,6 +88,7 @@ def test_the_version_is_that_of_the_package():
     assert longspan.__version__ == project["version"]
 
 
+@pytest.mark.full
 def test_without_an_installation_the_version_is_unknown():
     code = (
         "import importlib.metadata as m\n"

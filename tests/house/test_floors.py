@@ -197,6 +197,7 @@ def tree(tmp_path):
     return plant
 
 
+@pytest.mark.full
 def test_imports_look_down():
     assert upward(PACKAGE) == []
 
@@ -232,6 +233,7 @@ def test_every_mechanism_has_a_file_of_tests():
     assert sorted(name for name in names if not (ROOT / "tests" / "attention" / f"test_{name}.py").is_file()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("module", ["longspan", "longspan.cli", "longspan.experiments"])
 def test_importing_needs_nothing_heavy(module):
     loaded = json.loads(run_python(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"))
@@ -249,6 +251,7 @@ def test_a_model_is_built_without_the_compiler():
     )
 
 
+@pytest.mark.full
 def test_experiments_build_no_model_before_they_run():
     """Their settings are made by the import, and look at models when they are asked; see Buildable."""
     run_python(
@@ -264,6 +267,7 @@ def test_a_constant_is_marked_as_torch_marks_it():
     assert vars(ours) == vars(theirs) != {}
 
 
+@pytest.mark.full
 def test_every_module_imports_and_registers_as_its_source_says():
     listed = run_python(
         "import importlib, pkgutil, longspan\n"

@@ -84,6 +84,7 @@ assert testing.check("parallel_is_recurrent", "running_mean").status == "passed"
 """
 
 
+@pytest.mark.full
 def test_it_is_listed_shown_trained_and_generated_from(package, python):
     pytest.importorskip("lightning", reason="trains")
     lines = [

@@ -138,6 +138,7 @@ def kill_at(monkeypatch, number, after):
 
 
 class TestKilled:
+    @pytest.mark.full
     @pytest.mark.parametrize("after", [False, True])
     @pytest.mark.parametrize("again", [False, True], ids=["first kill", "second kill"])
     def test_a_kill_at_any_point_leaves_the_old_or_the_new_one_whole(self, tmp_path, monkeypatch, after, again):

@@ -357,6 +357,7 @@ def _fill_up(folder, report):
     report.put(said)
 
 
+@pytest.mark.full
 def test_a_full_disk_is_said_in_a_line_and_the_older_checkpoint_stays(folder):
     context = multiprocessing.get_context("spawn")
     report = context.Queue()

@@ -231,6 +231,7 @@ class TestStore:
         with pytest.raises(build.Unavailable, match="the compiled kernels cannot be stored or loaded: "):
             build.load("linear")
 
+    @pytest.mark.full
     def test_processes_at_once(self, tiny, folder):
         code = (
             "import ctypes, pathlib, sys\n"
@@ -530,6 +531,7 @@ class TestTrial:
 
         return write
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("body", "reason"),
         [

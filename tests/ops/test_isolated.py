@@ -148,6 +148,7 @@ def test_gradients_of_gradients(spec):
     torch.testing.assert_close(second(x, NAN), second(x, 1.0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spec", ["softmax", "linear"])
 def test_a_compiled_call(spec):
     module, x = made(spec)

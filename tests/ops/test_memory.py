@@ -41,12 +41,14 @@ def freed(code: str, name: str) -> int:
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 @linux
 def test_freed_blocks_are_kept_or_go_back():
     assert freed(MANY, "return_pages") > 60 * 2**20
     assert freed(MANY, "reuse_pages") < 4 * 2**20
 
 
+@pytest.mark.full
 @linux
 def test_what_is_too_large_to_be_kept_is_fetched_in_large_pages(monkeypatch):
     """And nothing lies between: tensors of 32 MB, such as 32768 tokens of 256 numbers, were neither."""

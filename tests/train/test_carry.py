@@ -227,6 +227,7 @@ class TestTraining:
 
 
 class TestProcesses:
+    @pytest.mark.full
     def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, text):
         fields = {"steps": 16, "accumulate": 2, "save_every": 3}
         whole, killed = tmp_path / "whole", tmp_path / "killed"

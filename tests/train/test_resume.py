@@ -296,6 +296,7 @@ def wait_for(folder, process, step):
 
 
 class TestProcesses:
+    @pytest.mark.full
     def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path):
         fields = {"steps": 40, "accumulate": 2, "optimizer": "radam", "schedule": "drop", "drop_at": 20, "batch": 3}
         whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -93,6 +93,7 @@ def test_a_library_that_leaves_is_no_success(code, expected, monkeypatch, capsys
     assert main(["list", "--help"]) == 0
 
 
+@pytest.mark.full
 def test_a_nul_in_an_argument_and_a_full_output_are_one_line(capsys):
     assert main(["eval", "a\0b"]) == entry.WRONG
     assert "an argument holds a NUL character" in capsys.readouterr().err
@@ -102,6 +103,7 @@ def test_a_nul_in_an_argument_and_a_full_output_are_one_line(capsys):
         assert (done.returncode, done.stderr) == (2, "longspan: error: standard output: No space left on device\n")
 
 
+@pytest.mark.full
 def test_what_python_thinks_of_a_spec_is_not_said():
     words = [sys.executable, "-W", "default", "-m", "longspan", "show", "linear(eps=1or 2)"]
     done = subprocess.run(words, capture_output=True, text=True)

@@ -233,6 +233,7 @@ class TestRuns:
             assert result.bits[split] == pytest.approx(nats / tokens / math.log(2), rel=1e-6)
             assert (result.exact[split], result.examples[split]) == (exact / pairs, pairs)
 
+    @pytest.mark.full
     def test_it_learns(self, tmp_path, file):
         config = replace(SMALL, dropout=0.0, dim=32, feedforward=64, attention="softmax", smoothing=0.0)
         run = tiny(
@@ -259,6 +260,7 @@ class TestRuns:
         assert weights(tmp_path) == weights(whole)
         assert rows(tmp_path)[-1]["validation_exact"] == rows(whole)[-1]["validation_exact"]
 
+    @pytest.mark.full
     def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, file):
         fields = {"data": file, "steps": 30, "accumulate": 2, "batch": 3, "model": {"kind": "seq2seq"} | asdict(SMALL)}
         folders = whole, killed = tmp_path / "whole", tmp_path / "killed"
