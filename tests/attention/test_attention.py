@@ -328,7 +328,7 @@ def counter():
         """Counts layers."""
 
         name, paper, cost = "counter", "0000.00000", "N"
-        citation, directions, carries = ("Nobody", "Nothing", 2000), ("bidirectional",), True
+        citation, directions, has_layer_carry = ("Nobody", "Nothing", 2000), ("bidirectional",), True
 
         def init_carry(self, x, mask):
             return 0

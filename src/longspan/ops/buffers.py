@@ -61,7 +61,7 @@ class Buffers:
     """Tensors by name, made once and used again by every span: fresh pages cost more than what is computed on them."""
 
     def __init__(self, like: Tensor):
-        self.weight_like = like
+        self.like = like
         self.blocks: dict[str, Tensor] = {}
         self.views: dict[tuple, Tensor] = {}
 
@@ -71,7 +71,7 @@ class Buffers:
         if key not in self.views:
             size = math.prod(shape)
             if name not in self.blocks or self.blocks[name].numel() < size:
-                self.blocks[name] = self.weight_like.new_empty(size)
+                self.blocks[name] = self.like.new_empty(size)
                 self.views = {other: view for other, view in self.views.items() if other[0] != name}
             self.views[key] = self.blocks[name][:size].view(shape)
         return self.views[key]
