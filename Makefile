@@ -3,13 +3,21 @@ PYTHON ?= python3
 BIN := .venv/bin
 CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "longspan needs Python 3.11 or later, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
 
-.PHONY: demo test slow attack mutate lint docs gpu wheel peers older clean
+.PHONY: demo test test-rest test-all slow attack mutate lint docs gpu wheel peers older clean
 
 demo: .venv/demo.stamp
 	$(BIN)/longspan demo --out demo
 
-# Nothing may follow pytest: its summary is the last line. One process for each processor that the system counts.
+# The fast tier, for the edit loop. Nothing may follow pytest: its summary is the last line. One process for each
+# processor that the system counts.
 test: .venv/dev.stamp
+	$(BIN)/python -m pytest -n logical --tier fast
+
+# The other cases; continuous integration runs both.
+test-rest: .venv/dev.stamp
+	$(BIN)/python -m pytest -n logical --tier rest
+
+test-all: .venv/dev.stamp
 	$(BIN)/python -m pytest -n logical
 
 slow: .venv/dev.stamp

@@ -35,9 +35,19 @@ NEEDED = {"torch": "everything", "numpy": "import longspan", "safetensors": "imp
 PARTS = {"machine": 30, "laws": 100, "tests": 90, "bench": 240, "decode": 60}  # seconds
 TOTAL = 530  # seconds for all parts
 MECHANISMS = (
-    "linear", "performer", "retention", "gla", "ssd", "deltanet", "gated_deltanet", "kda", "softmax", "local(window=5)",
-    "sparse(pattern='band(5)')", "infini(segment=5)",
-)  # fmt: skip
+    "linear",
+    "performer",
+    "retention",
+    "gla",
+    "ssd",
+    "deltanet",
+    "gated_deltanet",
+    "kda",
+    "softmax",
+    "local(window=5)",
+    "sparse(pattern='band(5)')",
+    "infini(segment=5)",
+)
 DECODED = ("linear", "gla", "retention", "gated_deltanet", "ssd", "softmax")
 EXPERIMENTS = ("jsonargparse", "lightning", "matplotlib", "PIL", "sklearn")  # which their tests need
 Row = dict[str, Any]
@@ -68,10 +78,14 @@ def machine(device: str, quick: bool) -> Iterator[Row]:
         fields = "name,driver_version,memory.total,clocks.sm,clocks.mem,temperature.gpu,power.draw"
         said = _output(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"])
         yield {
-            "what": "card", "name": card.name, "capability": f"{card.major}.{card.minor}", "cuda": torch.version.cuda,
-            "memory_gib": round(card.total_memory / 2**30, 1), "multiprocessors": card.multi_processor_count,
+            "what": "card",
+            "name": card.name,
+            "capability": f"{card.major}.{card.minor}",
+            "cuda": torch.version.cuda,
+            "memory_gib": round(card.total_memory / 2**30, 1),
+            "multiprocessors": card.multi_processor_count,
             "nvidia_smi": said,
-        }  # fmt: skip
+        }
     size = 2**20 if quick else 2**31
     source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -201,9 +215,9 @@ def _laws(spec: str, device: str, tokens: int) -> Iterator[Row]:
         cut = tokens // 2
         with torch.no_grad():
             _, kept = module(x[:, :cut], module.init_state(batch))
-            copy = longspan.clone(kept)
+            copy = longspan.states.clone(kept)
             first, second = (module(x[:, cut:], kept)[0] for _ in range(2))
-            given = module(x[:, cut:], longspan.clone(kept), donate=True)[0]
+            given = module(x[:, cut:], longspan.states.clone(kept), donate=True)[0]
         leaves = zip(torch.utils._pytree.tree_leaves(kept), torch.utils._pytree.tree_leaves(copy), strict=True)
         # A state may have infinities, which are equal to themselves.
         if not all(torch.equal(one, two) for one, two in leaves):
@@ -226,13 +240,16 @@ def _laws(spec: str, device: str, tokens: int) -> Iterator[Row]:
 
         return measure
 
-    takes = module.takes
+    takes = module.supported_args
     wanted: list[tuple[str, Callable[[], float], float]] = [
-        ("equals_cpu", equals_cpu, exact), ("causal", causal, exact),
-        ("parallel_is_recurrent", parallel_is_recurrent, exact), ("state", state, exact),
-        ("gradients", gradients_of_cuts, exact), ("float32", lower(torch.float32), 1e-3),
+        ("equals_cpu", equals_cpu, exact),
+        ("causal", causal, exact),
+        ("parallel_is_recurrent", parallel_is_recurrent, exact),
+        ("state", state, exact),
+        ("gradients", gradients_of_cuts, exact),
+        ("float32", lower(torch.float32), 1e-3),
         ("bfloat16", lower(torch.bfloat16), 0.1),
-    ]  # fmt: skip
+    ]
     wanted += [("padding", padding, exact)] if "mask" in takes else []
     wanted += [("packed", packed, exact)] if "segments" in takes else []
     for law, measure, tolerance in wanted:
@@ -266,9 +283,12 @@ def _tested(name: str) -> Iterator[Row]:
     # Warnings of another version of torch, or of the compiler, are no failures.
     options = ["-m", "cuda", "-p", "no:cacheprovider", "-o", "addopts=", "-v", "--tb=short", "-W", "default"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, name], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, "-m", "pytest", *options, name],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     failed, last = False, ""
     for line in process.stdout:
@@ -425,12 +445,14 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
 
     import longspan
 
-    size = {"dim": 32, "heads": 2, "depth": 2, "feedforward": 64} if quick else {
-        "dim": 1024, "heads": 16, "depth": 12, "feedforward": 4096
-    }  # fmt: skip
+    size = (
+        {"dim": 32, "heads": 2, "depth": 2, "feedforward": 64}
+        if quick
+        else {"dim": 1024, "heads": 16, "depth": 12, "feedforward": 4096}
+    )
     context, steps = (16, 3) if quick else (2048, 20)
     for spec in DECODED[:1] if quick else DECODED:
-        config = longspan.Config(**size, attention=spec, positions="none", vocab=256, length=context + 4 * steps)
+        config = longspan.DecoderConfig(**size, attention=spec, positions="none", vocab=256, length=context + 4 * steps)
         model = longspan.Decoder(config).to(device=device, dtype=torch.bfloat16).eval()
         for batch in (1, 64):
             row: Row = {"mechanism": spec, "batch": batch, "context": context, **size}
@@ -462,7 +484,7 @@ def _steps(model: Any, batch: int, context: int, steps: int, device: str) -> Row
             _, state = model(tokens, state, donate=True)
             wait()
             found.append(time.perf_counter() - begin)
-        size, seconds = longspan.nbytes(state), []
+        size, seconds = longspan.states.nbytes(state), []
         for _ in range(3):
             wait()
             begin = time.perf_counter()
@@ -472,9 +494,11 @@ def _steps(model: Any, batch: int, context: int, steps: int, device: str) -> Row
             seconds.append((time.perf_counter() - begin) / steps)
     step = statistics.median(seconds)
     return {
-        "prefill_ms": round(found[1] * 1e3, 2), "step_ms": round(step * 1e3, 3), "tokens_per_s": round(batch / step, 1),
+        "prefill_ms": round(found[1] * 1e3, 2),
+        "step_ms": round(step * 1e3, 3),
+        "tokens_per_s": round(batch / step, 1),
         "state_mb": round(size / 1e6, 2),
-    }  # fmt: skip
+    }
 
 
 def _short(error: BaseException) -> str:

@@ -12,8 +12,10 @@ from docutils import nodes
 from docutils.utils.math.latex2mathml import tex2mathml
 
 import longspan
-from longspan import describe, dispatch, pictures
-from longspan.attention.base import FAMILIES, LEGEND, REGISTRY, Attention, own_options
+from longspan._utils import png
+from longspan.attention.base import REGISTRY, Attention, own_options
+from longspan.attention.families import FAMILIES, LEGEND
+from longspan.cli import describe, dispatch
 
 project, author, copyright = "longspan", "the longspan contributors", "the longspan contributors"
 version = release = installed("longspan")
@@ -97,14 +99,14 @@ def state(attention: Attention) -> str:
     """What a recurrent state takes, after 256 and after 4096 tokens."""
     if not attention.causal:
         return "none, it sees whole sequences"
-    few, many = (longspan.nbytes(attention.init_state(1, tokens)) for tokens in (256, 4096))
+    few, many = (longspan.states.nbytes(attention.init_state(1, tokens)) for tokens in (256, 4096))
     return f"{few:,} bytes" + ("" if few == many else f" after 256 tokens, {many:,} after 4096")
 
 
 def backend(cls: type[Attention], causal: bool) -> str:
     """What serves whole sequences and steps on the machine that makes these pages."""
-    calls = dispatch.served(cls.name, DIM, HEADS, causal=causal)["calls"]
-    return "; ".join(f"{kind}: {dispatch.said(call)}" for kind, call in calls.items())
+    calls = dispatch.probe_backends(cls.name, DIM, HEADS, causal=causal)["calls"]
+    return "; ".join(f"{kind}: {dispatch.format_call(call)}" for kind, call in calls.items())
 
 
 def drawing(cls: type[Attention]) -> tuple[str, ...]:
@@ -115,7 +117,7 @@ def drawing(cls: type[Attention]) -> tuple[str, ...]:
     except ValueError:
         return ()
     name = f"{cls.name}.png"
-    pictures.save(MECHANISMS / name, images, columns=len(images), size=256)
+    png.save(MECHANISMS / name, images, columns=len(images), size=256)
     heads = ", head by head" if len(images) > 1 else ""
     return (
         f"What each query sees in `{spec}`{heads}: queries downwards, keys to the right, black is seen.",
@@ -127,7 +129,7 @@ def drawing(cls: type[Attention]) -> tuple[str, ...]:
 def pages() -> None:
     """Write the page of all mechanisms, and one for each family that has any."""
     MECHANISMS.mkdir(exist_ok=True)
-    classes = [REGISTRY[name] for name in longspan.names()]
+    classes = [REGISTRY[name] for name in longspan.list_mechanisms()]
     families = {name: [cls for cls in classes if cls.family == name] for name in FAMILIES}
     families = {name: members for name, members in families.items() if members}
     head = ("| name | what it does | cost | forms | paper |", "|---|---|---|---|---|")
@@ -197,4 +199,4 @@ def setup(app: Any) -> None:
 
 
 pages()
-HERE.joinpath("files.md").write_text(runpy.run_path(str(HERE / "tree.py"))["page"](), encoding="utf-8")
+HERE.joinpath("files.md").write_text(runpy.run_path(str(HERE.parent / "tools" / "tree.py"))["page"](), encoding="utf-8")

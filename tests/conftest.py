@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan import progress
+from longspan._utils import progress
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes side by side, each with as many threads as there are processors, would only wait for each other; the
@@ -29,8 +29,39 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests whose hardware or compiler is absent."""
+# The marker that each folder's tests get: python -m pytest -m compat
+AREAS = {
+    "laws": ("attention", "testing"),
+    "ops": ("ops", "patterns", "states", "modules"),
+    "compat": ("compat",),
+    "cli": ("cli", "_utils"),
+    "train": ("train", "models", "generation", "data", "speech"),
+    "experiments": ("experiments", "bench"),
+    "docs": ("house",),
+}
+AREA = {folder: area for area, folders in AREAS.items() for folder in folders}
+FEW = 2  # cases of each parametrized test in the fast tier
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--tier",
+        choices=("fast", "rest", "all"),
+        default="all",
+        help="fast: a few cases of each test that is not marked full; rest: the other cases; all (default): both",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests by folder, keep those of the tier, and skip those whose hardware or compiler is absent."""
+    root = Path(__file__).parent
+    for item in items:
+        item.add_marker(AREA[item.path.relative_to(root).parts[0]])
+    if (tier := config.getoption("--tier")) != "all":
+        fast = _fast(items)
+        kept = [item for item in items if (item in fast) == (tier == "fast")]
+        config.hook.pytest_deselected(items=[item for item in items if (item in fast) != (tier == "fast")])
+        items[:] = kept
     named = os.environ.get("CXX")
     compiler = any(map(shutil.which, [named] if named else ["c++", "g++", "clang++"]))
     skips = {
@@ -41,6 +72,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, skip in skips.items():
             if skip and item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+def _fast(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The fast tier: of each test that is not marked ``full``, up to ``FEW`` cases, evenly spread over all of them."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if not item.get_closest_marker("full"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set()
+    for found in cases.values():
+        few = min(len(found), FEW) if not found[0].get_closest_marker("whole") else len(found)
+        chosen.update(found[i * len(found) // few] for i in range(few))
+    return chosen
 
 
 def spoil(tensor: Tensor) -> Tensor:

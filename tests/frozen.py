@@ -18,7 +18,7 @@ def facts() -> dict[str, dict[str, list[str]]]:
     return {
         name: {
             "directions": list(cls.directions),
-            "takes": sorted(cls.takes),
+            "supported_args": sorted(cls.supported_args),
             "exempt": sorted(cls.exempt),
             "options": sorted(own_options(cls)),
         }

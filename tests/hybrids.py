@@ -10,26 +10,54 @@ import torch
 
 VOCAB = 97
 COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 DELTA = {
-    "head_dim": 16, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 3,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
+}
 EXPERTS = {
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2,
-}  # fmt: skip
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 LATENT = {
-    "num_key_value_heads": 4, "moe_intermediate_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 MAMBA = {
-    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "mamba_d_conv": 4,
-    "mamba_expand": 2, "mamba_chunk_size": 16,
-}  # fmt: skip
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 
 # name: (class, what its configuration has beside COMMON)
 KINDS = {
@@ -50,7 +78,10 @@ KINDS = {
     "granitemoehybrid": (
         "GraniteMoeHybrid",
         {
-            **MAMBA, "num_hidden_layers": 3, "num_local_experts": 4, "shared_intermediate_size": 24,
+            **MAMBA,
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "shared_intermediate_size": 24,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
@@ -58,26 +89,40 @@ KINDS = {
     "nemotron_h": (
         "NemotronH",
         {
-            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"], "head_dim": 8,
-            "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 12, "n_groups": 2, "chunk_size": 16,
+            "layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+            "head_dim": 8,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 12,
+            "n_groups": 2,
+            "chunk_size": 16,
         },
     ),
     "zamba2": (
         "Zamba2",
         {
-            "num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
-            "n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 12, "chunk_size": 16, "num_key_value_heads": 4,
-            "use_mem_rope": True, "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention"],
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 12,
+            "chunk_size": 16,
+            "num_key_value_heads": 4,
+            "use_mem_rope": True,
+            "hidden_size": 32,
         },
     ),
     "minimax": (
         "MiniMax",
         {
-            "num_hidden_layers": 3, "num_local_experts": 4, "block_size": 16, "head_dim": 8,
+            "num_hidden_layers": 3,
+            "num_local_experts": 4,
+            "block_size": 16,
+            "head_dim": 8,
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
-}  # fmt: skip
+}
 
 
 def file(kind):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from longspan.cli import WRONG, main
+from longspan.cli.entry import WRONG, main
 
 
 def refused(line: str, message: str, capsys, folder: Path, monkeypatch) -> None:

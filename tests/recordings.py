@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from longspan.config import TranscriberConfig
-from longspan.speech import Transcriber
+from longspan.models.config import TranscriberConfig
+from longspan.models.transcriber import Transcriber
 
 
 def wav_bytes(samples: np.ndarray, rate: int = 8000, channels: int = 1, width: int = 2) -> bytes:
@@ -23,8 +23,17 @@ def wav_bytes(samples: np.ndarray, rate: int = 8000, channels: int = 1, width: i
     return file.getvalue()
 
 
-def riff(data: bytes, *, size: int | None = None, code: int = 1, bits: int = 16, rate: int = 8000, channels: int = 1,
-         more: bytes = b"", before: bytes = b"") -> bytes:  # fmt: skip
+def riff(
+    data: bytes,
+    *,
+    size: int | None = None,
+    code: int = 1,
+    bits: int = 16,
+    rate: int = 8000,
+    channels: int = 1,
+    more: bytes = b"",
+    before: bytes = b"",
+) -> bytes:
     """Samples behind a header that says what one likes; ``more`` of the format chunk, chunks ``before`` the samples."""
     width = channels * bits // 8
     fields = struct.pack("<HHIIHH", code, channels, rate, width * rate & 0xFFFFFFFF, width & 0xFFFF, bits) + more

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from longspan import StackConfig
-from longspan.stacks import Stack
+from longspan.models.stacks import Stack
 
 SMALL = {"dim": 16, "depth": 2, "heads": 2, "feedforward": 24}
 

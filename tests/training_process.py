@@ -12,18 +12,27 @@ from pathlib import Path
 
 import torch
 
-from longspan import checkpoint, signals
-from longspan.config import Config
-from longspan.train import Run, engine, fit, objective
+from longspan._utils import signals
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.train import TrainConfig, fit, loop, objectives
 
-TINY = Config(dim=10, depth=1, heads=2, feedforward=14, vocab=17, length=64, dropout=0.1)
+TINY = DecoderConfig(dim=10, depth=1, heads=2, feedforward=14, vocab=17, length=64, dropout=0.1)
 
 
 def tiny(folder, **fields):
-    return Run(**{
-        "steps": 11, "batch": 5, "evaluate_every": 4, "evaluate_examples": 7, "save_every": 3, "warmup": 2,
-        "out": str(folder / "run"),
-    } | fields)  # fmt: skip
+    return TrainConfig(
+        **{
+            "steps": 11,
+            "batch": 5,
+            "evaluate_every": 4,
+            "evaluate_examples": 7,
+            "save_every": 3,
+            "warmup": 2,
+            "out": str(folder / "run"),
+        }
+        | fields
+    )
 
 
 def weights(folder, name=None):
@@ -37,20 +46,20 @@ def checkpoints(folder):
 
 def best_at(monkeypatch, step):
     """Make the validation bits of a run fall until ``step`` and rise from there."""
-    evaluate = engine.Keeper._evaluate
+    evaluate = loop.Keeper._evaluate
 
     def scripted(keeper, trainer, task):
         nats = abs(trainer.global_step - step) + 1.0
-        monkeypatch.setattr(objective, "total", lambda *_: torch.tensor([nats, 1.0]))
+        monkeypatch.setattr(objectives, "total", lambda *_: torch.tensor([nats, 1.0]))
         return evaluate(keeper, trainer, task)
 
-    monkeypatch.setattr(engine.Keeper, "_evaluate", scripted)
+    monkeypatch.setattr(loop.Keeper, "_evaluate", scripted)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     job = {"resume": False, "pause": 0.0, "record": ""} | json.loads(sys.argv[1])
-    seed, order, train = engine.step_seed, objective.batch_indices, engine.train
+    seed, order, train = loop.step_seed, objectives.batch_indices, loop.train
     taken: dict[int, list[int]] = {}
 
     def slow(*arguments):
@@ -70,9 +79,9 @@ def main() -> None:
             torch.save(model.state_dict(), Path(job["record"]) / f"weights-{rank}.pt")
         return result
 
-    engine.step_seed, objective.batch_indices, engine.train = slow, recorded, kept
+    loop.step_seed, objectives.batch_indices, loop.train = slow, recorded, kept
     try:
-        fit(checkpoint.config_of(job["model"]), Run(**job["run"]), resume=job["resume"])
+        fit(checkpoint.config_of(job["model"]), TrainConfig(**job["run"]), resume=job["resume"])
     except KeyboardInterrupt as interruption:
         print(interruption, file=sys.stderr)
         sys.exit(128 + signals.number(interruption))

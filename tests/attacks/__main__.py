@@ -1,6 +1,6 @@
 """``python -m attacks [NAME ...]``: run attacks at full length and count, as ``make attack`` does.
 
-``--json FILE`` keeps the counts, from which ``python docs/reliability.py FILE`` writes the table of that page.
+``--json FILE`` keeps the counts, from which ``python tools/reliability.py FILE`` writes the table of that page.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from longspan.reproduce import provenance
+from longspan.experiments import provenance
 
 from . import failures, module, names
 

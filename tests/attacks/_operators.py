@@ -30,16 +30,46 @@ SWAPPED = {
     ast.Or: (ast.And,),
 }
 NAMES = {
-    "min": "max", "amin": "amax", "minimum": "maximum", "argmin": "argmax", "any": "all", "floor": "ceil",
-    "tril": "triu", "cumsum": "cumprod", "sum": "mean", "zeros": "ones", "zeros_like": "ones_like",
-    "new_zeros": "new_ones", "softmax": "log_softmax", "sigmoid": "tanh",
-}  # fmt: skip
+    "min": "max",
+    "amin": "amax",
+    "minimum": "maximum",
+    "argmin": "argmax",
+    "any": "all",
+    "floor": "ceil",
+    "tril": "triu",
+    "cumsum": "cumprod",
+    "sum": "mean",
+    "zeros": "ones",
+    "zeros_like": "ones_like",
+    "new_zeros": "new_ones",
+    "softmax": "log_softmax",
+    "sigmoid": "tanh",
+}
 NAMES |= {two: one for one, two in NAMES.items()}
 # Methods whose call may be left out, as in x.masked_fill(...) -> x.
 OPTIONAL = {
-    "abs", "clamp", "clone", "cumsum", "detach", "exp", "flip", "log", "masked_fill", "mul_", "neg_", "relu", "roll",
-    "rsqrt", "sigmoid", "softmax", "sort", "sub_", "tril", "triu", "unsqueeze",
-}  # fmt: skip
+    "abs",
+    "clamp",
+    "clone",
+    "cumsum",
+    "detach",
+    "exp",
+    "flip",
+    "log",
+    "masked_fill",
+    "mul_",
+    "neg_",
+    "relu",
+    "roll",
+    "rsqrt",
+    "sigmoid",
+    "softmax",
+    "sort",
+    "sub_",
+    "tril",
+    "triu",
+    "unsqueeze",
+}
 # Fields without behaviour: annotations, and what is only shown.
 SKIPPED = (ast.JoinedStr, ast.Raise, ast.Import, ast.ImportFrom)
 ANNOTATIONS = ("annotation", "returns", "type_params", "decorator_list")

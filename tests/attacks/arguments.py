@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from longspan import cli, weights
-from longspan.commands import bench, reproduce
-from longspan.commands.parser import Parser
-from longspan.reproduce import EXPERIMENTS
+from longspan._utils import model_memory
+from longspan.cli import bench, entry, reproduce
+from longspan.cli.parser import Parser
+from longspan.experiments import EXPERIMENTS
 
 from . import Case
 from ._bounds import TooLong, bounded, complaint
 
 SHORT, LONG = 60, 3_000
 SECONDS, GIB = 20.0, 1.0
-DOCUMENTED = (cli.OK, 1, cli.WRONG, cli.INTERRUPTED, cli.PIPE_CLOSED)
+DOCUMENTED = (entry.OK, 1, entry.WRONG, entry.INTERRUPTED, entry.PIPE_CLOSED)
 VALUES = (
     *("", " ", "x", "-1", "0", "1.5", "nan", "inf", "1e999", "99999999999999999999999", "-9223372036854775809", "[]"),
     *(
@@ -57,10 +57,10 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
 
 
 def _parsers() -> dict[tuple[str, ...], Parser]:
-    found = {("bench", name): bench.subparser(name) for name in bench.KINDS}
+    found = {("bench", name): bench.subparser(name) for name in bench.BENCHMARKS}
     found |= {("reproduce", name): reproduce.subparser(name) for name in EXPERIMENTS}
-    for name, (module, _) in cli.COMMANDS.items():
-        found[name,] = __import__(f"longspan.commands.{module}", fromlist=["parser"]).parser()
+    for name, (module, _) in entry.COMMANDS.items():
+        found[name,] = __import__(f"longspan.cli.{module}", fromlist=["parser"]).parser()
     return found
 
 
@@ -100,8 +100,8 @@ def _run(words: list[str], folder: Path) -> str | None:
     try:
         os.chdir(folder)
         with bounded(SECONDS, GIB), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            with mock.patch.object(weights, "memory", return_value=1 << 28):
-                code = cli.main(words)
+            with mock.patch.object(model_memory, "memory", return_value=1 << 28):
+                code = entry.main(words)
     except TooLong as error:
         return str(error)
     except Exception as error:
@@ -111,9 +111,9 @@ def _run(words: list[str], folder: Path) -> str | None:
     said = err.getvalue()
     if code not in DOCUMENTED:
         return f"exit code {code}"
-    if code == cli.WRONG and "--debug" not in words and (said.count("\n") != 1 or len(said) > 3500):
+    if code == entry.WRONG and "--debug" not in words and (said.count("\n") != 1 or len(said) > 3500):
         return f"{said.count(chr(10))} lines and {len(said)} characters on stderr: {said[:300]!r}"
-    if code == cli.OK and said:
+    if code == entry.OK and said:
         return f"exit code 0 and {said[:200]!r}"
     if words[:1] != ["show"] and any(folder.iterdir()):
         return f"it left {sorted(path.name for path in folder.iterdir())}"

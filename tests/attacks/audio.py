@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-from longspan import cli
+from longspan.cli import entry
 from longspan.speech.digits import SPOKEN
 
 from . import Case
@@ -28,8 +28,19 @@ CHANNELS = (0, 2, 6, 255, 1024, 65_535)
 CODES = (0, 2, 3, 6, 7, 0x11, 0x31, 0x55, 0xFFFE, 0xFFFF)
 BITS = (0, 1, 4, 8, 12, 24, 32, 64, 65_535)
 GUID = bytes.fromhex("000000001000800000aa00389b71")
-KINDS = ("WAV FLOAT", "WAV PCM_24", "WAV IMA_ADPCM", "FLAC PCM_16", "OGG VORBIS", "MP3 MPEG_LAYER_III", "W64 PCM_16",
-         "RF64 PCM_16", "AIFF PCM_16", "AU ULAW", "CAF ALAC_16")  # fmt: skip
+KINDS = (
+    "WAV FLOAT",
+    "WAV PCM_24",
+    "WAV IMA_ADPCM",
+    "FLAC PCM_16",
+    "OGG VORBIS",
+    "MP3 MPEG_LAYER_III",
+    "W64 PCM_16",
+    "RF64 PCM_16",
+    "AIFF PCM_16",
+    "AU ULAW",
+    "CAF ALAC_16",
+)
 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
@@ -100,19 +111,21 @@ def attack(content: bytes, by: str, options: list[str], path: Path) -> str | Non
     stdin = io.TextIOWrapper(io.BytesIO(given))
     try:
         with (
-            bounded(SECONDS, GIB), mock.patch.object(sys, "stdin", stdin),
-            contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-        ):  # fmt: skip
-            code = cli.main(["transcribe", "digits", str(path) if by == "file" else "-", *options])
+            bounded(SECONDS, GIB),
+            mock.patch.object(sys, "stdin", stdin),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
+            code = entry.main(["transcribe", "digits", str(path) if by == "file" else "-", *options])
     except (TooLong, Exception) as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
         path.unlink()
     words, said = out.getvalue(), err.getvalue()
-    if code == cli.OK:
+    if code == entry.OK:
         wrong = set(words.split()) - set(SPOKEN)
         return f"words that no digit has, or a message: {words[:100]!r}, {said[:100]!r}" if wrong or said else None
-    if code != cli.WRONG:
+    if code != entry.WRONG:
         return f"exit code {code}: {said[:200]!r}"
     if not said.startswith("longspan: error: ") or said.count("\n") != 1 or not said.endswith("\n"):
         return f"no line of an error: {said[:200]!r}"

@@ -10,15 +10,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 import longspan
-from longspan import checkpoint
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 
 from . import Case
 
 SHORT, LONG = 150, 20_000
 BLOCK = 4096
-CONFIG = Config(dim=16, depth=2, heads=2, feedforward=32, attention="linear; softmax", vocab=17, length=29)
+CONFIG = DecoderConfig(dim=16, depth=2, heads=2, feedforward=32, attention="linear; softmax", vocab=17, length=29)
 CHECKPOINT = ("model.safetensors", "training.pt", "config.json")
 
 
@@ -39,17 +39,17 @@ def _made(folder: Path, seed: int) -> Any:
         torch.manual_seed(seed)
         model = Decoder(CONFIG).eval()
         training = {"step": seed, "moments": [torch.randn(500), torch.randn(3)]}
-        checkpoint.save(folder / "c", model, training=training, extra={"step": seed, "run": {"data": "digits"}})
+        checkpoint.save(model, folder / "c", training=training, extra={"step": seed, "run": {"data": "digits"}})
         with torch.no_grad():
             _, state = model(torch.randint(17, (3, 7)), model.init_state(3))
-        longspan.save_state(folder / "state", state)
+        longspan.states.save(state, folder / "state")
     return _read(folder, "all")
 
 
 def _read(folder: Path, name: str) -> Any:
     """What the files of ``folder`` hold: plain values and tensors."""
     if name == "state":
-        return longspan.load_state(folder / "state", Decoder(CONFIG).init_state(1))
+        return longspan.states.load(folder / "state", Decoder(CONFIG).init_state(1))
     model = checkpoint.load(folder / "c")
     found = [model.config.to_dict(), model.state_dict(), checkpoint.load_training(folder / "c")]
     found.append(checkpoint.read_config(folder / "c"))

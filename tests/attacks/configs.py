@@ -1,8 +1,8 @@
 """Mutated configs and recipes: a good object that can be said again, or a refusal in one line.
 
-Fields of ``Config``, ``EncoderConfig`` and ``Run`` set to what no field expects, and recipes in YAML, read as
-``longspan train`` reads them, with typed values, cut, doubled and nested: exit code 0 or 2 and one line on stderr.
-Nothing is trained.
+Fields of ``DecoderConfig``, ``EncoderConfig`` and ``TrainConfig`` set to what no field expects, and recipes in YAML,
+read as ``longspan train`` reads them, with typed values, cut, doubled and nested: exit code 0 or 2 and one line on
+stderr. Nothing is trained.
 """
 
 import contextlib
@@ -19,16 +19,19 @@ from unittest import mock
 
 import yaml
 
-from longspan import Config, EncoderConfig, cli, weights
-from longspan.model import Decoder, Encoder
-from longspan.train import Run
+from longspan import DecoderConfig, EncoderConfig
+from longspan._utils import model_memory
+from longspan.cli import entry
+from longspan.models.decoder import Decoder
+from longspan.models.encoder import Encoder
+from longspan.train import TrainConfig
 
 from . import Case
 from ._bounds import TooLong, bounded, complaint
 
 SHORT, LONG = 150, 6_000
 SECONDS, GIB = 10.0, 0.5
-KINDS: tuple[Any, ...] = (Config, EncoderConfig, Run)
+KINDS: tuple[Any, ...] = (DecoderConfig, EncoderConfig, TrainConfig)
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 7, 1 << 31, 1 << 62, (1 << 63) - 1, 1 << 63, 10**9, 10**23, 10**6, 10**400),
     *(
@@ -110,13 +113,13 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
 
 def _fields(kind: Any, values: Any) -> str | None:
     try:
-        with bounded(SECONDS, GIB), mock.patch.object(weights, "memory", return_value=1 << 28):
+        with bounded(SECONDS, GIB), mock.patch.object(model_memory, "memory", return_value=1 << 28):
             made = kind(**values) if all(isinstance(name, str) for name in values) and "x" not in values else None
-            made = kind.from_dict(values) if kind is not Run else made or Run(**values)
+            made = kind.from_dict(values) if kind is not TrainConfig else made or TrainConfig(**values)
             if kind(**json.loads(json.dumps(asdict(made), allow_nan=False))) != made:
                 return f"{made} does not survive JSON"
-            if kind is not Run and made.depth <= 8:
-                (Decoder if kind is Config else Encoder)(made)
+            if kind is not TrainConfig and made.depth <= 8:
+                (Decoder if kind is DecoderConfig else Encoder)(made)
     except TypeError as error:
         # Python's own, for an argument that does not exist.
         return None if "argument" in str(error) or "keywords" in str(error) else complaint(error)
@@ -133,7 +136,7 @@ def _recipe(draw: random.Random) -> str:
         at = draw.randrange(len(lines))
         key, colon, _ = lines[at].partition(":")
         section = next(line for line in lines[at::-1] if not line.startswith(" ")) if lines[0][:1] != " " else "model"
-        names = [field.name for field in fields(Config if section.startswith("model") else Run)]
+        names = [field.name for field in fields(DecoderConfig if section.startswith("model") else TrainConfig)]
         match draw.randrange(5):
             case 0:
                 lines[at] = f"{key}{colon} {draw.choice(TEXTS)}\n"
@@ -161,7 +164,7 @@ def _read(path: Path, text: str) -> str | None:
             contextlib.redirect_stderr(err),
             contextlib.redirect_stdout(io.StringIO()),
         ):
-            code = cli.main(["train", "--config", str(path)])
+            code = entry.main(["train", "--config", str(path)])
     except TooLong as error:
         return str(error)
     except Exception as error:
@@ -171,6 +174,6 @@ def _read(path: Path, text: str) -> str | None:
     if code == 0:
         with contextlib.suppress(yaml.YAMLError):
             return None if isinstance(yaml.safe_load(text), dict) else "what is no recipe was read as one"
-    if code != cli.WRONG or err.getvalue().count("\n") != 1 or len(err.getvalue()) > 2000:
+    if code != entry.WRONG or err.getvalue().count("\n") != 1 or len(err.getvalue()) > 2000:
         return f"exit code {code} and {err.getvalue()[:200]!r}"
     return None

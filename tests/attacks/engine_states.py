@@ -34,9 +34,12 @@ def answer(seed: int, i: int, count: int, told: dict[int, str]) -> str | None:
             "import sys; from attacks import engine_states as e; e.serve(*map(int, sys.argv[1:]))",
         ]
         done = subprocess.run(
-            [*command, str(seed), str(i), str(count)], cwd=Path(__file__).parents[1], capture_output=True, text=True,
+            [*command, str(seed), str(i), str(count)],
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
             check=False,
-        )  # fmt: skip
+        )
         lines = [line.split("\t", 2) for line in done.stdout.splitlines() if line.startswith("case\t")]
         told |= {int(number): said for _, number, said in lines}
         if i not in told:
@@ -53,14 +56,14 @@ def serve(seed: int, begin: int, count: int) -> None:
 def attack(dice: random.Random) -> str | None:
     """One state, abused in one place, and a token read after it."""
     import longspan
-    from longspan.engine import Engine
+    from longspan.generation.native_decoder import Engine
     from longspan.ops.native.call import available
 
     torch.manual_seed(0)
     text, positions = dice.choice(MODELS), dice.choice(["none", "learned", "sinusoidal", "rotary"])
     if "gla" in text and positions == "rotary":
         positions = "none"
-    config = longspan.Config(dim=8, heads=2, depth=2, vocab=5, attention=text, positions=positions, length=64)
+    config = longspan.DecoderConfig(dim=8, heads=2, depth=2, vocab=5, attention=text, positions=positions, length=64)
     model = longspan.Decoder(config).eval()
     prompt = torch.randint(0, 5, (2, 5), generator=torch.Generator().manual_seed(dice.randrange(99)))
     token = prompt[:, :1].contiguous()

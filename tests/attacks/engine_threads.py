@@ -33,8 +33,11 @@ def answer(seed: int, i: int, count: int, results: dict[int, str]) -> str | None
         code = "import sys; from attacks import engine_threads as e; e.serve(*map(int, sys.argv[1:]))"
         done = subprocess.run(
             [sys.executable, "-c", code, str(seed), str(i), str(count)],
-            cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         lines = [line.split("\t", 2) for line in done.stdout.splitlines() if line.startswith("case\t")]
         results |= {int(number): said for _, number, said in lines}
         if i not in results:
@@ -62,11 +65,11 @@ def serve(seed: int, begin: int, count: int) -> None:
 def attack(dice: random.Random) -> str | None:
     """One model, decoded by many threads at once."""
     import longspan
-    from longspan.engine import Engine
+    from longspan.generation.native_decoder import Engine
 
     torch.manual_seed(0)
     text, positions = dice.choice(MODELS), dice.choice(["none", "learned", "sinusoidal"])
-    config = longspan.Config(dim=16, heads=2, depth=2, vocab=11, attention=text, positions=positions, length=64)
+    config = longspan.DecoderConfig(dim=16, heads=2, depth=2, vocab=11, attention=text, positions=positions, length=64)
     model = longspan.Decoder(config).eval()
     if why_not := Engine.why_not(model):
         # Without native kernels there is no engine to share; plain calls must stand threads as well.

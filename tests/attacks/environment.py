@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 
 import longspan
-from longspan import cli, folders, signals
+from longspan._utils import cache_dirs, signals
+from longspan.cli import entry
 from longspan.data import absolute
 from longspan.ops.native import build
 from longspan.ops.native.build import toolchain
@@ -117,7 +118,7 @@ def _kernels() -> str | None:
 
 def _paths() -> str | None:
     for call in (
-        folders.cache_folder,
+        cache_dirs.cache_folder,
         functools.partial(absolute, "text:~/a"),
         functools.partial(absolute, "text:~x/a"),
     ):
@@ -134,8 +135,8 @@ def _command() -> str | None:
     err = io.StringIO()
     words = ["train", "--model.vocab", "256", "--run.data", "text:~/no/such/text", "--run.out", "run"]
     with contextlib.redirect_stderr(err):
-        code = cli.main(words)
-    if code != cli.WRONG or err.getvalue().count("\n") != 1:
+        code = entry.main(words)
+    if code != entry.WRONG or err.getvalue().count("\n") != 1:
         return f"exit code {code}: {err.getvalue()!r}"
     if os.path.lexists("run"):
         return "it left a folder"

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 import longspan
-from longspan import checkpoint, pictures
-from longspan.bench import plots
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan._utils import plots, png
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 
 from . import Case
 
@@ -63,11 +63,11 @@ def _attack(folder: Path, name: str, limit: int) -> str | None:
 def _write(folder: Path, name: str, number: int) -> None:
     match name:
         case "c":
-            checkpoint.save(folder / name, _model(number), training=_training(number))
+            checkpoint.save(_model(number), folder / name, training=_training(number))
         case "state":
-            longspan.save_state(folder / name, _state(number))
+            longspan.states.save(_state(number), folder / name)
         case "picture.png":
-            pictures.save(folder / name, _images(number), size=1)
+            png.save(folder / name, _images(number), size=1)
         case "figure.png":
             plt = plots.pyplot()
             figure = plt.figure(figsize=(1, 1), facecolor=(number / 2, 0.0, 0.0))
@@ -84,7 +84,7 @@ def _number(folder: Path, name: str) -> int:
             values = {v for p in model.parameters() for v in p.unique().tolist()}
             values |= set(checkpoint.load_training(folder / name)["moments"].unique().tolist())
         case "state":
-            values = set(longspan.load_state(folder / name, _state(0)).sums.unique().tolist())
+            values = set(longspan.states.load(folder / name, _state(0)).sums.unique().tolist())
         case "picture.png":
             values = {_pixels(folder / name)[4:28, 4:28].mean() / 100}
         case "figure.png":
@@ -106,7 +106,7 @@ def _pixels(path: Path) -> np.ndarray:
 
 
 def _model(number: int) -> Decoder:
-    model = Decoder(Config(dim=16, depth=1, heads=2, feedforward=16, vocab=5, length=3))
+    model = Decoder(DecoderConfig(dim=16, depth=1, heads=2, feedforward=16, vocab=5, length=3))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(number)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from longspan import checkpoint
+from longspan.models import checkpoint
 from longspan.train import begun, fit
 from training_process import TINY, tiny
 

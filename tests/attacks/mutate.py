@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longspan.folders import cache_folder
+from longspan._utils.cache_dirs import cache_folder
 
 from . import _operators
 

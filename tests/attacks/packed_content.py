@@ -23,11 +23,11 @@ TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     """See the package."""
-    names = longspan.names()
+    names = longspan.list_mechanisms()
     for i in range(count):
         dice = random.Random(f"{seed}-{i}")
         # Every mechanism in turn.
-        spec = dice.choice(longspan.examples(names[(seed + i) % len(names)]))
+        spec = dice.choice(longspan.mechanism_examples(names[(seed + i) % len(names)]))
         yield f"{i}-{spec.partition('(')[0]}", lambda spec=spec, i=i: attack(spec, random.Random(f"{seed}-{i}-inside"))
 
 
@@ -37,7 +37,7 @@ def attack(spec: str, dice: random.Random) -> str | None:
     kind = dice.choice(["auto", "auto", "torch", "reference", *(["native"] if available() else [])])
     dtype = dice.choice([torch.float32, torch.float64])
     module = built(spec, dice.random() < 0.5).to(dtype).eval()
-    if "segments" not in module.takes:
+    if "segments" not in module.supported_args:
         return None
     lengths = [dice.choice([1, 2, 5, 17, 30]) for _ in range(dice.choice([2, 3, 4]))]
     which = dice.randrange(len(lengths))
@@ -83,7 +83,7 @@ def built(spec: str, causal: bool) -> torch.nn.Module:
 def outcome(module, x: Tensor, segments: Tensor, spoilt: Tensor, mask: Tensor | None, state: bool, factor: float):
     """Outputs and gradients of the sequences that are not spoilt."""
     x = x.clone().requires_grad_()
-    carry = {"carry": module.init_carry(x, mask)} if module.carries else {}
+    carry = {"carry": module.init_carry(x, mask)} if module.has_layer_carry else {}
     y = module(x, module.init_state(1) if state else None, segments=segments, mask=mask, **carry)[0]
     upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y).clone()
     upstream[spoilt] *= factor

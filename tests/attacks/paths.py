@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 import longspan
-from longspan import checkpoint, cli, data, files, pictures, runs
-from longspan.bench import plots
+from longspan import data
+from longspan._utils import atomic_io, plots, png
+from longspan.cli import entry
 from longspan.data import proteins, series
-from longspan.reproduce.experiment import Place
+from longspan.experiments.experiment import Place
+from longspan.models import checkpoint
 from longspan.speech import fsdd, wav
+from longspan.train import run_summary
 from longspan.train.learned import history
 
 from . import Case
@@ -129,10 +132,10 @@ def _command(*words: str) -> Callable[[Path], None]:
     def call(path: Path) -> None:
         said = io.StringIO()
         with contextlib.redirect_stderr(said):
-            code = cli.main([word.replace("PATH", str(path)) for word in words])
+            code = entry.main([word.replace("PATH", str(path)) for word in words])
         if code:
             text = said.getvalue()
-            assert code == cli.WRONG, f"exit code {code}: {text}"
+            assert code == entry.WRONG, f"exit code {code}: {text}"
             raise ValueError(text.removesuffix("\n"))
 
     return call
@@ -142,8 +145,8 @@ def _writers() -> dict[str, Callable[[Path], Any]]:
     state, image = longspan.build("linear", 8, 2).init_state(1), torch.zeros(1, 2, 2, dtype=torch.uint8)
     return {
         "write_text": lambda path: checkpoint.write_text(path, "new"),
-        "save_state": lambda path: longspan.save_state(path, state),
-        "picture .png": lambda path: pictures.save(path, image),
+        "save_state": lambda path: longspan.states.save(state, path),
+        "picture .png": lambda path: png.save(path, image),
         "figure .png": _figure,
         "save": lambda path: _save(path) if not path.is_dir() else _refused(),
         "generate .png": _command("generate", "mnist", "--count", "1", "--out", "PATH"),
@@ -160,7 +163,7 @@ def _readers(run: Path) -> dict[str, Callable[[Path], Any]]:
     like = longspan.build("linear", 8, 2).init_state(1)
     inside = functools.partial(_inside, _run(run))
     return {
-        "load_state": lambda path: longspan.load_state(path, like=like),
+        "load_state": lambda path: longspan.states.load(path, like=like),
         "load": longspan.load,
         "wav": wav.read,
         "wav in pieces": lambda path: next(wav.chunks(path, 0.1)),
@@ -181,12 +184,12 @@ def _readers(run: Path) -> dict[str, Callable[[Path], Any]]:
         **{
             f"{call.__name__} of {name}": functools.partial(inside, name, call)
             for name, calls in {
-                "config.yaml": (runs.facts,),
-                "metrics.csv": (runs.facts,),
+                "config.yaml": (run_summary.facts,),
+                "metrics.csv": (run_summary.facts,),
                 "learned.jsonl": (history,),
-                "checkpoints/last": (longspan.load, runs.facts),
+                "checkpoints/last": (longspan.load, run_summary.facts),
                 "checkpoints/step/config.json": (longspan.load,),
-                "checkpoints/step/model.safetensors": (longspan.load, runs.facts),
+                "checkpoints/step/model.safetensors": (longspan.load, run_summary.facts),
                 "checkpoints/step/training.pt": (checkpoint.load_training,),
             }.items()
             for call in calls
@@ -222,12 +225,12 @@ def _run(folder: Path) -> Path:
 
 
 def _save(path: Path, **more: Any) -> None:
-    model = longspan.Decoder(longspan.Config(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3))
-    longspan.save(path, model, **more)
+    model = longspan.Decoder(longspan.DecoderConfig(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3))
+    longspan.save(model, path, **more)
 
 
 def _figure(path: Path) -> None:
-    files.check_output(path)
+    atomic_io.check_output(path)
     plt = plots.pyplot()
     plots.save(plt, plt.figure(figsize=(1, 1)), path)
 

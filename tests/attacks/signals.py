@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from longspan import checkpoint
-from longspan.model import Decoder
+from longspan.models import checkpoint
+from longspan.models.decoder import Decoder
 from training_process import TINY
 
 SHORT, LONG = 2, 50
@@ -40,14 +40,16 @@ COMMANDS = {
 }
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # A shell's background jobs ignore Ctrl-C, and so would what they start.
-START = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); " \
-        "from longspan.cli import main; print('begun', flush=True); sys.exit(main())"  # fmt: skip
+START = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from longspan.cli import main; print('begun', flush=True); sys.exit(main())"
+)
 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[tuple[str, Callable[[], str | None]]]:
     """``count`` times one command and one signal, by turns, at a random moment; every third gets a second one."""
     with torch.random.fork_rng([]):
-        checkpoint.save(folder / "model", Decoder(TINY), extra={"run": {"data": "digits", "length": 0}})
+        checkpoint.save(Decoder(TINY), folder / "model", extra={"run": {"data": "digits", "length": 0}})
     draw = random.Random(seed)
     for i in range(count):
         name, number = list(COMMANDS)[i % len(COMMANDS)], ENDING[i // len(COMMANDS) % len(ENDING)]

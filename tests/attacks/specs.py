@@ -17,9 +17,11 @@ from unittest import mock
 import torch
 
 import longspan
-from longspan import kinds, likelihood, patterns, spec, weights
+from longspan import patterns
+from longspan._utils import model_memory, spec, typecheck
 from longspan.attention import REGISTRY, Attention
 from longspan.attention.base import own_options
+from longspan.models import likelihood
 
 from . import Case
 from ._bounds import TooLong, bounded, complaint
@@ -40,14 +42,18 @@ VALUES = (
     *("'dense+dot'", "()", "(1,)", "(1, 2)", "(2, 3, 4)", "('a', 'b')", "[]", "[3]", "((1, 2), 3)", "{}"),
     *("lambda: 0", "band", "band(2)", "'band(2)'", "linear", "linear()", "'band(99999999999)'", "x", "1 + 1"),
     *("b'x'", "1j", "...", "'random(100000000)'", "'band(1) - globals(100000000)'"),
-)  # fmt: skip
+)
 CHARACTERS = "()[]{},;=|&-+*'\"\\ \t\n\0.:#@!~^<>01234567899eExXabck_\u00e9\u2028\ud800\U0001f600"
 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     draw = random.Random(seed)
     things: tuple[tuple[str, Callable[[str], str | None], list[str]], ...] = (
-        ("attention", _attention, [text for name in longspan.names() for text in longspan.examples(name)]),
+        (
+            "attention",
+            _attention,
+            [text for name in longspan.list_mechanisms() for text in longspan.mechanism_examples(name)],
+        ),
         ("pattern", _pattern, list(PATTERNS)),
         ("likelihood", _likelihood, list(LIKELIHOODS)),
     )
@@ -56,13 +62,13 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
         text = draw.choice(texts)
         for _ in range(draw.choice((1, 1, 1, 2, 3))):
             text = draw.choice((_value, _value, _value, _characters, _nested, _spliced))(draw, text, texts)
-        yield f"{i} {name} {kinds.shown(text)}", functools.partial(_held, build, text)
+        yield f"{i} {name} {typecheck.format_value(text)}", functools.partial(_held, build, text)
 
 
 def _held(build: Callable[[str], str | None], text: str) -> str | None:
     try:
         # A machine with little memory, so that what is refused for that is refused here.
-        with bounded(SECONDS, GIB), mock.patch.object(weights, "memory", return_value=1 << 28):
+        with bounded(SECONDS, GIB), mock.patch.object(model_memory, "memory", return_value=1 << 28):
             return build(text)
     except TooLong as error:
         return str(error)

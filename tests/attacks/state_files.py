@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import longspan
-from longspan.attention import state as states
-from longspan.config import Config
-from longspan.engine import Engine
-from longspan.model import Decoder
+from longspan.generation.native_decoder import Engine
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
+from longspan.states import utils as states
 
 from . import Case
 
@@ -44,7 +44,7 @@ def _made(made: dict, stack: str, positions: str) -> tuple[Decoder, Any]:
     if (stack, positions) not in made:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
-            config = Config(8, 2, 2, stack, 8, vocab=5, length=29, positions=positions)
+            config = DecoderConfig(8, 2, 2, stack, 8, vocab=5, length=29, positions=positions)
             model = Decoder(config).eval()
             made[stack, positions] = model, model(torch.randint(5, (3, 6)), model.init_state(3))[1]
     return made[stack, positions]
@@ -57,7 +57,7 @@ def _attack(path: Path, made: tuple[Decoder, Any], way: Callable, choice: random
     save_file(leaves, path, metadata=metadata)
     like = choice.choice((model.init_state(1), model.init_state(2, capacity=4), state))
     try:
-        loaded = longspan.load_state(path, like)
+        loaded = longspan.states.load(path, like)
     except ValueError as error:
         return None if str(path) in str(error) and "\n" not in str(error) else f"refused without its name: {error}"
     except Exception as error:
@@ -77,7 +77,7 @@ def _goes_on(model: Decoder, state: Any) -> str | None:
     outputs, after = model(tokens, state)
     steps = [model(tokens, state)[0], model(tokens, after)[0]]
     if Engine.why_not(model) == "":
-        steps.append(Engine(model)(tokens[:, :1], longspan.clone(state))[0])
+        steps.append(Engine(model)(tokens[:, :1], longspan.states.clone(state))[0])
     if outputs.shape != (rows, 2, 5):
         return f"outputs of shape {tuple(outputs.shape)}"
     clean = all(leaf.isfinite().all() for leaf in pytree.tree_leaves(state) if leaf.is_floating_point())

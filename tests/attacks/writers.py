@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from longspan import checkpoint
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 
 from . import Case
 
@@ -67,11 +67,11 @@ def _save(place: Path, number: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(number)
-    checkpoint.save(place, model, training={"number": number}, extra={"number": number})
+    checkpoint.save(model, place, training={"number": number}, extra={"number": number})
 
 
 def _model(number: int) -> Decoder:
-    return Decoder(Config(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3, dropout=number / NUMBERS))
+    return Decoder(DecoderConfig(dim=4, depth=1, heads=2, feedforward=4, vocab=5, length=3, dropout=number / NUMBERS))
 
 
 def _read(place: Path, wanted: int | None = None) -> str | None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hand import plain, read
-from longspan.states.cache import KeyValues
+from longspan.states.kv_cache import KeyValues
 from sparse_cases import N, agree, build, data, dense, heads_of, pairs, past, product, softmax
 
 C = 7  # the last row of pixels is cut short
@@ -61,15 +61,15 @@ def test_whole_lines_are_attention_on_reshaped_batches():
 
 def test_causal_columns_are_the_strided_step():
     other = build(f"sparse_transformer(block={C}, integration='interleaved')", layer=1)
-    assert build(f"axial(width={C})").sees == other.sees
+    assert build(f"axial(width={C})").key_pattern == other.key_pattern
 
 
 def test_what_two_steps_reach():
     """Without direction everything; causally what is above and left: the rest is why the paper shifts rows."""
-    columns, rows = (build(f"axial(width={C})", causal=False, layer=i).sees.dense(5 * C)[0] for i in (0, 1))
+    columns, rows = (build(f"axial(width={C})", causal=False, layer=i).key_pattern.dense(5 * C)[0] for i in (0, 1))
     assert product(rows, columns).all()
     assert product(columns, rows).all()
-    columns, rows = (build(f"axial(width={C})", layer=i).sees.dense(N)[0] for i in (0, 1))
+    columns, rows = (build(f"axial(width={C})", layer=i).key_pattern.dense(N)[0] for i in (0, 1))
     assert product(columns, rows).equal(pairs(N, lambda i, j: j // C <= i // C and j % C <= i % C))
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import longspan
-from longspan import nbytes, patterns
+from longspan import patterns
+from longspan.states import nbytes
 from sparse_cases import build, data
 
 N, WIDTHS = 17, (1, 3, 5, 19)  # one column; whole rows and a last one cut short; one row
@@ -188,7 +189,7 @@ class TestRecord:
 
 
 def test_which_keys_it_sees_is_the_past():
-    assert shifted(5).sees == patterns.causal()
+    assert shifted(5).key_pattern == patterns.causal()
 
 
 def test_there_is_no_bidirectional_form():
@@ -201,7 +202,7 @@ def test_there_is_no_bidirectional_form():
 
 def test_states_of_other_kinds_are_refused():
     one, other, x = shifted(5), build("axial(width=5)"), data(N)
-    with pytest.raises(ValueError, match=r"axial cannot continue cache.KeyValues; its states are axial.State"):
+    with pytest.raises(ValueError, match=r"axial cannot continue kv_cache.KeyValues; its states are axial.State"):
         one(x, other.init_state(2))
-    with pytest.raises(ValueError, match=r"axial cannot continue axial.State; its states are window.Window, cache"):
+    with pytest.raises(ValueError, match=r"axial cannot continue axial.State; its states are window.Window, kv_cache"):
         other(x, one.init_state(2))

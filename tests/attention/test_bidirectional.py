@@ -9,9 +9,18 @@ import longspan
 from gated_cases import DIM, HEADS, B, N, fill, seeded, tokens
 
 CAUSAL_ONLY = [
-    "average", "deltanet", "fast_weights", "gated_deltanet", "gla(rank=3)", "image(block=5, memory=3)",
-    "infini(segment=4)", "kda", "retention", "rfa(gate=True)", "ssd(channels=5)",
-]  # fmt: skip
+    "average",
+    "deltanet",
+    "fast_weights",
+    "gated_deltanet",
+    "gla(rank=3)",
+    "image(block=5, memory=3)",
+    "infini(segment=4)",
+    "kda",
+    "retention",
+    "rfa(gate=True)",
+    "ssd(channels=5)",
+]
 X = tokens((1,), (3,), (-4,))
 
 

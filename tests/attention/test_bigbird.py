@@ -6,7 +6,7 @@ import torch
 import longspan
 from hand import plain, read
 from longspan import patterns
-from longspan.states.cache import KeyValues
+from longspan.states.kv_cache import KeyValues
 from sparse_cases import N, agree, build, data, pairs, past
 
 
@@ -54,7 +54,7 @@ def test_without_globals_and_random_blocks_it_keeps_a_ring():
 @pytest.mark.parametrize("law", ["causal", "parallel_is_recurrent", "padding", "packed", "attention_matrix"])
 def test_all_parts_together_keep_the_laws(law):
     """Blocks of the battery's example are larger: a long sequence lists small ones at random slowly."""
-    row = longspan.checks.check(law, "bigbird(block=4, globals=1, random=1)")
+    row = longspan.testing.check(law, "bigbird(block=4, globals=1, random=1)")
     assert row.status == "passed", row.note
 
 
@@ -64,7 +64,7 @@ def test_random_blocks_depend_on_seed_layer_and_head_alone():
     torch.manual_seed(99)
     assert build(spec % 0)(x)[0].equal(y)
     places = ((0, 0), (1, 0), (0, 1))
-    tables = [build(spec % seed, layer=at).sees.dense(N, heads=2, layer=at) for seed, at in places]
+    tables = [build(spec % seed, layer=at).key_pattern.dense(N, heads=2, layer=at) for seed, at in places]
     assert not tables[0][0].equal(tables[0][1])
     assert not tables[0].equal(tables[1])
     assert not tables[0].equal(tables[2])

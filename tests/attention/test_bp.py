@@ -7,7 +7,7 @@ import torch
 
 import longspan
 from hand import plain, read
-from longspan.ops import backend
+from longspan.ops.backends import backend
 from longspan.ops.softmax import tree
 
 N = 11
@@ -155,7 +155,7 @@ def test_the_state_holds_the_last_whole_spans():
     module, x = build("k=2"), data(1, 13, 6)
     _, state = module(x, module.init_state(1))
     assert state.keys.shape == (1, 2, tree.LEVELS, 4, 3)
-    assert longspan.nbytes(state) == longspan.nbytes(module.init_state(1))
+    assert longspan.states.nbytes(state) == longspan.states.nbytes(module.init_state(1))
     v = module.value(x)[0].unflatten(-1, (2, 3)).transpose(0, 1)
     pool = (module.key(x)[0].unflatten(-1, (2, 3)).transpose(0, 1) * module.pool[:, None]).sum(-1) * 3**-0.5
     for level in range(3):

@@ -217,8 +217,9 @@ def test_the_penalty_teaches_the_compression_alone():
     named = dict(module.named_parameters())
     found = torch.autograd.grad(record["penalty"], [x, *named.values()], allow_unused=True, retain_graph=True)
     assert [name for name, g in zip(["x", *named], found, strict=True) if g is not None] == [
-        "compress.weight", "compress.bias",
-    ]  # fmt: skip
+        "compress.weight",
+        "compress.bias",
+    ]
     assert all(found[list(named).index(name) + 1].abs().max() > 1e-4 for name in ("compress.weight", "compress.bias"))
     # And the task does not: a gradient of zero, for which data-parallel training waits.
     task = torch.autograd.grad(y.sum(), module.compress.weight)[0]

@@ -164,8 +164,8 @@ def test_what_is_known_already_is_not_added_again():
 
 def test_a_state_is_as_large_after_any_number_of_tokens():
     module = build("segment=6")
-    sizes = {longspan.nbytes(run(module, data(1, n, DIM), [n])[1]) for n in (1, 5, 6, 7, 90)}
-    assert sizes == {longspan.nbytes(module.init_state(1))}
+    sizes = {longspan.states.nbytes(run(module, data(1, n, DIM), [n])[1]) for n in (1, 5, 6, 7, 90)}
+    assert sizes == {longspan.states.nbytes(module.init_state(1))}
 
 
 def test_the_recent_sums_are_those_of_the_segment_that_is_not_complete():

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from longspan._utils.spec import head
 from longspan.attention.base import REGISTRY
-from longspan.spec import head
 
 DOCS = Path(__file__).parents[2] / "docs"
 CHANGED = "{} % of the outputs before these change with 1 head, {} % with 4 and {} % with 8."
@@ -24,7 +24,7 @@ SAID = {
 
 @pytest.fixture(scope="module")
 def script():
-    found = importlib.util.spec_from_file_location("leaks_script", DOCS / "leaks.py")
+    found = importlib.util.spec_from_file_location("leaks_script", DOCS.parent / "tools" / "leaks.py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

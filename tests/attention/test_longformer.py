@@ -141,7 +141,7 @@ def test_the_state_does_not_grow():
     _, after = module(x, start)
     assert start.window.keys.shape == (2, 2, 3 * 2 + 1, 3)
     assert start.keys.shape == (2, 4, 2, 3)
-    assert longspan.nbytes(after) == longspan.nbytes(start)
+    assert longspan.states.nbytes(after) == longspan.states.nbytes(start)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import longspan
 from longspan.attention.luna import softplus
-from longspan.config import StackConfig
+from longspan.models.config import StackConfig
 from longspan.ops.softmax import dense
 from longspan.ops.tensors import merge, split
 

@@ -47,8 +47,9 @@ def definition(module, x):
 def agree(found, expected, wanted):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     upstream = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    grads = (torch.autograd.grad(y, wanted, upstream, allow_unused=True, materialize_grads=True)
-             for y in (found, expected))  # fmt: skip
+    grads = (
+        torch.autograd.grad(y, wanted, upstream, allow_unused=True, materialize_grads=True) for y in (found, expected)
+    )
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 

@@ -53,10 +53,14 @@ def of_pairs(kind):
     per_head = torch.rand(B * H, N, N, generator=torch.Generator().manual_seed(6)) < 0.4
     per_head[..., 0] = False
     return {
-        "none": {}, "causal": {"attn_mask": FUTURE}, "hint": {"attn_mask": FUTURE, "is_causal": True},
-        "floats": {"attn_mask": INFINITE.double(), "is_causal": True}, "pairs": {"attn_mask": some},
-        "heads": {"attn_mask": per_head}, "nothing": {"attn_mask": torch.zeros(N, N, dtype=torch.bool)},
-    }[kind]  # fmt: skip
+        "none": {},
+        "causal": {"attn_mask": FUTURE},
+        "hint": {"attn_mask": FUTURE, "is_causal": True},
+        "floats": {"attn_mask": INFINITE.double(), "is_causal": True},
+        "pairs": {"attn_mask": some},
+        "heads": {"attn_mask": per_head},
+        "nothing": {"attn_mask": torch.zeros(N, N, dtype=torch.bool)},
+    }[kind]
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -178,7 +182,7 @@ def test_a_mechanism_gives_what_it_gives_alone(spec, causal):
     y, p = module(x, x, x, key_padding_mask=PADDING, need_weights=False, is_causal=causal)
     torch.testing.assert_close(y, alone(x, mask=~PADDING)[0])
     assert p is None
-    if "record" in alone.takes:
+    if "record" in alone.supported_args:
         record = {}
         alone(x, record=record)
         found = module(x, x, x, is_causal=causal, average_attn_weights=False)[1]
@@ -279,6 +283,7 @@ def test_copies_pickles_and_other_types_keep_one_set_of_parameters():
         module(x, x, x)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("spec", ["linear", "softmax"])
 def test_it_compiles_as_one_graph(spec):

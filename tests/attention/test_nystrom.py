@@ -157,13 +157,13 @@ class TestLandmarks:
         members = landmarks.segments_of(x, 3, MASK)
         for row, sizes in enumerate(([3, 3, 3], [4, 3, 3])):
             parts = x[row][:, MASK[row]].split(sizes, 1)
-            same(landmarks.means(x, members)[row], torch.stack([part.mean(1) for part in parts], 1))
+            same(landmarks.segment_means(x, members)[row], torch.stack([part.mean(1) for part in parts], 1))
 
     def test_fewer_tokens_than_landmarks(self):
         x, mask = data(1, 1, N, 3), torch.arange(N)[None] < 2
         members = landmarks.segments_of(x, 5, mask)
         assert sorted(members.sum(-1)[0].tolist()) == [0, 0, 0, 1, 1]
-        assert not landmarks.means(x, members)[~members.any(-1)[:, None]].any()
+        assert not landmarks.segment_means(x, members)[~members.any(-1)[:, None]].any()
 
 
 class TestInverse:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import longspan
-from longspan import checks
-from longspan.ops import backend
+from longspan import testing
+from longspan.ops.backends import backend
 from longspan.ops.linear import random_features as rf
 from longspan.ops.linear import stabilised
 
@@ -92,17 +92,17 @@ class TestShift:
 
     @pytest.mark.parametrize("law", ["causal", "beginning", "parallel_is_recurrent", "padding", "packed", "state"])
     def test_laws_hold_where_eps_shows_the_shift(self, law):
-        row = checks.check(law, self.spec)
+        row = testing.check(law, self.spec)
         assert row.status == "passed", row.note
 
     @pytest.mark.parametrize("law", ["causal", "beginning", "parallel_is_recurrent"])
     def test_a_maximum_over_later_keys_is_caught(self, law, monkeypatch):
         monkeypatch.setattr(stabilised, "_running", lambda own, segments: own.amax(-1, keepdim=True).expand_as(own))
-        assert checks.check(law, self.spec).status == "failed"
+        assert testing.check(law, self.spec).status == "failed"
 
     def test_a_decay_that_is_forgotten_is_caught(self, monkeypatch):
         monkeypatch.setattr(stabilised, "_drop", lambda before, after: torch.zeros_like(after))
-        assert checks.check("attention_matrix", "performer").status == "failed"
+        assert testing.check("attention_matrix", "performer").status == "failed"
 
     def test_a_maximum_that_masked_tokens_move_is_caught(self, monkeypatch):
         x, v, mask = data(1, 1, 6, 4), data(1, 1, 6, 3), torch.arange(6)[None] != 2
@@ -121,7 +121,7 @@ class TestShift:
 
     def test_a_maximum_that_crosses_borders_is_caught(self, monkeypatch):
         monkeypatch.setattr(stabilised, "_running", lambda own, segments: own.cummax(-1).values)
-        assert checks.check("packed", self.spec).status == "failed"
+        assert testing.check("packed", self.spec).status == "failed"
 
     def test_segments_have_maxima_of_their_own(self):
         own, segments = data(2, 3, 41), torch.tensor([[0] * 11 + [1] + [4] * 29, [0] * 41])

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 import longspan
-from longspan import checks, cli
+from longspan import testing
 from longspan.attention import plugins
-from longspan.attention.base import REGISTRY, mechanism
+from longspan.attention.base import REGISTRY
+from longspan.attention.registry import mechanism
+from longspan.cli import entry
 
 MODULE = '''
 import longspan
@@ -73,16 +75,16 @@ def test_an_unknown_name_is_looked_for_in_other_packages(announced):
     assert longspan.build("linear", 8, 2).spec == "linear"
     assert "foreign_module" not in sys.modules
     assert longspan.build("foreign(share=0.25)", 8, 2).spec == "foreign(share=0.25)"
-    assert longspan.examples("foreign") == ("foreign",)
-    assert "foreign" in longspan.names()
+    assert longspan.mechanism_examples("foreign") == ("foreign",)
+    assert "foreign" in longspan.list_mechanisms()
 
 
 ASKING = {
-    "names": longspan.names,
-    "cases": checks.cases,
+    "names": longspan.list_mechanisms,
+    "cases": testing.cases,
     "mechanism": lambda: mechanism("foreign"),
-    "examples": lambda: longspan.examples("foreign"),
-    "subject": lambda: checks.Subject("linear; foreign"),
+    "examples": lambda: longspan.mechanism_examples("foreign"),
+    "subject": lambda: testing.Subject("linear; foreign"),
 }
 
 
@@ -93,11 +95,12 @@ def test_whoever_asks_finds_it(announced, ask):
     assert "foreign" in REGISTRY
 
 
+@pytest.mark.full
 def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys):
     announced("foreign_module", MODULE.format(name="foreign"))
     config = longspan.EncoderConfig(dim=8, depth=2, heads=2, feedforward=8, attention="linear; foreign(share=0.25)")
     model = longspan.Encoder(config)
-    longspan.save(folder / "saved", model)
+    longspan.save(model, folder / "saved")
     # As in a process that has not heard of it: the module registers it again.
     del REGISTRY["foreign"], sys.modules["foreign_module"]
     plugins._loaded = False
@@ -105,46 +108,51 @@ def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys
     for words in (["list"], ["cite", "foreign"], ["show", "linear; foreign", "--json"]):
         del REGISTRY["foreign"], sys.modules["foreign_module"]
         plugins._loaded = False
-        assert cli.main(words) == 0
+        assert entry.main(words) == 0
     assert "Half of linear attention" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
-    ("1 / 0", "ZeroDivisionError: division by zero"),
-    ("raise SystemExit(3)", "SystemExit: 3"),
-    (MODULE.format(name="linear"), "ValueError: two attentions are named 'linear'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import nothing_of_that_name", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        (MODULE.format(name="linear"), "ValueError: two attentions are named 'linear'"),
+    ],
+)
 def test_a_broken_package_is_a_warning_that_names_it(announced, text, reason):
     announced("broken_module", text)
     with pytest.warns(RuntimeWarning, match=f"mine = 'broken_module' of the package broken_module brings no.*{reason}"):
-        assert "linear" in longspan.names()
+        assert "linear" in longspan.list_mechanisms()
     # Once is enough.
-    assert "linear" in longspan.names()
+    assert "linear" in longspan.list_mechanisms()
 
 
 def test_a_package_may_ask_for_names_while_it_is_imported(announced):
-    announced("foreign_module", "import longspan\nknown = longspan.names()\n" + MODULE.format(name="foreign"))
-    assert "foreign" in longspan.names()
+    announced("foreign_module", "import longspan\nknown = longspan.list_mechanisms()\n" + MODULE.format(name="foreign"))
+    assert "foreign" in longspan.list_mechanisms()
     assert "foreign" not in sys.modules["foreign_module"].known
 
 
+@pytest.mark.full
 def test_importing_longspan_imports_no_other_package(announced, folder):
     announced("foreign_module", "print('imported')\n" + MODULE.format(name="foreign"))
     code = f"import sys; sys.path.insert(0, {str(folder)!r}); import longspan; longspan.build('gla', 8, 2); print('so')"
-    code += "; print('foreign' in longspan.names())"
+    code += "; print('foreign' in longspan.list_mechanisms())"
     source = str(Path(longspan.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={"PYTHONPATH": source})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": source}
+    )
     assert done.stdout.split() == ["so", "imported", "True"]
 
 
 def test_a_module_that_is_named_is_imported(folder, capsys):
     (folder / "near.py").write_text(MODULE.format(name="near"))
     (folder / "far.py").write_text(MODULE.format(name="far"))
-    assert cli.main(["show", "--import", "near", "near; far", "--json", "--import=far"]) == 0
+    assert entry.main(["show", "--import", "near", "near; far", "--json", "--import=far"]) == 0
     assert '"near"' in capsys.readouterr().out
-    assert cli.main(["--import", "near", "list"]) == 0
+    assert entry.main(["--import", "near", "list"]) == 0
     assert "\nnear " in capsys.readouterr().out
     assert plugins.brought() == ("near", "far")
 
@@ -157,10 +165,11 @@ def test_an_interrupted_training_says_which_modules_it_needs(folder, capsys, mon
 
     monkeypatch.setattr("longspan.train.fit", interrupted)
     (folder / "near.py").write_text(MODULE.format(name="near"))
-    assert cli.main(["train", "--import", "near", "--model.attention", "near", "--run.out", "r"]) == 130
+    assert entry.main(["train", "--import", "near", "--model.attention", "near", "--run.out", "r"]) == 130
     assert "go on with: longspan train --import near --config r/config.yaml --resume" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_processes_of_their_own_import_it_again(folder):
     (folder / "near.py").write_text(MODULE.format(name="near"))
     assert plugins.again() == ""
@@ -187,7 +196,7 @@ MISTAKES = {
 def test_what_cannot_be_imported_is_one_line_and_code_2(line, folder, capsys):
     (folder / "failing.py").write_text("1 / 0")
     (folder / "leaving.py").write_text("raise SystemExit(0)")
-    assert cli.main(line.split()) == cli.WRONG
+    assert entry.main(line.split()) == entry.WRONG
     out, err = capsys.readouterr()
     assert not out
     assert MISTAKES[line] in err
@@ -195,6 +204,6 @@ def test_what_cannot_be_imported_is_one_line_and_code_2(line, folder, capsys):
 
 
 def test_the_error_for_an_unknown_mechanism_says_where_others_come_from():
-    for call in (lambda: longspan.build("qqq(a=1)", 8, 2), lambda: longspan.examples("qqq")):
+    for call in (lambda: longspan.build("qqq(a=1)", 8, 2), lambda: longspan.mechanism_examples("qqq")):
         with pytest.raises(ValueError, match=r"'qqq'; known: .*one of another package needs .*--import MODULE"):
             call()

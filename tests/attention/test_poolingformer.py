@@ -163,12 +163,12 @@ def test_the_state_is_two_rings_and_what_is_left_over(form, cuts, monkeypatch):
     monkeypatch.setattr("longspan.attention.poolingformer.AT_ONCE", 5)
     module, x = make(*form), data(N)
     state, outs = module.init_state(2), []
-    size = longspan.nbytes(state)
+    size = longspan.states.nbytes(state)
     for part in x.split(cuts, 1):
         y, state = module(part, state)
         outs.append(y)
     torch.testing.assert_close(torch.cat(outs, 1), definition(module, x), rtol=0, atol=1e-10)
-    assert longspan.nbytes(state) == size
+    assert longspan.states.nbytes(state) == size
     assert state.near.keys.shape[2] == form[0] + 1
     assert state.far.keys.shape[2] == form[1] // form[3] + 1
     assert state.keys.shape[2] == form[2] - 1

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import longspan
-from longspan import checks
-from longspan.config import StackConfig
-from longspan.stacks import Stack
+from longspan import testing
+from longspan.models.config import StackConfig
+from longspan.models.stacks import Stack
 
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 SEGMENTS = torch.tensor([[0] * 4 + [1] * 7, [2] * 11])
@@ -111,7 +111,7 @@ LAWS = (
 
 @pytest.mark.parametrize("law", LAWS)
 def test_a_stack_keeps_the_laws(law):
-    row = checks.check(law, "realformer; realformer; realformer")
+    row = testing.check(law, "realformer; realformer; realformer")
     assert row.status == "passed", row.note
 
 

@@ -58,12 +58,14 @@ def test_by_hand():
 @pytest.mark.parametrize(
     ("spec", "causal"),
     [
-        (SPEC, True), ("reformer(chunk=2, buckets=8, rounds=2, factor=2, scale=0.5)", True),
+        (SPEC, True),
+        ("reformer(chunk=2, buckets=8, rounds=2, factor=2, scale=0.5)", True),
         ("reformer(chunk=4, buckets=4, rounds=3, published=True)", True),
-        ("reformer(chunk=4, buckets=4, rounds=2, published=True, cross=True)", True), (SPEC, False),
+        ("reformer(chunk=4, buckets=4, rounds=2, published=True, cross=True)", True),
+        (SPEC, False),
         ("reformer(chunk=4, buckets=4, rounds=2, cross=True)", False),
     ],
-)  # fmt: skip
+)
 def test_it_is_softmax_under_the_mask_that_it_tells(spec, causal):
     """Outputs and gradients; the mask is that of the hash, of rounds put together."""
     module, x = build(spec, causal=causal), data(2, N, 6).requires_grad_()
@@ -207,7 +209,7 @@ class TestState:
         state = module.init_state(2)
         assert state.keys.shape == (2, 2, 3, 4, 6, 3)
         _, after = module(data(2, 300, 6), state)
-        assert longspan.attention.nbytes(after) == longspan.attention.nbytes(state)
+        assert longspan.states.nbytes(after) == longspan.states.nbytes(state)
         assert after.counts.sum(-1).unique().tolist() == [300]
 
     def test_a_step_tells_what_it_reads(self):

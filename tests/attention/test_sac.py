@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import longspan
-from longspan.config import Config
 from longspan.data import load
+from longspan.models.config import DecoderConfig
 from longspan.ops import edges as op
-from longspan.train import engine, fit, objective
+from longspan.train import fit, loop, objectives
 from training_process import tiny
 
 N = 11
@@ -43,10 +43,12 @@ class TestEdges:
         index = torch.randint(N, (2, N, 7), generator=generator)  # many come twice
         there = torch.rand(2, N, 7, generator=generator) < 0.8
         there[..., 0] = True
-        allowed = torch.stack([
-            torch.stack([torch.tensor([j in index[b, i, there[b, i]] for j in range(N)]) for i in range(N)])
-            for b in range(2)
-        ])  # fmt: skip
+        allowed = torch.stack(
+            [
+                torch.stack([torch.tensor([j in index[b, i, there[b, i]] for j in range(N)]) for i in range(N)])
+                for b in range(2)
+            ]
+        )
         assert torch.equal(op.mask_of(index, there, N), allowed)
         with longspan.backend(backend):
             found = op.attend(q, k, v, index, there)
@@ -147,10 +149,14 @@ class TestMechanism:
         module(x, record=record)
         part = module.predictor
         lstm = torch.nn.LSTM(6, 6, batch_first=True).double()
-        lstm.load_state_dict({
-            "weight_ih_l0": part.read.weight, "weight_hh_l0": part.recur.weight, "bias_ih_l0": part.read.bias,
-            "bias_hh_l0": torch.zeros(24),
-        })  # fmt: skip
+        lstm.load_state_dict(
+            {
+                "weight_ih_l0": part.read.weight,
+                "weight_hh_l0": part.recur.weight,
+                "bias_ih_l0": part.read.bias,
+                "bias_hh_l0": torch.zeros(24),
+            }
+        )
         hidden, nodes = lstm(x)[0][0], part.node(x)[0]
         for i in range(N):
             seen = {i}
@@ -235,13 +241,13 @@ class TestPolicy:
             found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
             found["model"] = task.model
 
-        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
-        config = Config(dim=8, heads=2, feedforward=12, depth=2, attention="sac(edges=2)", vocab=17, length=64)
+        monkeypatch.setattr(loop.Task, "configure_gradient_clipping", kept)
+        config = DecoderConfig(dim=8, heads=2, feedforward=12, depth=2, attention="sac(edges=2)", vocab=17, length=64)
         run = tiny(tmp_path, steps=1, penalty=0.5, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(config, run, progress=False)
         model = found.pop("model").train()
-        index, tokens = next(iter(engine.Batches(objective.NextToken(run, load("digits")), 0, 0, 1)))
-        torch.manual_seed(engine.step_seed(run.seed, index, 0))
+        index, tokens = next(iter(loop.Batches(objectives.NextToken(run, load("digits")), 0, 0, 1)))
+        torch.manual_seed(loop.step_seed(run.seed, index, 0))
         record: dict = {"log_prob": None}
         outputs, _ = model(model.shift(tokens), record=record)
         assert torch.equal(record["log_prob"], sum(layer["log_prob"] for layer in record["layers"]))

@@ -18,10 +18,13 @@ def test_by_hand():
 def test_layers_that_take_turns_keep_the_laws(law):
     """The examples of the battery are built as first layers."""
     stack = "sparse_transformer(block=7, integration='interleaved'); axial(width=7)"
-    row = longspan.checks.check(law, stack + "; sparse_transformer(block=7, integration='interleaved'); axial(width=7)")
+    row = longspan.testing.check(
+        law, stack + "; sparse_transformer(block=7, integration='interleaved'); axial(width=7)"
+    )
     assert row.status == "passed", row.note
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("masked", [False, True])
 def test_packed_rows_do_not_meet_when_compiled_either(masked):
     module, x = build("local(window=5)"), data()

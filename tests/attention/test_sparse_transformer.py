@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hand import plain, read
-from longspan.states.cache import KeyValues
+from longspan.states.kv_cache import KeyValues
 from sparse_cases import N, agree, build, data, pairs, past, product
 
 
@@ -34,14 +34,14 @@ def test_it_equals_the_papers_sets(kind, sizes):
 
 
 def test_two_layers_of_strided_steps_reach_the_whole_past():
-    near, far = (build("sparse_transformer(block=5, integration='interleaved')", layer=i).sees for i in (0, 1))
+    near, far = (build("sparse_transformer(block=5, integration='interleaved')", layer=i).key_pattern for i in (0, 1))
     assert product(far.dense(N)[0], near.dense(N)[0]).equal(past())
 
 
 def test_two_fixed_steps_need_both_sets_in_each():
     spec = "sparse_transformer(kind='fixed', block=5, summary=1, integration=%r)"
-    near, far = (build(spec % "interleaved", layer=i).sees.dense(N)[0] for i in (0, 1))
-    both = build(spec % "merged").sees.dense(N)[0]
+    near, far = (build(spec % "interleaved", layer=i).key_pattern.dense(N)[0] for i in (0, 1))
+    both = build(spec % "merged").key_pattern.dense(N)[0]
     assert not product(far, near).equal(past())
     assert product(both, both).equal(past())
 
@@ -60,11 +60,11 @@ def test_with_one_set_for_all_heads_the_integrations_coincide():
         build("sparse_transformer(block=5)", heads=1),
         "sparse_transformer(block=5, integration='interleaved')",
     )
-    assert one.sees.dense(N).equal(build(near, heads=1).sees.dense(N))
+    assert one.key_pattern.dense(N).equal(build(near, heads=1).key_pattern.dense(N))
 
 
 def test_every_summary_head_has_a_sub_block_of_its_own():
-    sees = build("sparse_transformer(kind='fixed', block=7, summary=2)", heads=8, dim=8).sees.dense(N, heads=8)
+    sees = build("sparse_transformer(kind='fixed', block=7, summary=2)", heads=8, dim=8).key_pattern.dense(N, heads=8)
     parts = ((5, 6), (3, 4), (1, 2), (5, 6))
     for head, part in enumerate(parts):
         assert sees[2 * head].equal(steps("fixed", 7, 2)[0])
@@ -72,7 +72,7 @@ def test_every_summary_head_has_a_sub_block_of_its_own():
 
 
 def test_without_direction_both_sides_are_seen():
-    sees = build("sparse_transformer(block=5, integration='merged')", causal=False).sees.dense(N)[0]
+    sees = build("sparse_transformer(block=5, integration='merged')", causal=False).key_pattern.dense(N)[0]
     assert sees.equal(pairs(N, lambda i, j: abs(i - j) < 5 or (i - j) % 5 == 0))
 
 

@@ -5,8 +5,8 @@ import torch
 
 import longspan
 from hand import plain, read
-from longspan import nbytes
-from longspan.states.cache import KeyValues
+from longspan.states import nbytes
+from longspan.states.kv_cache import KeyValues
 
 KINDS = ("dense", "random", "factored_dense", "factored_random")
 MIXTURES = (

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import longspan
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 
 HEADS = 3
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
@@ -134,7 +134,9 @@ def test_a_query_that_sees_nothing_gets_zero():
 def test_a_new_model_begins_near_softmax():
     """A model gives its linear parts small weights; the mixtures are not among them."""
     torch.manual_seed(0)
-    model = Decoder(Config(dim=12, depth=2, heads=3, attention="talking_heads", feedforward=8, vocab=5, length=7))
+    model = Decoder(
+        DecoderConfig(dim=12, depth=2, heads=3, attention="talking_heads", feedforward=8, vocab=5, length=7)
+    )
     for attention in model.stack.attentions():
         for mixture in (attention.mix_scores, attention.mix_weights):
             assert 0 < (mixture - torch.eye(3)).abs().max() < 0.1

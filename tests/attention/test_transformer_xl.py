@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import checks
+from longspan import testing
 
 N, DIM, HEADS = 23, 8, 2
 CUTS = ([N], [1] * N, [5, 8, 10], [1, 21, 1], [20, 3])
@@ -87,7 +87,7 @@ def test_it_is_the_sum_over_pairs_however_it_is_cut(options):
     torch.testing.assert_close(module(x, record=record)[0][0], y, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(record["matrix"][0], p, rtol=1e-10, atol=1e-12)
     assert torch.equal(record["mask"].expand(1, HEADS, N, N)[0], p > 0)
-    assert torch.equal(module.sees.dense(N)[0], p[0] > 0)
+    assert torch.equal(module.key_pattern.dense(N)[0], p[0] > 0)
     for cuts in CUTS:
         torch.testing.assert_close(run(module, x, cuts)[0][0], y, rtol=1e-10, atol=1e-10)
 
@@ -151,8 +151,8 @@ def test_a_memory_has_no_gradient_and_no_graph():
 
 def test_an_exemption_is_that_of_the_option():
     """Where gradients go through the state, the laws that the published form cannot keep hold."""
-    assert checks.check("gradients", "transformer_xl(memory=5)").status == "exempt"
-    assert checks.check("gradients", "transformer_xl(memory=5, stop_gradient=False)").status == "passed"
+    assert testing.check("gradients", "transformer_xl(memory=5)").status == "exempt"
+    assert testing.check("gradients", "transformer_xl(memory=5, stop_gradient=False)").status == "passed"
 
 
 def test_the_memory_is_the_inputs():

@@ -8,9 +8,9 @@ import torch
 
 import longspan
 from longspan.bench import guard, throughput
-from longspan.config import Config
-from longspan.generate import generate
-from longspan.model import Decoder
+from longspan.generation.sampling import generate
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 
 
 class Scripted(guard.Guard):
@@ -26,7 +26,9 @@ class Scripted(guard.Guard):
 
 def decoder(attention):
     torch.manual_seed(0)
-    return Decoder(Config(dim=8, depth=2, heads=2, attention=attention, feedforward=8, vocab=5, length=20)).eval()
+    return Decoder(
+        DecoderConfig(dim=8, depth=2, heads=2, attention=attention, feedforward=8, vocab=5, length=20)
+    ).eval()
 
 
 def test_candidates_take_turns():
@@ -86,7 +88,7 @@ def test_a_recomputed_run_draws_from_the_same_model():
     model = decoder("softmax")
     assert throughput.whole(model, 5, 2) > 0
     assert throughput.whole_recomputed(model, 5, 2) > 0
-    assert len(list(generate(model, tokens=5, batch=2))) == 5
+    assert len(list(generate(model, max_new_tokens=5, batch=2, stream=True))) == 5
 
 
 def test_every_model_is_timed_at_every_position():
@@ -105,11 +107,14 @@ class TestMemory:
     """Each length in a process of its own, since a process's peak never falls."""
 
     def test_the_state_grows_for_softmax_only(self):
-        sizes = {s: [longspan.nbytes(longspan.build(s, 512, 8).init_state(1, n)) for n in (100, 200, 400)]
-                 for s in ("linear", "softmax")}  # fmt: skip
+        sizes = {
+            s: [longspan.states.nbytes(longspan.build(s, 512, 8).init_state(1, n)) for n in (100, 200, 400)]
+            for s in ("linear", "softmax")
+        }
         assert len(set(sizes["linear"])) == 1
         assert [s - 8 for s in sizes["softmax"]] == [2 * 512 * 4 * n for n in (100, 200, 400)]  # 8: the length
 
+    @pytest.mark.full
     def test_the_highest_mark_rises_by_what_is_used(self):
         found = taken("x = torch.ones(64 * 2**18)")
         assert 60 <= found <= 80
@@ -128,8 +133,8 @@ class TestMemory:
     def test_generation_does_not_grow(self):
         def grown(attention: str) -> float:
             config = f"dim=128, depth=4, heads=4, feedforward=256, attention={attention!r}, positions='none'"
-            model = f"m = longspan.Decoder(longspan.Config({config})).eval()"
-            first = f"{model}; f = lambda n: list(longspan.generate(m, tokens=n, batch=16)); f(8)"
+            model = f"m = longspan.Decoder(longspan.DecoderConfig({config})).eval()"
+            first = f"{model}; f = lambda n: list(longspan.generate(m, max_new_tokens=n, batch=16, stream=True)); f(8)"
             few, many = (taken(f"f({n})", first) for n in (256, 2048))
             return many - few
 
@@ -141,8 +146,12 @@ class TestMemory:
 def taken(code: str, first: str = "pass") -> float:
     """MB that a process needs at its peak for some code, beyond what it needed before."""
     lines = (
-        "import torch, longspan", "from longspan.bench.worker import highest", first, "before = highest()", code,
+        "import torch, longspan",
+        "from longspan.bench.worker import highest",
+        first,
+        "before = highest()",
+        code,
         "print(highest() - before)",
-    )  # fmt: skip
+    )
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])

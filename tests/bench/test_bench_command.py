@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 
 from PIL import Image
 
-from longspan import shipped
+from longspan._utils import plots
 from longspan.bench import (
     attention,
     candidates,
@@ -27,12 +27,12 @@ from longspan.bench import (
     limits,
     local,
     peers,
-    plots,
     report,
 )
-from longspan.cli import WRONG, main
-from longspan.commands import bench
-from longspan.engine import Engine
+from longspan.cli import bench
+from longspan.cli.entry import WRONG, main
+from longspan.generation.native_decoder import Engine
+from longspan.models import pretrained
 from longspan.ops.native.call import available
 
 TINY = ["--rounds", "1", "--out", "o", "--debug"]
@@ -83,6 +83,7 @@ def ran(capsys, *words, code=0):
     return out, result
 
 
+@pytest.mark.full
 def test_attention_in_whole(capsys, other):
     """One run with everything: real processes for memory, and another library."""
     words = ["linear", "linear@torch", "sdpa", "linear@module", "--lengths", "9,17", "--heads", "2", "--size", "4"]
@@ -144,8 +145,10 @@ def test_ratios_are_those_of_the_medians():
     found, _ = case.take(
         {name: lambda repeat, name=name: next(samples[name]) for name in samples}, 3, "", lambda items, *_: items
     )
-    rows = [{"candidate": name, "group": "op", "mode": "forward", "length": 1, **figure.row()}
-            for name, figure in found.items()]  # fmt: skip
+    rows = [
+        {"candidate": name, "group": "op", "mode": "forward", "length": 1, **figure.row()}
+        for name, figure in found.items()
+    ]
     assert attention._compare(rows) == {"op": "ft"}
     assert [(row["seconds"], row["fastest"], row["ratio"]) for row in rows] == [(8.0, 2.0, 1.0), (0.5, 0.4, 16.0)]
 
@@ -167,7 +170,9 @@ def test_short_calls_are_repeated(monkeypatch):
 
 
 def run_of(rows, **options):
-    one = attention.Run({}, {"softmax": local.read("softmax")}, attention.Options(**options), lambda items, *_: items)
+    one = attention.AttentionRun(
+        {}, {"softmax": local.read("softmax")}, attention.Options(**options), lambda items, *_: items
+    )
     one.rows = [{"candidate": "softmax", "mode": "forward"} | row for row in rows]
     return one
 
@@ -187,9 +192,19 @@ def test_what_would_take_too_long_is_left_out_and_said_once(monkeypatch):
     assert "it would need about 90 MB of memory; 100 are free" in one.left_out[0]["reason"]
 
 
-@pytest.mark.parametrize(("cost", "power"), [("N D^2", 1), ("N^2 D", 2), ("N^1.5 D", 1.5), ("N W D", 1),
-                                             ("N log N D", 1), ("D log N", 0), ("D^2", 0),
-                                             ("N D + N^2", 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cost", "power"),
+    [
+        ("N D^2", 1),
+        ("N^2 D", 2),
+        ("N^1.5 D", 1.5),
+        ("N W D", 1),
+        ("N log N D", 1),
+        ("D log N", 0),
+        ("D^2", 0),
+        ("N D + N^2", 2),
+    ],
+)
 def test_declared_powers(cost, power):
     assert figures.declared(cost) == power
 
@@ -272,7 +287,7 @@ def test_generate(capsys, weightless, monkeypatch):
 def test_generate_at_the_sizes_of_a_trained_model(capsys, weightless, monkeypatch):
     words = ["linear@plain", "--positions", "2", "--batches", "1", "--images", "0", "--like", "mnist"]
     _, result = ran(capsys, "generate", *words)
-    config = shipped.load("mnist").config
+    config = pretrained.load("mnist").config
     for field in ("dim", "depth", "heads", "feedforward", "vocab"):
         assert result["options"]["shape"][field] == getattr(config, field), field
 
@@ -392,7 +407,7 @@ def test_peers_may_be_named_by_the_environment(capsys, monkeypatch):
     assert "there is no elsewhere/python" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", bench.KINDS)
+@pytest.mark.parametrize("kind", bench.BENCHMARKS)
 def test_help_documents_every_flag(kind, capsys):
     assert main(["bench", kind, "--help"]) == 0
     shown = capsys.readouterr().out

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 from PIL import Image
 
 from longspan.bench import candidates, depth
-from longspan.cli import WRONG, main
+from longspan.cli.entry import WRONG, main
 
 SMALL = ["--length", "32", "--dim", "8", "--heads", "2", "--feedforward", "16"]
 
@@ -46,11 +46,13 @@ def ran(capsys, *words):
 def test_every_kind_at_every_depth(capsys, monkeypatch):
     seen = asked(monkeypatch, lambda kind, depth: 7.0 + 3.0 * depth)
     out, result = ran(capsys, "--depths", "4,2", "--feedforward-chunk", "8", "--attention", "gla; softmax")
-    assert [(row["candidate"], row["depth"]) for row in result["rows"]] == [(k, n) for n in (2, 4) for k in depth.KINDS]
+    assert [(row["candidate"], row["depth"]) for row in result["rows"]] == [
+        (k, n) for n in (2, 4) for k in depth.VARIANTS
+    ]
     assert all(config["attention"] == "gla; softmax" and config["feedforward_chunk"] == 8 for _, config in seen)
     kinds = {kind: (config["stack"], config["checkpointing"]) for kind, config in seen}
     assert kinds == {"plain": ("plain", False), "checkpointed": ("plain", True), "reversible": ("reversible", False)}
-    assert [line.split() for line in out.splitlines()[1:4]] == [[kind, "13", "19", "3.0"] for kind in depth.KINDS]
+    assert [line.split() for line in out.splitlines()[1:4]] == [[kind, "13", "19", "3.0"] for kind in depth.VARIANTS]
 
 
 def test_what_would_take_too_much_is_on_the_line(capsys, monkeypatch):
@@ -76,6 +78,7 @@ def test_what_fails_is_said(capsys, monkeypatch):
     assert {row["candidate"] for row in result["rows"]} == {"checkpointed", "reversible"}
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_processes_measure(capsys):
     """The tokens are so many that activations are more than what a process takes besides."""

@@ -13,10 +13,11 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 from PIL import Image
 
 import longspan
-from longspan import nbytes
-from longspan.attention.base import FAMILIES, mechanism
+from longspan.attention.families import FAMILIES
+from longspan.attention.registry import mechanism
 from longspan.bench import candidates, case, figures, guard, members
-from longspan.cli import INTERRUPTED, WRONG, main
+from longspan.cli.entry import INTERRUPTED, WRONG, main
+from longspan.states import nbytes
 
 SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1", "--out", "o", "--debug"]
 
@@ -51,6 +52,7 @@ def ran(capsys, specs, *words, code=0):
     return out, result
 
 
+@pytest.mark.full
 def test_members_in_whole(capsys):
     """One run with everything: real processes for memory, a mechanism without a causal form, one with a longest row."""
     specs = "gla; star; local(window=3); synthesizer(length=20)"
@@ -68,11 +70,19 @@ def test_members_in_whole(capsys):
         if mode == "step":
             module = longspan.build(spec, 8, 2)
             assert row["state_bytes"] == nbytes(module.init_state(1, length))
-    assert [one["candidate"] for one in result["growth"]] == ["softmax", "synthesizer(length=20)", "local(window=3)",
-                                                               "star", "gla"]  # fmt: skip
+    assert [one["candidate"] for one in result["growth"]] == [
+        "softmax",
+        "synthesizer(length=20)",
+        "local(window=3)",
+        "star",
+        "gla",
+    ]
     for one in result["growth"]:
-        seconds = {n: at[one["candidate"], "forward", n]["seconds"] for n in (9, 17, 33)
-                   if (one["candidate"], "forward", n) in at}  # fmt: skip
+        seconds = {
+            n: at[one["candidate"], "forward", n]["seconds"]
+            for n in (9, 17, 33)
+            if (one["candidate"], "forward", n) in at
+        }
         assert figures.unfitted(seconds) == "needs 3 lengths, the longest at least 4 times the shortest"
         assert "forward" not in one
         assert one["declared"] == figures.declared(one["cost"])
@@ -92,13 +102,15 @@ def test_members_in_whole(capsys):
 
 
 def test_without_names_every_mechanism_takes_part_by_family(monkeypatch):
-    monkeypatch.setattr(members.Run, "check", lambda self: None)
-    monkeypatch.setattr(members.Run, "compare", lambda self, length, mode: seen.append((length, mode, [*self.modules])))
+    monkeypatch.setattr(members.MembersRun, "check", lambda self: None)
+    monkeypatch.setattr(
+        members.MembersRun, "compare", lambda self, length, mode: seen.append((length, mode, [*self.modules]))
+    )
     seen = []
     options = members.Options(lengths=(5, 3), dim=8, heads=2)
     list(members.run(options, candidates.Process([]), lambda items, *_: items))
     assert [step[:2] for step in seen] == [(n, mode) for n in (3, 5) for mode in members.MODES]
-    assert sorted(seen[0][2]) == longspan.names()
+    assert sorted(seen[0][2]) == longspan.list_mechanisms()
     families = [mechanism(name).family for name in seen[0][2]]
     assert families == sorted(families, key=[*FAMILIES].index)
 
@@ -120,7 +132,7 @@ def test_what_differs_from_its_reference_gets_no_figure_and_fails_the_run(capsys
 
 def one(rows, spec="softmax", **options):
     """A run with these rows behind it."""
-    run = members.Run(
+    run = members.MembersRun(
         [spec], candidates.Process([]), members.Options(dim=8, heads=2, **options), lambda items, *_: items
     )
     run.rows = [{"candidate": spec, "mode": "forward"} | row for row in rows]
@@ -166,7 +178,7 @@ def test_every_sample_of_a_step_begins_after_so_many_tokens(spec, monkeypatch):
 
     def watched(x, state, **given):
         asked.append((x.shape[1], given))
-        begun.append(longspan.clone(state))
+        begun.append(longspan.states.clone(state))
         return forward(x, state, **given)
 
     monkeypatch.setattr(module, "forward", watched)

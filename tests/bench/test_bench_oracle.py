@@ -8,18 +8,24 @@ import torch
 
 import bench_subjects
 from longspan.bench import candidates, decoders, decoding, local, oracle, peers, worker
-from longspan.config import Config
-from longspan.model import Decoder
-from longspan.ops import backend
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
+from longspan.ops.backends import backend
 from longspan.ops.native.call import available
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, "-I", worker.__file__, bench_subjects.__file__]
 NOBODY = candidates.Process(["nobody"])
 TASK = {
-    "what": "attention", "batch": 1, "length": 83, "heads": 2, "size": 7, "dtype": "float32", "backward": True,
+    "what": "attention",
+    "batch": 1,
+    "length": 83,
+    "heads": 2,
+    "size": 7,
+    "dtype": "float32",
+    "backward": True,
     "threads": 1,
-}  # fmt: skip
+}
 
 
 def candidate(name):
@@ -127,8 +133,9 @@ def test_a_step_without_a_memory_is_refused():
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("prenorm", [True, False])
 def test_decoders_agree_with_the_definition(attention, prenorm):
-    config = Config(dim=6, depth=2, heads=2, feedforward=5, vocab=7, attention=attention, positions="none",
-                    prenorm=prenorm)  # fmt: skip
+    config = DecoderConfig(
+        dim=6, depth=2, heads=2, feedforward=5, vocab=7, attention=attention, positions="none", prenorm=prenorm
+    )
     weights = decoders.random_weights(config)
     tokens = torch.randint(7, (2, 9), generator=torch.Generator().manual_seed(0))
     model = Decoder(config).double()
@@ -144,7 +151,7 @@ def test_decoders_agree_with_the_definition(attention, prenorm):
     "part", ["query.weight", "value.bias", "expand.bias", "norm2.weight", "head.bias", "tokens.weight"]
 )
 def test_a_decoder_that_is_wrong_anywhere_is_refused(part):
-    config = Config(dim=6, depth=2, heads=2, feedforward=5, vocab=7, positions="none")
+    config = DecoderConfig(dim=6, depth=2, heads=2, feedforward=5, vocab=7, positions="none")
     weights = decoders.random_weights(config)
     broken = dict(weights)
     for name in (name for name in weights if name.endswith(part)):
@@ -183,6 +190,7 @@ def test_a_worker_that_fails_or_dies_says_how(fake):
         NOBODY.ask(do="about")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_one_call_in_a_fresh_process(fake):
     task = TASK | {"backward": False}
@@ -211,12 +219,19 @@ def test_names_that_are_not_known_are_refused(name, message):
 
 def test_names_say_what_is_compared():
     assert [local.read(n).module for n in ("linear", "linear@module", "softmax", "linear(rotary=10.0)", "sdpa")] == [
-        False, True, True, True, False,
-    ]  # fmt: skip
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert local.read("linear@torch@module") == local.Name("linear", "torch", True)
     assert [local.read(n).cost for n in ("linear", "softmax", "sdpa", "kernel")] == [
-        "N D^2", "N^2 D", "N^2 D", "N D^2",
-    ]  # fmt: skip
+        "N D^2",
+        "N^2 D",
+        "N^2 D",
+        "N D^2",
+    ]
     assert decoders.read("softmax@engine@bf16") == decoders.Name("softmax", True, True)
     for wrong in ("linear@plain@engine", "linear@bf16@bf16"):
         with pytest.raises(ValueError, match="must say one of @plain and @engine, once"):
@@ -234,7 +249,7 @@ def test_other_libraries_agree_where_they_are_installed():
             assert max(oracle.check_attention(remote, local.read("linear"), TASK).values()) < 1e-5
         (ft,) = (remote for remote in remotes if remote.name == "ft")
         assert oracle.check_step(ft, {}, TASK | {"what": "step", "length": 1}) < 1e-5
-        run = decoding.Run({"ft": ft}, decoding.Options(shape=decoding.SMALL), lambda items, *_: items)
+        run = decoding.DecodingRun({"ft": ft}, decoding.Options(shape=decoding.SMALL), lambda items, *_: items)
         assert (run.check("ft", 3) or 1) < 1e-5, run.refused
     finally:
         for remote in remotes:

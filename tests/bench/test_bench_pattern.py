@@ -15,14 +15,22 @@ from PIL import Image
 
 from longspan import patterns
 from longspan.bench import candidates, case, guard, pattern, worker
-from longspan.cli import WRONG, main
+from longspan.cli.entry import WRONG, main
 from longspan.ops import sparse
 from longspan.ops.native.call import available
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ("band(5)", "causal & (band(2) | random(2))")
-TASK = {"what": "attention", "length": 23, "backward": True, "dtype": "float32", "batch": 2, "heads": 3, "size": 5,
-        "threads": 1}  # fmt: skip
+TASK = {
+    "what": "attention",
+    "length": 23,
+    "backward": True,
+    "dtype": "float32",
+    "batch": 2,
+    "heads": 3,
+    "size": 5,
+    "threads": 1,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +68,7 @@ def local(function):
     return candidates.Local("it", {"attention": lambda task: function}, candidates.Process([]))
 
 
+@pytest.mark.full
 def test_in_whole(capsys, weightless):
     out, result = ran(capsys, "--patterns", "; ".join(TEXTS), "--lengths", "29,17")
     ours = ("native", "torch") if available() else ("torch",)
@@ -210,9 +219,11 @@ def test_flex_itself(monkeypatch):
 
 def test_what_would_take_too_long_is_left_out(monkeypatch):
     options = pattern.Options(limit=9.0, matrix=10**6)
-    one = pattern.Run(options, candidates.Process([]), lambda items, *_: items)
-    one.rows = [{"pattern": "p", "mode": "forward", "candidate": way, "length": 100, "seconds": 1.0, "mb": 10.0}
-                for way in pattern.WAYS]  # fmt: skip
+    one = pattern.PatternRun(options, candidates.Process([]), lambda items, *_: items)
+    one.rows = [
+        {"pattern": "p", "mode": "forward", "candidate": way, "length": 100, "seconds": 1.0, "mb": 10.0}
+        for way in pattern.WAYS
+    ]
     assert not one._too_much("p", "native", 900, "forward")
     assert one._too_much("p", "sdpa all", 400, "forward")
     assert one.left_out["p", "sdpa all", "forward"] == (
@@ -227,6 +238,7 @@ def test_what_would_take_too_long_is_left_out(monkeypatch):
     assert "it would need about 84 MB of memory; 100 are free" in one.left_out["p", "sdpa mask", "forward"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_is_measured_in_a_process_that_finds_candidates_by_name():
     process = pattern.weigher()
@@ -278,7 +290,7 @@ def test_a_mistake_is_one_line_and_code_2(line, at, capsys):
 
 
 def test_the_page_takes_the_figures_of_a_folder(capsys, weightless, monkeypatch, at):
-    spec = importlib.util.spec_from_file_location("performance_script", ROOT / "docs" / "performance.py")
+    spec = importlib.util.spec_from_file_location("performance_script", ROOT / "tools" / "performance.py")
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)

@@ -15,15 +15,22 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 @pytest.fixture
 def script():
-    found = importlib.util.spec_from_file_location("choosing_script", DOCS / "choosing.py")
+    found = importlib.util.spec_from_file_location("choosing_script", DOCS.parent / "tools" / "choosing.py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
 
 
 def row(candidate, mode, length, seconds, **more):
-    return {"candidate": candidate, "family": "linear", "causal": True, "mode": mode, "length": length,
-            "seconds": seconds, **more}  # fmt: skip
+    return {
+        "candidate": candidate,
+        "family": "linear",
+        "causal": True,
+        "mode": mode,
+        "length": length,
+        "seconds": seconds,
+        **more,
+    }
 
 
 def grown(candidate, family, cost, declared, causal=True, **fitted):
@@ -57,10 +64,15 @@ def result():
         grown("sac", "content", "N^2 D", 2.0, **{"forward": 1.4, "forward+backward": 1.5}),
     ]
     return {
-        "benchmark": "members", "how": "one way", "machine": {"processor": "Z80", "cores": 1}, "rows": rows,
-        "options": {"lengths": [1024, 16384], "limit": 6.0, "rounds": 3, "backward": True}, "growth": growth,
-        "refused": [], "left_out": [{"candidate": "sac", "mode": "forward", "reason": "forward from N 32768 on: long"}],
-    }  # fmt: skip
+        "benchmark": "members",
+        "how": "one way",
+        "machine": {"processor": "Z80", "cores": 1},
+        "rows": rows,
+        "options": {"lengths": [1024, 16384], "limit": 6.0, "rounds": 3, "backward": True},
+        "growth": growth,
+        "refused": [],
+        "left_out": [{"candidate": "sac", "mode": "forward", "reason": "forward from N 32768 on: long"}],
+    }
 
 
 def test_the_figures_of_the_page_are_those_of_the_result(script):
@@ -79,12 +91,15 @@ def test_every_mechanism_stands_in_one_family(script):
     links = re.findall(r"^\| \[`(\w+)`\]\(mechanisms/", tables, flags=re.MULTILINE)
     measured = json.loads((script.RESULTS / script.MACHINE / f"{script.NAME}.json").read_text(encoding="utf-8"))
     missing = script.unmeasured(measured)
-    assert sorted([*links, *missing]) == longspan.names()
+    assert sorted([*links, *missing]) == longspan.list_mechanisms()
     assert all(f"{script.link(name)}" in text[text.index("not measured yet: ") :] for name in missing)
-    assert {script.group(name) for name in longspan.names()} == {*script.GROUPS}
+    assert {script.group(name) for name in longspan.list_mechanisms()} == {*script.GROUPS}
     assert [script.group(name) for name in ("kda", "gla", "local", "softmax")] == [
-        "delta", "decays", "patterns", "softmax",
-    ]  # fmt: skip
+        "delta",
+        "decays",
+        "patterns",
+        "softmax",
+    ]
 
 
 def test_lists_are_sorted_by_what_was_measured(script, result):
@@ -136,8 +151,10 @@ def test_a_run_is_copied_and_the_page_written(script, result, tmp_path, monkeypa
         (folder / f"members{ending}").write_text(text)
     script.main([str(folder)])
     assert sorted(path.name for path in (tmp_path / "results" / script.MACHINE).iterdir()) == [
-        "every.csv", "every.json", "every.png",
-    ]  # fmt: skip
+        "every.csv",
+        "every.json",
+        "every.png",
+    ]
     assert "* `sac`: forward from N 32768 on: long" in script.PAGE.read_text()
     script.main([f"{folder}=budget"])
     place = tmp_path / "results" / script.MACHINE

@@ -37,9 +37,16 @@ def test_every_part_runs_in_small_on_a_cpu(tmp_path):
     rows = {name: [row for row in found["rows"] if row["part"] == name] for name in found["parts"]}
     assert {row["what"] for row in rows["machine"]} == {"versions", "copy", "bfloat16 product"}
     assert {row["law"] for row in rows["laws"]} == {
-        "equals_cpu", "causal", "parallel_is_recurrent", "state", "gradients", "float32", "bfloat16", "padding",
+        "equals_cpu",
+        "causal",
+        "parallel_is_recurrent",
+        "state",
+        "gradients",
+        "float32",
+        "bfloat16",
+        "padding",
         "packed",
-    }  # fmt: skip
+    }
     assert {row["status"] for row in rows["tests"]} <= {"passed", "skipped"}
     assert [row for row in rows["bench"] if row.get("ms", 0) <= 0] == []
     assert {row["candidate"] for row in rows["bench"]} >= {"sdpa causal", "linear_attention", "delta_rule"}

@@ -20,10 +20,18 @@ import transformers
 from longspan.compat.transformers.cache import NAME
 
 SMALL = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
     "num_hidden_layers": 2,
-}  # fmt: skip
+}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 WINDOW = 7
 # name: class, what its configuration has, patterns that its layers must be served under
@@ -43,8 +51,11 @@ MODELS = {
     "llama4": (
         "Llama4",
         {
-            "attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"], **EXPERTS,
-            "no_rope_layers": [1, 0], "intermediate_size_mlp": 48,
+            "attention_chunk_size": WINDOW,
+            "layer_types": ["chunked_attention", "full_attention"],
+            **EXPERTS,
+            "no_rope_layers": [1, 0],
+            "intermediate_size_mlp": 48,
         },
         {f"causal & block({WINDOW})", "causal"},
     ),
@@ -53,7 +64,7 @@ MODELS = {
         {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
         {"causal & band(6)", "causal"},
     ),
-}  # fmt: skip
+}
 
 
 def model(kind, **more):
@@ -196,9 +207,15 @@ def test_texts_with_a_static_cache(kind, length, left):
     def written(name, **how):
         made.set_attn_implementation(name)
         return made.generate(
-            x, attention_mask=hidden, max_new_tokens=5, do_sample=False, pad_token_id=0, output_logits=True,
-            return_dict_in_generate=True, **how,
-        )  # fmt: skip
+            x,
+            attention_mask=hidden,
+            max_new_tokens=5,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **how,
+        )
 
     wanted = written("eager")
     softmax.calls.clear()
@@ -271,10 +288,19 @@ def test_an_encoder_with_windows():
     if version() < (5, 14):
         pytest.skip("ModernBERT of older transformers takes nobody's attention but its own")
     config = transformers.ModernBertConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        local_attention=6, global_attn_every_n_layers=3, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        cls_token_id=1, sep_token_id=2,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        local_attention=6,
+        global_attn_every_n_layers=3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
+    )
     torch.manual_seed(0)
     made, hidden = transformers.ModernBertModel(config).eval(), padded(2, 29)
     with torch.no_grad():

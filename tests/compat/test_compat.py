@@ -37,8 +37,14 @@ def installed():
 
 
 def small(**options):
-    return {"n_layers": 2, "n_heads": 2, "query_dimensions": 5, "value_dimensions": 3,
-            "feed_forward_dimensions": 7, **options}  # fmt: skip
+    return {
+        "n_layers": 2,
+        "n_heads": 2,
+        "query_dimensions": 5,
+        "value_dimensions": 3,
+        "feed_forward_dimensions": 7,
+        **options,
+    }
 
 
 # install and uninstall
@@ -170,7 +176,7 @@ def test_replace_takes_the_place_of_the_real_one_until_uninstall(real):
 
 
 # What a command does with other libraries' models.
-USERS = {Path("bench/hybrids.py"), Path("commands/doctor.py"), Path("commands/export.py")}
+USERS = {Path("bench/hybrids.py"), Path("cli/doctor.py"), Path("cli/export.py")}
 
 
 def test_nothing_else_imports_it():
@@ -261,16 +267,28 @@ def test_an_attention_of_ones_own_is_registered_and_built(monkeypatch):
 def test_defaults_are_those_of_the_original():
     builder = TransformerEncoderBuilder()
     assert {name: getattr(builder, name) for name in builder.defaults} == {
-        "n_layers": 4, "n_heads": 4, "query_dimensions": 64, "value_dimensions": 64, "feed_forward_dimensions": 1024,
-        "model_dimensions": 256, "dropout": 0.1, "activation": "relu", "final_normalization": True,
-        "event_dispatcher": "", "attention_type": "full",
-    }  # fmt: skip
+        "n_layers": 4,
+        "n_heads": 4,
+        "query_dimensions": 64,
+        "value_dimensions": 64,
+        "feed_forward_dimensions": 1024,
+        "model_dimensions": 256,
+        "dropout": 0.1,
+        "activation": "relu",
+        "final_normalization": True,
+        "event_dispatcher": "",
+        "attention_type": "full",
+    }
     decoder = RecurrentDecoderBuilder.from_kwargs(n_heads=3, value_dimensions=5)
     found = {name: getattr(decoder, name) for name in decoder.defaults if "attention" in name or "cross" in name}
     assert found == {
-        "self_attention_type": "full", "cross_attention_type": "full", "cross_n_heads": 3,
-        "cross_query_dimensions": 64, "cross_value_dimensions": 5, "cross_model_dimensions": 15,
-    }  # fmt: skip
+        "self_attention_type": "full",
+        "cross_attention_type": "full",
+        "cross_n_heads": 3,
+        "cross_query_dimensions": 64,
+        "cross_value_dimensions": 5,
+        "cross_model_dimensions": 15,
+    }
 
 
 def test_the_default_size_of_queries_reaches_the_feature_map():

@@ -44,8 +44,11 @@ def test_a_length_mask_keeps_the_first_of_each_row():
 def test_a_triangular_mask_is_known_however_it_was_made():
     assert TriangularCausalMask(3).bool_matrix.tolist() == [[True, False, False], [True, True, False], [True] * 3]
     assert not TriangularCausalMask(3).all_ones
-    for mask in (TriangularCausalMask(5), FullMask(torch.ones(5, 5, dtype=torch.bool).tril()),
-                 LengthMask(torch.arange(1, 6), max_len=7)):  # fmt: skip
+    for mask in (
+        TriangularCausalMask(5),
+        FullMask(torch.ones(5, 5, dtype=torch.bool).tril()),
+        LengthMask(torch.arange(1, 6), max_len=7),
+    ):
         assert mask.lower_triangular
     for mask in (FullMask(5), LengthMask(torch.tensor([1, 2, 2])), FullMask(torch.ones(2, 3, 3, dtype=torch.bool))):
         assert not mask.lower_triangular

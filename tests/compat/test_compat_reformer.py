@@ -84,15 +84,28 @@ def test_builders_know_it():
     module = AttentionBuilder.from_kwargs(**options).get("reformer")
     assert isinstance(module, ReformerAttention)
     assert {name: getattr(module, name) for name in ("chunk_size", "bits", "rounds", "masked", "softmax_temp")} == {
-        "chunk_size": 4, "bits": 4, "rounds": 2, "masked": True, "softmax_temp": 0.5
-    }  # fmt: skip
+        "chunk_size": 4,
+        "bits": 4,
+        "rounds": 2,
+        "masked": True,
+        "softmax_temp": 0.5,
+    }
     assert AttentionBuilder().get("reformer").bits == 63
     assert ReformerAttention().bits == 8
     assert not module.state_dict()
-    model = TransformerEncoderBuilder.from_kwargs(
-        n_layers=2, n_heads=2, query_dimensions=5, value_dimensions=3, feed_forward_dimensions=7,
-        attention_type="reformer", **options,
-    ).get().eval()  # fmt: skip
+    model = (
+        TransformerEncoderBuilder.from_kwargs(
+            n_layers=2,
+            n_heads=2,
+            query_dimensions=5,
+            value_dimensions=3,
+            feed_forward_dimensions=7,
+            attention_type="reformer",
+            **options,
+        )
+        .get()
+        .eval()
+    )
     assert model(torch.randn(3, 11, 6)).shape == (3, 11, 6)
 
 

@@ -21,10 +21,14 @@ def operands(batch=B, tokens=T, heads=H):
         return torch.randn(*shape, dtype=torch.float64, generator=random)
 
     return (
-        drawn(batch, tokens, heads, K), drawn(batch, tokens, heads, K) / 2, drawn(batch, tokens, HV, V),
-        -drawn(batch, tokens, HV).exp(), -drawn(batch, tokens, HV, K).exp(), drawn(batch, tokens, HV).sigmoid(),
+        drawn(batch, tokens, heads, K),
+        drawn(batch, tokens, heads, K) / 2,
+        drawn(batch, tokens, HV, V),
+        -drawn(batch, tokens, HV).exp(),
+        -drawn(batch, tokens, HV, K).exp(),
+        drawn(batch, tokens, HV).sigmoid(),
         drawn(batch, HV, K, V),
-    )  # fmt: skip
+    )
 
 
 def naive(q, k, v, g=None, beta=None, state=None, scale=K**-0.5):
@@ -166,9 +170,11 @@ def test_gradients_and_half_precision(name):
     assert all(torch.allclose(a, b, rtol=1e-7, atol=1e-9) for a, b in zip(found, expected, strict=True))
     halves = {key: t.bfloat16() if isinstance(t, torch.Tensor) else t for key, t in given.items()}
     out, end = getattr(ops, name)(
-        *(t.detach().bfloat16() for t in (q, k, v)), **halves, output_final_state=True,
+        *(t.detach().bfloat16() for t in (q, k, v)),
+        **halves,
+        output_final_state=True,
         initial_state=torch.zeros(B, HV, K, V, dtype=torch.bfloat16),
-    )  # fmt: skip
+    )
     assert out.dtype == torch.bfloat16
     assert end.dtype == torch.float32
     assert out.isfinite().all()

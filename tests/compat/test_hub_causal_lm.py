@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import checkpoint
+from longspan.models import checkpoint
 
 pytest.importorskip("transformers")
 
@@ -60,7 +60,7 @@ def test_logits_of_another_likelihood_are_its_logarithms():
 @pytest.mark.parametrize("spec", SPECS)
 def test_greedy_is_our_greedy(spec):
     lm, tokens = model(spec), ids(3, 7)
-    drawn = torch.stack(list(longspan.generate(lm.decoder, tokens, tokens=23, temperature=0)), 1)
+    drawn = longspan.generate(lm.decoder, tokens, max_new_tokens=23, temperature=0)
     for cached in (True, False):
         found = lm.generate(tokens, max_new_tokens=23, do_sample=False, use_cache=cached)
         assert torch.equal(found, torch.cat([tokens, drawn], 1))
@@ -70,10 +70,15 @@ def test_greedy_is_our_greedy(spec):
 def test_beams_are_our_beams(spec):
     lm, tokens = model(spec), ids(2, 7)
     found = lm.generate(
-        tokens, max_new_tokens=11, num_beams=3, num_return_sequences=3, do_sample=False, length_penalty=0.0,
+        tokens,
+        max_new_tokens=11,
+        num_beams=3,
+        num_return_sequences=3,
+        do_sample=False,
+        length_penalty=0.0,
         early_stopping="never",
-    )  # fmt: skip
-    ours = longspan.beam_search(lm.decoder, tokens, tokens=11, beams=3, best=3)
+    )
+    ours = longspan.beam_search(lm.decoder, tokens, max_new_tokens=11, beams=3, best=3)
     assert torch.equal(found[:, 7:], ours.tokens.flatten(0, 1))
     # A cache that stays as it was would follow the first beams for ever.
     assert len({tuple(row) for row in ours.tokens[0].tolist()}) == 3
@@ -262,7 +267,7 @@ def test_a_damaged_file_is_refused(tmp_path):
 def test_from_a_checkpoint_and_back(tmp_path):
     lm = model()
     run = {"data": "text:stdlib", "length": 7}
-    longspan.save(tmp_path / "ours", lm.decoder, extra={"run": run})
+    longspan.save(lm.decoder, tmp_path / "ours", extra={"run": run})
     LongspanForCausalLM.from_longspan(tmp_path / "ours").save_pretrained(tmp_path / "theirs")
     AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").to_longspan(tmp_path / "back")
     back = longspan.load(tmp_path / "back")
@@ -271,7 +276,7 @@ def test_from_a_checkpoint_and_back(tmp_path):
     assert checkpoint.read_config(tmp_path / "back")["run"] == run
     assert LongspanForCausalLM.from_longspan(lm.decoder).decoder is lm.decoder
     encoder = longspan.Encoder(longspan.EncoderConfig(dim=8, heads=2, depth=1, feedforward=8, vocab=5))
-    longspan.save(tmp_path / "encoder", encoder)
+    longspan.save(encoder, tmp_path / "encoder")
     with pytest.raises(ValueError, match="holds an encoder; only a decoder is a causal language model"):
         LongspanForCausalLM.from_longspan(tmp_path / "encoder")
 

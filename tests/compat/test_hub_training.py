@@ -26,6 +26,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(11, (8, 9), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainer_takes_our_step(tmp_path):
     pytest.importorskip("accelerate")
@@ -35,9 +36,16 @@ def test_the_trainer_takes_our_step(tmp_path):
     rows = [{"input_ids": row, "labels": row} for row in tokens()]
     options = {"lr_scheduler_type": "constant", "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
     arguments = TrainingArguments(
-        tmp_path / "out", max_steps=1, per_device_train_batch_size=8, report_to=[], save_strategy="no", use_cpu=True,
-        disable_tqdm=True, gradient_checkpointing=True, **options,
-    )  # fmt: skip
+        tmp_path / "out",
+        max_steps=1,
+        per_device_train_batch_size=8,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        gradient_checkpointing=True,
+        **options,
+    )
     trainer = Trainer(lm, arguments, train_dataset=rows)
     trainer.train()
     assert lm.is_gradient_checkpointing
@@ -80,7 +88,7 @@ def test_adapters_train_alone_and_merge(tmp_path):
     merged.to_longspan(tmp_path / "merged")
     ours = longspan.load(tmp_path / "merged")
     assert not torch.equal(ours.stack.blocks[0].attention.query.weight, before["stack.blocks.0.attention.query.weight"])
-    drawn = torch.stack(list(longspan.generate(ours, tokens()[:, :5], tokens=12, temperature=0)), 1)
+    drawn = longspan.generate(ours, tokens()[:, :5], max_new_tokens=12, temperature=0)
     assert torch.equal(found[:, 5:], drawn)
 
 

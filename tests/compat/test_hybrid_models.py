@@ -58,9 +58,11 @@ def test_texts_are_those_of_the_original_code(kind):
     hidden = torch.ones_like(x)
     hidden[1, :4] = hidden[2, :7] = 0
     asked = [
-        {"inputs": x}, {"inputs": x, "attention_mask": hidden}, {"inputs": x, "num_beams": 3},
+        {"inputs": x},
+        {"inputs": x, "attention_mask": hidden},
+        {"inputs": x, "num_beams": 3},
         {"inputs": x, "attention_mask": hidden, "num_beams": 3},
-    ]  # fmt: skip
+    ]
 
     def texts(**more):
         return [made.generate(**one, **more, max_new_tokens=13, do_sample=False, pad_token_id=0) for one in asked]
@@ -102,10 +104,20 @@ def test_native_kernels_serve_forward_backward_and_steps(kind, monkeypatch, comp
 
 
 _MIXERS = {
-    "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet",
-    "KimiLinearDeltaAttention", "BailingHybridDeltaAttention", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer",
-    "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer", "Zamba2MambaMixer", "MiniMaxLightningAttention",
-}  # fmt: skip
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+    "OlmoHybridGatedDeltaNet",
+    "KimiLinearDeltaAttention",
+    "BailingHybridDeltaAttention",
+    "Mamba2Mixer",
+    "BambaMixer",
+    "FalconH1Mixer",
+    "GraniteMoeHybridMambaLayer",
+    "NemotronHMamba2Mixer",
+    "Zamba2MambaMixer",
+    "MiniMaxLightningAttention",
+}
 
 
 def kept(found):

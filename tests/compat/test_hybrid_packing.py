@@ -163,9 +163,11 @@ def test_what_contradicts_packed_rows_is_refused(more, said):
     made, given = model("qwen3_next"), batch()
     ids = packing.of_positions(given["position_ids"])
     special = {
-        "padded": (torch.arange(ids.shape[1]) > 2).long()[None], "other": ids.roll(1), "own": ids,
+        "padded": (torch.arange(ids.shape[1]) > 2).long()[None],
+        "other": ids.roll(1),
+        "own": ids,
         "straight": torch.arange(ids.shape[1])[None],
-    }  # fmt: skip
+    }
     given |= {name: special.get(value, value) if isinstance(value, str) else value for name, value in more.items()}
     with pytest.raises(ValueError, match=said):
         made(**given)

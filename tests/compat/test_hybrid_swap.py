@@ -65,8 +65,9 @@ def test_a_second_call_changes_nothing_and_a_model_names_its_own_type_alone():
 def test_what_is_not_known_stays_untouched_and_is_named():
     from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 
-    plain = LlamaForCausalLM(LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                                         num_attention_heads=2))  # fmt: skip
+    plain = LlamaForCausalLM(
+        LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    )
     assert on_cpu.accelerate(plain).untouched == {"llama": "it has no recurrent layer that longspan knows"}
     selective = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
     assert "Mamba-1" in on_cpu.accelerate(selective).untouched["mamba"]
@@ -100,8 +101,17 @@ def test_a_layer_that_keeps_its_functions_is_found_in_a_model():
     made = model("qwen3_next")
     calls = []
 
-    def chunk_gated_delta_rule(query, key, value, g, beta, chunk_size=64, initial_state=None,
-                               output_final_state=False, use_qk_l2norm_in_kernel=False):  # fmt: skip
+    def chunk_gated_delta_rule(
+        query,
+        key,
+        value,
+        g,
+        beta,
+        chunk_size=64,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+    ):
         calls.append(1)
 
     layer = made.model.layers[0].linear_attn
@@ -178,6 +188,7 @@ def test_packed_rows_of_a_type_that_is_not_served_are_refused_too(monkeypatch):
     assert made(x, use_cache=False).logits.isfinite().all()
 
 
+@pytest.mark.full
 def test_compiled_and_exported_models_run_by_the_original_code():
     made, x = model("qwen3_next", num_hidden_layers=1, layer_types=["linear_attention"]), tokens(1, 9)
     with torch.no_grad():
@@ -188,6 +199,7 @@ def test_compiled_and_exported_models_run_by_the_original_code():
     assert not any(by for by in on_cpu.status().functions["qwen3_next"].values())
 
 
+@pytest.mark.full
 def test_importing_longspan_does_not_import_transformers():
     code = (
         "import sys, longspan, longspan.compat.transformers as t; t.status(); t.restore(); "

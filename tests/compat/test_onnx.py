@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import longspan
-from longspan import cli
+from longspan.cli import entry
 from longspan.compat import onnx as ours
 
 onnx = pytest.importorskip("onnx")
@@ -50,6 +50,7 @@ def close(a, b):
     return float((a - b).abs().max()) <= 1e-5 * max(1.0, float(b.abs().max()))
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_an_attention_is_one_node(spec, tmp_path):
@@ -71,6 +72,7 @@ def test_an_attention_is_one_node(spec, tmp_path):
         assert all(close(a, b) for a, b in zip(after, state, strict=True) if b.numel())
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["gated_deltanet(key_heads=1)", "linear"])
 def test_the_standards_operator(spec, tmp_path):
@@ -84,6 +86,7 @@ def test_the_standards_operator(spec, tmp_path):
     assert close(session(x, session.start(3))[0], attention(x)[0])
 
 
+@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("specs", "positions", "nodes"),
@@ -93,7 +96,7 @@ def test_the_standards_operator(spec, tmp_path):
 def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tmp_path, capsys):
     torch.manual_seed(0)
     model = longspan.Decoder(
-        longspan.Config(
+        longspan.DecoderConfig(
             dim=16,
             depth=specs.count(";") + 1,
             heads=2,
@@ -104,8 +107,8 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
             length=60,
         )
     ).eval()
-    longspan.save(tmp_path / "model", model)
-    assert cli.main(["export", str(tmp_path / "model"), str(tmp_path / "m.onnx")]) == 0
+    longspan.save(model, tmp_path / "model")
+    assert entry.main(["export", str(tmp_path / "model"), str(tmp_path / "m.onnx")]) == 0
     assert f"{nodes} of them LinearAttention" in capsys.readouterr().out
     session = Session(tmp_path / "m.onnx")
     assert int(session.facts["start"]) == 11
@@ -115,10 +118,11 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
     for _ in range(20):
         drawn.append(y[:, -1].argmax(-1))
         y, state = session(drawn[-1][:, None], state)
-    expected = list(longspan.generate(model, prompt, tokens=20, temperature=0))
+    expected = list(longspan.generate(model, prompt, max_new_tokens=20, temperature=0, stream=True))
     assert torch.equal(torch.stack(drawn, 1), torch.stack(expected, 1))
 
 
+@pytest.mark.full
 def test_what_cannot_be_exported_is_refused(tmp_path):
     path = tmp_path / "a.onnx"
     with pytest.raises(ValueError, match="export takes a Decoder or an attention, not Linear"):
@@ -151,6 +155,6 @@ def test_a_file_that_answers_otherwise_is_not_written(tmp_path, monkeypatch):
 
 def test_an_encoder_has_no_step(tmp_path, capsys):
     encoder = longspan.Encoder(longspan.EncoderConfig(dim=8, heads=2, depth=1, feedforward=8, vocab=5))
-    longspan.save(tmp_path / "encoder", encoder)
-    assert cli.main(["export", str(tmp_path / "encoder"), str(tmp_path / "m.onnx")]) == 2
+    longspan.save(encoder, tmp_path / "encoder")
+    assert entry.main(["export", str(tmp_path / "encoder"), str(tmp_path / "m.onnx")]) == 2
     assert "holds a Encoder; only a decoder has a step" in capsys.readouterr().err

@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 import longspan
-from longspan import Config, Decoder, backend, describe
+from longspan import Decoder, DecoderConfig, backend
 from longspan.attention import REGISTRY
 from longspan.attention.linear import Linear
+from longspan.cli import describe
 from longspan.ops.softmax import dense
 
 # Where a rounding moves a token to another cluster, it reads something else; so do those of both clusters.
 DIVIDING = ("clustered", "improved_clustered")
-SPECS = [spec for name in longspan.names() for spec in longspan.examples(name)]
+SPECS = [spec for name in longspan.list_mechanisms() for spec in longspan.mechanism_examples(name)]
 
 
 def built(spec, **arguments):
@@ -81,11 +82,11 @@ def test_states_follow_the_dtype_of_the_weights(spec, dtype):
 
 @pytest.mark.filterwarnings("ignore:.*quantiz.*deprecated")
 def test_a_quantised_decoder_generates():
-    config = Config(dim=16, depth=2, heads=2, attention="linear; softmax", feedforward=32, vocab=7, length=13)
+    config = DecoderConfig(dim=16, depth=2, heads=2, attention="linear; softmax", feedforward=32, vocab=7, length=13)
     model = torch.ao.quantization.quantize_dynamic(Decoder(config).eval(), {nn.Linear}, dtype=torch.qint8)
-    tokens = torch.stack(list(longspan.generate(model, tokens=5, batch=3, seed=0)), 1)
+    tokens = longspan.generate(model, max_new_tokens=5, batch=3, seed=0)
     assert tokens.shape == (3, 5)
-    assert longspan.score(model, tokens).isfinite().all()
+    assert longspan.log_likelihood(model, tokens).isfinite().all()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -96,7 +97,7 @@ def test_tracing_is_refused(what):
     if what == "attention":
         subject, example = built("deltanet"), randn(2, 29, 24)
     elif what == "decoder":
-        config = Config(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)
+        config = DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)
         subject, example = Decoder(config).eval(), torch.zeros(2, 7, dtype=torch.int64)
     else:
         subject, example = longspan.linear_attention, (randn(2, 2, 29, 3),) * 3
@@ -145,11 +146,11 @@ def test_first_derivatives_of_softmax_are_those_of_the_fused_kernel():
 
 
 def test_a_model_and_a_path_in_torchs_order(tmp_path):
-    model = Decoder(Config(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7))
-    with pytest.raises(ValueError, match=r"save\(folder, model\) takes the folder first"):
-        longspan.save(model, tmp_path / "model")  # type: ignore[arg-type]
+    model = Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7))
+    with pytest.raises(ValueError, match=r"save\(model, folder\) takes the model first, as torch.save does"):
+        longspan.save(tmp_path / "model", model)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"folder must be a path, not int"):
-        longspan.save(3, model)  # type: ignore[arg-type]
+        longspan.save(model, 3)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 

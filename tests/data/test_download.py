@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from data_files import check_cifar, cifar_parts, mnist_folder, pack, same
-from longspan import memory
+from longspan._utils import memory
 from longspan.data import cache_folder, download, fetch, images, load
 
 

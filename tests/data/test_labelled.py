@@ -46,14 +46,17 @@ def expected(rows, split):
     return [row for row, digest in zip(rows, digests, strict=True) if places.get(digest, "train") == split]
 
 
-@pytest.mark.parametrize(("name", "write"), [
-    ("a.jsonl", lambda rows: jsonl(rows).encode()),
-    ("a.jsonl.gz", lambda rows: gzip.compress(jsonl(rows).encode())),
-    ("a.jsonl.xz", lambda rows: lzma.compress(jsonl(rows).encode())),
-    ("a.tsv", lambda rows: table(rows).encode()),
-    ("a.tsv.xz", lambda rows: lzma.compress(table(rows).encode("utf-8-sig"))),
-    ("a.csv.gz", lambda rows: gzip.compress(table(rows, "excel").encode())),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("a.jsonl", lambda rows: jsonl(rows).encode()),
+        ("a.jsonl.gz", lambda rows: gzip.compress(jsonl(rows).encode())),
+        ("a.jsonl.xz", lambda rows: lzma.compress(jsonl(rows).encode())),
+        ("a.tsv", lambda rows: table(rows).encode()),
+        ("a.tsv.xz", lambda rows: lzma.compress(table(rows).encode("utf-8-sig"))),
+        ("a.csv.gz", lambda rows: gzip.compress(table(rows, "excel").encode())),
+    ],
+)
 def test_a_file_is_all_there_once_and_in_order(name, write, tmp_path):
     (tmp_path / name).write_bytes(write(ROWS))
     found = data.load(f"labels:{tmp_path / name}")
@@ -126,23 +129,30 @@ def test_generated_texts_are_labelled_by_their_majority():
     assert data.unit("labels:x") == "label"
 
 
-@pytest.mark.parametrize(("name", "content", "message"), [
-    ("a.txt", "x", "labelled texts are .jsonl, .tsv or .csv files"),
-    ("a.jsonl", '{"text": "x", "label": 1}\nno', "line 2 of .*a.jsonl is no JSON"),
-    ("a.jsonl", "[1]\n", "line 1 of .*a.jsonl must be an object"),
-    ("a.jsonl", '{"text": "", "label": 1}\n', "line 1 of .*: its text must be a string that is not empty, not ''"),
-    ("a.jsonl", '{"label": 1}\n', "line 1 of .*: its text must be a string that is not empty, not None"),
-    ("a.jsonl", '{"text": "x", "label": "so good"}\n', "line 1 .*: its label must be a word .* not 'so good'"),
-    ("a.jsonl", '{"text": "x", "label": true}\n', "line 1 .*: its label must be a word .* not True"),
-    ("a.jsonl", '{"text": "x", "label": ""}\n', "line 1 .*: its label must be a word .* not ''"),
-    ("a.tsv", "words\tlabel\nx\ty\n", "line 1 of .*a.tsv must name the columns, and 'text' is not among them"),
-    ("a.tsv", "", "line 1 of .*a.tsv must name the columns"),
-    ("a.tsv", "text\tlabel\nx\ty\tz\n", "line 2 of .*a.tsv has more columns than line 1"),
-    ("a.tsv", "text\tlabel\nx\n", "line 2 of .*a.tsv: its label must be a word"),
-    ("a.tsv", 'text\tlabel\n"x\ty\n', "a.tsv is no excel-tab table: unexpected end of data"),
-    ("a.jsonl", jsonl(PLAIN[:5]), "has 5 texts, and none of them falls to "),
-    ("a.jsonl", jsonl([(text, "same") for text, _ in PLAIN]), "has one label, 'same'; a classifier needs at least two"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "x", "labelled texts are .jsonl, .tsv or .csv files"),
+        ("a.jsonl", '{"text": "x", "label": 1}\nno', "line 2 of .*a.jsonl is no JSON"),
+        ("a.jsonl", "[1]\n", "line 1 of .*a.jsonl must be an object"),
+        ("a.jsonl", '{"text": "", "label": 1}\n', "line 1 of .*: its text must be a string that is not empty, not ''"),
+        ("a.jsonl", '{"label": 1}\n', "line 1 of .*: its text must be a string that is not empty, not None"),
+        ("a.jsonl", '{"text": "x", "label": "so good"}\n', "line 1 .*: its label must be a word .* not 'so good'"),
+        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1 .*: its label must be a word .* not True"),
+        ("a.jsonl", '{"text": "x", "label": ""}\n', "line 1 .*: its label must be a word .* not ''"),
+        ("a.tsv", "words\tlabel\nx\ty\n", "line 1 of .*a.tsv must name the columns, and 'text' is not among them"),
+        ("a.tsv", "", "line 1 of .*a.tsv must name the columns"),
+        ("a.tsv", "text\tlabel\nx\ty\tz\n", "line 2 of .*a.tsv has more columns than line 1"),
+        ("a.tsv", "text\tlabel\nx\n", "line 2 of .*a.tsv: its label must be a word"),
+        ("a.tsv", 'text\tlabel\n"x\ty\n', "a.tsv is no excel-tab table: unexpected end of data"),
+        ("a.jsonl", jsonl(PLAIN[:5]), "has 5 texts, and none of them falls to "),
+        (
+            "a.jsonl",
+            jsonl([(text, "same") for text, _ in PLAIN]),
+            "has one label, 'same'; a classifier needs at least two",
+        ),
+    ],
+)
 def test_what_is_no_labelled_text_is_named(name, content, message, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_files import noise
-from longspan.commands import targets, train
+from longspan.cli import targets, train
 from longspan.data import pairs, proteins, text
 from longspan.data.arena import listops, reviews
 from longspan.speech import an4

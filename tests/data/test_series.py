@@ -79,6 +79,7 @@ def test_what_is_foretold_lies_in_its_split_and_what_is_read_may_reach_back(file
         found.windows("tset", 48, 24)
 
 
+@pytest.mark.full
 def test_one_series_is_that_column(file):
     found = series.load(f"ett:{file}")
     one = found.only("B")

@@ -34,10 +34,12 @@ def test_an_empty_file_is_no_document(folder):
 
 def test_rows_go_on_where_they_were_and_into_the_next_ones_stretch():
     for count, batch, world in ((23, 3, 1), (23, 2, 3), (6, 2, 3)):
-        rows = torch.stack([
-            torch.stack([row_windows(count, index, batch, rank, world) for rank in range(world)], 1).flatten()
-            for index in range(2 * count)
-        ])  # fmt: skip
+        rows = torch.stack(
+            [
+                torch.stack([row_windows(count, index, batch, rank, world) for rank in range(world)], 1).flatten()
+                for index in range(2 * count)
+            ]
+        )
         assert ((rows[1:] - rows[:-1]) % count == 1).all()
         assert rows[0].tolist() == [row * count // (batch * world) for row in range(batch * world)]
         # At each moment all rows are at different places, and each reads all.

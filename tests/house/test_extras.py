@@ -14,7 +14,9 @@ import pytest
 import yaml
 
 import longspan
-from longspan import cli, extras, recipes
+from longspan._utils import optional_deps
+from longspan.cli import entry
+from longspan.train import recipes
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def bare(monkeypatch):
     """A machine without any of the optional packages."""
-    for package in extras.EXTRAS:
+    for package in optional_deps.EXTRAS:
         monkeypatch.setitem(sys.modules, package, None)
 
 
@@ -40,7 +42,7 @@ COMMANDS = {
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_asks_for_all_that_is_missing_before_it_makes_a_folder(command, bare, tmp_path, capsys):
     what, wanted = COMMANDS[command]
-    assert cli.main([*command.split(), "--out", str(tmp_path / "out")]) == 2
+    assert entry.main([*command.split(), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
     assert f'{what}; pip install "longspan[{wanted}]"' in said
     assert list(tmp_path.iterdir()) == []
@@ -49,13 +51,13 @@ def test_a_command_asks_for_all_that_is_missing_before_it_makes_a_folder(command
 def test_only_what_is_missing_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=re.escape('missing for a plot: matplotlib; pip install "longspan[plot]"')):
-        extras.need("a plot", "PIL", "matplotlib")
+        optional_deps.need("a plot", "PIL", "matplotlib")
 
 
 def test_each_package_is_in_the_extra_that_is_said_to_bring_it():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = {"sklearn": "scikit-learn", "PIL": "pillow", "kaldi_native_fbank": "kaldi-native-fbank"}
-    for package, extra in extras.EXTRAS.items():
+    for package, extra in optional_deps.EXTRAS.items():
         asked = {re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]}
         assert named.get(package, package) in asked
 
@@ -86,12 +88,13 @@ def test_the_version_is_that_of_the_package():
     assert longspan.__version__ == project["version"]
 
 
+@pytest.mark.full
 def test_without_an_installation_the_version_is_unknown():
     code = (
         "import importlib.metadata as m\n"
         "def absent(name): raise m.PackageNotFoundError(name)\n"
         "m.version = absent\n"
-        "from longspan.version import VERSION; print(VERSION)"
+        "from longspan._utils.version import VERSION; print(VERSION)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "unknown"
@@ -99,8 +102,10 @@ def test_without_an_installation_the_version_is_unknown():
 
 def test_recipes_are_found_by_name_and_files_come_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert {"adaptive_span", "dates", "digits", "mnist", "mnist_paper", "cifar10", "text"} == set(recipes.names())
-    assert recipes.find("digits") == Path(longspan.__file__).parent / "recipes" / "digits.yaml"
+    assert {"adaptive_span", "dates", "digits", "labels", "mnist", "mnist_paper", "cifar10", "text"} == set(
+        recipes.names()
+    )
+    assert recipes.find("digits") == Path(longspan.__file__).parent / "train" / "recipes" / "digits.yaml"
     Path("digits").write_text("run: {steps: 3}")
     assert recipes.find("digits") == Path("digits")
     with pytest.raises(
@@ -113,7 +118,7 @@ def test_recipes_are_found_by_name_and_files_come_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", [["--config", "digits"], ["--config=digits"]])
 def test_train_takes_a_recipe_by_name(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", *words, "--run.steps", "7", "--print_config"]) == 0
+    assert entry.main(["train", *words, "--run.steps", "7", "--print_config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     recipe = yaml.safe_load(recipes.find("digits").read_text(encoding="utf-8"))
     assert shown["model"] | recipe["model"] == shown["model"]
@@ -124,7 +129,7 @@ def test_train_takes_a_recipe_by_name(words, tmp_path, monkeypatch, capsys):
 def test_recipes_are_in_the_wheel():
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     found = {file.distribution_path for file in builder.recurse_included_files()}
-    assert {f"longspan/recipes/{name}.yaml" for name in recipes.names()} <= found
+    assert {f"longspan/train/recipes/{name}.yaml" for name in recipes.names()} <= found
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import pytest
 from attacks import _edits, mutants
 from attacks.mutants import Mutant
 
-TEST = "tests/model/test_spec.py::test_split"
-MUTANT = Mutant("words", "spec.py", "split", "not all(specs)", "not any(specs)", [TEST])
+TEST = "tests/_utils/test_spec.py::test_split"
+MUTANT = Mutant("words", "_utils/spec.py", "split", "not all(specs)", "not any(specs)", [TEST])
 SMALL = "def split(text):\n    specs = text.split(';')  # a comment\n    if not all(specs):\n        raise ValueError\n"
 
 
@@ -17,12 +17,13 @@ SMALL = "def split(text):\n    specs = text.split(';')  # a comment\n    if not 
 def small(tmp_path, monkeypatch):
     """A project of one module and one test, which needs no torch."""
     root, package = tmp_path / "project", tmp_path / "project" / "src" / "longspan"
-    (root / "tests" / "model").mkdir(parents=True)
-    package.mkdir(parents=True)
+    (root / "tests" / "_utils").mkdir(parents=True)
+    (package / "_utils").mkdir(parents=True)
+    (package / "_utils" / "__init__.py").touch()
     (package / "__init__.py").touch()
-    (package / "spec.py").write_text(SMALL)
-    (root / "tests/model/test_spec.py").write_text(
-        "import pytest\nfrom longspan import spec\n\n"
+    (package / "_utils" / "spec.py").write_text(SMALL)
+    (root / "tests/_utils/test_spec.py").write_text(
+        "import pytest\nfrom longspan._utils import spec\n\n"
         "def test_split():\n    with pytest.raises(ValueError):\n        spec.split('a;')\n"
     )
     monkeypatch.setattr(mutants, "ROOT", root)
@@ -37,7 +38,7 @@ def test_a_survivor_is_reported_with_its_tests(small):
 
 def test_a_mutant_is_caught_and_taken_out_again(small):
     assert mutants.survives(MUTANT, small) is None
-    assert (small / "src/longspan/spec.py").read_text() == SMALL
+    assert (small / "src/longspan/_utils/spec.py").read_text() == SMALL
 
 
 def test_tests_that_crash_have_caught_it(small):
@@ -64,8 +65,8 @@ def test_no_test_is_no_catch(small):
         ({"tests": []}, "names no test"),
         ({"tests": ["tests/test_none.py"]}, "there is no test tests/test_none.py"),
         (
-            {"tests": ["tests/model/test_spec.py::test_splitting[1::2]"]},
-            "there is no test tests/model/test_spec.py::test_splitting",
+            {"tests": ["tests/_utils/test_spec.py::test_splitting[1::2]"]},
+            "there is no test tests/_utils/test_spec.py::test_splitting",
         ),
     ],
 )
@@ -75,14 +76,14 @@ def test_a_mutant_that_does_not_apply_is_reported(changes, reason):
 
 
 def test_labels_are_unique():
-    assert mutants.unfit([MUTANT, MUTANT]) == "spec.py: words: two mutants have this label"
+    assert mutants.unfit([MUTANT, MUTANT]) == "_utils/spec.py: words: two mutants have this label"
 
 
 @pytest.mark.parametrize("file", ["config/spec.py", "gone/elsewhere.py"])
 def test_a_file_that_has_moved_is_found(file):
     """By its name, or by the function with the expression in it."""
     path, text = mutants.changed(MUTANT._replace(file=file))
-    assert path == mutants.PACKAGE / "spec.py"
+    assert path == mutants.PACKAGE / "_utils" / "spec.py"
     assert "if not any(specs):" in text
 
 
@@ -98,7 +99,18 @@ def test_every_part_of_the_package_has_mutants():
     compat = ("transformers", "fla", "fast_transformers")
     for part in (*(f"ops/{name}" for name in ops), *(f"compat/{name}" for name in compat), "compat/onnx.py"):
         assert parts[part] >= 2, part
-    for part in ("states", "attention", "stacks", "train", "data", "patterns", "speech", "checks", "commands"):
+    for part in (
+        "states",
+        "attention",
+        "models",
+        "generation",
+        "train",
+        "data",
+        "patterns",
+        "speech",
+        "testing",
+        "cli",
+    ):
         assert sum(mutant.file.startswith(f"{part}/") for mutant in mutants.LIST) >= 2, part
 
 

@@ -73,16 +73,18 @@ def python(package):
 # In one process, since each loads torch.
 SESSION = """
 import sys
-from longspan import checks, cli, names
+from longspan import list_mechanisms, testing
+from longspan.cli import main
 
 assert "my_package" not in sys.modules
 for line in {lines!r}:
-    assert cli.main(line) == 0, line
-assert "running_mean" in names()
-assert checks.check("parallel_is_recurrent", "running_mean").status == "passed"
+    assert main(line) == 0, line
+assert "running_mean" in list_mechanisms()
+assert testing.check("parallel_is_recurrent", "running_mean").status == "passed"
 """
 
 
+@pytest.mark.full
 def test_it_is_listed_shown_trained_and_generated_from(package, python):
     pytest.importorskip("lightning", reason="trains")
     lines = [
@@ -127,7 +129,14 @@ def test_it_works_before_it_is_installed(package):
     assert lines
     for line in lines:
         words = shlex.split(line)[1:]
-        run(sys.executable, "-P", "-m", "longspan", *words, *(SMALL if words[0] == "train" else ()),
-            folder=package / "src")  # fmt: skip
+        run(
+            sys.executable,
+            "-P",
+            "-m",
+            "longspan",
+            *words,
+            *(SMALL if words[0] == "train" else ()),
+            folder=package / "src",
+        )
     if any(shlex.split(line)[1] == "train" for line in lines):
         assert (package / "src" / "runs" / "mine" / "config.yaml").is_file()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from longspan.ops.native.build import prebuilt, toolchain
+from longspan.ops.native.build import prebuilt, toolchain, trial
 
 ROOT = Path(__file__).parents[2]
 BUILD = ("-m", "hatchling", "build", "-t", "wheel", "-d")
@@ -138,5 +138,5 @@ def test_an_installed_wheel_needs_no_compiler(builder, tmp_path):
         library = site / "longspan" / "ops" / "native" / "prebuilt" / f"{level}.so"
         assert library.exists()
         if needed <= prebuilt.features():
-            code = "import sys; from longspan.ops.native.build import selftest; selftest.main(sys.argv[1])"
+            code = f"import sys, {trial.DECODE}; from {trial.__package__} import selftest; selftest.main(sys.argv[1])"
             run(python, "-P", "-c", code, library, **bare)

@@ -14,9 +14,14 @@ from longspan.ops.native.call import available
 
 BUCKETS, SCALE = 4, 0.7
 ALIGNED = [
-    Rule(chunk=5), Rule(chunk=3, lookback=2, alone=True), Rule(chunk=1, alone=True), Rule(alone=True),
-    Rule(causal=False, chunk=5, alone=True), Rule(causal=False, chunk=3, lookback=0), Rule(causal=False),
-]  # fmt: skip
+    Rule(chunk=5),
+    Rule(chunk=3, lookback=2, alone=True),
+    Rule(chunk=1, alone=True),
+    Rule(alone=True),
+    Rule(causal=False, chunk=5, alone=True),
+    Rule(causal=False, chunk=3, lookback=0),
+    Rule(causal=False),
+]
 WHOLE = [
     Rule(bool(causal), 4, lookback, 0, True, bool(cross), bool(wrap), bool(alone))
     for causal, lookback, cross, wrap, alone in itertools.product((0, 1), (0, 1, 2), (0, 1), (0, 1), (0, 1))

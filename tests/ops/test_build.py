@@ -22,12 +22,13 @@ import pytest
 import torch
 
 import longspan
-from longspan import Config, Decoder, backend
-from longspan.cli import main
-from longspan.engine import Engine
+from longspan import Decoder, DecoderConfig, backend
+from longspan.cli.entry import main
+from longspan.generation import native_trial
+from longspan.generation.native_decoder import Engine
 from longspan.ops import convolution, gated, sparse
 from longspan.ops.native import build
-from longspan.ops.native.build import interface, notice, openmp, prebuilt, selftest, store, toolchain, trial, trusted
+from longspan.ops.native.build import interface, notice, openmp, prebuilt, store, toolchain, trial, trusted
 
 try:
     COMPILER = toolchain.find_compiler()
@@ -230,6 +231,7 @@ class TestStore:
         with pytest.raises(build.Unavailable, match="the compiled kernels cannot be stored or loaded: "):
             build.load("linear")
 
+    @pytest.mark.full
     def test_processes_at_once(self, tiny, folder):
         code = (
             "import ctypes, pathlib, sys\n"
@@ -271,7 +273,7 @@ class TestFamilies:
     def test_every_source_is_in_one(self):
         assert {source.parent.name for source in toolchain.SOURCES} == set(interface.FAMILIES)
         assert sorted(s for family in interface.FAMILIES for s in toolchain.sources(family)) == list(toolchain.SOURCES)
-        assert set(selftest.COMPARISONS) == set(interface.FAMILIES)
+        assert set(native_trial.COMPARISONS) == set(interface.FAMILIES)
 
     @pytest.mark.parametrize("family", interface.FAMILIES)
     def test_only_the_called_one_is_compiled(self, family, counted):
@@ -281,7 +283,7 @@ class TestFamilies:
             "gated": lambda: gated.recur(x, x, x, beta=torch.ones(1, 2, 5)),
             "convolution": lambda: convolution.convolve(x[0, :, :, :2], weights),
             "pattern": lambda: sparse.native.why_not(x, x, x),
-            "decode": lambda: Engine.why_not(Decoder(Config(vocab=2, length=2, dim=8, heads=2, depth=1))),
+            "decode": lambda: Engine.why_not(Decoder(DecoderConfig(vocab=2, length=2, dim=8, heads=2, depth=1))),
         }
         assert counted() == set()
         with pytest.warns(RuntimeWarning, match="without its native CPU kernels: "):
@@ -529,6 +531,7 @@ class TestTrial:
 
         return write
 
+    @pytest.mark.full
     @pytest.mark.parametrize(
         ("body", "reason"),
         [

@@ -42,7 +42,7 @@ def test_one_program_for_every_batch_and_length(spec):
 
     def example(batch, n):
         state = flat.attention(torch.randn(batch, 5, 8).double(), flat.attention.init_state(batch))[1]
-        return torch.randn(batch, n, 8).double(), *pytree.tree_leaves(longspan.detach(state))
+        return torch.randn(batch, n, 8).double(), *pytree.tree_leaves(longspan.states.detach(state))
 
     x, *state = example(2, 50)
     batch, tokens = Dim("B", min=1), Dim("N", min=1)
@@ -59,10 +59,13 @@ def test_one_program_for_every_batch_and_length(spec):
 
 def test_a_decoder_of_several_layers():
     torch.manual_seed(0)
-    config = longspan.Config(dim=8, depth=2, heads=2, feedforward=16, vocab=5, attention="gated_deltanet; softmax")
+    config = longspan.DecoderConfig(
+        dim=8, depth=2, heads=2, feedforward=16, vocab=5, attention="gated_deltanet; softmax"
+    )
     model = longspan.Decoder(config).eval()
-    program = export(model, (torch.tensor([[3, 1, 4], [0, 2, 2]]),), dynamic_shapes=(
-        {0: Dim("B", min=1), 1: Dim("N", min=1)}, ))  # fmt: skip
+    program = export(
+        model, (torch.tensor([[3, 1, 4], [0, 2, 2]]),), dynamic_shapes=({0: Dim("B", min=1), 1: Dim("N", min=1)},)
+    )
     tokens = torch.randint(5, (3, 40), generator=torch.Generator().manual_seed(0))
     assert torch.allclose(program.module()(tokens)[0], model(tokens)[0], atol=1e-6)
 

@@ -5,7 +5,8 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 
 from longspan import patterns
-from longspan.ops import backend, sparse
+from longspan.ops import sparse
+from longspan.ops.backends import backend
 from longspan.ops.sparse import blockwise, flex
 
 EXPRESSIONS = (

@@ -97,7 +97,7 @@ def test_chunks_are_the_loop(decay, delta, masked, packed, repeats):
 def test_states_of_more_chunks_than_one_product_holds(decay, packed, monkeypatch):
     """As on a GPU, where a span is the whole sequence."""
     monkeypatch.setattr(chunks, "GROUP", 3)
-    monkeypatch.setattr(chunks, "_places", lambda q, v, beta, chunk: cut(q.shape[2], chunk, q.shape[2]))
+    monkeypatch.setattr(chunks, "_chunk_spans", lambda q, v, beta, chunk: cut(q.shape[2], chunk, q.shape[2]))
     segments = (torch.arange(67) // 13)[None].expand(2, -1) if packed else None
     given, options = arguments(67, decay=decay, delta=False), {"scale": 0.7, "mask": None, "segments": segments}
     expected = outcome(gated.reference, given, **options)

@@ -175,9 +175,13 @@ def test_compiled_in_one_graph():
 @pytest.mark.parametrize("batch", [2, 4])
 def test_a_token_of_another_shape_is_refused_and_not_read(name, batch):
     given = {
-        "query": torch.zeros(batch, 2, 1, 3), "key": torch.zeros(batch, 2, 1, 3), "value": torch.zeros(batch, 4, 1, 5),
-        "log_decay": torch.zeros(batch, 4, 1), "beta": torch.zeros(batch, 4, 1), "state": torch.zeros(batch, 4, 3, 5),
-    }  # fmt: skip
+        "query": torch.zeros(batch, 2, 1, 3),
+        "key": torch.zeros(batch, 2, 1, 3),
+        "value": torch.zeros(batch, 4, 1, 5),
+        "log_decay": torch.zeros(batch, 4, 1),
+        "beta": torch.zeros(batch, 4, 1),
+        "state": torch.zeros(batch, 4, 3, 5),
+    }
     longspan.delta_rule(**given)
     given[name] = given[name][:3] if batch == 4 else torch.cat([given[name]] * 2)
     with pytest.raises(ValueError, match=r"must be|do not fit"):

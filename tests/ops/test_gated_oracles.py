@@ -152,9 +152,15 @@ class TestWholeLayers:
         module, shape = config(
             "qwen3_next",
             "Qwen3Next",
-            hidden_size=24, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
-            linear_value_head_dim=6, rms_norm_eps=1e-5, num_hidden_layers=1, layer_types=["linear_attention"],
-        )  # fmt: skip
+            hidden_size=24,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=12,
+            linear_value_head_dim=6,
+            rms_norm_eps=1e-5,
+            num_hidden_layers=1,
+            layer_types=["linear_attention"],
+        )
         ours = lively(longspan.build("gated_deltanet(key_heads=2, expand_k=2.0, expand_v=1.0)", 24, 4))
         theirs = module.Qwen3NextGatedDeltaNet(shape, 0)
         # Theirs has one matrix with the rows of each key head together.
@@ -163,9 +169,12 @@ class TestWholeLayers:
         weights = {
             "in_proj_qkvz.weight": torch.cat(rows, 1).flatten(0, 1),
             "in_proj_ba.weight": torch.cat(rates, 1).flatten(0, 1),
-            "conv1d.weight": ours.mix.weight[:, None], "A_log": ours.a_log, "dt_bias": ours.dt_bias,
-            "norm.weight": ours.norm.weight, "out_proj.weight": ours.out.weight,
-        }  # fmt: skip
+            "conv1d.weight": ours.mix.weight[:, None],
+            "A_log": ours.a_log,
+            "dt_bias": ours.dt_bias,
+            "norm.weight": ours.norm.weight,
+            "out_proj.weight": ours.out.weight,
+        }
         theirs.load_state_dict(weights)
         assert_same([ours(X)[0]], [theirs(X)])
 
@@ -173,16 +182,27 @@ class TestWholeLayers:
         module, shape = config(
             "olmo_hybrid",
             "OlmoHybrid",
-            hidden_size=24, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=3,
-            linear_value_head_dim=12, linear_allow_neg_eigval=True, num_hidden_layers=2,
+            hidden_size=24,
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=3,
+            linear_value_head_dim=12,
+            linear_allow_neg_eigval=True,
+            num_hidden_layers=2,
             layer_types=["linear_attention", "full_attention"],
-        )  # fmt: skip
+        )
         ours = lively(longspan.build("gated_deltanet(expand_k=0.5, negative=True)", 24, 4))
         theirs = module.OlmoHybridGatedDeltaNet(shape, 0)
         names = {
-            "q_proj": ours.query, "k_proj": ours.key, "v_proj": ours.value, "a_proj": ours.decay, "b_proj": ours.rate,
-            "g_proj": ours.out_gate, "o_proj": ours.out, "o_norm": ours.norm,
-        }  # fmt: skip
+            "q_proj": ours.query,
+            "k_proj": ours.key,
+            "v_proj": ours.value,
+            "a_proj": ours.decay,
+            "b_proj": ours.rate,
+            "g_proj": ours.out_gate,
+            "o_proj": ours.out,
+            "o_norm": ours.norm,
+        }
         weights = {f"{name}.weight": part.weight for name, part in names.items()}
         weights |= {"conv1d.weight": ours.mix.weight[:, None], "A_log": ours.a_log, "dt_bias": ours.dt_bias}
         theirs.load_state_dict(weights)
@@ -195,10 +215,17 @@ class TestWholeLayers:
         ours = lively(longspan.build("kda", 24, 4))
         theirs = module.KimiLinearDeltaAttention(shape, 0)
         names = {
-            "q_proj": ours.query, "k_proj": ours.key, "v_proj": ours.value, "b_proj": ours.rate, "o_proj": ours.out,
-            "o_norm": ours.norm, "forget_gate.f_a_proj": ours.decay[0], "forget_gate.f_b_proj": ours.decay[1],
-            "g_a_proj": ours.out_gate[0], "g_b_proj": ours.out_gate[1],
-        }  # fmt: skip
+            "q_proj": ours.query,
+            "k_proj": ours.key,
+            "v_proj": ours.value,
+            "b_proj": ours.rate,
+            "o_proj": ours.out,
+            "o_norm": ours.norm,
+            "forget_gate.f_a_proj": ours.decay[0],
+            "forget_gate.f_b_proj": ours.decay[1],
+            "g_a_proj": ours.out_gate[0],
+            "g_b_proj": ours.out_gate[1],
+        }
         weights = {f"{name}.weight": part.weight for name, part in names.items()}
         weights |= {
             "conv1d.weight": ours.mix.weight[:, None],

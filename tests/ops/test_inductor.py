@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from longspan.checks import Subject
+from longspan.testing import Subject
 
 
 @pytest.fixture

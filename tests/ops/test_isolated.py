@@ -121,7 +121,7 @@ class TestAttentions:
 
         def outcome(x, state, mask):
             x = x.clone().requires_grad_()
-            carry = {"carry": module.init_carry(x, mask)} if module.carries else {}
+            carry = {"carry": module.init_carry(x, mask)} if module.has_layer_carry else {}
             y, after, *handed = module(x, state, segments=SEGMENTS, mask=mask, **carry)
             if handed:
                 y, after, *handed = module(y, state, segments=SEGMENTS, mask=mask, carry=handed[0])
@@ -148,6 +148,7 @@ def test_gradients_of_gradients(spec):
     torch.testing.assert_close(second(x, NAN), second(x, 1.0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("spec", ["softmax", "linear"])
 def test_a_compiled_call(spec):
     module, x = made(spec)

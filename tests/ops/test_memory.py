@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 
-from longspan.ops import memory
+from longspan.ops import buffers
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is the C library's, and told by /proc")
 RESIDENT = """
 import json, sys, torch
-from longspan.ops import memory
+from longspan.ops import buffers as memory
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -41,20 +41,22 @@ def freed(code: str, name: str) -> int:
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 @linux
 def test_freed_blocks_are_kept_or_go_back():
     assert freed(MANY, "return_pages") > 60 * 2**20
     assert freed(MANY, "reuse_pages") < 4 * 2**20
 
 
+@pytest.mark.full
 @linux
 def test_what_is_too_large_to_be_kept_is_fetched_in_large_pages(monkeypatch):
     """And nothing lies between: tensors of 32 MB, such as 32768 tokens of 256 numbers, were neither."""
     assert freed(LARGEST, "reuse_pages") < 4 * 2**20
     advised = []
-    monkeypatch.setattr(memory, "_madvise", lambda: lambda start, size, advice: advised.append(size))
-    memory.fresh_like(torch.empty(memory.KEPT, dtype=torch.uint8))
+    monkeypatch.setattr(buffers, "_madvise", lambda: lambda start, size, advice: advised.append(size))
+    buffers.fresh_like(torch.empty(buffers.KEPT, dtype=torch.uint8))
     assert not advised
-    memory.fresh_like(torch.empty(memory.KEPT + 1, dtype=torch.uint8))
+    buffers.fresh_like(torch.empty(buffers.KEPT + 1, dtype=torch.uint8))
     assert len(advised) == 1
-    assert memory.KEPT - 2 * 4096 < advised[0] <= memory.KEPT + 1
+    assert buffers.KEPT - 2 * 4096 < advised[0] <= buffers.KEPT + 1

@@ -5,9 +5,9 @@ import torch
 
 import longspan
 from longspan import backend
-from longspan.config import Config
-from longspan.generate import generate, score
-from longspan.model import Decoder
+from longspan.generation.sampling import generate, log_likelihood
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 from longspan.ops import linear
 from longspan.ops.linear.features import MAPS
 from longspan.ops.linear.native import step as linear_step
@@ -138,15 +138,15 @@ class TestStep:
 
     def test_generation_equals_the_torch_path(self):
         torch.manual_seed(0)
-        config = Config(
+        config = DecoderConfig(
             dim=24, depth=3, heads=2, feedforward=48, vocab=11, attention="linear; linear(feature_map='exp')"
         )
         model = Decoder(config).eval()
         found = {}
         for name in ("auto", "torch"):
             with backend(name):
-                tokens = torch.stack(list(generate(model, batch=5, tokens=40, seed=1)), 1)
-                found[name] = tokens, score(model, tokens, chunk=1)
+                tokens = generate(model, batch=5, max_new_tokens=40, seed=1)
+                found[name] = tokens, log_likelihood(model, tokens, chunk=1)
         assert torch.equal(found["auto"][0], found["torch"][0])
         torch.testing.assert_close(found["auto"][1], found["torch"][1], atol=1e-4, rtol=0)
 
@@ -158,7 +158,7 @@ class TestStep:
             whole, state = module(x)[0], module.init_state(3)
             outputs = []
             for token in x.split(1, 1):
-                kept = longspan.clone(state)
+                kept = longspan.states.clone(state)
                 y, after = module(token, state)
                 assert torch.equal(state.sums, kept.sums)
                 outputs.append(y)

@@ -50,7 +50,7 @@ def test_an_operand_is_a_tensor():
     "name",
     [
         name
-        for name in longspan.names()
+        for name in longspan.list_mechanisms()
         if "context_dim" in longspan.attention.base.own_options(longspan.attention.REGISTRY[name])
     ],
 )

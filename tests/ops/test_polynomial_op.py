@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import longspan
-from longspan.ops import backend
+from longspan.ops.backends import backend
 from longspan.ops.linear import polynomial
 
 

@@ -5,17 +5,17 @@ import torch
 from torch import Tensor
 
 import longspan
-from longspan import backend, checks
+from longspan import backend, testing
 from longspan.attention import REGISTRY
-from longspan.config import Config, StackConfig
-from longspan.engine import Engine
-from longspan.generate import generate, prefill
-from longspan.model import Decoder
+from longspan.generation.native_decoder import Engine
+from longspan.generation.sampling import generate, prefill
+from longspan.models.config import DecoderConfig, StackConfig
+from longspan.models.decoder import Decoder
+from longspan.models.stacks import Stack
 from longspan.ops import gated, linear, prefix
 from longspan.ops.linear import features
 from longspan.ops.native.call import available
 from longspan.ops.tensors import merge, split
-from longspan.stacks import Stack
 
 LENGTHS = torch.tensor([17, 60])
 N = 97  # a prime: chunks end inside
@@ -203,11 +203,11 @@ class TestRefusals:
             both(self.x, prefix=two)
 
     def test_a_stack_with_a_mechanism_that_has_no_prefix_mode(self, monkeypatch):
-        monkeypatch.setattr(REGISTRY["kernel"], "takes", REGISTRY["kernel"].takes - {"prefix"})
-        assert checks.check("prefix_mode", "linear; kernel").note == "takes no prefix"
+        monkeypatch.setattr(REGISTRY["kernel"], "supported_args", REGISTRY["kernel"].supported_args - {"prefix"})
+        assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
         model = decoder(attention="linear; kernel")
         with pytest.raises(ValueError, match="kernel does not support prefix=; it supports: context"):
-            generate(model, PROMPT, tokens=3, prefix=True)
+            generate(model, PROMPT, max_new_tokens=3, prefix=True, stream=True)
 
 
 PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -216,11 +216,11 @@ PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0)
 def decoder(dtype=torch.float64, **fields):
     torch.manual_seed(0)
     small = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 12, "vocab": 7, "length": 60}
-    return Decoder(Config(**small | fields)).to(dtype).eval()
+    return Decoder(DecoderConfig(**small | fields)).to(dtype).eval()
 
 
 def tokens(*arguments, **options):
-    return torch.stack(list(generate(*arguments, **options)), 1)
+    return generate(*arguments, **options)
 
 
 SPECS = ["linear", "softmax", "linear; softmax(kv_heads=1)"]
@@ -238,7 +238,7 @@ def test_a_stack_that_is_all_prefix_is_the_bidirectional_one():
 def test_greedy_generation_is_argmax_of_recomputed_outputs(attention):
     model, found = decoder(attention=attention, positions="rotary"), {}
     for mode in (True, False):
-        found[mode] = tokens(model, PROMPT, tokens=9, temperature=0, prefix=mode)
+        found[mode] = tokens(model, PROMPT, max_new_tokens=9, temperature=0, prefix=mode)
         sequence = PROMPT
         for _ in range(9):
             inputs = torch.cat([torch.full((3, 1), model.start), sequence], 1)
@@ -276,9 +276,9 @@ def test_ragged_prompts_equal_separate_ones(side):
     model = decoder(attention="linear; softmax", positions="rotary")
     mask = torch.arange(11).expand(3, -1) < torch.tensor([11, 4, 0])[:, None]
     mask = mask.flip(1) if side == "left" else mask
-    found = tokens(model, PROMPT, mask=mask, tokens=6, temperature=0, prefix=True)
+    found = tokens(model, PROMPT, mask=mask, max_new_tokens=6, temperature=0, prefix=True)
     for row in range(3):
-        alone = tokens(model, PROMPT[row : row + 1, mask[row]], tokens=6, temperature=0, prefix=True)
+        alone = tokens(model, PROMPT[row : row + 1, mask[row]], max_new_tokens=6, temperature=0, prefix=True)
         assert torch.equal(found[row : row + 1], alone)
 
 
@@ -289,14 +289,14 @@ def test_the_engine_goes_on_from_a_prefix(monkeypatch):
     real = Engine.__call__
     monkeypatch.setattr(Engine, "__call__", lambda self, *given: calls.append(1) or real(self, *given))
     mask = torch.arange(11).expand(3, -1) < torch.tensor([11, 4, 0])[:, None]
-    found = tokens(model, PROMPT, mask=mask, tokens=20, seed=1, prefix=True)
+    found = tokens(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
     assert len(calls) == 19
     with backend("torch"):
-        expected = tokens(model, PROMPT, mask=mask, tokens=20, seed=1, prefix=True)
+        expected = tokens(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
     assert len(calls) == 19
     assert torch.equal(found, expected)
 
 
 def test_a_prefix_needs_a_prompt():
     with pytest.raises(ValueError, match="prefix=True reads a prompt in both directions, but no prompt came"):
-        generate(decoder(), tokens=3, prefix=True)
+        generate(decoder(), max_new_tokens=3, prefix=True, stream=True)

@@ -146,8 +146,8 @@ def test_an_unknown_backend_is_refused_and_the_choice_ends_with_the_block():
     with pytest.raises(ValueError, match=r"unknown backend 'torhc' \(did you mean 'torch'\?\)"), backend("torhc"):
         pass
     with backend("reference"):
-        assert ops._backend == "reference"
-    assert ops._backend == "auto"
+        assert ops.backends._backend == "reference"
+    assert ops.backends._backend == "auto"
 
 
 class TestLinearAttention:

@@ -97,12 +97,12 @@ def test_a_long_sequence_takes_memory_for_its_windows_alone():
 def test_real_tokens_stand_together_and_go_back():
     x, mask = data(3, 7, 2), torch.rand(3, 7, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[2] = False
-    (moved,) = rows.together(mask, x)
+    (moved,) = rows.gather_valid(mask, x)
     for row in range(3):
         torch.testing.assert_close(moved[row, : mask[row].sum()], x[row, mask[row]])
-    torch.testing.assert_close(rows.back(mask, moved)[mask], x[mask])
+    torch.testing.assert_close(rows.scatter_back(mask, moved)[mask], x[mask])
     before = data(3, 4, 2, seed=1)
-    kept = rows.ending(torch.cat([before, moved], 1), mask, 4)
+    kept = rows.last_valid(torch.cat([before, moved], 1), mask, 4)
     for row in range(3):
         torch.testing.assert_close(kept[row], torch.cat([before[row], x[row, mask[row]]])[-4:])
 
@@ -110,4 +110,6 @@ def test_real_tokens_stand_together_and_go_back():
 def test_what_is_kept_shares_no_memory():
     """A view would keep all tokens alive."""
     tokens = data(2, 9, 3)
-    assert rows.ending(tokens, None, 4).data_ptr() not in range(tokens.data_ptr(), tokens.data_ptr() + tokens.nbytes)
+    assert rows.last_valid(tokens, None, 4).data_ptr() not in range(
+        tokens.data_ptr(), tokens.data_ptr() + tokens.nbytes
+    )

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from longspan import checks
-from longspan.checks import Broken, Gauge
-from longspan.checks.rounding import Question
+from longspan import testing
+from longspan.testing import Broken, Gauge
+from longspan.testing.rounding import Question
 
 X = torch.tensor([[1.0, 1.0], [1.0, -1.0 + 1e-5]], dtype=torch.float64)  # sums of 2, and of 1e-5
 
@@ -50,8 +50,8 @@ def test_an_error_within_the_tolerance_needs_no_excuse(module):
 
 
 def test_a_report_says_what_was_excused():
-    report = checks.Report(
-        "x", (checks.Row("oracle", "passed", 1e-6, 1e-5, "The law.", 3e-4), checks.Row("a", "passed", 0, 0, ""))
+    report = testing.Report(
+        "x", (testing.Row("oracle", "passed", 1e-6, 1e-5, "The law.", 3e-4), testing.Row("a", "passed", 0, 0, ""))
     )
     assert str(report).splitlines()[1].endswith("The law. Beyond: 3.0e-04, where the data's roundings are magnified.")
     assert str(report).count("Beyond") == 1

@@ -15,13 +15,13 @@ X = torch.arange(2.0 * N).view(2, N, 1)
 @pytest.mark.parametrize("axis", [1, 2])
 def test_real_tokens_go_to_the_front_and_back(axis):
     x = X.expand(-1, -1, 3).movedim(1, axis)
-    (moved,) = rows.together(MASK, x, axis=axis)
+    (moved,) = rows.gather_valid(MASK, x, axis=axis)
     assert moved.movedim(axis, 1)[0, :9, 0].tolist() == [0, 1, 2, 5, 6, 7, 8, 9, 10]
     assert moved.movedim(axis, 1)[1, :10, 0].tolist() == list(range(12, 22))
-    again = rows.back(MASK, moved, axis=axis)
+    again = rows.scatter_back(MASK, moved, axis=axis)
     assert again.movedim(axis, 1)[MASK].equal(x.movedim(axis, 1)[MASK])
-    assert rows.together(None, x)[0] is x
-    assert rows.back(None, x) is x
+    assert rows.gather_valid(None, x)[0] is x
+    assert rows.scatter_back(None, x) is x
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -64,7 +64,7 @@ def test_the_first_sequence_goes_on_with_the_state_and_the_last_leaves_it():
         total = state[0][:, None] + (x * real[..., None]).cumsum(1)
         return total, (total[:, -1],)
 
-    y, (after,) = rows.apart(run, X, (torch.tensor([[100.0], [1000.0]]),), MASK, SEGMENTS)
+    y, (after,) = rows.split_packed(run, X, (torch.tensor([[100.0], [1000.0]]),), MASK, SEGMENTS)
     assert y[0, :, 0].tolist() == [100, 101, 103, 0, 0, 5, 11, 18, 26, 9, 19]
     assert y[1, 1:3, 0].tolist() == [1012, 1025]
     assert after.tolist() == [[19], [1000 + sum(range(12, 22))]]

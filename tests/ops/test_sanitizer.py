@@ -52,9 +52,13 @@ def run(tmp_path):
 
     def call(package, *arguments):
         return subprocess.run(
-            [sys.executable, "-P", *arguments], cwd=ROOT, env=environment | {"PYTHONPATH": str(package)},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            [sys.executable, "-P", *arguments],
+            cwd=ROOT,
+            env=environment | {"PYTHONPATH": str(package)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     return call
 

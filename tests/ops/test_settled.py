@@ -5,8 +5,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.attention import build
-from longspan.config import StackConfig
-from longspan.stacks import Stack
+from longspan.models.config import StackConfig
+from longspan.models.stacks import Stack
 
 N = 7
 MASK = torch.tensor([[True] * 5 + [False] * 2, [False] + [True] * 6])
@@ -35,10 +35,15 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("arguments", [
-    {"segments": SEGMENTS.sort(1).values}, {"segments": SEGMENTS.sort(1).values, "mask": MASK}, {"prefix": PREFIX},
-    {"prefix": PREFIX, "mask": MASK},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"segments": SEGMENTS.sort(1).values},
+        {"segments": SEGMENTS.sort(1).values, "mask": MASK},
+        {"prefix": PREFIX},
+        {"prefix": PREFIX, "mask": MASK},
+    ],
+)
 def test_values_are_fetched_once_whatever_the_depth(arguments):
     counts = []
     for depth in (1, 2, 5):
@@ -51,10 +56,14 @@ def test_values_are_fetched_once_whatever_the_depth(arguments):
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax", "linear; softmax; kernel"])
-@pytest.mark.parametrize("arguments", [
-    {"segments": SEGMENTS, "mask": torch.tensor([[True] * 2 + [False] + [True] * 4, [True] * 7])},
-    {"prefix": PREFIX}, {"prefix": PREFIX, "mask": MASK},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"segments": SEGMENTS, "mask": torch.tensor([[True] * 2 + [False] + [True] * 4, [True] * 7])},
+        {"prefix": PREFIX},
+        {"prefix": PREFIX, "mask": MASK},
+    ],
+)
 def test_layers_get_what_they_would_have_made_of_it_themselves(attention, arguments):
     model, x = stack(3, attention), data()
     y = x

@@ -5,15 +5,23 @@ import torch
 
 import longspan
 from longspan import patterns
-from longspan.ops import backend, sparse
+from longspan.ops import sparse
+from longspan.ops.backends import backend
 from longspan.ops.native.call import available
 from longspan.ops.sparse import blockwise, sums
 
 # Windows, blocks of a size of their own, far tokens that become classes, heads that differ, rows that see nothing.
 PATTERNS = (
-    "causal", "causal & band(40)", "band(30)", "causal & block(48)", "causal & (band(9) | globals(4))",
-    "causal & dilated(3, stride=17)", "causal - band(40)", "strided(20)", "random(2)",
-)  # fmt: skip
+    "causal",
+    "causal & band(40)",
+    "band(30)",
+    "causal & block(48)",
+    "causal & (band(9) | globals(4))",
+    "causal & dilated(3, stride=17)",
+    "causal - band(40)",
+    "strided(20)",
+    "random(2)",
+)
 SIZES = ((1, 200), (37, 200), (64, 192), (130, 131), (90, 90))  # queries, tokens
 WAYS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not available(), reason="no kernels here"))]
 

@@ -8,7 +8,7 @@ import torch
 import longspan
 from longspan import backend
 from longspan.ops.softmax import dense, similarity
-from longspan.states import cache
+from longspan.states import kv_cache
 
 
 def randn(*shape, seed=0):
@@ -115,27 +115,27 @@ class TestSimilarity:
 
 class TestCache:
     def test_slots_are_positions_of_real_tokens(self):
-        start = cache.empty(2, 1, 0, 1, torch.zeros(()))
+        start = kv_cache.empty(2, 1, 0, 1, torch.zeros(()))
         k = torch.arange(10.0).view(2, 1, 5, 1)
         mask = torch.tensor([[False, True, False, True, True], [True, True, False, False, False]])
-        _, after = cache.extend(start, k, k, mask=mask)
+        _, after = kv_cache.extend(start, k, k, mask=mask)
         assert after.length.tolist() == [3, 2]
         assert after.keys[0, 0, :3, 0].tolist() == [1, 3, 4]
         assert after.keys[1, 0, :2, 0].tolist() == [5, 6]
 
     def test_donated_slots_are_written_in_place_until_they_run_out(self):
-        state = cache.empty(1, 1, 2, 1, torch.zeros(()))
+        state = kv_cache.empty(1, 1, 2, 1, torch.zeros(()))
         one = torch.ones(1, 1, 1, 1)
         place = state.keys.data_ptr()
         for i in range(1, 6):
-            _, state = cache.extend(state, i * one, one, donate=True)
+            _, state = kv_cache.extend(state, i * one, one, donate=True)
             assert (state.keys.data_ptr() == place) == (i <= 2)
         assert state.keys[0, 0, :5, 0].tolist() == [1, 2, 3, 4, 5]
         assert state.keys.shape[2] == 8  # 2, 4, 8
 
     def test_a_kept_state_takes_only_the_slots_it_needs(self):
-        state = cache.empty(1, 1, 7, 1, torch.zeros(()))
-        _, state = cache.extend(state, torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))
+        state = kv_cache.empty(1, 1, 7, 1, torch.zeros(()))
+        _, state = kv_cache.extend(state, torch.ones(1, 1, 3, 1), torch.ones(1, 1, 3, 1))
         assert state.keys.shape[2] == 3
 
 

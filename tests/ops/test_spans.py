@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longspan import backend
-from longspan.ops import linear, memory
+from longspan.ops import buffers, linear
 from longspan.ops.linear import features, workspace
 
 EPS = 1e-3  # large enough to be seen
@@ -354,7 +354,7 @@ class TestMaps:
 
 
 def test_buffers_of_one_name_share_memory_though_it_grew():
-    make = memory.Buffers(torch.zeros(1))
+    make = buffers.Buffers(torch.zeros(1))
     first = make("a", 4)
     grown, small, other = make("a", 2, 8), make("a", 4), make("b", 4)
     assert small.data_ptr() == grown.data_ptr() != first.data_ptr()

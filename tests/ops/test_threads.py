@@ -105,6 +105,7 @@ def test_threads_at_once():
                     assert torch.equal(found[1], right[1])
 
 
+@pytest.mark.full
 def test_forked_children():
     """One thread in each. torch's own operations need it too: DataLoader sets it in its workers, and here the last."""
     script("""
@@ -133,6 +134,7 @@ def test_forked_children():
     """)
 
 
+@pytest.mark.full
 def test_workers_of_a_data_loader():
     script("""
         class Steps(torch.utils.data.Dataset):
@@ -151,6 +153,7 @@ def test_workers_of_a_data_loader():
     """)
 
 
+@pytest.mark.full
 def test_a_fork_while_the_kernels_are_loaded():
     script("""
         build._found.clear()
@@ -172,6 +175,7 @@ def test_a_fork_while_the_kernels_are_loaded():
     """)
 
 
+@pytest.mark.full
 @needs_linux
 def test_one_pool_of_threads():
     """torch and the kernels share one OpenMP runtime."""
@@ -186,6 +190,7 @@ def test_one_pool_of_threads():
     """)
 
 
+@pytest.mark.full
 @needs_linux
 @needs_compiler
 def test_the_runtime_of_torch_becomes_visible(tmp_path):

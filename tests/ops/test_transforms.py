@@ -9,7 +9,8 @@ from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 
 import longspan
 from longspan import backend, decay_attention, delta_rule, linear_attention, sparse_attention
-from longspan.attention.base import REGISTRY, names
+from longspan.attention.base import REGISTRY
+from longspan.attention.registry import list_mechanisms
 
 B, H, D, E = 2, 2, 4, 3
 
@@ -71,8 +72,10 @@ class TestOperations:
         leaves = [t.clone().requires_grad_() for t in inputs]
         out = function(*leaves)
         u = out.detach().sin()
-        there = [g if g is not None else torch.zeros_like(t) for g, t in zip(
-            torch.autograd.grad(out, leaves, u, allow_unused=True), leaves, strict=True)]  # fmt: skip
+        there = [
+            g if g is not None else torch.zeros_like(t)
+            for g, t in zip(torch.autograd.grad(out, leaves, u, allow_unused=True), leaves, strict=True)
+        ]
         expected = sum((g * t).sum() for g, t in zip(there, tangents, strict=True))
         with forward_ad.dual_level():
             dual = function(*(forward_ad.make_dual(t, d) for t, d in zip(inputs, tangents, strict=True)))
@@ -201,7 +204,7 @@ def test_whole_mechanisms(text):
     assert torch.isfinite(second).all()
 
 
-WAYS = [(name, way) for name in names() for way in REGISTRY[name].directions]
+WAYS = [(name, way) for name in list_mechanisms() for way in REGISTRY[name].directions]
 WAYS.remove(("transformer_xl", "bidirectional"))  # its example has segments, which that form has not
 
 

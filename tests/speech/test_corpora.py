@@ -55,8 +55,10 @@ def test_who_is_held_out_is_in_no_training(folder):
         assert {one.speaker for epoch in range(3) for one in found.train(epoch)} == {"ann", "bob", "cy"} - {held}
         assert {one.speaker for one in found.held["test"]} == {held}
         assert {one.speaker for part in ("validation", "official") for one in found.held[part]} == {
-            "ann", "bob", "cy"
-        } - {held}  # fmt: skip
+            "ann",
+            "bob",
+            "cy",
+        } - {held}
 
 
 def test_every_recording_comes_once_in_each_epoch(folder):

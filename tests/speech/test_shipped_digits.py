@@ -11,22 +11,23 @@ pytest.importorskip("kaldi_native_fbank", reason="filter banks: pip install long
 pytest.importorskip("matplotlib", reason="the script reads the experiment: pip install longspan[plot]")
 
 from data_files import shared
-from longspan import checkpoint, shipped
-from longspan.cli import main
-from longspan.config import TranscriberConfig
-from longspan.speech import Listener, fsdd, transcribe, wav
+from longspan.cli.entry import main
+from longspan.generation.transcription import Listener, transcribe
+from longspan.models import checkpoint, pretrained
+from longspan.models.config import TranscriberConfig
+from longspan.speech import fsdd, wav
 from longspan.speech.digits import SPOKEN
 from recordings import fsdd as fsdd_folder
 from recordings import write
 
 ROOT = Path(__file__).parents[2]
-NAMES = shipped.names("transcriber")
+NAMES = pretrained.names("transcriber")
 
 
 @pytest.fixture(scope="module")
 def script():
-    """``docs/shipped_speech.py``, as a module."""
-    found = importlib.util.spec_from_file_location("shipped_speech", ROOT / "docs" / "shipped_speech.py")
+    """``tools/shipped_speech.py``, as a module."""
+    found = importlib.util.spec_from_file_location("shipped_speech", ROOT / "tools" / "shipped_speech.py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
@@ -43,11 +44,11 @@ def test_digits_are_there():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_is_small_and_says_how_it_was_made(name):
-    folder = shipped.path(name)
+    folder = pretrained.path(name)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, shipped.RECORD}
+    assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, pretrained.RECORD}
     assert sum(files.values()) < 3e6
-    record, header, model = shipped.record(name), checkpoint.read_config(folder), shipped.load(name)
+    record, header, model = pretrained.record(name), checkpoint.read_config(folder), pretrained.load(name)
     assert record["command"].startswith("longspan reproduce speech --scale laptop --data fsdd:PATH ")
     assert record["seed"] == header["run"]["seed"]
     assert record["epochs"] == header["run"]["epochs"] == record["curve"][-1][0]
@@ -58,13 +59,13 @@ def test_a_model_is_small_and_says_how_it_was_made(name):
     assert model.config.causal
     assert model.config.labels.split() == list(SPOKEN)
     # No folder of the machine that made it.
-    texts = [(folder / file).read_text() for file in (checkpoint.CONFIG, shipped.RECORD)]
+    texts = [(folder / file).read_text() for file in (checkpoint.CONFIG, pretrained.RECORD)]
     assert not any(re.search(r'"(/|~|\w:\\)|:/(?!/)', text) for text in texts)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_record_says_is_far_from_chance(name):
-    record = shipped.record(name)
+    record = pretrained.record(name)
     for part in ("held-out speaker", "official test, other speakers"):
         found = record["recordings"][part]
         assert found["right"] / found["count"] > 0.5  # of ten digits one is right by chance
@@ -73,7 +74,7 @@ def test_what_the_record_says_is_far_from_chance(name):
 
 def test_the_record_has_the_errors_of_these_recordings(recordings, script):
     found, checksum = recordings
-    record, model = shipped.record("digits"), shipped.load("digits")
+    record, model = pretrained.record("digits"), pretrained.load("digits")
     assert record["data"] == {"fsdd": checksum}
     held = record["held_out_speaker"]
     assert script.heard(model, script.official(found, held)) == record["recordings"]["official test, other speakers"]
@@ -84,7 +85,7 @@ def test_the_record_has_the_errors_of_these_recordings(recordings, script):
 
 def test_a_file_is_transcribed_at_other_rates_and_in_a_stream(recordings, tmp_path, capsys):
     found, _ = recordings
-    held = shipped.record("digits")["held_out_speaker"]
+    held = pretrained.record("digits")["held_out_speaker"]
     known = [one for one in found if one.speaker != held]
     spoken = [next(one for one in known if one.digit == digit) for digit in range(10)]  # of the official test
     silence = torch.zeros(1600)
@@ -97,12 +98,12 @@ def test_a_file_is_transcribed_at_other_rates_and_in_a_stream(recordings, tmp_pa
     right = sum(word in whole.split() for word in SPOKEN)
     assert right >= 5
     twice = samples.repeat_interleave(2)  # at double the rate; what is too high is filtered out
-    again = transcribe(shipped.load("digits"), twice, 16000)
+    again = transcribe(pretrained.load("digits"), twice, 16000)
     assert len(set(again) & set(whole.split())) >= right - 2
 
 
 def test_listening_is_transcribing(recordings):
-    model, (found, _) = shipped.load("digits"), recordings
+    model, (found, _) = pretrained.load("digits"), recordings
     for one in found[::251]:
         for size in (80, 1234):
             listener = Listener(model, fsdd.RATE)
@@ -115,21 +116,21 @@ def test_listening_is_transcribing(recordings):
 
 def test_an_experiment_becomes_a_model(script, tmp_path, monkeypatch, capsys):
     folder = fsdd_folder(tmp_path / "recordings")
-    monkeypatch.setattr(shipped, "FOLDER", tmp_path / "package")
+    monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
     words = "--encoders gla --direction causal --positions none --units words --epochs 2 --lengths 100".split()
     out = tmp_path / "out"
     assert main(["reproduce", "speech", "--quick", "--data", f"fsdd:{folder}", "--out", str(out), *words]) == 0
     record = script.ship(out, "gla", str(folder), "toy")
-    assert record == shipped.record("toy")
+    assert record == pretrained.record("toy")
     assert record["command"].startswith("longspan reproduce speech --quick --data fsdd:PATH --units words ")
     assert record["held_out_speaker"] == "cy"
     assert record["recordings"]["held-out speaker"]["count"] == 6
     assert record["recordings"]["official test, other speakers"]["count"] == 4
-    model = shipped.load("toy")
+    model = pretrained.load("toy")
     assert type(model.config) is TranscriberConfig
     best = checkpoint.load(out / "speech-work" / "gla").state_dict()
     assert all(torch.equal(value, best[key].bfloat16().float()) for key, value in model.state_dict().items())
-    assert str(tmp_path) not in (shipped.path("toy") / checkpoint.CONFIG).read_text()
+    assert str(tmp_path) not in (pretrained.path("toy") / checkpoint.CONFIG).read_text()
     with pytest.raises(ValueError, match=r"speech\.json has no training of linear"):
         script.ship(out, "linear", str(folder), "toy")
     (folder / "0_ann_0.wav").unlink()

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import checkpoint
-from longspan.speech import Transcriber, TranscriberState
-from longspan.speech.model import Front
+from longspan.models import checkpoint
+from longspan.models.transcriber import Front, Transcriber, TranscriberState
 from recordings import config, transcriber
 
 # Every family that has a state, with positions that go on.
@@ -105,7 +104,7 @@ def test_less_than_a_token_is_none():
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_transcriber_is_a_checkpoint(tmp_path, causal):
     model = transcriber(attention="gla; linear" if causal else "linear", causal=causal, rate=0)
-    checkpoint.save(tmp_path / "m", model, extra={"run": {"data": "tones"}})
+    checkpoint.save(model, tmp_path / "m", extra={"run": {"data": "tones"}})
     again = checkpoint.load(tmp_path / "m")
     assert type(again) is Transcriber
     assert again.config == model.config

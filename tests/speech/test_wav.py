@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from longspan import files
+from longspan._utils import atomic_io
 from longspan.speech import wav
 from recordings import noise, riff, wav_bytes, write
 
@@ -88,7 +88,7 @@ BAD = {
     "no format": (b"RIFF\0\0\0\0WAVEdata\4\0\0\0abcd", "has a data chunk before its format chunk"),
     "short format": (b"RIFF\0\0\0\0WAVEfmt \4\0\0\0abcddata\0\0\0\0", "has a format chunk of 4 bytes; at least 16"),
     "huge format": (b"RIFF\0\0\0\0WAVEfmt \377\377\377\377abcd", r"has a chunk b'fmt ' of 4294967295 bytes before its"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BAD)
@@ -164,7 +164,7 @@ def test_a_named_pipe_is_a_stream(tmp_path):
 def test_a_named_pipe_without_a_writer_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    monkeypatch.setattr(files.open_stream, "__defaults__", (0.05,))
+    monkeypatch.setattr(atomic_io.open_stream, "__defaults__", (0.05,))
     with pytest.raises(ValueError, match=r"cannot read .*pipe: no program wrote to this FIFO within 0\.05 s"):
         wav.read(path)
 

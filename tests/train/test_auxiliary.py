@@ -10,14 +10,16 @@ import torch
 from test_resume import press_at
 
 import longspan
-from longspan import checkpoint
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.auxiliary import Auxiliary, weight_of
 from training_process import tiny, weights
 
-DEEP = Config(dim=8, heads=2, feedforward=12, depth=4, attention="linear; softmax", vocab=17, length=64, dropout=0.1)
+DEEP = DecoderConfig(
+    dim=8, heads=2, feedforward=12, depth=4, attention="linear; softmax", vocab=17, length=64, dropout=0.1
+)
 
 
 @pytest.fixture(autouse=True)

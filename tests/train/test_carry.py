@@ -16,22 +16,26 @@ import torch
 from test_resume import press_at, wait_for
 
 import longspan
-from longspan import checkpoint, data
-from longspan.config import Config
+from longspan import data
 from longspan.data.streams import Stream
-from longspan.model import Decoder
-from longspan.train import Run, along, carry, fit
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
+from longspan.train import TrainConfig, fit, streaming_eval, tbptt
 from longspan.train.evaluate import total
-from longspan.train.objective import Streams
+from longspan.train.objectives import Streams
 from training_process import weights
 
 SPECS = (
-    "transformer_xl(memory=9)", "linear; local(window=5)", "gated_deltanet",
-    "compressive(memory=5, compressed=3, rate=2)", "infini(segment=6)",
-)  # fmt: skip
-XL = Config(
+    "transformer_xl(memory=9)",
+    "linear; local(window=5)",
+    "gated_deltanet",
+    "compressive(memory=5, compressed=3, rate=2)",
+    "infini(segment=6)",
+)
+XL = DecoderConfig(
     dim=8, depth=2, heads=2, feedforward=12, attention=SPECS[0], vocab=256, positions="none", dropout=0.1
-)  # fmt: skip
+)
 LENGTH = 11
 
 
@@ -54,10 +58,21 @@ def text(tmp_path_factory):
 
 
 def run(folder, text, **fields):
-    return Run(**{
-        "data": text, "length": LENGTH, "stream": True, "steps": 11, "batch": 3, "evaluate_every": 4,
-        "evaluate_examples": 7, "save_every": 3, "warmup": 2, "out": str(folder / "run"),
-    } | fields)  # fmt: skip
+    return TrainConfig(
+        **{
+            "data": text,
+            "length": LENGTH,
+            "stream": True,
+            "steps": 11,
+            "batch": 3,
+            "evaluate_every": 4,
+            "evaluate_examples": 7,
+            "save_every": 3,
+            "warmup": 2,
+            "out": str(folder / "run"),
+        }
+        | fields
+    )
 
 
 class TestObjective:
@@ -95,8 +110,8 @@ class TestObjective:
         assert not any(leaf.requires_grad for leaf in torch.utils._pytree.tree_leaves(before))
         stretch = made.batch(1, 0, 1)
         found = torch.autograd.grad(made.loss(model, stretch).total, model.parameters(), allow_unused=True)
-        state = longspan.detach(before)
-        state = carry.renewed(state, model.init_state(3), stretch.fresh)
+        state = longspan.states.detach(before)
+        state = tbptt.renewed(state, model.init_state(3), stretch.fresh)
         outputs, _ = model(stretch.inputs, state, segments=stretch.segments)
         loss = -model.likelihood.log_prob(outputs, stretch.targets).mean()
         for one, other in zip(found, torch.autograd.grad(loss, model.parameters(), allow_unused=True), strict=True):
@@ -117,17 +132,17 @@ class TestObjective:
                     one.read(model, one.batch(index, rank, 2), None)
         every = alone.get_extra_state()["leaves"]
         for rank, one in enumerate(ranks):
-            other = carry.Carry(model, 3)
+            other = tbptt.Carry(model, 3)
             other.restore(every, rank, 2)
             for mine, leaf in zip(one.get_extra_state()["leaves"], other.leaves(), strict=True):
                 torch.testing.assert_close(mine, leaf)
 
     def test_states_of_other_rows_are_refused(self, tmp_path, text):
         model = Decoder(XL)
-        other = carry.Carry(model, 4)
+        other = tbptt.Carry(model, 4)
         other.end(other.begin(torch.ones(4) > 0))
         with pytest.raises(ValueError, match=r"are 5 tensors of 4 rows, and this run has 5 of 3"):
-            carry.Carry(model, 3).restore(other.leaves())
+            tbptt.Carry(model, 3).restore(other.leaves())
 
     def test_a_state_lasts_while_spans_grow(self, tmp_path, text):
         config = replace(XL, attention="adaptive_span(span=30, ramp=4)", dropout=0.0)
@@ -178,9 +193,9 @@ class TestTraining:
 
     def test_the_state_changes_what_is_learned(self, tmp_path, text, whole, monkeypatch):
         def forgets(self, state):
-            self.state = carry.first(self.model, self.batch)
+            self.state = tbptt.first(self.model, self.batch)
 
-        monkeypatch.setattr(carry.Carry, "end", forgets)
+        monkeypatch.setattr(tbptt.Carry, "end", forgets)
         fit(XL, run(tmp_path, text), progress=False)
         assert weights(tmp_path) != weights(whole)
 
@@ -188,7 +203,7 @@ class TestTraining:
         result = fit(XL, run(tmp_path, text, steps=2, evaluate_examples=0), progress=False)
         dataset, model = data.load(text, LENGTH), longspan.load(tmp_path / "run")
         for split in ("validation", "test"):
-            nats, tokens = along.carried(model, dataset, split, 1).tolist()
+            nats, tokens = streaming_eval.carried(model, dataset, split, 1).tolist()
             assert result.bits[split] == pytest.approx(nats / tokens / math.log(2))
 
     def test_other_devices_have_other_rows(self, tmp_path, text, whole):
@@ -212,6 +227,7 @@ class TestTraining:
 
 
 class TestProcesses:
+    @pytest.mark.full
     def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, text):
         fields = {"steps": 16, "accumulate": 2, "save_every": 3}
         whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -247,15 +263,15 @@ class TestEvaluation:
         model, dataset = Decoder(XL).double(), data.load(text, LENGTH)
         stream = Stream(dataset, "train")
         for rows, examples in ((1, 0), (4, 0), (3, 50)):
-            found = along.carried(model, dataset, "train", rows, examples)
+            found = streaming_eval.carried(model, dataset, "train", rows, examples)
             nats, count = 0.0, 0
             model.eval()
-            for part in along.stretches(stream.count, rows, examples or stream.count):
+            for part in streaming_eval.stretches(stream.count, rows, examples or stream.count):
                 begin, end = part.start * LENGTH, part.stop * LENGTH
                 marks = [begin, *(d for d in dataset.documents["train"].tolist() if begin < d < end), end]
                 for first, last in itertools.pairwise(marks):
                     tokens = dataset.splits["train"][None, first:last].long()
-                    nats -= longspan.score(model, tokens).item()
+                    nats -= longspan.log_likelihood(model, tokens).item()
                     count += last - first
             model.train()
             assert found.tolist() == pytest.approx([nats, count])
@@ -264,8 +280,8 @@ class TestEvaluation:
     def test_the_ranks_shares_make_the_whole(self, text):
         torch.manual_seed(0)
         model, dataset = Decoder(XL).double(), data.load(text, LENGTH)
-        whole = along.carried(model, dataset, "train", 7, 60)
-        shares = sum(along.carried(model, dataset, "train", 7, 60, rank, 3) for rank in range(3))
+        whole = streaming_eval.carried(model, dataset, "train", 7, 60)
+        shares = sum(streaming_eval.carried(model, dataset, "train", 7, 60, rank, 3) for rank in range(3))
         torch.testing.assert_close(shares, whole)
 
     @pytest.mark.parametrize("stride", [1, 4, LENGTH])
@@ -273,9 +289,9 @@ class TestEvaluation:
         torch.manual_seed(0)
         config = replace(XL, attention="softmax", positions="learned", length=LENGTH)
         model, dataset = Decoder(config).double().eval(), data.load(text, LENGTH)
-        found = along.sliding(model, dataset, "validation", stride, 2, 8)
+        found = streaming_eval.sliding(model, dataset, "validation", stride, 2, 8)
         nats = 0.0
-        for part in along.stretches(Stream(dataset, "validation").count, 2, 8):
+        for part in streaming_eval.stretches(Stream(dataset, "validation").count, 2, 8):
             tokens = dataset.splits["validation"][part.start * LENGTH : part.stop * LENGTH].long()
             for at in range(len(tokens)):
                 # The first window in which the token stands.
@@ -290,17 +306,17 @@ class TestEvaluation:
         torch.manual_seed(0)
         config = replace(XL, attention="softmax", positions="learned", length=LENGTH)
         model, dataset = Decoder(config).double().eval(), data.load(text, LENGTH)
-        slid = along.sliding(model, dataset, "validation", LENGTH, 1)
+        slid = streaming_eval.sliding(model, dataset, "validation", LENGTH, 1)
         torch.testing.assert_close(slid, total(model, dataset, "validation", 5))
 
     def test_refused(self, text):
         dataset = data.load(text, LENGTH)
         with pytest.raises(ValueError, match="stride=12 must be from 1 to 11, the tokens of a window"):
-            along.sliding(Decoder(XL), dataset, "test", 12, 1)
+            streaming_eval.sliding(Decoder(XL), dataset, "test", 12, 1)
         with pytest.raises(ValueError, match="rows=9 must be from 1 to 7, the windows that are read"):
-            along.sliding(Decoder(XL), dataset, "test", 1, 9, 7)
+            streaming_eval.sliding(Decoder(XL), dataset, "test", 1, 9, 7)
         with pytest.raises(ValueError, match="the state of softmax keeps every token"):
-            along.carried(Decoder(replace(XL, attention="softmax")), dataset, "test", 1)
+            streaming_eval.carried(Decoder(replace(XL, attention="softmax")), dataset, "test", 1)
 
 
 def states(folder):

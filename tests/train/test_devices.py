@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import longspan
-from longspan.attention import examples, names
+from longspan.attention import list_mechanisms, mechanism_examples
 from longspan.attention.base import REGISTRY, own_options
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 from training_process import TINY
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12}
@@ -26,7 +26,7 @@ GATES = ("gru", "input", "output", "highway", "sigtanh")
 def options(name):
     """Its examples, its defaults, and each with every switch and every optional choice turned."""
     cls, seen = REGISTRY[name], []
-    for spec in dict.fromkeys([*examples(name), name]):
+    for spec in dict.fromkeys([*mechanism_examples(name), name]):
         try:
             with torch.random.fork_rng():
                 given = {p: getattr(built(spec), p) for p in own_options(cls)}
@@ -48,7 +48,7 @@ def without_gradient(module, call):
     return [name for (name, _), grad in zip(module.named_parameters(), found, strict=True) if grad is None]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_mechanisms())
 def test_outputs_alone_give_every_parameter_a_gradient(name):
     """Not only the penalty does, and not only long sequences do: data-parallel training waits for all of them."""
     cls = REGISTRY[name]
@@ -65,7 +65,7 @@ def test_outputs_alone_give_every_parameter_a_gradient(name):
 
 @pytest.mark.parametrize(("stack", "residual"), [*((s, "add") for s in STACKS), *(("plain", g) for g in GATES)])
 def test_so_do_stacks(stack, residual):
-    config = Config(**SIZES, depth=2, attention="gla", vocab=5, stack=stack, residual=residual)
+    config = DecoderConfig(**SIZES, depth=2, attention="gla", vocab=5, stack=stack, residual=residual)
     tokens = torch.randint(5, (2, 7), generator=torch.Generator().manual_seed(0))
     assert without_gradient(Decoder(config).train(), lambda m: m(m.shift(tokens))[0].sum()) == []
 
@@ -82,7 +82,7 @@ class Loss(nn.Module):
 def test_compressive_takes_a_second_step_of_data_parallel_training(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        config = Config(**SIZES, depth=2, attention="compressive", positions="none", vocab=5)
+        config = DecoderConfig(**SIZES, depth=2, attention="compressive", positions="none", vocab=5)
         module = DistributedDataParallel(Loss(Decoder(config)))
         for _ in range(2):
             module(torch.randint(5, (2, 9))).backward()

@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 import longspan
-from longspan.attention import examples, names
+from longspan.attention import list_mechanisms, mechanism_examples
 from longspan.attention.base import REGISTRY
-from longspan.config import Config, EncoderConfig, Seq2SeqConfig
-from longspan.model import Decoder, Encoder
-from longspan.seq2seq import Seq2Seq
-from longspan.train import Run, engine, parameter_groups
+from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
+from longspan.models.decoder import Decoder
+from longspan.models.encoder import Encoder
+from longspan.models.seq2seq import Seq2Seq
+from longspan.train import TrainConfig, loop, parameter_groups
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12, "depth": 1}
 # Parameters of two dimensions or more that are neither matrices nor filters, by mechanism.
@@ -42,10 +43,10 @@ def split(model):
     return [set(group) for group in groups]
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", list_mechanisms())
 def test_every_parameter_of_a_mechanism_is_in_one_group(name):
     seen = set()
-    for spec in examples(name):
+    for spec in mechanism_examples(name):
         module = built(spec)
         decayed, spared = split(module)
         assert {parameter for parameter in decayed if module.get_parameter(parameter).ndim < 2} == set()
@@ -58,13 +59,15 @@ def test_every_parameter_of_a_mechanism_is_in_one_group(name):
 def test_what_a_mechanism_spares_is_there():
     for name, cls in REGISTRY.items():
         for part in cls.no_decay:
-            assert any(hasattr(built(spec), part) for spec in examples(name)), (name, part)
+            assert any(hasattr(built(spec), part) for spec in mechanism_examples(name)), (name, part)
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        Decoder(Config(**SIZES, attention="gated_deltanet", tied=True, norm="rms", residual="highway", vocab=11)),
+        Decoder(
+            DecoderConfig(**SIZES, attention="gated_deltanet", tied=True, norm="rms", residual="highway", vocab=11)
+        ),
         Encoder(EncoderConfig(**SIZES, attention="softmax", positions="learned", vocab=11, outputs=3, pool="mean")),
         Seq2Seq(Seq2SeqConfig(**SIZES, attention="ssd", encoder_attention="linear", vocab=11)),
     ],
@@ -84,9 +87,9 @@ def test_frozen_parameters_are_in_no_group():
 
 
 def test_training_uses_them():
-    model = Decoder(Config(**SIZES, attention="kda", vocab=17, length=64))
-    run = Run(weight_decay=0.25)
-    optimizer = engine.Task(model, run, nn.Module()).configure_optimizers()  # type: ignore[arg-type]
+    model = Decoder(DecoderConfig(**SIZES, attention="kda", vocab=17, length=64))
+    run = TrainConfig(weight_decay=0.25)
+    optimizer = loop.Task(model, run, nn.Module()).configure_optimizers()  # type: ignore[arg-type]
     ours = parameter_groups(model, 0.25)
     for group, expected in zip(optimizer.param_groups, ours, strict=True):
         assert group["weight_decay"] == expected["weight_decay"]

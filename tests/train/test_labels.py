@@ -12,10 +12,10 @@ from test_resume import press_at
 
 import longspan
 from longspan import data
-from longspan.cli import main
-from longspan.config import Config, EncoderConfig
-from longspan.model import Encoder
-from longspan.train import Run, fit, objective
+from longspan.cli.entry import main
+from longspan.models.config import DecoderConfig, EncoderConfig
+from longspan.models.encoder import Encoder
+from longspan.train import TrainConfig, fit, objectives
 from longspan.train.evaluate import classified
 from training_process import tiny, weights
 
@@ -63,11 +63,14 @@ class TestModel:
         for one in (mean, first):
             torch.testing.assert_close(one[2], made().head.bias)
 
-    @pytest.mark.parametrize(("fields", "message"), [
-        ({"labels": "a b c"}, r"labels='a b c' are 3 names of outputs=2; give one for each output"),
-        ({"labels": "a a"}, r"labels='a a' has a name twice"),
-        ({"pool": "last"}, r"unknown pool 'last'"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"labels": "a b c"}, r"labels='a b c' are 3 names of outputs=2; give one for each output"),
+            ({"labels": "a a"}, r"labels='a a' has a name twice"),
+            ({"pool": "last"}, r"unknown pool 'last'"),
+        ],
+    )
     def test_bad_fields_are_refused(self, fields, message):
         with pytest.raises(ValueError, match=message):
             replace(TINY, **fields)
@@ -89,15 +92,18 @@ class TestModel:
         model = made(positions="learned", length=5)
         torch.testing.assert_close(model.classify(["abcdefgh"])[1], model.classify(["abcde"])[1])
 
-    @pytest.mark.parametrize(("fields", "given", "message"), [
-        ({"labels": ""}, {}, "classify needs a model of bytes with labels"),
-        ({"pool": "none"}, {}, "classify needs a model of bytes with labels"),
-        ({"vocab": 300}, {}, "classify needs a model of bytes with labels"),
-        ({}, {"texts": "text"}, "texts must be a list of strings"),
-        ({}, {"texts": ["a", ""]}, "texts must be a list of strings"),
-        ({}, {"length": -1}, "length=-1 must not be negative"),
-        ({}, {"batch": 0}, "batch=0 must be at least 1"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("fields", "given", "message"),
+        [
+            ({"labels": ""}, {}, "classify needs a model of bytes with labels"),
+            ({"pool": "none"}, {}, "classify needs a model of bytes with labels"),
+            ({"vocab": 300}, {}, "classify needs a model of bytes with labels"),
+            ({}, {"texts": "text"}, "texts must be a list of strings"),
+            ({}, {"texts": ["a", ""]}, "texts must be a list of strings"),
+            ({}, {"length": -1}, "length=-1 must not be negative"),
+            ({}, {"batch": 0}, "batch=0 must be at least 1"),
+        ],
+    )
     def test_what_it_cannot_classify_is_refused(self, fields, given, message):
         with pytest.raises(ValueError, match=message):
             made(**fields).classify(**{"texts": ["a"]} | given)
@@ -110,7 +116,7 @@ def run(folder, **fields):
 class TestTraining:
     def test_loss_and_accuracy_are_means_over_texts(self):
         model, found = made(), data.load("labels:majority")
-        task = objective.build(model, Run(batch=7, data="labels:majority"), found)
+        task = objectives.build(model, TrainConfig(batch=7, data="labels:majority"), found)
         batch = task.batch(0, 0, 1)
         loss, parts = task.loss(model, batch)
         logits = torch.cat([model(t[m][None]) for t, m in zip(batch.tokens, batch.mask, strict=True)])
@@ -152,16 +158,23 @@ class TestTraining:
         assert 0 <= float(last["accuracy"]) <= 1
         assert 0 <= float(last["validation_accuracy"]) <= 1
 
-    @pytest.mark.parametrize(("config", "fields", "message"), [
-        (Config(vocab=256), {}, "labels:majority has labels; it trains an encoder, model.kind=encoder"),
-        (replace(TINY, pool="none"), {}, "pool='none' gives one output per token; a classifier needs pool='mean'"),
-        (replace(TINY, labels="b a"), {}, r"outputs=2 and labels='b a' do not fit labels:majority, whose 2 labels are"),
-        (replace(TINY, vocab=255), {}, "vocab=255 does not fit labels:majority"),
-        (replace(TINY, positions="learned", length=24), {}, "length=24 learned positions are too few"),
-        (TINY, {"stream": True}, "stream=True is for decoders"),
-        (TINY, {"targets": 2}, "targets=2 is for decoders"),
-        (TINY, {"data": "digits"}, "digits has neither sources nor labels, so it trains a decoder"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("config", "fields", "message"),
+        [
+            (DecoderConfig(vocab=256), {}, "labels:majority has labels; it trains an encoder, model.kind=encoder"),
+            (replace(TINY, pool="none"), {}, "pool='none' gives one output per token; a classifier needs pool='mean'"),
+            (
+                replace(TINY, labels="b a"),
+                {},
+                r"outputs=2 and labels='b a' do not fit labels:majority, whose 2 labels are",
+            ),
+            (replace(TINY, vocab=255), {}, "vocab=255 does not fit labels:majority"),
+            (replace(TINY, positions="learned", length=24), {}, "length=24 learned positions are too few"),
+            (TINY, {"stream": True}, "stream=True is for decoders"),
+            (TINY, {"targets": 2}, "targets=2 is for decoders"),
+            (TINY, {"data": "digits"}, "digits has neither sources nor labels, so it trains a decoder"),
+        ],
+    )
     def test_what_does_not_fit_is_refused(self, config, fields, message, tmp_path):
         with pytest.raises(ValueError, match=message):
             fit(config, run(tmp_path, **fields), progress=False)
@@ -180,8 +193,11 @@ class TestCommands:
         assert "; accuracy: validation " in capsys.readouterr().out
         recipe = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
         assert {name: recipe["model"][name] for name in ("kind", "vocab", "outputs", "labels")} == {
-            "kind": "encoder", "vocab": 256, "outputs": 2, "labels": "even odd"
-        }  # fmt: skip
+            "kind": "encoder",
+            "vocab": 256,
+            "outputs": 2,
+            "labels": "even odd",
+        }
         assert main(["eval", "run", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         model, labelled = longspan.load("run"), data.load("labels:a.jsonl")

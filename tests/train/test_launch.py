@@ -7,15 +7,20 @@ import sys
 
 import pytest
 
-from longspan import cli, signals
-from longspan.cli import main
+from longspan._utils import signals
+from longspan.cli import entry
+from longspan.cli.entry import main
 from longspan.train import fit, launch
 from training_process import TINY, tiny
 
 TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "2",
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "GROUP_RANK": "0",
+    "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "2",
-}  # fmt: skip
+}
 SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "train"}
 MODEL = [f"--model.{name}={value}" for name, value in TINY.to_dict().items()]
 
@@ -33,22 +38,29 @@ def put(monkeypatch, *environments, **more):
             monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(("environment", "devices", "message"), [
-    (TORCHRUN, 1, "torchrun started 2 processes, and run.devices is 1; set run.devices=2"),
-    (TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, 1, "torchrun started 2 processes"),
-    (TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, 2, "torchrun started 1 process, and run.devices is 2"),
-    (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 2, "on several machines; a run trains on one: pass --nnodes=1"),
-    (SLURM, 1, "srun started 2 processes, and run.devices is 1"),
-    (SLURM | {"SLURM_PROCID": "1"}, 1, "srun started 2 processes"),
-    (SLURM | {"SLURM_NTASKS": "1"}, 2, "srun started 1 process, and run.devices is 2"),
-    ({"WORLD_SIZE": "4", "RANK": "0"}, 1, "the launcher that set WORLD_SIZE started 4 processes"),
-    ({"RANK": ""}, 1, "RANK='' in the environment is not a whole number; unset RANK"),
-    ({"LOCAL_RANK": ""}, 1, "LOCAL_RANK='' in the environment is not a whole number"),
-    ({"RANK": "-1"}, 1, "RANK='-1' in the environment"),
-    ({"LOCAL_RANK": "first"}, 1, "LOCAL_RANK='first' in the environment"),
-    ({"WORLD_SIZE": "two"}, 1, "WORLD_SIZE='two' in the environment"),
-    ({"SLURM_NTASKS": "", "SLURM_PROCID": "0"}, 1, "SLURM_NTASKS='' in the environment"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "devices", "message"),
+    [
+        (TORCHRUN, 1, "torchrun started 2 processes, and run.devices is 1; set run.devices=2"),
+        (TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, 1, "torchrun started 2 processes"),
+        (
+            TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+            2,
+            "torchrun started 1 process, and run.devices is 2",
+        ),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 2, "on several machines; a run trains on one: pass --nnodes=1"),
+        (SLURM, 1, "srun started 2 processes, and run.devices is 1"),
+        (SLURM | {"SLURM_PROCID": "1"}, 1, "srun started 2 processes"),
+        (SLURM | {"SLURM_NTASKS": "1"}, 2, "srun started 1 process, and run.devices is 2"),
+        ({"WORLD_SIZE": "4", "RANK": "0"}, 1, "the launcher that set WORLD_SIZE started 4 processes"),
+        ({"RANK": ""}, 1, "RANK='' in the environment is not a whole number; unset RANK"),
+        ({"LOCAL_RANK": ""}, 1, "LOCAL_RANK='' in the environment is not a whole number"),
+        ({"RANK": "-1"}, 1, "RANK='-1' in the environment"),
+        ({"LOCAL_RANK": "first"}, 1, "LOCAL_RANK='first' in the environment"),
+        ({"WORLD_SIZE": "two"}, 1, "WORLD_SIZE='two' in the environment"),
+        ({"SLURM_NTASKS": "", "SLURM_PROCID": "0"}, 1, "SLURM_NTASKS='' in the environment"),
+    ],
+)
 def test_other_processes_than_devices_are_refused_before_anything_is_written(
     environment, devices, message, monkeypatch, tmp_path, capsys
 ):
@@ -56,40 +68,46 @@ def test_other_processes_than_devices_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         fit(TINY, tiny(tmp_path, devices=devices), progress=False)
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *MODEL, f"--run.devices={devices}", "--run.out=run"]) == cli.WRONG
+    assert main(["train", *MODEL, f"--run.devices={devices}", "--run.out=run"]) == entry.WRONG
     said = capsys.readouterr().err
     assert message in said
     assert len(said.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("environment", "devices"), [
-    ({}, 1),
-    ({}, 2),
-    (TORCHRUN, 2),
-    (TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, 1),
-    (SLURM, 2),
-    (SLURM | {"SLURM_NTASKS": "1"}, 1),
-    (SLURM | {"SLURM_JOB_NAME": "interactive"}, 1),
-    ({"WORLD_SIZE": "1", "RANK": "0"}, 2),
-    ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}, 2),  # a process that Lightning has started
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "devices"),
+    [
+        ({}, 1),
+        ({}, 2),
+        (TORCHRUN, 2),
+        (TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, 1),
+        (SLURM, 2),
+        (SLURM | {"SLURM_NTASKS": "1"}, 1),
+        (SLURM | {"SLURM_JOB_NAME": "interactive"}, 1),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, 2),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"}, 2),  # a process that Lightning has started
+    ],
+)
 def test_as_many_processes_as_devices_are_served(environment, devices, monkeypatch):
     put(monkeypatch, environment)
     launch.check(devices)
 
 
-@pytest.mark.parametrize(("environment", "leads"), [
-    ({}, True),
-    ({"RANK": ""}, True),
-    ({"LOCAL_RANK": "first"}, True),
-    ({"RANK": "0", "LOCAL_RANK": "0"}, True),
-    ({"RANK": "2", "LOCAL_RANK": "0"}, False),
-    ({"RANK": "0", "LOCAL_RANK": "1"}, False),
-    (SLURM, True),
-    (SLURM | {"SLURM_PROCID": "1"}, False),
-    (SLURM | {"SLURM_PROCID": "1", "SLURM_JOB_NAME": "bash"}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "leads"),
+    [
+        ({}, True),
+        ({"RANK": ""}, True),
+        ({"LOCAL_RANK": "first"}, True),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, True),
+        ({"RANK": "2", "LOCAL_RANK": "0"}, False),
+        ({"RANK": "0", "LOCAL_RANK": "1"}, False),
+        (SLURM, True),
+        (SLURM | {"SLURM_PROCID": "1"}, False),
+        (SLURM | {"SLURM_PROCID": "1", "SLURM_JOB_NAME": "bash"}, True),
+    ],
+)
 def test_one_process_leads(environment, leads, monkeypatch):
     put(monkeypatch, environment)
     assert launch.first() == leads
@@ -100,7 +118,7 @@ def test_one_process_leads(environment, leads, monkeypatch):
 @pytest.mark.parametrize("value", ["", "x"])
 def test_a_signal_ends_a_command_whatever_the_rank_says(name, value, monkeypatch, capsys):
     put(monkeypatch, {name: value})
-    monkeypatch.setattr("longspan.commands.listing.run", lambda args: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("longspan.cli.listing.run", lambda args: signal.raise_signal(signal.SIGTERM))
     assert main(["list"]) == 143
     assert capsys.readouterr().err == "longspan: interrupted\n"
 

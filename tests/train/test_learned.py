@@ -10,19 +10,26 @@ import torch
 
 import longspan
 from longspan import data
-from longspan.cli import main
-from longspan.config import Config
-from longspan.model import Decoder
+from longspan.cli.entry import main
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
 from longspan.train import fit
-from longspan.train.drawn import draw
 from longspan.train.learned import FILE, Diary, history, learned, scalars, summary
+from longspan.train.plots import draw
 from training_process import tiny
 
-SPANS = Config(
-    dim=8, heads=2, feedforward=12, depth=3, vocab=17, length=64,
+SPANS = DecoderConfig(
+    dim=8,
+    heads=2,
+    feedforward=12,
+    depth=3,
+    vocab=17,
+    length=64,
     attention="adaptive_span(span=11, ramp=3, initial=4.0); softmax; adaptive_span(span=7, ramp=3, dynamic=True)",
-)  # fmt: skip
-ACT = Config(dim=8, heads=2, feedforward=12, depth=1, vocab=17, length=64, attention="linear", stack="act(steps=5)")
+)
+ACT = DecoderConfig(
+    dim=8, heads=2, feedforward=12, depth=1, vocab=17, length=64, attention="linear", stack="act(steps=5)"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +192,7 @@ class TestRuns:
 
     def test_a_picture_of_spans_and_ponder_times_of_a_text(self, tmp_path, monkeypatch):
         figures = []
-        monkeypatch.setattr("longspan.train.drawn.save", lambda plt, figure, path: figures.append(figure))
+        monkeypatch.setattr("longspan.train.plots.save", lambda plt, figure, path: figures.append(figure))
         one = {"step": 4, "spans": [[1, [3.0, 5.0]], [3, [2.0, 9.0]]], "ponder": [1.5, 2.5, 4.0]}
         one |= {"example": [32, 97, 36], "example_ponder": [1.0, 2.0, 7.0]}
         draw(tmp_path / "a.png", [one | {"step": 2, "ponder": [1.0, 1.0, 1.0]}, one], True)

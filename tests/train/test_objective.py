@@ -6,14 +6,14 @@ from test_resume import press_at
 from torch import nn
 
 import longspan
-from longspan import checkpoint
-from longspan.config import Config
-from longspan.model import Decoder
-from longspan.train import Run, fit, objective
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
+from longspan.train import TrainConfig, fit, objectives
 from training_process import TINY, tiny, weights
 
 
-class Carrying(objective.NextToken):
+class Carrying(objectives.NextToken):
     """The loss weighed by a mean of the losses before it, and by a weight of its own."""
 
     def __init__(self, run, dataset):
@@ -25,14 +25,14 @@ class Carrying(objective.NextToken):
         loss, parts = super().loss(model, batch)
         total = loss * (1 + self.before) + (self.weight.sum() - loss.detach()) ** 2
         self.before = (self.before + loss.detach()) / 2
-        return objective.Loss(total, parts)
+        return objectives.Loss(total, parts)
 
 
 @pytest.fixture(autouse=True)
 def carrying(monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setitem(objective.OBJECTIVES, Decoder, Carrying)
+    monkeypatch.setitem(objectives.OBJECTIVES, Decoder, Carrying)
     yield
     torch.set_num_threads(threads)
 
@@ -62,11 +62,13 @@ def test_it_is_trained_and_no_weight_of_the_model(tmp_path):
 
 
 def test_a_run_that_brings_nothing_saves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setitem(objective.OBJECTIVES, Decoder, objective.NextToken)
+    monkeypatch.setitem(objectives.OBJECTIVES, Decoder, objectives.NextToken)
     fit(TINY, tiny(tmp_path, steps=1), progress=False)
     assert "objective" not in checkpoint.load_training(checkpoint.resolve(tmp_path / "run", prefer="last"))
 
 
 def test_each_kind_of_model_has_one():
-    built = objective.build(Decoder(Config(dim=8, depth=1, heads=2, feedforward=8, vocab=17)), Run(), None)
+    built = objectives.build(
+        Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=17)), TrainConfig(), None
+    )
     assert isinstance(built, Carrying)

@@ -10,19 +10,20 @@ import yaml
 from test_resume import press_at
 
 import longspan
-from longspan import progress
+from longspan._utils import progress
 from longspan.attention import adaptive_span
-from longspan.config import Config, EncoderConfig, StackConfig
-from longspan.model import Decoder, Encoder
-from longspan.stacks import Stack
+from longspan.models.config import DecoderConfig, EncoderConfig, StackConfig
+from longspan.models.decoder import Decoder
+from longspan.models.encoder import Encoder
+from longspan.models.stacks import Stack
 from longspan.states import lookback
-from longspan.train import bits, engine, fit, objective
+from longspan.train import bits, fit, loop, objectives
 from longspan.train.report import Bar
 from training_process import tiny, weights
 
 SPANS = "adaptive_span(span=11, ramp=3, initial=4.0)"
 SMALL = {"dim": 8, "heads": 2, "feedforward": 12}
-LEARNING = Config(**SMALL, depth=2, attention=SPANS, vocab=17, length=64)
+LEARNING = DecoderConfig(**SMALL, depth=2, attention=SPANS, vocab=17, length=64)
 MASK = torch.tensor([[True] * 9 + [False] * 4, [False] * 2 + [True] * 11])
 
 
@@ -111,8 +112,11 @@ class TestModels:
         first, second = (11 * (0.1 + b) / 2 for b in (0.3, 0.5))
         assert record["penalty"].item() == pytest.approx(first + second)
         assert [set(layer) for layer in record["layers"]] == [
-            {"matrix", "mask", "lse", "penalty"}, set(), {"matrix", "mask", "lse", "penalty"}, {"matrix", "mask", "lse"}
-        ]  # fmt: skip
+            {"matrix", "mask", "lse", "penalty"},
+            set(),
+            {"matrix", "mask", "lse", "penalty"},
+            {"matrix", "mask", "lse"},
+        ]
         assert [set(layer) for layer in some["layers"]] == [{"penalty"}, set(), {"penalty"}, set()]
         assert some["penalty"] == record["penalty"]
         assert [layer["penalty"].item() for layer in some["layers"][::2]] == pytest.approx([first, second])
@@ -181,11 +185,11 @@ class TestTraining:
             found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
             found["model"] = task.model
 
-        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
+        monkeypatch.setattr(loop.Task, "configure_gradient_clipping", kept)
         run = tiny(tmp_path, steps=1, penalty=0.25, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(LEARNING, run, progress=False)
         model = found.pop("model").train()
-        tokens = objective.NextToken(run, longspan.data.load("digits")).batch(0, 0, 1)
+        tokens = objectives.NextToken(run, longspan.data.load("digits")).batch(0, 0, 1)
         outputs, _ = model(model.shift(tokens))
         spans = sum(11 * part.fraction.mean() for part in model.stack.attentions())
         loss = -model.likelihood.log_prob(outputs, tokens).mean() + 0.25 * spans

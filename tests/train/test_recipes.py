@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from longspan import checkpoint, recipes
-from longspan.commands.train import completed
-from longspan.spec import split
-from longspan.train import Run, fit
+from longspan._utils.spec import split
+from longspan.cli.train import completed
+from longspan.models import checkpoint
+from longspan.train import TrainConfig, fit, recipes
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [recipes.find(name) for name in recipes.names()]
@@ -30,7 +30,7 @@ def test_there_are_recipes():
 def test_fields_are_known_and_the_run_is_long_enough(recipe):
     assert set(recipe) == {"model", "run"}
     checkpoint.config_of(recipe["model"])
-    run = Run(**recipe["run"])
+    run = TrainConfig(**recipe["run"])
     assert run.warmup < run.steps
     assert run.evaluate_every <= run.steps
     assert run.save_every <= run.steps
@@ -44,9 +44,9 @@ def test_trains(recipe, tmp_path):
     name = f"{run['data']}:{folder}" if folder else run["data"]
     fields = asdict(checkpoint.config_of(model | {"depth": len(split(model["attention"]))}))
     kind = {"kind": model["kind"]} if "kind" in model else {}
-    config = checkpoint.config_of(completed(fields | kind, Run(data=name)))
+    config = checkpoint.config_of(completed(fields | kind, TrainConfig(data=name)))
     short = {"steps": 2, "warmup": 1, "batch": 1, "evaluate_examples": 1, "out": str(tmp_path / "run")}
-    result = fit(config, Run(**run | short | {"data": name}), progress=False)
+    result = fit(config, TrainConfig(**run | short | {"data": name}), progress=False)
     assert result.steps == 2
     assert all(math.isfinite(bits) for bits in result.bits.values())
     assert checkpoint.load(tmp_path / "run").config == config

@@ -19,8 +19,12 @@ import yaml
 pytest.importorskip("lightning", reason="the runs are trained: pip install longspan[train]")
 
 import longspan
-from longspan import checkpoint, cli, data, memory, runs
-from longspan.config import Config, EncoderConfig, StackConfig
+from longspan import data
+from longspan._utils import memory
+from longspan.cli import entry as cli
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig, EncoderConfig, StackConfig
+from longspan.train import run_summary
 
 TEXT = bytes(range(97, 123)) * 40
 SMALL = [f"--model.{k}={v}" for k, v in {"dim": 6, "depth": 1, "heads": 2, "feedforward": 7, "length": 16}.items()]
@@ -115,7 +119,7 @@ def test_a_text_with_the_ending_of_its_packing_is_unpacked(kind, ending, tmp_pat
         data.load(f"text:{tmp_path}/twice.tar.gz", 16)
 
 
-@pytest.mark.parametrize("kind", [StackConfig, Config, EncoderConfig])
+@pytest.mark.parametrize("kind", [StackConfig, DecoderConfig, EncoderConfig])
 def test_more_specs_than_layers_are_refused(kind):
     message = "names 3 layers, more than depth=2; specs are tiled over the depth, and none is left out"
     with pytest.raises(ValueError, match=message):
@@ -144,7 +148,7 @@ def test_training_opens_and_ends_with_what_and_on_how_much(tmp_path, monkeypatch
     words = ["--run.data", "text:book.txt", "--run.length", "16", "--run.steps", "1", "--run.batch", "2"]
     assert cli.main(["train", *SMALL, *words, "--run.evaluate_examples", "2", "--run.out", "r"]) == 0
     out, err = capfd.readouterr()
-    weights = runs.facts("r")["parameters"]
+    weights = run_summary.facts("r")["parameters"]
     where = r"cuda" if torch.cuda.is_available() else "cpu, "
     first, *_, last = err.splitlines()
     assert first.startswith(
@@ -162,7 +166,9 @@ def test_show_tells_what_a_run_is(home, capsys):
     assert facts["model"]["attention"] == "linear"
     assert facts["run"]["data"] == f"text:{home}/book.txt"
     assert facts["parameters"] == sum(p.numel() for p in longspan.load(home / "one").parameters())
-    bits = [row["validation_bits"] for row in runs.metrics(home / "one") if not math.isnan(row["validation_bits"])]
+    bits = [
+        row["validation_bits"] for row in run_summary.metrics(home / "one") if not math.isnan(row["validation_bits"])
+    ]
     assert facts["bits"] == min(bits)
     for part in (
         f"a training run on text:{home}",
@@ -186,7 +192,7 @@ def test_compare_has_a_table_and_a_picture(home, tmp_path, capsys):
     head, *rows, last = said(capsys, "compare", one, two, "--out", str(picture)).splitlines()
     assert head.split()[:2] == ["run", "model.attention"]
     assert [row.split()[:2] for row in rows] == [[one, "linear"], [two, "softmax"]]
-    assert f"{runs.facts(two)['bits']:.4f}" in rows[1]
+    assert f"{run_summary.facts(two)['bits']:.4f}" in rows[1]
     assert last == f"curves: {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert [each["folder"] for each in json.loads(said(capsys, "compare", one, two, "--json"))] == [one, two]
@@ -248,10 +254,10 @@ HEAD = "step,validation_bits,tokens_per_second,seconds\n1,3.0,5,10\n"
 def test_figures_that_no_training_writes_are_refused(row, said, tmp_path):
     (tmp_path / "metrics.csv").write_text(f"{HEAD}{row}\n")
     with pytest.raises(ValueError, match=f"metrics.csv is corrupt: it is not the table that training writes .*{said}"):
-        runs.metrics(tmp_path)
+        run_summary.metrics(tmp_path)
     # A row that a kill has cut off is none.
     (tmp_path / "metrics.csv").write_text(HEAD + row)
-    assert [one["step"] for one in runs.metrics(tmp_path)] == [1]
+    assert [one["step"] for one in run_summary.metrics(tmp_path)] == [1]
 
 
 def test_an_evaluation_that_gave_infinity_is_not_the_best(home, tmp_path, capsys):
@@ -261,7 +267,7 @@ def test_an_evaluation_that_gave_infinity_is_not_the_best(home, tmp_path, capsys
     usual = dict.fromkeys(head.split(","), "1")
     rows = [usual | {"step": step, "validation_bits": bits} for step, bits in ((1, "inf"), (2, "3"))]
     path.write_text("\n".join([head, *(",".join(map(str, row.values())) for row in rows), ""]))
-    assert (runs.facts(tmp_path / "one")["bits"], runs.facts(tmp_path / "one")["best_step"]) == (3.0, 2)
+    assert (run_summary.facts(tmp_path / "one")["bits"], run_summary.facts(tmp_path / "one")["best_step"]) == (3.0, 2)
 
 
 class TestText:
@@ -311,4 +317,4 @@ def test_a_resumed_run_counts_the_seconds_of_all_its_processes(tmp_path):
     (tmp_path / "metrics.csv").write_text(
         "step,validation_bits,tokens_per_second,seconds\n1,,5,10\n2,3.5,5,20\n3,,5,4\n4,3.0,5,8\n"
     )
-    assert [row["elapsed"] for row in runs.metrics(tmp_path)] == [10, 20, 24, 28]
+    assert [row["elapsed"] for row in run_summary.metrics(tmp_path)] == [10, 20, 24, 28]

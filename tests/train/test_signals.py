@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan import checkpoint, cli, files, lock, progress, signals
+from longspan._utils import atomic_io, locks, progress, signals
 from longspan.bench import candidates, report
-from longspan.cli import main
-from longspan.train import begun, engine, fit, folder
+from longspan.cli import entry
+from longspan.cli.entry import main
+from longspan.models import checkpoint
+from longspan.train import begun, fit, loop, run_dir
 from longspan.train.report import Bar
 from training_process import TINY, tiny
 
@@ -34,7 +36,7 @@ def none_ignored():
 
 def running(monkeypatch, run):
     """``longspan list`` does this instead."""
-    monkeypatch.setattr("longspan.commands.listing.run", run)
+    monkeypatch.setattr("longspan.cli.listing.run", run)
     return main(["list"])
 
 
@@ -91,8 +93,9 @@ def test_a_library_that_leaves_is_no_success(code, expected, monkeypatch, capsys
     assert main(["list", "--help"]) == 0
 
 
+@pytest.mark.full
 def test_a_nul_in_an_argument_and_a_full_output_are_one_line(capsys):
-    assert main(["eval", "a\0b"]) == cli.WRONG
+    assert main(["eval", "a\0b"]) == entry.WRONG
     assert "an argument holds a NUL character" in capsys.readouterr().err
     if Path("/dev/full").exists():
         with open("/dev/full", "w") as full:
@@ -100,10 +103,11 @@ def test_a_nul_in_an_argument_and_a_full_output_are_one_line(capsys):
         assert (done.returncode, done.stderr) == (2, "longspan: error: standard output: No space left on device\n")
 
 
+@pytest.mark.full
 def test_what_python_thinks_of_a_spec_is_not_said():
     words = [sys.executable, "-W", "default", "-m", "longspan", "show", "linear(eps=1or 2)"]
     done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == cli.WRONG
+    assert done.returncode == entry.WRONG
     assert done.stderr.splitlines()[-1].startswith("longspan: error: cannot read '1 or 2' in spec")
     assert "SyntaxWarning" not in done.stderr
 
@@ -119,7 +123,7 @@ class TestTraining:
     @pytest.fixture
     def send(self, monkeypatch):
         """``send(index, number, ...)``: signals while micro-batch number ``index`` is being worked on."""
-        seed = engine.step_seed
+        seed = loop.step_seed
 
         def at(index, *numbers):
             def sent(run_seed, micro, rank):
@@ -127,7 +131,7 @@ class TestTraining:
                     signal.raise_signal(number)
                 return seed(run_seed, micro, rank)
 
-            monkeypatch.setattr(engine, "step_seed", sent)
+            monkeypatch.setattr(loop, "step_seed", sent)
 
         return at
 
@@ -155,7 +159,7 @@ class TestTraining:
 
     def test_nobody_else_writes_into_the_folder(self, tmp_path):
         run = tiny(tmp_path, steps=2)
-        with folder.held(Path(run.out)):
+        with run_dir.held(Path(run.out)):
             for resume in (False, True):
                 with pytest.raises(ValueError, match="another process is writing into .*run; wait for its end"):
                     fit(TINY, run, resume=resume, progress=False)
@@ -195,11 +199,14 @@ class TestTraining:
         assert (at / "last").read_text() == "step-00000012\n"
         assert (at / "best").read_text() in (best, "step-00000012\n")
 
-    @pytest.mark.parametrize(("name", "message"), [
-        ("metrics.csv", r"metrics.csv is corrupt: .*; move it away"),
-        ("config.yaml", r"config.yaml is corrupt: it holds no model and run"),
-        ("checkpoints/last", r"checkpoints/last is corrupt: it does not hold the name of a checkpoint"),
-    ])  # fmt: skip
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("metrics.csv", r"metrics.csv is corrupt: .*; move it away"),
+            ("config.yaml", r"config.yaml is corrupt: it holds no model and run"),
+            ("checkpoints/last", r"checkpoints/last is corrupt: it does not hold the name of a checkpoint"),
+        ],
+    )
     def test_bad_bytes_are_named(self, name, message, tmp_path):
         fit(TINY, tiny(tmp_path, steps=1), progress=False)
         (tmp_path / "run" / name).write_bytes(b"\xff\xfe\x00\x81")
@@ -218,7 +225,7 @@ class TestTraining:
 
         monkeypatch.setattr(what, full)
         words = [*MODEL, "--run.steps=11", "--run.batch=5", "--run.save_every=3", "--run.evaluate_every=4"]
-        assert main(["train", *words, "--run.out=run"]) == cli.WRONG
+        assert main(["train", *words, "--run.out=run"]) == entry.WRONG
         said = capsys.readouterr().err.splitlines()[-1]
         assert said.startswith("longspan: error: cannot write x: No space left on device; ")
         assert said.endswith(f"the last good checkpoint is step-0000000{3 if 'Events' in what else 6}")
@@ -244,7 +251,7 @@ def growing(count, error):
 
 
 def test_a_benchmark_keeps_what_it_has(tmp_path, monkeypatch):
-    monkeypatch.setattr("longspan.bench.plots.draw", lambda *_: None)
+    monkeypatch.setattr("longspan._utils.plots.draw", lambda *_: None)
     with pytest.raises(
         signals.Interrupted, match=r"interrupted: 2 figures so far are in .*limits.partial.json"
     ) as error:
@@ -259,14 +266,17 @@ def test_a_benchmark_keeps_what_it_has(tmp_path, monkeypatch):
         report.collect(tmp_path, "limits", growing(0, KeyboardInterrupt()))
 
 
-@pytest.mark.parametrize(("writes", "kept"), [
-    (0, "before the first figure; nothing was written"),
-    (2, "2 figures so far are in .*limits.partial.json"),
-    (3, "3 figures so far are in .*limits.partial.json"),  # the one that is full is limits.json
-    (5, "3 figures so far are in .*limits.partial.json"),  # and here the picture
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("writes", "kept"),
+    [
+        (0, "before the first figure; nothing was written"),
+        (2, "2 figures so far are in .*limits.partial.json"),
+        (3, "3 figures so far are in .*limits.partial.json"),  # the one that is full is limits.json
+        (5, "3 figures so far are in .*limits.partial.json"),  # and here the picture
+    ],
+)
 def test_a_full_disk_leaves_a_benchmark_what_it_has(writes, kept, tmp_path, monkeypatch):
-    write, done = files.write, []
+    write, done = atomic_io.write, []
 
     def fills(path, content):
         done.append(path)
@@ -274,8 +284,8 @@ def test_a_full_disk_leaves_a_benchmark_what_it_has(writes, kept, tmp_path, monk
             raise OSError(28, "No space left on device", str(path))
         write(path, content)
 
-    monkeypatch.setattr(files, "write", fills)
-    monkeypatch.setattr("longspan.bench.plots.draw", lambda path, result: files.write(path, b""))
+    monkeypatch.setattr(atomic_io, "write", fills)
+    monkeypatch.setattr("longspan._utils.plots.draw", lambda path, result: atomic_io.write(path, b""))
     with pytest.raises(ValueError, match=f"limits[.a-z]+: No space left on device; {kept}$"):
         report.collect(tmp_path, "limits", growing(3, None))
     names = {0: [], 2: ["limits.partial.json"], 3: ["limits.partial.json"]}
@@ -286,8 +296,8 @@ def test_a_full_disk_leaves_a_benchmark_what_it_has(writes, kept, tmp_path, monk
 
 def test_one_writer_at_a_time(tmp_path, capsys):
     for words in (["bench", "limits", "--rounds", "1"], ["reproduce", "mqar", "--quick"]):
-        with lock.alone(tmp_path / f".{words[1]}.lock", "it"):
-            assert main([*words, "--out", str(tmp_path)]) == cli.WRONG
+        with locks.exclusive_lock(tmp_path / f".{words[1]}.lock", "it"):
+            assert main([*words, "--out", str(tmp_path)]) == entry.WRONG
             assert f"another process is writing {tmp_path / words[1]}.json; wait" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

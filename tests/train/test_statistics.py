@@ -5,12 +5,12 @@ import torch
 from test_resume import press_at
 
 import longspan
-from longspan.config import Config
+from longspan.models.config import DecoderConfig
 from longspan.train import fit
 from training_process import tiny, weights
 
 SPEC = "routing(clusters=3, window=5); softmax"
-LEARNING = Config(dim=8, heads=2, feedforward=12, depth=2, attention=SPEC, vocab=17, length=64)
+LEARNING = DecoderConfig(dim=8, heads=2, feedforward=12, depth=2, attention=SPEC, vocab=17, length=64)
 
 
 @pytest.fixture(autouse=True)

@@ -12,19 +12,27 @@ import yaml
 from test_resume import finish, press_at, start, wait_for
 
 import longspan
-from longspan import checkpoint
-from longspan.config import Config, EncoderConfig, Seq2SeqConfig
 from longspan.data.pairs import Batch
-from longspan.seq2seq import Seq2Seq
-from longspan.train import Run, engine, fit, objective
-from longspan.train.evaluate import transduced
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
+from longspan.models.seq2seq import Seq2Seq
+from longspan.train import TrainConfig, fit, loop, objectives
+from longspan.train.evaluate import evaluate_seq2seq
 from training_process import TINY, tiny, weights
 
 WORDS = ["".join(word) for n in (1, 2, 3, 4) for word in itertools.product("abc", repeat=n)]
 SMALL = Seq2SeqConfig(
-    dim=10, depth=1, heads=2, feedforward=14, vocab=257, length=8, dropout=0.1, smoothing=0.2,
-    attention="linear", encoder_attention="softmax",
-)  # fmt: skip
+    dim=10,
+    depth=1,
+    heads=2,
+    feedforward=14,
+    vocab=257,
+    length=8,
+    dropout=0.1,
+    smoothing=0.2,
+    attention="linear",
+    encoder_attention="softmax",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +91,7 @@ class TestLoss:
     def test_padding_never_changes_it(self, dataset, fields, smoothing):
         """The loss of a batch is the mean over the tokens of its pairs, each alone and without any padding."""
         model = build(**fields, smoothing=smoothing)
-        target = objective.Target(Run(batch=5), dataset)
+        target = objectives.Target(TrainConfig(batch=5), dataset)
         indices = torch.tensor([0, 7, 50, 70, 33])
         batch = dataset.take("train", indices)
         assert not batch.mask.all()
@@ -95,12 +103,14 @@ class TestLoss:
             torch.testing.assert_close(take(batch), expected, rtol=1e-6, atol=1e-6)
 
     def test_what_the_padding_holds_never_changes_it(self, dataset):
-        model, target = build(), objective.Target(Run(), dataset)
+        model, target = build(), objectives.Target(TrainConfig(), dataset)
         batch = dataset.take("train", torch.tensor([0, 7, 50]))
         other = Batch(
-            batch.source.masked_fill(~batch.source_mask, 99), batch.source_mask,
-            batch.target.masked_fill(~batch.mask, 98), batch.mask,
-        )  # fmt: skip
+            batch.source.masked_fill(~batch.source_mask, 99),
+            batch.source_mask,
+            batch.target.masked_fill(~batch.mask, 98),
+            batch.mask,
+        )
         torch.testing.assert_close(target.loss(model, other), target.loss(model, batch), rtol=1e-9, atol=1e-9)
 
     def test_a_step_goes_down_the_smoothed_loss_and_the_weighted_penalties(self, tmp_path, file, dataset, monkeypatch):
@@ -111,12 +121,12 @@ class TestLoss:
             found.update({name: p.grad.clone() for name, p in task.model.named_parameters()})
             found["model"] = task.model
 
-        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", kept)
+        monkeypatch.setattr(loop.Task, "configure_gradient_clipping", kept)
         config = replace(SMALL, stack="act(steps=2)", positions="none", dropout=0.0)
         run = tiny(tmp_path, data=file, steps=1, penalty=0.25, learning_rate=1e-30, warmup=0, evaluate_examples=1)
         fit(config, run, progress=False)
         model = found.pop("model").train()
-        batch = objective.Target(run, dataset).batch(0, 0, 1)
+        batch = objectives.Target(run, dataset).batch(0, 0, 1)
         record = {"penalty": None}
         logs = model(
             batch.source, model.shift(batch.target), source_mask=batch.source_mask, mask=batch.mask, record=record
@@ -160,21 +170,21 @@ class TestEvaluation:
                     written.append(int(model(one.source, inputs)[0, -1].argmax()))
             tokens, exact = tokens + len(target), exact + (written == target)
         for batch in (1, 3, 64):
-            found = transduced(model, dataset, "validation", batch)
+            found = evaluate_seq2seq(model, dataset, "validation", batch)
             assert found.tolist() == pytest.approx([nats, tokens, exact, dataset.count("validation")], rel=1e-5)
-        beams = transduced(model, dataset, "validation", 3, beams=1)
+        beams = evaluate_seq2seq(model, dataset, "validation", 3, beams=1)
         assert beams.tolist() == pytest.approx(found.tolist())
 
     def test_beams_find_at_least_as_likely_targets(self, dataset):
         """As wide a beam as the tree finds the likeliest one, so that it is exact where that is the true one."""
         model = build(smoothing=0.0)
-        found = transduced(model, dataset, "test", 2, 4, beams=300)
+        found = evaluate_seq2seq(model, dataset, "test", 2, 4, beams=300)
         exact = 0
         count = dataset.count("test")
         for i in [j * count // 4 for j in range(4)]:
             one = dataset.take("test", torch.tensor([i]))
             best = longspan.beam_search(
-                model, source=one.source, tokens=one.target.shape[1], beams=300, stop=dataset.stop
+                model, source=one.source, max_new_tokens=one.target.shape[1], beams=300, stop=dataset.stop
             )
             exact += best.tokens[0, 0, : best.lengths[0, 0]].tolist() == one.target[0].tolist()
         assert found[2] == exact
@@ -189,17 +199,17 @@ class TestEvaluation:
             return found
 
         monkeypatch.setattr("longspan.train.evaluate._written", written)
-        assert transduced(build(), dataset, "test", 1000)[2] == dataset.count("test") - 2
+        assert evaluate_seq2seq(build(), dataset, "test", 1000)[2] == dataset.count("test") - 2
 
     def test_the_ranks_shares_make_the_whole(self, dataset):
         model = build()
-        parts = [transduced(model, dataset, "test", 5, 4, rank, 3) for rank in range(3)]
-        torch.testing.assert_close(sum(parts), transduced(model, dataset, "test", 5, 4), rtol=1e-6, atol=0)
+        parts = [evaluate_seq2seq(model, dataset, "test", 5, 4, rank, 3) for rank in range(3)]
+        torch.testing.assert_close(sum(parts), evaluate_seq2seq(model, dataset, "test", 5, 4), rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("training", [True, False])
     def test_dropout_is_off_and_the_mode_as_before(self, dataset, training):
         model = build().train(training)
-        assert torch.equal(transduced(model, dataset, "test", 5), transduced(model, dataset, "test", 5))
+        assert torch.equal(evaluate_seq2seq(model, dataset, "test", 5), evaluate_seq2seq(model, dataset, "test", 5))
         assert model.training is training
 
 
@@ -209,7 +219,7 @@ class TestRuns:
         assert recipe["model"] == {"kind": "seq2seq"} | asdict(SMALL)
         assert checkpoint.config_of(recipe["model"]) == SMALL
         assert longspan.load(whole / "run").config == SMALL
-        assert Run(**recipe["run"]).data == file
+        assert TrainConfig(**recipe["run"]).data == file
         evaluated = [row for row in rows(whole) if row["validation_bits"]]
         assert [int(row["step"]) for row in evaluated] == [4, 8, 11]
         assert all(0 <= float(row["validation_exact"]) <= 1 for row in evaluated)
@@ -219,16 +229,23 @@ class TestRuns:
         result = fit(SMALL, tiny(tmp_path, data=file, steps=3), progress=False)
         model = longspan.load(tmp_path / "run")
         for split in ("validation", "test"):
-            nats, tokens, exact, pairs = transduced(model, dataset, split, 64, 7).tolist()
+            nats, tokens, exact, pairs = evaluate_seq2seq(model, dataset, split, 64, 7).tolist()
             assert result.bits[split] == pytest.approx(nats / tokens / math.log(2), rel=1e-6)
             assert (result.exact[split], result.examples[split]) == (exact / pairs, pairs)
 
+    @pytest.mark.full
     def test_it_learns(self, tmp_path, file):
         config = replace(SMALL, dropout=0.0, dim=32, feedforward=64, attention="softmax", smoothing=0.0)
         run = tiny(
-            tmp_path, data=file, steps=200, batch=32, learning_rate=0.01, evaluate_every=200, save_every=200,
+            tmp_path,
+            data=file,
+            steps=200,
+            batch=32,
+            learning_rate=0.01,
+            evaluate_every=200,
+            save_every=200,
             evaluate_examples=0,
-        )  # fmt: skip
+        )
         result = fit(config, run, progress=False)
         assert result.bits["validation"] < 0.5
         assert result.exact["validation"] > 0.5
@@ -243,6 +260,7 @@ class TestRuns:
         assert weights(tmp_path) == weights(whole)
         assert rows(tmp_path)[-1]["validation_exact"] == rows(whole)[-1]["validation_exact"]
 
+    @pytest.mark.full
     def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, file):
         fields = {"data": file, "steps": 30, "accumulate": 2, "batch": 3, "model": {"kind": "seq2seq"} | asdict(SMALL)}
         folders = whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -272,11 +290,11 @@ class TestRuns:
 class TestRefused:
     def test_a_decoder_on_pairs(self, tmp_path, file):
         with pytest.raises(ValueError, match="which a decoder does not tell apart; it takes an encoder-decoder, model"):
-            fit(Config(vocab=257), tiny(tmp_path, data=file), progress=False)
+            fit(DecoderConfig(vocab=257), tiny(tmp_path, data=file), progress=False)
 
     @pytest.mark.parametrize("config", [SMALL, EncoderConfig()])
     def test_what_is_no_decoder_on_images(self, tmp_path, config):
-        with pytest.raises(ValueError, match="digits has no sources, so it trains a decoder and not a"):
+        with pytest.raises(ValueError, match="digits has neither sources nor labels, so it trains a decoder, not"):
             fit(config, tiny(tmp_path), progress=False)
 
     @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ import pytest
 import torch
 import yaml
 
-from longspan import checkpoint, data
-from longspan.config import Config
+from longspan import data
 from longspan.data import batch_indices
-from longspan.model import Decoder
-from longspan.train import Run, bits, engine, fit, objective, rate
-from longspan.train.evaluate import roomy, total
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
+from longspan.train import TrainConfig, bits, fit, loop, objectives, rate
+from longspan.train.config import step_seed
+from longspan.train.evaluate import default_batch_size, total
 from longspan.train.report import COLUMNS, _short
-from longspan.train.run import step_seed
 from training_process import TINY, best_at, checkpoints, tiny, weights
 
 
@@ -46,26 +47,26 @@ def digits():
 class TestRate:
     def test_warm_up_is_linear_and_reaches_the_rate(self):
         for schedule in ({"schedule": "constant"}, {"schedule": "cosine"}, {"schedule": "drop", "drop_at": 9}):
-            run = Run(steps=20, warmup=4, learning_rate=0.5, **schedule)
+            run = TrainConfig(steps=20, warmup=4, learning_rate=0.5, **schedule)
             assert [rate(run, step) for step in range(4)] == [0.125, 0.25, 0.375, 0.5]
             assert rate(run, 4) == 0.5
 
     def test_cosine_falls_to_nothing_by_way_of_a_half(self):
-        run = Run(steps=25, warmup=5, learning_rate=2.0)
+        run = TrainConfig(steps=25, warmup=5, learning_rate=2.0)
         rates = [rate(run, step) for step in range(5, 26)]
         assert all(a > b for a, b in itertools.pairwise(rates))
         assert rates[10] == pytest.approx(1.0)
         assert rates[20] == pytest.approx(0.0, abs=1e-12)
 
     def test_drop_is_to_a_tenth_after_drop_at_steps(self):
-        run = Run(schedule="drop", drop_at=7, learning_rate=1e-3)
+        run = TrainConfig(schedule="drop", drop_at=7, learning_rate=1e-3)
         assert [rate(run, step) for step in (0, 6, 7, 999)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
 
     def test_constant(self):
-        assert {rate(Run(schedule="constant"), step) for step in range(5)} == {1e-3}
+        assert {rate(TrainConfig(schedule="constant"), step) for step in range(5)} == {1e-3}
 
     def test_a_warm_up_as_long_as_the_run(self):
-        assert math.isfinite(rate(Run(steps=3, warmup=3), 3))
+        assert math.isfinite(rate(TrainConfig(steps=3, warmup=3), 3))
 
 
 def test_step_seeds_differ_by_seed_index_and_rank():
@@ -73,31 +74,34 @@ def test_step_seeds_differ_by_seed_index_and_rank():
     assert len(seeds) == 750
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"steps": 0}, "steps=0 must be at least 1"),
-    ({"batch": 0}, "batch=0 must be at least 1"),
-    ({"accumulate": 0}, "accumulate=0 must be at least 1"),
-    ({"evaluate_every": 0}, "evaluate_every=0 must be at least 1"),
-    ({"save_every": 0}, "save_every=0 must be at least 1"),
-    ({"keep": 0}, "keep=0 must be at least 1"),
-    ({"devices": 0}, "devices=0 must be at least 1"),
-    ({"length": -1}, "length=-1 must be at least 0"),
-    ({"warmup": -1}, "warmup=-1 must be at least 0"),
-    ({"clip": -0.5}, "clip=-0.5 must be at least 0"),
-    ({"weight_decay": math.nan}, "weight_decay=nan must be a number, finite"),
-    ({"seconds": math.inf}, "seconds=inf must be a number, finite"),
-    ({"evaluate_examples": -1}, "evaluate_examples=-1 must be at least 0"),
-    ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
-    ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; known: adamw, radam"),
-    ({"schedule": "cosin"}, r"unknown schedule 'cosin' \(did you mean 'cosine'\?\)"),
-    ({"precision": "16"}, "unknown precision '16'.*; known: 32, bf16"),
-    ({"schedule": "drop"}, "schedule='drop' needs drop_at"),
-    ({"drop_at": 3}, "drop_at=3 is read by schedule='drop' only, not 'cosine'"),
-    ({"out": " "}, "out is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "steps=0 must be at least 1"),
+        ({"batch": 0}, "batch=0 must be at least 1"),
+        ({"accumulate": 0}, "accumulate=0 must be at least 1"),
+        ({"evaluate_every": 0}, "evaluate_every=0 must be at least 1"),
+        ({"save_every": 0}, "save_every=0 must be at least 1"),
+        ({"keep": 0}, "keep=0 must be at least 1"),
+        ({"devices": 0}, "devices=0 must be at least 1"),
+        ({"length": -1}, "length=-1 must be at least 0"),
+        ({"warmup": -1}, "warmup=-1 must be at least 0"),
+        ({"clip": -0.5}, "clip=-0.5 must be at least 0"),
+        ({"weight_decay": math.nan}, "weight_decay=nan must be a number, finite"),
+        ({"seconds": math.inf}, "seconds=inf must be a number, finite"),
+        ({"evaluate_examples": -1}, "evaluate_examples=-1 must be at least 0"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0 must be positive"),
+        ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; known: adamw, radam"),
+        ({"schedule": "cosin"}, r"unknown schedule 'cosin' \(did you mean 'cosine'\?\)"),
+        ({"precision": "16"}, "unknown precision '16'.*; known: 32, bf16"),
+        ({"schedule": "drop"}, "schedule='drop' needs drop_at"),
+        ({"drop_at": 3}, "drop_at=3 is read by schedule='drop' only, not 'cosine'"),
+        ({"out": " "}, "out is empty"),
+    ],
+)
 def test_run_refuses(fields, message):
     with pytest.raises(ValueError, match=message):
-        Run(**fields)
+        TrainConfig(**fields)
 
 
 class TestBits:
@@ -147,13 +151,13 @@ class TestBits:
             bits(model, digits, "test")
 
     def test_long_examples_come_in_small_batches(self):
-        assert [roomy(length) for length in (64, 784, 3072, 10**6)] == [64, 16, 4, 1]
+        assert [default_batch_size(length) for length in (64, 784, 3072, 10**6)] == [64, 16, 4, 1]
 
 
 class TestFolder:
     def test_config_is_a_recipe_that_gives_the_same_run(self, whole):
         recipe = yaml.safe_load((whole / "run" / "config.yaml").read_text())
-        assert (Config(**recipe["model"]), Run(**recipe["run"])) == (TINY, tiny(whole))
+        assert (DecoderConfig(**recipe["model"]), TrainConfig(**recipe["run"])) == (TINY, tiny(whole))
 
     def test_metrics_hold_a_row_per_evaluation_and_per_ten_steps(self, whole):
         with (whole / "run" / "metrics.csv").open(newline="") as file:
@@ -182,7 +186,7 @@ class TestFolder:
     def test_checkpoint_says_where_it_comes_from(self, whole):
         header = checkpoint.read_config(checkpoint.resolve(whole / "run", prefer="last"))
         assert header["step"] == 11
-        assert Run(**header["run"]) == tiny(whole)
+        assert TrainConfig(**header["run"]) == tiny(whole)
 
     def test_result_is_the_best_models(self, tmp_path, digits):
         result = fit(TINY, tiny(tmp_path, steps=4), progress=False)
@@ -219,7 +223,7 @@ class TestTraining:
         assert weights(tmp_path / "b") != weights(whole)
 
     def test_accumulating_is_a_larger_batch(self, tmp_path):
-        config = Config(**TINY.to_dict() | {"dropout": 0.0})
+        config = DecoderConfig(**TINY.to_dict() | {"dropout": 0.0})
         for name, batch, accumulate in (("a", 6, 1), ("b", 2, 3)):
             fit(config, tiny(tmp_path / name, batch=batch, accumulate=accumulate, steps=5), progress=False)
         one, other = checkpoint.load(tmp_path / "a/run"), checkpoint.load(tmp_path / "b/run")
@@ -235,7 +239,7 @@ class TestTraining:
         assert dtypes == {torch.float32}
 
     def test_batches_are_those_of_the_order_from_any_start(self, digits):
-        batches = iter(engine.Batches(objective.NextToken(Run(seed=3, batch=5), digits), 7, 1, 2))
+        batches = iter(loop.Batches(objectives.NextToken(TrainConfig(seed=3, batch=5), digits), 7, 1, 2))
         for index in (7, 8, 9):
             found, tokens = next(batches)
             expected = digits.take("train", batch_indices(digits.count("train"), 3, index, 5, 1, 2))
@@ -258,21 +262,21 @@ class TestTraining:
 
     def test_clip_bounds_the_gradient(self, tmp_path, monkeypatch):
         norms = []
-        clip = engine.Task.configure_gradient_clipping
+        clip = loop.Task.configure_gradient_clipping
 
         def watched(task, *arguments, **keywords):
             clip(task, *arguments, **keywords)
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in task.parameters()]).item())
 
-        monkeypatch.setattr(engine.Task, "configure_gradient_clipping", watched)
+        monkeypatch.setattr(loop.Task, "configure_gradient_clipping", watched)
         fit(TINY, tiny(tmp_path, steps=3, clip=0.01), progress=False)
         fit(TINY, tiny(tmp_path / "b", steps=3, clip=0.0), progress=False)
         assert norms[:3] == pytest.approx([0.01] * 3, rel=1e-3)
         assert min(norms[3:]) > 0.1
 
     def test_only_matrices_decay(self):
-        run = Run(weight_decay=0.3)
-        groups = engine.Task(Decoder(TINY), run, objective.NextToken(run, None)).configure_optimizers().param_groups
+        run = TrainConfig(weight_decay=0.3)
+        groups = loop.Task(Decoder(TINY), run, objectives.NextToken(run, None)).configure_optimizers().param_groups
         assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
         assert {p.ndim for p in groups[0]["params"]} == {2}
         # Biases, gains, and the two embeddings: of tokens and of positions.

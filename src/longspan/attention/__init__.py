@@ -1,15 +1,82 @@
-"""One file, one mechanism: ``y, state = attention(x, state)``."""
+"""One file, one mechanism: ``y, state = attention(x, state)``.
+
+Each mechanism's class can be imported from here: ``from longspan.attention import GatedDeltaNet``.
+"""
 
 import importlib
 import pkgutil
+from typing import TYPE_CHECKING, Any
 
-from .base import REGISTRY, Attention, build, examples, names
-from .state import clone, detach, load_state, nbytes, save_state, select
+from .base import REGISTRY, Attention
+from .build import build
+from .registry import list_mechanisms, mechanism_examples
+
+if TYPE_CHECKING:
+    from .adaptive_span import AdaptiveSpan as AdaptiveSpan
+    from .alibi import Alibi as Alibi
+    from .average import Average as Average
+    from .axial import Axial as Axial
+    from .bidirectional import Bidirectional as Bidirectional
+    from .bigbird import BigBird as BigBird
+    from .bp import BinaryPartition as BinaryPartition
+    from .clustered import Clustered as Clustered
+    from .compressive import Compressive as Compressive
+    from .deltanet import DeltaNet as DeltaNet
+    from .etc import Etc as Etc
+    from .exact_topk import ExactTopK as ExactTopK
+    from .fast_weights import FastWeights as FastWeights
+    from .fourier import Fourier as Fourier
+    from .gated_deltanet import GatedDeltaNet as GatedDeltaNet
+    from .gaussian import Gaussian as Gaussian
+    from .gla import GLA as GLA
+    from .image import Image as Image
+    from .improved_clustered import ImprovedClustered as ImprovedClustered
+    from .infini import Infini as Infini
+    from .informer import Informer as Informer
+    from .kda import KDA as KDA
+    from .kernel import Kernel as Kernel
+    from .linear import Linear as Linear
+    from .linformer import Linformer as Linformer
+    from .local import Local as Local
+    from .longformer import Longformer as Longformer
+    from .lowrank_band import LowRankBand as LowRankBand
+    from .luna import Luna as Luna
+    from .memory_compressed import MemoryCompressed as MemoryCompressed
+    from .nystrom import Nystrom as Nystrom
+    from .performer import Performer as Performer
+    from .polynomial import Polynomial as Polynomial
+    from .poolingformer import Poolingformer as Poolingformer
+    from .realformer import RealFormer as RealFormer
+    from .reformer import Reformer as Reformer
+    from .relative import Relative as Relative
+    from .retention import Retention as Retention
+    from .rfa import RFA as RFA
+    from .routing import Routing as Routing
+    from .sac import SparseAdaptive as SparseAdaptive
+    from .set_transformer import SetTransformer as SetTransformer
+    from .sinkhorn import Sinkhorn as Sinkhorn
+    from .softmax import Softmax as Softmax
+    from .sparse import Sparse as Sparse
+    from .sparse_transformer import SparseTransformer as SparseTransformer
+    from .ssd import SSD as SSD
+    from .star import Star as Star
+    from .synthesizer import Synthesizer as Synthesizer
+    from .talking_heads import TalkingHeads as TalkingHeads
+    from .transformer_xl import TransformerXL as TransformerXL
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = [
-    "REGISTRY", "Attention", "build", "clone", "detach", "examples", "load_state", "names", "nbytes", "save_state",
-    "select",
-]  # fmt: skip
+__all__ = ["REGISTRY", "Attention", "build", "list_mechanisms", "mechanism_examples"]
+
+
+def __getattr__(name: str) -> Any:
+    """The class of a registered mechanism by its name."""
+    for cls in REGISTRY.values():
+        if cls.__name__ == name:
+            return cls
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(cls.__name__ for cls in REGISTRY.values())})

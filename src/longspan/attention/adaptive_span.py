@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..patterns import band
 from ..states import lookback
 from ..states.window import Window
@@ -81,12 +81,12 @@ class AdaptiveSpan(Attention):
     def spans(self, x: Tensor) -> Tensor:
         """z in tokens, that of each head and query: x (B,N,dim) -> (B,H,N), float32 at least."""
         if self.dynamic:
-            return self.span * widen(self.extent(x)).mT.sigmoid()
+            return self.span * upcast_half(self.extent(x)).mT.sigmoid()
         return self._fixed()[:, 0].expand(len(x), -1, x.shape[1])
 
     def _fixed(self) -> Tensor:
         """z of each head, (H,1,1): that of the fraction in [0, 1], with the derivative of the fraction itself."""
-        f = widen(self.fraction)
+        f = upcast_half(self.fraction)
         return self.span * (f.detach().clamp(0, 1) + (f - f.detach()))[:, None, None]
 
     @torch.no_grad()
@@ -108,14 +108,14 @@ class AdaptiveSpan(Attention):
     def start(self, batch, capacity):
         return self._ring(batch, self.keys_seen())
 
-    def lasting(self, batch):
+    def init_trainable_state(self, batch):
         return self._ring(batch, self.span + self.ramp)
 
     def state_sizes(self):
         return self._ring(1, 0)
 
     def _ring(self, batch, slots):
-        empty = self.like.new_zeros(batch, self.heads, slots, self.dim // self.heads)
+        empty = self.weight_like.new_zeros(batch, self.heads, slots, self.dim // self.heads)
         position = torch.zeros(batch, dtype=torch.long, device=empty.device)
         return Window(self._wider(empty, 0.0), empty.clone(), position)
 
@@ -137,9 +137,18 @@ class AdaptiveSpan(Attention):
         # A query takes the logit of its span along, in a channel where all keys are zero.
         q, k = self._wider(q, self.extent(x).mT[..., None] if self.dynamic else 0.0), self._wider(k, 0.0)
         o, state = lookback.attend(
-            q, k, v, state, band(seen - 1), bias=bias, scale=v.shape[-1] ** -0.5, mask=mask, segments=segments,
-            record=record if record and "matrix" in record else None, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            state,
+            band(seen - 1),
+            bias=bias,
+            scale=v.shape[-1] ** -0.5,
+            mask=mask,
+            segments=segments,
+            record=record if record and "matrix" in record else None,
+            donate=donate,
+        )
         if record and "penalty" in record:
             real = torch.ones_like(x[..., 0], dtype=torch.bool) if mask is None else mask
             spans = self.spans(x).masked_fill(~real[:, None], 0.0)
@@ -154,7 +163,7 @@ class _Ramp:
         self.span, self.ramp, self.spans = span, ramp, spans
 
     def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        z = self.span * widen(q_tile[..., -1:]).sigmoid() if self.spans is None else self.spans
+        z = self.span * upcast_half(q_tile[..., -1:]).sigmoid() if self.spans is None else self.spans
         m = ((self.ramp + z - (i[:, None] - j[None])) / self.ramp).clamp(0, 1)
         # log 0 has no gradient that one could multiply by a weight of zero, so it is never taken.
         return m.masked_fill(m == 0, 1.0).log().masked_fill(m == 0, -torch.inf)

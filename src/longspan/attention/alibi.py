@@ -5,8 +5,8 @@ from torch import nn
 
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, positions, split
-from ..states import cache
-from ..states.cache import KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
@@ -36,7 +36,7 @@ class Alibi(Attention):
         "Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation",
         2021,
     )
-    states, places, stands_for = (KeyValues,), "alibi", "softmax"
+    states, native_positions, replaces = (KeyValues,), "alibi", "softmax"
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True):
         super().__init__(dim, heads, causal=causal)
@@ -47,16 +47,16 @@ class Alibi(Attention):
         return True
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept, arguments = state is not None, {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            view = cache.within(k, v, causal=self.causal, **arguments)
+            view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
-            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
         allowed, products = view.allowed(q.shape[2]), scores.products(q, view.keys)
         places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         distance = (at[:, :, None] - places[:, None, :]).abs().to(products.dtype)  # (B,N,M)

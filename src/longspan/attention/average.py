@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import FeedForward
+from ..modules.feedforward import FeedForward
 from ..ops.linear import recurrence
-from ..ops.tensors import positions, widen
+from ..ops.tensors import positions, upcast_half
 from .base import Attention
 
 
@@ -51,9 +51,9 @@ class Average(Attention):
         self.feedforward = FeedForward(dim, inner or 4 * dim, "relu")
 
     def start(self, batch, capacity):
-        like = self.like
+        like = self.weight_like
         count = torch.zeros(batch, dtype=torch.long, device=like.device)
-        return State(widen(like.new_zeros(batch, self.dim)), count)
+        return State(upcast_half(like.new_zeros(batch, self.dim)), count)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         before = self.start(x.shape[0], 0) if state is None else state

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import patterns
+from .._utils.spec import known
 from ..ops.tensors import merge, split
 from ..patterns import Pattern
-from ..spec import known
 from ..states import lookback
-from ..states.cache import KeyValues
+from ..states.kv_cache import KeyValues
 from ..states.window import Window
 from .base import Attention
 
@@ -95,7 +95,7 @@ class Axial(Attention):
             case _:
                 lines = patterns.by_head(column, row)
         self.lines: Pattern = lines & patterns.causal() if causal else lines
-        self.sees: Pattern = self.lines
+        self.key_pattern: Pattern = self.lines
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         if kind == "shifted":
             if not causal:
@@ -106,11 +106,11 @@ class Axial(Attention):
             self.directions = ("causal",)
             # Every pixel of the row above came before, so this is the order of a causal model.
             self.above: Pattern = (patterns.local1d(width, width) - row) & patterns.causal()
-            self.sees = patterns.causal()
+            self.key_pattern = patterns.causal()
             self.above_query, self.above_key = (nn.Linear(dim, dim) for _ in range(2))
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         lines = lookback.empty(self.lines, batch, self.heads, capacity, size, like)
         if self.kind != "shifted":
             return lines

@@ -8,39 +8,19 @@ from typing import Any, ClassVar, Never
 import torch
 from torch import Tensor, nn
 
-from .. import kinds, spec, weights
-from ..aliases import hinted, refuse
+from .._utils import spec, typecheck
+from .._utils.aliases import refuse
 from ..ops.isolated import Packed, Part, isolated
 from ..patterns import Pattern
-from ..positions import ASKED, Positions, parse
-from . import arguments, plugins
-from .state import clone
+from ..states.utils import clone
+from . import validation
+from .families import FAMILIES
 
 REGISTRY: dict[str, type["Attention"]] = {}
 
-# What kinds of mechanisms there are: the pages about them, in this order.
-FAMILIES = {
-    "softmax": "Softmax over all pairs",
-    "sparse": "Softmax over some pairs",
-    "linear": "Sums without decay",
-    "gated": "Sums with decay, and the delta rule",
-    "content": "Softmax over pairs that the content chooses",
-    "compressed": "Softmax over fewer keys or queries",
-    "others": "Others",
-}
-# What the equations of all mechanisms have in common: the symbol by which it is found in them, and the words.
-LEGEND = {
-    "_": r"$i$ or $t$ counts the queries, $j$ the keys, $h$ the $H$ heads",
-    "q_": r"$q_i = W_q x_i$, $k_j = W_k x_j$, $v_j = W_v x_j$: each head's channels, $D$ of them in queries and keys",
-    "o_": r"$o_i$: what a head reads; $y_i = W_o [o_i^1; \ldots; o_i^H]$ unless it is said otherwise",
-    r"\mathcal{A}_i": r"$\mathcal{A}_i$: the keys that query $i$ may see, all or, if causal, those with $j \le i$",
-    "S_": r"$S$: a state, zero before the first token; each head has its own",
-    r"\phi": r"$\phi$: a map from channels to features",
-    r"\sigma": r"$\sigma(x) = \frac{1}{1 + e^{-x}}$",
-    r"\odot": r"$\odot$: channel by channel",
-}
 # Given by the stack, never by a spec.
 PLACE = ("dim", "heads", "causal", "layer", "depth")
+
 # What a mechanism's ``attend`` may ask for, besides x and state.
 ARGUMENTS = ("mask", "segments", "prefix", "context", "context_mask", "carry", "record", "donate")
 
@@ -89,7 +69,7 @@ class Attention(nn.Module):
     """law -> why it cannot hold; strict: a law that holds after all must not be listed"""
     directions: tuple[str, ...] = ("causal", "bidirectional")
     """the forms that exist; an instance whose options rule one out has fewer"""
-    carries: ClassVar[bool] = False
+    has_layer_carry: ClassVar[bool] = False
     """takes and returns ``carry``, something handed from layer to layer; see ``cut_carry``"""
     no_decay: ClassVar[tuple[str, ...]] = ()
     """its own parameters of two dimensions or more that weight decay leaves alone, such as decays, scales and learned
@@ -100,20 +80,20 @@ class Attention(nn.Module):
     """draws in training what it reads, and tells ``record["log_prob"]`` (B,), the log of the draws' probability"""
     statistics: ClassVar[str] = ""
     """what ``record["statistics"]``, by which ``update`` moves buffers, counts, in words; "" where there is none"""
-    places: ClassVar[str] = ""
+    native_positions: ClassVar[str] = ""
     """the positions of a model, ``relative`` or ``alibi``, that it has of its own"""
-    stands_for: ClassVar[str] = ""
+    replaces: ClassVar[str] = ""
     """the mechanism in whose place it is built where a model has these positions"""
     states: ClassVar[tuple[type, ...]] = ()
     """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
     contexts: ClassVar[tuple[type, ...]] = ()
 
-    sees: Pattern | None = None
+    key_pattern: Pattern | None = None
     """which keys each query may see, where that is a pattern; an instance has its own"""
-    ahead: int | None = None
-    """how far ahead a bidirectional query surely reads, where that is bounded and ``sees`` is None"""
-    added: int = 0
-    """how many tokens, of a layer's own, ``sees`` counts before those of the input"""
+    max_lookahead: int | None = None
+    """how far ahead a bidirectional query surely reads, where that is bounded and ``key_pattern`` is None"""
+    num_prefix_tokens: int = 0
+    """how many tokens, of a layer's own, ``key_pattern`` counts before those of the input"""
 
     apart: bool = False
     """``attend`` computes packed sequences one by one, so that no NaN or infinity of one can reach another"""
@@ -122,7 +102,7 @@ class Attention(nn.Module):
     join_carry: Callable[[Tensor, list[Part], list[Any]], Any] | None = None
     """what all packed sequences of a call hand on, from what each hands on: the inverse of ``cut_carry``"""
 
-    takes: frozenset[str] = frozenset()
+    supported_args: frozenset[str] = frozenset()
     """the arguments that ``attend`` names; filled in by the class statement; an instance may take fewer"""
 
     def __init_subclass__(cls, **kwargs: Any):
@@ -144,8 +124,8 @@ class Attention(nn.Module):
         asked = list(inspect.signature(cls.attend).parameters)[3:]
         for argument in asked:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
-        cls.takes = frozenset(asked)
-        cls.__init__ = kinds.checked(cls.__init__, cls.name)
+        cls.supported_args = frozenset(asked)
+        cls.__init__ = typecheck.with_checked_types(cls.__init__, cls.name)
         REGISTRY[cls.name] = cls
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True):
@@ -154,19 +134,19 @@ class Attention(nn.Module):
             raise ValueError(f"dim={dim} is not a multiple of heads={heads}")
         direction = "causal" if causal else "bidirectional"
         if direction not in self.directions:
-            more = self.carries or self.penalty or self.samples or self.statistics
+            more = self.has_layer_carry or self.penalty or self.samples or self.statistics
             hint = "" if causal or more else f"; {f'bidirectional({self.name})'!r} runs it in both directions"
             raise ValueError(f"{self.name} has no {direction} form; it has: {', '.join(self.directions)}{hint}")
         self.dim, self.heads, self.causal = dim, heads, causal
 
     @property
-    def like(self) -> Tensor:
-        """An empty tensor in the dtype and on the device of the weights, for ``start``: ``self.like.new_zeros(...)``.
+    def weight_like(self) -> Tensor:
+        """An empty tensor with dtype and device of the weights, for ``start``: ``self.weight_like.new_zeros(...)``.
 
         No weight by name, since quantisation or an adapter may have put another module in the place of a linear map.
         Where nothing of floating point is left it is float32 on the CPU, which is what torch's quantised maps take.
         """
-        weight = arguments.weight_of(self)
+        weight = validation.weight_of(self)
         if weight is None:
             return torch.empty(0, dtype=torch.float32)
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
@@ -174,7 +154,7 @@ class Attention(nn.Module):
     def start(self, batch: int, capacity: int) -> Any:
         """The state before the first token; ``capacity`` is the number of tokens to make room for, where it grows.
 
-        Its tensors take dtype and device from ``self.like``.
+        Its tensors take dtype and device from ``self.weight_like``.
         """
         # Abstract: every mechanism defines it. A bidirectional one never needs it, so it is no error to lack it.
         raise NotImplementedError(f"{type(self).__name__} defines no start")
@@ -185,7 +165,7 @@ class Attention(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Any:
-        """What the first layer of a stack gets as ``carry``: x (B,N,dim), mask (B,N). For classes that ``carries``."""
+        """The ``carry`` of the first layer of a stack: x (B,N,dim), mask (B,N). Only with ``has_layer_carry``."""
         raise ValueError(f"{self.name} hands nothing from layer to layer, so it has no first carry")
 
     def init_state(self, batch: int, capacity: int | None = None) -> Any:
@@ -203,7 +183,7 @@ class Attention(nn.Module):
             raise ValueError(f"batch={batch} and capacity={capacity} must not be negative")
         return self.start(batch, capacity or 0)
 
-    def lasting(self, batch: int) -> Any:
+    def init_trainable_state(self, batch: int) -> Any:
         """``init_state`` for calls between which training moves the weights: it serves whatever they become."""
         return self.init_state(batch)
 
@@ -226,7 +206,7 @@ class Attention(nn.Module):
         donate: bool = False,
         **unknown: Never,
     ) -> Any:
-        """x (B,N,dim), state -> y (B,N,dim), state; a class that ``carries`` returns a given ``carry`` too.
+        """x (B,N,dim), state -> y (B,N,dim), state; a class that ``has_layer_carry`` returns a given ``carry`` too.
 
         ``state=None`` starts from nothing and returns None (training builds no state); start from ``init_state(B)`` to
         go on later. The given state is left as it was, unless ``donate=True`` allows the call to overwrite it.
@@ -252,24 +232,24 @@ class Attention(nn.Module):
         given: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "context": context}
         given |= {"context_mask": context_mask, "carry": carry, "record": record, "donate": donate or None}
         given = {name: value for name, value in given.items() if value is not None}
-        arguments.check(self, x, state, given)
+        validation.check(self, x, state, given)
         if state is not None and 0 in x.shape:
             # Nothing is read. The state is a copy, since one of the two may be given away later.
-            arguments.answer({} if record is None else record, {})
+            validation.fill_record({} if record is None else record, {})
             return x.clone(), state if donate else clone(state), *([] if carry is None else [carry])
-        guarded = "segments" not in given or (isinstance(segments, arguments.Settled) and segments.isolated)
-        given |= arguments.settled(given, x.shape[1])
+        guarded = "segments" not in given or (isinstance(segments, validation.Settled) and segments.isolated)
+        given |= validation.packing_arguments(given, x.shape[1])
         if context_mask is not None:
             given["context"] = given["context"].masked_fill(~context_mask[..., None], 0.0)
         if record is not None:
-            told = arguments.asked(self, given.pop("record"))
+            told = validation.requested_outputs(self, given.pop("record"))
             given |= {"record": told} if told else {}
         # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
         absent = None if mask is None else ~mask[..., None]
         x = x if absent is None else x.masked_fill(absent, 0.0)
         y, *rest = self.attend(x, state, **given) if guarded else self._attend_packed(x, state, given)
         if record is not None:
-            arguments.answer(record, told)
+            validation.fill_record(record, told)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
 
     def _attend_packed(self, x: Tensor, state: Any, given: dict[str, Any]) -> Any:
@@ -315,7 +295,7 @@ class Attention(nn.Module):
     @property
     def positional(self) -> bool:
         """Whether outputs depend on the order of the keys (beyond causality)."""
-        return bool(getattr(self, "rotary", 0.0)) or self.sees is not None
+        return bool(getattr(self, "rotary", 0.0)) or self.key_pattern is not None
 
     @property
     def spec(self) -> str:
@@ -336,133 +316,3 @@ class Attention(nn.Module):
 def own_options(cls: type[Attention]) -> Mapping[str, inspect.Parameter]:
     """The options of a mechanism: the keyword-only parameters of its ``__init__`` that a spec may set."""
     return {name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE}
-
-
-def signature(cls: type[Attention]) -> inspect.Signature:
-    """The options of a mechanism by keyword, and its first by position too where that is a nested spec."""
-    found = list(own_options(cls).values())
-    if found and found[0].annotation is spec.Spec:
-        found[0] = found[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return inspect.Signature(found)
-
-
-@hinted
-def build(
-    text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, positions: str = "none"
-) -> Attention:
-    """Build an attention from its spec, such as ``linear`` or ``local(window=64)``.
-
-    >>> import longspan
-    >>> attention = longspan.build("linear(feature_map='relu')", dim=64, heads=4)
-    >>> attention.spec, attention.causal
-    ("linear(feature_map='relu')", True)
-
-    ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
-    depend on it; ``positions`` are those of a model, see ``longspan.positions``: ``rotary`` where the spec itself gives
-    none, and with ``alibi`` and ``relative`` softmax is the mechanism of that name.
-
-    >>> longspan.build("softmax", dim=64, heads=4, positions="relative(clamp=100)").spec
-    'relative(clamp=100)'
-
-    Raises ValueError for an unknown mechanism or option, naming the known ones, for values that do not fit, for
-    positions that the mechanism is not exact for, naming those that are, and where its weights would take more memory
-    than this machine has.
-    """
-    made = functools.partial(make, text, dim, heads, causal=causal, layer=layer, depth=depth, positions=positions)
-    if weights.wanted():
-        weights.afford(weights.nbytes(weights.shapes(made)), f"weights of {kinds.shown(text)} with dim={dim}")
-    return made()
-
-
-def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: int, positions: str) -> Attention:
-    """``build`` without a look at the memory that it takes."""
-    placed = parse(positions)
-    if isinstance(text, str) and ";" in text:
-        raise ValueError(
-            f"{kinds.shown(text)} is a stack, and build makes one attention; a stack is built by a model: "
-            f"Decoder(Config(attention={kinds.shown(text)})), or Stack(StackConfig(...)) without embeddings"
-        )
-
-    def maker(cls: type[Attention]) -> Callable[..., Attention]:
-        takes = signature(cls)
-
-        def made(*args: Any, **options: Any) -> Attention:
-            kind, options = _placed(cls, placed, takes.bind(*args, **options).arguments)
-            place, taken = {"causal": causal, "layer": layer, "depth": depth}, spec.options(kind.__init__)
-            return kind(dim, heads, **options, **{name: value for name, value in place.items() if name in taken})
-
-        made.__signature__ = takes  # type: ignore[attr-defined]
-        return made
-
-    if name := spec.head(text):
-        mechanism(name, "name")
-    built = spec.parse(text, {name: maker(cls) for name, cls in REGISTRY.items()})
-    if not isinstance(built, Attention):
-        raise ValueError(f"{text!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
-    return built
-
-
-def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) -> tuple[type[Attention], dict[str, Any]]:
-    """The class to build for a mechanism in a model with these positions, and its options.
-
-    Raises ValueError where neither is exact for them.
-    """
-    given = placed.options()
-    if placed.kind not in ASKED:
-        return cls, options
-    if placed.kind == "rotary":
-        kind = cls if "rotary" in own_options(cls) else None
-        # A base of the spec's own comes with its own layout.
-        given = {} if "rotary" in options else given
-    else:
-        alike = [one for one in REGISTRY.values() if one.places == placed.kind]
-        kind = next((one for one in alike if cls.name in (one.name, one.stands_for)), None)
-    if kind is None:
-        able = ", ".join(name for name in names() if _able(REGISTRY[name], placed.kind))
-        raise ValueError(
-            f"{cls.name} has no {placed.kind} positions: {ASKED[placed.kind]}; {able} have them, and any mechanism "
-            f"goes with none, sinusoidal or learned: positions=, of a training --model.positions"
-        )
-    given |= options
-    if odd := [name for name in given if name not in (known := own_options(kind))]:
-        said = f"whose options are {', '.join(known) or 'none'}; not {odd[0]}"
-        raise ValueError(f"{cls.name} with {placed.kind} positions is {kind.name}, {said}")
-    return kind, given
-
-
-def _able(cls: type[Attention], kind: str) -> bool:
-    """Whether a mechanism has positions of this kind, be it as itself or as another one."""
-    if kind == "rotary":
-        return "rotary" in own_options(cls)
-    return any(one.places == kind and cls.name in (one.name, one.stands_for) for one in REGISTRY.values())
-
-
-def names() -> list[str]:
-    """The registered mechanisms, sorted; those of installed packages, which announce them, are among them.
-
-    >>> import longspan
-    >>> "gated_deltanet" in longspan.names()
-    True
-    """
-    plugins.load()
-    return sorted(REGISTRY)
-
-
-def mechanism(name: str, kind: str = "attention") -> type[Attention]:
-    """The class of a mechanism; a name that is not known is looked for in other packages first, see ``plugins``.
-
-    Raises ValueError for one that nobody knows.
-    """
-    if name not in REGISTRY:
-        plugins.load()
-    return REGISTRY[spec.known(name, REGISTRY, kind, plugins.HINT)]
-
-
-def examples(name: str) -> tuple[str, ...]:
-    """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one.
-
-    >>> import longspan
-    >>> longspan.examples("local")
-    ('local(window=5)', 'local(window=3, kv_heads=1, rotary=100.0)')
-    """
-    return mechanism(name).examples

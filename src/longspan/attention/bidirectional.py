@@ -3,13 +3,15 @@
 import torch
 from torch.utils import _pytree as pytree
 
-from .. import spec
-from .arguments import Settled
-from .base import Attention, make, mechanism
+from .._utils import spec
+from .base import Attention
+from .build import make
+from .registry import mechanism
+from .validation import Settled
 
 # Facts of mechanisms that return more than outputs, in words.
 _PASSED_ON = {
-    "carries": "a carry for the next layer",
+    "has_layer_carry": "a carry for the next layer",
     "penalty": "a loss",
     "samples": "the log probability of what it draws",
     "statistics": "statistics by which its buffers move",
@@ -76,7 +78,7 @@ class Bidirectional(Attention):
             )
         self.backwards = None if share else direction()
         self.of, self.share = self.forwards.spec, share
-        self.takes = self.takes & self.forwards.takes
+        self.supported_args = self.supported_args & self.forwards.supported_args
 
     @property
     def positional(self) -> bool:

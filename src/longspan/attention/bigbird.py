@@ -70,15 +70,24 @@ class BigBird(Attention):
             sees |= patterns.globals(globals * block)
         if random:
             sees |= patterns.random(random, seed, block)
-        self.sees: Pattern = sees & patterns.causal() if causal else sees
+        self.key_pattern: Pattern = sees & patterns.causal() if causal else sees
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return lookback.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.key_pattern, batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         o, state = lookback.attend(
-            q, k, v, state, self.sees, layer=self.layer, mask=mask, segments=segments, record=record, donate=donate
+            q,
+            k,
+            v,
+            state,
+            self.key_pattern,
+            layer=self.layer,
+            mask=mask,
+            segments=segments,
+            record=record,
+            donate=donate,
         )
         return self.out(merge(o)), state

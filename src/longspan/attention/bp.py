@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ..ops.softmax import tree
-from ..ops.tensors import merge, positions, split, widen
+from ..ops.tensors import merge, positions, split, upcast_half
 from .base import Attention
 
 
@@ -65,7 +65,7 @@ class BinaryPartition(Attention):
         return True
 
     def start(self, batch, capacity):
-        return tree.empty(batch, self.heads, self.k, self.dim // self.heads, self.like)
+        return tree.empty(batch, self.heads, self.k, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         if segments is not None and x.numel():
@@ -76,11 +76,11 @@ class BinaryPartition(Attention):
             order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             x = x.gather(1, order[..., None].expand_as(x))
         _, lengths = positions(x, mask=mask)
-        q, k, v = (split(widen(part(x)), self.heads) for part in (self.query, self.key, self.value))
+        q, k, v = (split(upcast_half(part(x)), self.heads) for part in (self.query, self.key, self.value))
         scale = q.shape[-1] ** -0.5
-        pool = (k * widen(self.pool)[:, None]).sum(-1) * scale
+        pool = (k * upcast_half(self.pool)[:, None]).sum(-1) * scale
         with torch.autocast(x.device.type, enabled=False):
-            edges = q @ widen(self.edges).mT * scale
+            edges = q @ upcast_half(self.edges).mT * scale
         o, after = tree.attend(q, k, v, pool, edges, self.k, lengths, state, causal=self.causal)
         y = self.out(merge(o).to(x.dtype))
         if order is not None:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .._utils.spec import known
 from ..ops import rows
-from ..ops.runs import find, gone, left, newest, windows
 from ..ops.softmax import relative, scores, similarity
 from ..ops.softmax.relative import Older
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
+from ..ops.token_runs import find, gone, left, newest, windows
 from ..patterns.numbers import whole
-from ..spec import known
 from ..states import memory as memories
 from ..states.memory import Memory
 from .base import Attention
@@ -65,7 +65,7 @@ class Compressive(Attention):
         "compressive(memory=1, compressed=3, rate=2, pool='convolution', stop_gradient=False)",
         "compressive(memory=4, compressed=2, rate=3, pool='max')",
     )
-    directions, states, places = ("causal",), (State,), "relative"
+    directions, states, native_positions = ("causal",), (State,), "relative"
     penalty = "what attention to the memory's old tokens loses by their compression"
     exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins") | {
         "attention_matrix": "an entry of the second memory stands for several tokens, and its value for none of theirs"
@@ -101,8 +101,8 @@ class Compressive(Attention):
         return True
 
     def start(self, batch, capacity):
-        memory = memories.empty(batch, self.slots, self.dim, self.like)
-        return State(memory, self.like.new_zeros(batch, self.compressed, self.dim))
+        memory = memories.empty(batch, self.slots, self.dim, self.weight_like)
+        return State(memory, self.weight_like.new_zeros(batch, self.compressed, self.dim))
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         stop, memory = self.stop_gradient, None if state is None else state.memory
@@ -127,15 +127,23 @@ class Compressive(Attention):
         far = call.at - gone(call.at, self.memory, self.rate) * self.rate
         past, size = self._past(call, runs, *view.project(entries)), self.dim // self.heads
         o = relative.attend(
-            view.content, view.position, k, v, view.table, far, back=self.slots, scale=size**-0.5, older=past,
+            view.content,
+            view.position,
+            k,
+            v,
+            view.table,
+            far,
+            back=self.slots,
+            scale=size**-0.5,
+            older=past,
             farthest=self.slots + self.compressed,
-        )  # fmt: skip
+        )
         if state is not None:
             memory = memories.end(call, state.memory, segments, stop=stop)
             read = torch.full_like(start, x.shape[1]) if mask is None else mask.sum(1)
             kept = newest(entries, runs, start, memory.position, read, memory=self.memory)
             state = State(memory, kept.to(state.entries.dtype))
-        y = self.out(rows.back(mask, merge(view.after(o))))
+        y = self.out(rows.scatter_back(mask, merge(view.after(o))))
         if stop and self.pool == "convolution":
             # Only the penalty teaches the convolution. A gradient of zero without it, as data-parallel training waits
             # for a gradient of every parameter.
@@ -197,7 +205,7 @@ class Compressive(Attention):
                 k, v = k[:, :, some], v[:, :, some]
                 allowed = (when[:, some] == b // self.memory)[:, None] & (place - end[:, None, some] <= at) & real
                 reads.append(similarity.attend(scores.weights(scores.products(q[:, :, b:e], k), allowed[:, None]), v))
-            total = total + widen(reads[0].detach() - reads[1]).square().sum()
+            total = total + upcast_half(reads[0].detach() - reads[1]).square().sum()
             count = count + allowed.any(-1).sum() * self.dim
         return total / torch.as_tensor(count, device=q.device).clamp(min=1)
 

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, ShortConvolution
+from ..modules.norms import HeadNorm
+from ..modules.short_conv import ShortConvolution
 from ..ops import gated
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
@@ -59,9 +60,9 @@ class DeltaNet(Attention):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         sums, none = like.new_zeros(batch, self.heads, size, size), like.new_zeros(batch, 0, 3 * self.dim)
-        return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
+        return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         sums, recent = self.start(x.shape[0], 0) if state is None else state
@@ -71,7 +72,7 @@ class DeltaNet(Attention):
         else:
             mixed = F.silu(mixed)
         q, k, v = (split(t, self.heads) for t in mixed.chunk(3, -1))
-        beta = widen(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
+        beta = upcast_half(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
         o, sums = gated.recur(
             q, k, v, beta=beta, normalise="l2", mask=mask, segments=segments, state=sums, donate=donate
         )

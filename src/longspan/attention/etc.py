@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import sparse
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..patterns import Pattern, band
 from ..patterns import globals as reaching
 from .base import Attention
@@ -45,7 +45,7 @@ class Etc(Attention):
         2020,
     )
     examples = ("etc(globals=3, radius=5, clip=2)",)
-    directions, carries = ("bidirectional",), True
+    directions, has_layer_carry = ("bidirectional",), True
     no_decay = ("tokens", "labels")
 
     def __init__(
@@ -55,8 +55,8 @@ class Etc(Attention):
         for option, value, least in (("globals", globals, 1), ("radius", radius, 0), ("clip", clip, 0)):
             if value < least:
                 raise ValueError(f"{option}={value} must be at least {least}")
-        self.globals, self.radius, self.clip, self.added = globals, radius, clip, globals
-        self.sees: Pattern = reaching(globals) | band(radius, right=radius)
+        self.globals, self.radius, self.clip, self.num_prefix_tokens = globals, radius, clip, globals
+        self.key_pattern: Pattern = reaching(globals) | band(radius, right=radius)
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.tokens = nn.Parameter(torch.randn(globals, dim))
         self.labels = nn.Parameter(torch.randn(2 * clip + 2, dim) * (dim // heads) ** -0.5)
@@ -81,7 +81,7 @@ class Etc(Attention):
             mask = F.pad(mask, (self.globals, 0), value=True)
         q, k, v = (split(part(both), self.heads) for part in (self.query, self.key, self.value))
         labels = self.labels.unflatten(-1, (self.heads, -1)).transpose(0, 1)
-        o = sparse.attend(q, k, v, self.sees, mask=mask, bias=_Labels(labels, self.globals, self.clip))
+        o = sparse.attend(q, k, v, self.key_pattern, mask=mask, bias=_Labels(labels, self.globals, self.clip))
         y = self.out(merge(o))
         if carry is None:
             return y[:, self.globals :], state
@@ -96,7 +96,9 @@ class _Labels:
         self.labels, self.count, self.clip = labels, count, clip
 
     def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        products = widen(q_tile @ self.labels.to(q_tile.dtype).mT) * q_tile.shape[-1] ** -0.5  # (B,H,n,2 clip + 2)
+        products = (
+            upcast_half(q_tile @ self.labels.to(q_tile.dtype).mT) * q_tile.shape[-1] ** -0.5
+        )  # (B,H,n,2 clip + 2)
         i, j = i[:, None], j[None]
         label = torch.where((i < self.count) == (j < self.count), (j - i).clamp(-self.clip, self.clip), self.clip + 1)
         return products.gather(-1, (label + self.clip).expand(*products.shape[:2], -1, -1))

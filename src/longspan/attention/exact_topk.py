@@ -5,8 +5,8 @@ from torch import nn
 
 from ..ops.compress import select
 from ..ops.tensors import merge, split
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -38,7 +38,7 @@ class ExactTopK(Attention):
         2019,
     )
     examples = ("exact_topk(keys=5)",)
-    states, contexts = (KeyValues,), (Context,)
+    states, contexts = (KeyValues,), (CachedContext,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, keys: int = 32):
         super().__init__(dim, heads, causal=causal)
@@ -48,15 +48,20 @@ class ExactTopK(Attention):
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def attend(
-        self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False
-    ):  # fmt: skip
-        view, state = cache.view(
-            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
-            segments=segments, donate=donate,
-        )  # fmt: skip
+    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+        view, state = kv_cache.view(
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            context=context,
+            context_mask=context_mask,
+            mask=mask,
+            segments=segments,
+            donate=donate,
+        )
         q = split(self.query(x), self.heads).to(view.keys.dtype)
         n, keys = q.shape[2], view.keys.shape[2]
         everything = torch.ones(1, keys, dtype=torch.bool, device=x.device).expand(n, -1)

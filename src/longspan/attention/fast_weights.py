@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import gated, linear
 from ..ops.linear.features import MAPS, dpfp, sum_normalise
-from ..ops.tensors import merge, split, widen
-from ..spec import known
+from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 RULES = {"delta": "replaces what a key has stored", "sum": "adds to it"}
@@ -72,15 +72,15 @@ class FastWeights(Attention):
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.rate = nn.Linear(dim, heads) if rule == "delta" else None
         self.out = nn.Linear(dim, dim, bias=False)
-        self.width = self._phi(self.like.new_zeros(1, dim // heads)).shape[-1]
+        self.width = self._phi(self.weight_like.new_zeros(1, dim // heads)).shape[-1]
 
     def _phi(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., F) in float32 at least."""
-        return dpfp(widen(x), self.nu) if self.feature_map == DPFP else MAPS[self.feature_map](widen(x))
+        return dpfp(upcast_half(x), self.nu) if self.feature_map == DPFP else MAPS[self.feature_map](upcast_half(x))
 
     def start(self, batch, capacity):
         values = self.dim // self.heads + (self.rule == "sum")
-        return State(widen(self.like.new_zeros(batch, self.heads, self.width, values)))
+        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, self.width, values)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
@@ -89,6 +89,6 @@ class FastWeights(Attention):
         if self.rate is None:
             o, weights = linear.attend(q, k, v, causal=True, eps=self.eps, **options)
         else:
-            beta = widen(self.rate(x)).sigmoid().mT
+            beta = upcast_half(self.rate(x)).sigmoid().mT
             o, weights = gated.recur(sum_normalise(q), sum_normalise(k), v, beta=beta, scale=1.0, **options)
         return self.out(merge(o)), None if state is None else State(weights)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.linear import random_features
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..states import sums
-from ..states.sums import Context
+from ..states.sums import ContextSums
 from .base import Attention
 
 
@@ -53,7 +53,7 @@ class Fourier(Attention):
         2016,
     )
     examples = ("fourier(features=103, bandwidth=2.0, eps=0.001)",)
-    states, contexts = (State,), (Context,)
+    states, contexts = (State,), (ContextSums,)
     projection: Tensor  # (H,m,D)
 
     def __init__(
@@ -100,22 +100,42 @@ class Fourier(Attention):
     def _parts(self, x: Tensor) -> random_features.Parts:
         """Features of projected tokens (B,N,dim), all heads at once: (B,H,N,2m)."""
         with torch.autocast(x.device.type, enabled=False):
-            x = widen(split(x, self.heads))
-            return random_features.fourier(x * (x.shape[-1] ** -0.25 / self.bandwidth), widen(self.projection))
+            x = upcast_half(split(x, self.heads))
+            return random_features.fourier(x * (x.shape[-1] ** -0.25 / self.bandwidth), upcast_half(self.projection))
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        return State(widen(self.like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
+        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         form = sums.stable(lambda found: State(found.sums), self.eps)
         o, state = sums.attend(
-            form, self._parts(self.query(x)), self._project, x, state, causal=self.causal, mask=mask, segments=segments,
-            prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
-        )  # fmt: skip
+            form,
+            self._parts(self.query(x)),
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            context=context,
+            context_mask=context_mask,
+            record=record,
+            donate=donate,
+        )
         return self.out(merge(o)), state
 
     def _project(self, x):

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, ShortConvolution, expanded, time_steps
+from ..modules.init import time_steps
+from ..modules.norms import HeadNorm, expanded
+from ..modules.short_conv import ShortConvolution
 from ..ops import gated
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
@@ -89,9 +91,9 @@ class GatedDeltaNet(Attention):
         self.out = nn.Linear(values, dim, bias=False)
 
     def start(self, batch, capacity):
-        like = self.like
+        like = self.weight_like
         sums, none = like.new_zeros(batch, self.heads, *self.sizes), like.new_zeros(batch, 0, sum(self.widths))
-        return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
+        return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         sums, recent = self.start(x.shape[0], 0) if state is None else state
@@ -102,11 +104,19 @@ class GatedDeltaNet(Attention):
             mixed = F.silu(mixed)
         q, k, v = mixed.split(self.widths, -1)
         q, k = (split(t, self.groups) for t in (q, k))
-        beta = widen(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
-        decay = -widen(self.a_log).exp() * F.softplus(widen(self.decay(x)) + self.dt_bias)
+        beta = upcast_half(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
+        decay = -upcast_half(self.a_log).exp() * F.softplus(upcast_half(self.decay(x)) + self.dt_bias)
         o, sums = gated.recur(
-            q, k, split(v, self.heads), log_decay=decay.mT, beta=beta, normalise="l2", mask=mask, segments=segments,
-            state=sums, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            split(v, self.heads),
+            log_decay=decay.mT,
+            beta=beta,
+            normalise="l2",
+            mask=mask,
+            segments=segments,
+            state=sums,
+            donate=donate,
+        )
         o = self.norm(o, split(self.out_gate(x), self.heads) if self.out_gate is not None else None)
         return self.out(merge(o)), None if state is None else State(sums, recent)

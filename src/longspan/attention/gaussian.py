@@ -3,14 +3,14 @@
 import torch
 from torch import nn
 
+from .._utils.spec import known
 from ..ops.softmax import scores, similarity
-from ..ops.tensors import merge, positions, split, widen
-from ..spec import known
-from ..states import cache
-from ..states.cache import KeyValues
+from ..ops.tensors import merge, positions, split, upcast_half
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
-KINDS = {"learned": "each token says where its bell stands and how wide it is", "fixed": "it stands on the token"}
+CENTERS = {"learned": "each token says where its bell stands and how wide it is", "fixed": "it stands on the token"}
 NARROWEST = 1e-6  # tokens
 
 
@@ -50,7 +50,7 @@ class Gaussian(Attention):
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, kind: str = "learned"):
         super().__init__(dim, heads, causal=causal)
-        self.kind = known(kind, KINDS, "kind of window")
+        self.kind = known(kind, CENTERS, "kind of window")
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         if kind == "learned":
             self.hidden = nn.Linear(dim, dim, bias=False)
@@ -64,7 +64,7 @@ class Gaussian(Attention):
         return True
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         query = self.query(x)
@@ -72,9 +72,9 @@ class Gaussian(Attention):
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept, arguments = state is not None, {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            view = cache.within(k, v, causal=self.causal, **arguments)
+            view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
-            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
         allowed = view.allowed(q.shape[2])
         places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         if self.kind == "learned":
@@ -89,11 +89,11 @@ class Gaussian(Attention):
     def _learned(self, query, places, seen):
         """query (B,N,dim), positions of keys (B,M), numbers of keys seen (B|1,1,N,1) -> (B,H,N,M)."""
         hidden = self.hidden(query).tanh()
-        centre, width = (widen(part(hidden)).mT[..., None].sigmoid() * seen for part in (self.centre, self.width))
+        centre, width = (upcast_half(part(hidden)).mT[..., None].sigmoid() * seen for part in (self.centre, self.width))
         # With s = D / 2, (j - P)^2 / (2 s^2) is 2 ((j - P) / D)^2.
         return -2 * ((places[:, None, None, :] - centre) / width.clamp(min=NARROWEST)).square()
 
     def _fixed(self, at, places):
         """Positions of queries (B,N) and of keys (B,M) -> (B,H,N,M)."""
-        w, b = widen(self.w)[:, None, None], widen(self.b)[:, None, None]
+        w, b = upcast_half(self.w)[:, None, None], upcast_half(self.b)[:, None, None]
         return -(w * (at[:, :, None] - places[:, None, :])[:, None].square() + b).abs()

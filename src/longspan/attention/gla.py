@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, expanded
+from ..modules.norms import HeadNorm, expanded
 from ..ops import gated
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
@@ -67,14 +67,20 @@ class GLA(Attention):
         self.out = nn.Linear(values, dim, bias=False)
 
     def start(self, batch, capacity):
-        return State(widen(self.like.new_zeros(batch, self.heads, *self.sizes)))
+        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
-        log_decay = split(F.logsigmoid(widen(self.decay(x))) / self.temperature, self.heads)
+        log_decay = split(F.logsigmoid(upcast_half(self.decay(x))) / self.temperature, self.heads)
         o, sums = gated.recur(
-            q, k, v, log_decay=log_decay, mask=mask, segments=segments,
-            state=None if state is None else state.sums, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay=log_decay,
+            mask=mask,
+            segments=segments,
+            state=None if state is None else state.sums,
+            donate=donate,
+        )
         y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
         return y, None if state is None else State(sums)

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import check_counts
 from ..ops import rows
 from ..ops.linear import segmented
 from ..ops.softmax import dense
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
+from ..states.counters import check_counts
 from .base import Attention
 
 
@@ -33,8 +33,8 @@ class Infini(Attention):
     ``delta``: a segment adds only what its values differ by from those that its keys read in the memory already.
     ``eps``: $\epsilon$, added to the denominator. ``gate`` holds one $\beta$ per head, 0 at first: both count half.
 
-    The state has keys and values of one segment, and sums of one size. Gradients go through it; ``longspan.detach``
-    ends them.
+    The state has keys and values of one segment, and sums of one size. Gradients go through it;
+    ``longspan.states.detach`` ends them.
 
     Source: Munkhdalai et al. 2024, section 2, eqs 3-6; the first segment's empty memory is divided by eps alone. Raises
     ValueError for segment < 1 and eps <= 0.
@@ -79,8 +79,8 @@ class Infini(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        sums = widen(self.like.new_zeros(batch, self.heads, size, size + 1))
-        keys = self.like.new_zeros(batch, self.heads, self.segment - 1, size)
+        sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, size, size + 1))
+        keys = self.weight_like.new_zeros(batch, self.heads, self.segment - 1, size)
         position = torch.zeros(batch, dtype=torch.long, device=sums.device)
         return State(sums, sums.clone(), keys, keys.clone(), position)
 
@@ -95,19 +95,19 @@ class Infini(Attention):
         elif state is not None:
             o, state = self._go_on(q, k, v, state, mask)
         else:
-            o = rows.back(mask, self._alone(*rows.together(mask, q, k, v, axis=2)), axis=2)
+            o = rows.scatter_back(mask, self._alone(*rows.gather_valid(mask, q, k, v, axis=2)), axis=2)
         return self.out(merge(o)), state
 
     def _mix(self, far, near):
         """What is read of the memory and in the segment (B,H,...,E) -> both, weighed by the gate."""
-        gate = widen(self.gate).sigmoid().view(-1, *(1,) * (near.dim() - 2))
-        return (gate * far + (1 - gate) * widen(near)).to(near.dtype)
+        gate = upcast_half(self.gate).sigmoid().view(-1, *(1,) * (near.dim() - 2))
+        return (gate * far + (1 - gate) * upcast_half(near)).to(near.dtype)
 
     def _alone(self, q, k, v):
         """Whole sequences of real tokens: (B,H,N,D) -> (B,H,N,D)."""
         n, size = q.shape[2], min(self.segment, q.shape[2])
         q, k, v = (F.pad(t, (0, 0, 0, -n % size)).unflatten(2, (-(-n // size), size)) for t in (q, k, v))
-        zeros = widen(q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1] + 1))
+        zeros = upcast_half(q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1] + 1))
         # The last segment's own sums are nobody's to read.
         sums, _ = segmented.memories(k[:, :, :-1], v[:, :, :-1], None, zeros, zeros, delta=self.delta, eps=self.eps)
         return self._mix(segmented.read(q, sums, self.eps), _within(q, k, v)).flatten(2, 3)[:, :, :n]
@@ -115,7 +115,7 @@ class Infini(Attention):
     def _go_on(self, q, k, v, state, mask):
         """New tokens after those of a state: what the heads read (B,H,N,D), and the state with them."""
         (batch, _, n, _), size = q.shape, self.segment
-        q, k, v = rows.together(mask, q, k, v, axis=2)
+        q, k, v = rows.gather_valid(mask, q, k, v, axis=2)
         count = torch.full_like(state.position, n) if mask is None else mask.sum(1)
         phase = (state.position % size)[:, None]
         k_all, v_all = (torch.cat([old.to(t.dtype), t], 2) for old, t in ((state.keys, k), (state.values, v)))
@@ -127,7 +127,9 @@ class Infini(Attention):
         keys, values = (rows.pick(t, _source(slots, phase, t.shape[2] - n, t.shape[2]), 2) for t in (k_all, v_all))
         own = torch.cat([own, torch.zeros_like(own[:, :, :1])], 2)
         after = sums.transpose(1, 2)[row, done], own.transpose(1, 2)[row, done], keys, values, state.position + count
-        return rows.back(mask, o, axis=2), State._make(new.to(old.dtype) for new, old in zip(after, state, strict=True))
+        return rows.scatter_back(mask, o, axis=2), State._make(
+            new.to(old.dtype) for new, old in zip(after, state, strict=True)
+        )
 
     def _few(self, q, k, v, k_all, v_all, state, phase, count):
         """Fewer tokens than a segment has, so that one may end among them: each query meets what is there."""

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from ..ops import rows
 from ..ops.compress import probsparse
-from ..ops.tensors import merge, positions, split, visible, widen
-from ..states import cache
-from ..states.cache import KeyValues
+from ..ops.tensors import merge, positions, split, upcast_half, visible
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
@@ -90,8 +90,8 @@ class Informer(Attention):
     def start(self, batch, capacity):
         if self.published:
             raise ValueError("published=True chooses from whole sequences, so it has no state; published=False has one")
-        past = cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
-        wide = widen(self.like.new_zeros(batch, self.heads, self.dim // self.heads))
+        past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
+        wide = upcast_half(self.weight_like.new_zeros(batch, self.heads, self.dim // self.heads))
         return State(past, wide[..., :0].clone(), wide)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
@@ -99,7 +99,7 @@ class Informer(Attention):
             self._record(record, x, state, mask, segments)
         # In the published form, a pad at the end is not hidden by causality.
         hidden, wide = self.causal and not self.published, torch.cat([x, self.value(x)], -1)
-        o, after = rows.each(self._run, wide, state, mask, segments, causal=hidden, width=self.dim)
+        o, after = rows.map_sequences(self._run, wide, state, mask, segments, causal=hidden, width=self.dim)
         return self.out(o), after
 
     def _run(self, x, state, real):
@@ -120,13 +120,13 @@ class Informer(Attention):
         k, past = split(self.key(x), self.heads), state and state.past
         if past is not None:
             lengths = torch.full_like(past.length, x.shape[1]) if lengths is None else lengths
-            after = cache.extend(past, k, v, mask=real)[1]
+            after = kv_cache.extend(past, k, v, mask=real)[1]
             k, seen = after.keys, after.values
         else:
             after, seen = None, v
         q, k, scores, at, tokens = self._scored(x, k, past, lengths)
         active = self._active(scores, at, tokens, state and state.measures, past and past.length)
-        q, v = q.to(k.dtype), widen(v if real is None else v.masked_fill(~real[:, None, :, None], 0.0))
+        q, v = q.to(k.dtype), upcast_half(v if real is None else v.masked_fill(~real[:, None, :, None], 0.0))
         if self.causal:
             fill = v.cumsum(2) if state is None else v.cumsum(2) + state.total[:, :, None]
             fill = fill if self.published else fill / (at + 1)[:, None, :, None]
@@ -181,5 +181,5 @@ class Informer(Attention):
             seen = torch.cat([(slots[:, None, :before] & first[..., None])[:, None], seen.expand(batch, 1, n, n)], -1)
 
         wide = torch.cat([x, each[before:].repeat(1, self.heads).expand(batch, -1, -1)], -1)
-        matrix, _ = rows.apart(self._run, wide, state, mask, segments)
+        matrix, _ = rows.split_packed(self._run, wide, state, mask, segments)
         record.update(matrix=split(matrix, self.heads), mask=seen)

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, ShortConvolution, time_steps
+from ..modules.init import time_steps
+from ..modules.norms import HeadNorm
+from ..modules.short_conv import ShortConvolution
 from ..ops import gated
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
@@ -69,9 +71,9 @@ class KDA(Attention):
         self.out = nn.Linear(dim, dim, bias=False)
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         sums, none = like.new_zeros(batch, self.heads, size, size), like.new_zeros(batch, 0, 3 * self.dim)
-        return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
+        return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         sums, recent = self.start(x.shape[0], 0) if state is None else state
@@ -81,17 +83,28 @@ class KDA(Attention):
         else:
             mixed = F.silu(mixed)
         q, k, v = (split(t, self.heads) for t in mixed.chunk(3, -1))
-        beta = widen(self.rate(x)).sigmoid().mT  # (B,H,N)
+        beta = upcast_half(self.rate(x)).sigmoid().mT  # (B,H,N)
         o, sums = gated.recur(
-            q, k, v, log_decay=self._decay(x), beta=beta, normalise="l2", mask=mask, segments=segments, state=sums,
+            q,
+            k,
+            v,
+            log_decay=self._decay(x),
+            beta=beta,
+            normalise="l2",
+            mask=mask,
+            segments=segments,
+            state=sums,
             donate=donate,
-        )  # fmt: skip
+        )
         o = self.norm(o, split(self.out_gate(x), self.heads))
         return self.out(merge(o)), None if state is None else State(sums, recent)
 
     def _decay(self, x):
         """Its logarithm (B,H,N,D), in float32 at least."""
-        speed, wish = widen(self.a_log).exp(), widen(self.decay(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias
+        speed, wish = (
+            upcast_half(self.a_log).exp(),
+            upcast_half(self.decay(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias,
+        )
         if self.lower_bound:
             return (self.lower_bound * (speed * wish).sigmoid()).transpose(1, 2)
         return (-speed * F.softplus(wish)).transpose(1, 2)

@@ -2,11 +2,11 @@
 
 from torch import nn
 
+from .._utils.spec import known
 from ..ops.softmax import similarity as op
 from ..ops.tensors import merge, split
-from ..spec import known
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -38,7 +38,7 @@ class Kernel(Attention):
         2019,
     )
     examples = ("kernel", "kernel(similarity='polynomial', degree=4)", "kernel(similarity='rbf', bandwidth=2.0)")
-    states, contexts = (KeyValues,), (Context,)
+    states, contexts = (KeyValues,), (CachedContext,)
 
     def __init__(
         self,
@@ -72,25 +72,47 @@ class Kernel(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = split(self.query(x), self.heads)
-        view, state = cache.view(
-            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
-            segments=segments, prefix=prefix, donate=donate,
-        )  # fmt: skip
+        view, state = kv_cache.view(
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            context=context,
+            context_mask=context_mask,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            donate=donate,
+        )
         allowed = view.allowed(q.shape[2])
         p = op.weights(
-            q, view.keys, allowed, similarity=self.similarity, degree=self.degree,
-            constant=self.constant, bandwidth=self.bandwidth,
-        )  # fmt: skip
+            q,
+            view.keys,
+            allowed,
+            similarity=self.similarity,
+            degree=self.degree,
+            constant=self.constant,
+            bandwidth=self.bandwidth,
+        )
         if record is not None:
             record.update(mask=allowed, matrix=p)
         return self.out(merge(op.attend(p, view.values, self.dropout if self.training else 0.0))), state

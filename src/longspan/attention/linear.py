@@ -6,13 +6,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import check_rotary, rotate
+from ..modules.rotary import check_rotary, rotate
 from ..ops import linear
 from ..ops.linear.features import FeatureMap
 from ..ops.linear.features import feature_map as choose
 from ..ops.prefix import join
-from ..ops.tensors import merge, positions, split, visible, widen
-from ..states.sums import Context, across
+from ..ops.tensors import merge, positions, split, upcast_half, visible
+from ..states.sums import ContextSums, across
 from .base import Attention
 
 
@@ -59,7 +59,7 @@ class Linear(Attention):
         "linear(feature_map='exp')",
         "linear(rotary=100.0)",
     )
-    states, contexts = (State, RotaryState), (Context,)
+    states, contexts = (State, RotaryState), (ContextSums,)
 
     def __init__(
         self,
@@ -86,19 +86,28 @@ class Linear(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        features = self.phi(self.like.new_zeros(1, size)).shape[-1]
-        sums = widen(self.like.new_zeros(batch, self.heads, features, size + 1))
+        features = self.phi(self.weight_like.new_zeros(1, size)).shape[-1]
+        sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, size + 1))
         if not self.rotary:
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = split(self.query(x), self.heads)
-        if isinstance(state, Context):
-            read = self.phi(widen(q)) @ state.sums
+        if isinstance(state, ContextSums):
+            read = self.phi(upcast_half(q)) @ state.sums
             return self.out(merge(linear.normalise(read, self.eps).to(x.dtype))), state
         if context is not None:
             return self._cross(q, context, context_mask, record)
@@ -108,19 +117,19 @@ class Linear(Attention):
             start = state.position if isinstance(state, RotaryState) else None
             at, end = positions(x, start, mask=mask, segments=segments)
             make = partial(RotaryState, position=end)
-            fq, fk = (self.phi(widen(t)) for t in (q, k))
+            fq, fk = (self.phi(upcast_half(t)) for t in (q, k))
             turn = at, self.rotary, self.rotary_layout
             numerator = rotate(fq, *turn), rotate(fk, *turn)
         if record is not None:
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
             allowed = allowed if prefix is None else join(allowed, prefix)
-            fq, fk = (self.phi(widen(t)) for t in (q, k))
+            fq, fk = (self.phi(upcast_half(t)) for t in (q, k))
             options = {"segments": segments, "state": sums, "numerator": numerator}
             matrix = linear.matrix(fq, fk, allowed, eps=self.eps, **options)
             record.update(mask=allowed, matrix=matrix)
         if prefix is not None:
             key = numerator and numerator[1]
-            sums, mask = linear.fold(self.phi(widen(k)), v, prefix, mask=mask, state=sums, key=key)
+            sums, mask = linear.fold(self.phi(upcast_half(k)), v, prefix, mask=mask, state=sums, key=key)
         arguments = {"causal": self.causal, "mask": mask, "segments": segments, "state": sums, "donate": donate}
         if self.rotary:
             o, sums = linear.attend(fq, fk, v, eps=self.eps, numerator=numerator, **arguments)
@@ -131,7 +140,7 @@ class Linear(Attention):
     def _read(self, q, k, v, **arguments):
         if isinstance(self.feature_map, str):
             return linear.named(q, k, v, feature_map=self.feature_map, eps=self.eps, **arguments)
-        return linear.attend(self.phi(widen(q)), self.phi(widen(k)), v, eps=self.eps, **arguments)
+        return linear.attend(self.phi(upcast_half(q)), self.phi(upcast_half(k)), v, eps=self.eps, **arguments)
 
     def _cross(self, q, context, context_mask, record):
         if self.rotary:
@@ -139,7 +148,7 @@ class Linear(Attention):
         k, v = split(self.key(context), self.heads), split(self.value(context), self.heads)
         if record is not None:
             allowed = across(q.transpose(1, 2), context, context_mask)
-            fq, fk = (self.phi(widen(t)) for t in (q, k))
+            fq, fk = (self.phi(upcast_half(t)) for t in (q, k))
             record.update(mask=allowed, matrix=linear.matrix(fq, fk, allowed, eps=self.eps))
         o, sums = self._read(q, k, v, causal=False, mask=context_mask)
-        return self.out(merge(o)), Context(sums)
+        return self.out(merge(o)), ContextSums(sums)

@@ -5,11 +5,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops.compress.project import project
 from ..ops.rows import ragged
 from ..ops.softmax import dense
 from ..ops.tensors import merge, split, visible
-from ..spec import known
 from .base import Attention
 
 SHARING = {
@@ -19,7 +19,7 @@ SHARING = {
 }
 
 
-class Context(NamedTuple):
+class LinformerContext(NamedTuple):
     """All that queries need of a context, whatever its length."""
 
     keys: Tensor  # (B,H,slots,D)
@@ -57,7 +57,7 @@ class Linformer(Attention):
         "linformer(length=307, slots=3, share='none')",
         "linformer(length=307, slots=3, share='key-value')",
     )
-    directions, contexts = ("bidirectional",), (Context,)
+    directions, contexts = ("bidirectional",), (LinformerContext,)
     exempt: ClassVar = {"cross": "the columns of E and F are positions, so the order of a context matters"}
 
     def __init__(
@@ -100,7 +100,7 @@ class Linformer(Attention):
             record.update(mask=seen.expand(-1, -1, x.shape[1], -1) if context is None else seen[:, :, :1])
             record["matrix"] = self._read(q, k, unit, real, segments)
         if context is not None:
-            state = Context(*self._pack(k, v, real))
+            state = LinformerContext(*self._pack(k, v, real))
             return self.out(merge(dense.attend(q, *state))), state
         return self.out(merge(self._read(q, k, v, mask, segments))), None
 

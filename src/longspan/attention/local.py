@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..layers import check_rotary, rotate
+from ..modules.rotary import check_rotary, rotate
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern, band
 from ..states import lookback
@@ -35,9 +35,16 @@ class Local(Attention):
     states = (lookback.Window,)
 
     def __init__(
-        self, dim: int, heads: int, *, causal: bool = True, window: int = 256, kv_heads: int = 0, rotary: float = 0.0,
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        window: int = 256,
+        kv_heads: int = 0,
+        rotary: float = 0.0,
         rotary_layout: str = "halves",
-    ):  # fmt: skip
+    ):
         super().__init__(dim, heads, causal=causal)
         if window < 1:
             raise ValueError(f"window={window}: at least the token itself must be visible, so window >= 1")
@@ -47,13 +54,13 @@ class Local(Attention):
         check_rotary(rotary, rotary_layout, dim // heads)
         self.window, self.kv_heads, self.groups = window, kv_heads, groups
         self.rotary, self.rotary_layout = rotary, rotary_layout
-        self.sees: Pattern = band(window - 1, right=0 if causal else window - 1)
+        self.key_pattern: Pattern = band(window - 1, right=0 if causal else window - 1)
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(dim, dim // heads * groups) for _ in range(2))
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return lookback.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.key_pattern, batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
@@ -62,6 +69,6 @@ class Local(Attention):
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
         o, state = lookback.attend(
-            q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate
+            q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate
         )
         return self.out(merge(o)), state

@@ -11,7 +11,7 @@ from ..ops import sparse
 from ..ops.tensors import merge, positions, split, visible
 from ..patterns import Pattern
 from ..states import lookback, window
-from ..states.window import View, Window
+from ..states.window import Window, WindowView
 from .base import Attention
 
 AT_ONCE = 512  # new tokens of one call that meet a state together
@@ -75,7 +75,7 @@ class Longformer(Attention):
         if dilation != 1:
             near = patterns.by_head(near, patterns.dilated(window, dilation))
         first, order = patterns.prefix(globals), patterns.causal() if causal else patterns.everywhere()
-        self.near, self.sees = near & order, (near | patterns.globals(globals)) & order
+        self.near, self.key_pattern = near & order, (near | patterns.globals(globals)) & order
         # Rows of ordinary tokens, and of global ones: each is blind to the other's, so that their sum is all rows.
         ours = patterns.block(globals) & first
         self.globally: Pattern = ours & order if causal else ours | (patterns.globals(globals) - first)
@@ -84,7 +84,7 @@ class Longformer(Attention):
         self.query_global, self.key_global, self.value_global = (nn.Linear(dim, dim) for _ in range(3))
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         keys = like.new_zeros(batch, 2 * self.heads, self.globals, size)
         return State(lookback.empty(self.near, batch, self.heads, 0, size, like), keys, keys.clone())  # type: ignore[arg-type]
 
@@ -148,7 +148,7 @@ class Longformer(Attention):
             return o, State(near, state.keys, state.values)
         query, key, value = self._global(x)
         at, _ = positions(x, before, mask=mask, segments=segments)
-        mine = View(key, value, at, at, visible(x, causal=True, mask=mask, segments=segments)[:, 0])
+        mine = WindowView(key, value, at, at, visible(x, causal=True, mask=mask, segments=segments)[:, 0])
         seen = _columns(old, goes_on, mine.visible.expand(len(x), -1, -1))
         o = o + _read(query, _beside(state, self.heads, key, value), self.globally, mine, seen)
         # Slot j asks for the token at position j, of the segment that goes on.
@@ -177,7 +177,7 @@ def _columns(old: Tensor, goes_on: Tensor | None, new: Tensor) -> Tensor:
     return torch.cat([first if goes_on is None else first & goes_on[..., None], new], 2)
 
 
-def _read(q: Tensor, pair: tuple[Tensor, Tensor], pattern: Pattern, view: View, seen: Tensor) -> Tensor:
+def _read(q: Tensor, pair: tuple[Tensor, Tensor], pattern: Pattern, view: WindowView, seen: Tensor) -> Tensor:
     """Attention to global tokens, at positions 0 ... G - 1, and to what a view shows, by one softmax."""
     place = torch.arange(pair[0].shape[2] - view.slots.shape[1], device=q.device)
     slots = torch.cat([place.expand(len(q), -1), view.slots], 1)

@@ -8,7 +8,7 @@ from torch import nn
 from ..ops.tensors import merge, split
 from ..patterns import Pattern, band, causal, everywhere
 from ..states import lookback
-from ..states.cache import KeyValues
+from ..states.kv_cache import KeyValues
 from ..states.window import Window
 from ..states.window import empty as ring
 from .base import Attention
@@ -66,7 +66,7 @@ class LowRankBand(Attention):
         return True
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         near = ring(batch, self.heads, self.window, size, like)
         keys, values = (like.new_zeros(batch, self.heads, capacity, channels) for channels in (self.rank, size))
         return State(near, KeyValues(keys, values, torch.zeros(batch, dtype=torch.long, device=like.device)))

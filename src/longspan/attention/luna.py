@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import gated, rows
 from ..ops.linear.features import elu
 from ..ops.softmax import dense
-from ..ops.tensors import merge, positions, split, visible, widen
-from ..spec import known
+from ..ops.tensors import merge, positions, split, upcast_half, visible
 from .base import Attention
 
 
@@ -32,7 +32,7 @@ class State(NamedTuple):
     count: Tensor  # (B,) int64, real tokens so far
 
 
-class Context(NamedTuple):
+class LunaContext(NamedTuple):
     """All that queries need of a context, whatever its length."""
 
     slots: Tensor  # (B,H,slots,D) keys, which are values as well
@@ -73,7 +73,7 @@ class Luna(Attention):
         2021,
     )
     examples = ("luna(slots=5)", "luna(slots=3, activation='elu')")
-    carries, states, contexts = True, (State,), (Context,)
+    has_layer_carry, states, contexts = True, (State,), (LunaContext,)
     no_decay = ("memory",)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, slots: int = 16, activation: str = "softplus"):
@@ -87,13 +87,13 @@ class Luna(Attention):
                 raise ValueError(f"activation={activation!r} is one of the causal form; the other one has a softmax")
             self.directions = ("causal",)
         if not causal:
-            self.takes = self.takes - {"record"}
+            self.supported_args = self.supported_args - {"record"}
         self.memory = nn.Parameter(torch.randn(slots, dim))
         self.pack_query, self.pack, self.query, self.value, self.out = (nn.Linear(dim, dim) for _ in range(5))
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        sums = widen(self.like.new_zeros(batch, self.heads, size, self.slots))
+        sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, size, self.slots))
         return State(sums, sums.mT.clone(), torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
@@ -109,15 +109,24 @@ class Luna(Attention):
         return torch.cat([own for part, own in zip(parts, handed, strict=True) if part.first])
 
     def attend(
-        self, x, state, *, mask=None, segments=None, context=None, context_mask=None, carry=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        context=None,
+        context_mask=None,
+        carry=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
-        if context is not None or isinstance(state, Context):
+    ):
+        if context is not None or isinstance(state, LunaContext):
             if carry is not None:
                 raise ValueError("carry= is for layers that pack their own tokens, not for those of context=")
             if context is not None:
                 packed, _ = self._packed(context, self._memory(self.init_carry(x, None)), context_mask)
-                state = Context(split(self.value(packed), self.heads))
+                state = LunaContext(split(self.value(packed), self.heads))
             return self._unpacked(x, state.slots), state
         p = self._memory(self.init_carry(x, mask) if carry is None else carry)
         if self.causal:
@@ -161,11 +170,11 @@ class Luna(Attention):
 
     def _causal(self, x, p, state, mask, segments, record, donate):
         before = self.start(x.shape[0], 0) if state is None else state
-        q, k, c = (widen(split(part(x), self.heads)) for part in (self.query, self.value, self.pack))
+        q, k, c = (upcast_half(split(part(x), self.heads)) for part in (self.query, self.value, self.pack))
         at, count = positions(x, before.count, mask=mask, segments=segments)
         t = (at + 1).clamp(min=1)[:, None, :, None]
         scale = q.shape[-1] ** -0.5
-        slots = widen(split(self.pack_query(p.to(x.dtype)), self.heads))
+        slots = upcast_half(split(self.pack_query(p.to(x.dtype)), self.heads))
         with torch.autocast(x.device.type, enabled=False):
             a = ACTIVATIONS[self.activation](c @ slots.mT * scale)  # (B,H,N,l)
             options = {"mask": mask, "segments": segments, "donate": donate}

@@ -5,13 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import rows
 from ..ops.compress import blocks, pool
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
-from ..spec import known
-from ..states import cache
-from ..states.cache import KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 POOLS = {"conv": "a convolution, learned", "mean": "the mean"}
@@ -80,17 +80,17 @@ class MemoryCompressed(Attention):
         return True
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         pending = like.new_zeros(batch, self.heads, self.stride - 1, size)
         position = torch.zeros(batch, dtype=torch.long, device=like.device)
-        slots = cache.empty(batch, self.heads, capacity // self.stride, size, like)
+        slots = kv_cache.empty(batch, self.heads, capacity // self.stride, size, like)
         return State(slots, pending, pending.clone(), position)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         def run(x, state, real):
             return self._run(x, state, real, donate and segments is None)
 
-        return rows.each(run, x, state, mask, segments, causal=self.causal, width=self.dim)
+        return rows.map_sequences(run, x, state, mask, segments, causal=self.causal, width=self.dim)
 
     def _run(self, x, state, real, donate):
         """Rows that begin with their real tokens, (B,N,dim)."""
@@ -108,7 +108,7 @@ class MemoryCompressed(Attention):
         # Only a prompt is looked at twice: what it reads is read by blocks.
         traced = torch.compiler.is_compiling()
         first = x.shape[1] > 1 and real is None and not traced and not bool(state.position.any())
-        slots = cache.extend(state.slots, new[0], new[1], mask=whole, donate=donate)[1]
+        slots = kv_cache.extend(state.slots, new[0], new[1], mask=whole, donate=donate)[1]
         after = State(slots, pending[0], pending[1], state.position + lengths)
         if first:
             q, ready = q.to(new[0].dtype), pool.number(x.shape[1], self.stride, self.stride, whole=True)

@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from ..ops import rows
 from ..ops.compress.inverse import inverse
-from ..ops.compress.landmarks import means, segments_of
-from ..ops.operands import hidden
+from ..ops.compress.landmarks import segment_means, segments_of
+from ..ops.operands import zero_masked
 from ..ops.softmax import dense
-from ..ops.tensors import merge, split, visible, widen
+from ..ops.tensors import merge, split, upcast_half, visible
 from .base import Attention
 
 
@@ -89,7 +89,7 @@ class Nystrom(Attention):
     def _read(self, q, k, v, mask, segments):
         if segments is not None:
             return rows.ragged(q, k, v, self._whole, mask, segments, exact=True)
-        q, k, v = hidden(mask, q, k, v)
+        q, k, v = zero_masked(mask, q, k, v)
         return self._whole(q, k, v, mask)
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -97,13 +97,13 @@ class Nystrom(Attention):
         if not q.shape[2]:
             return v
         members = segments_of(q, min(self.landmarks, q.shape[2]), mask)
-        few_q, few_k = means(q, members), means(k, members)
+        few_q, few_k = segment_means(q, members), segment_means(k, members)
         # Without padding no segment is empty.
         real, there = (None, None) if mask is None else (mask[:, None, None], members.any(-1)[:, None, None])
-        a, _ = dense.weights(widen(few_q), widen(few_k), mask=there)
+        a, _ = dense.weights(upcast_half(few_q), upcast_half(few_k), mask=there)
         if there is not None:
             a = a * there.mT
-        read = widen(dense.attend(few_q, k, v, mask=real))
+        read = upcast_half(dense.attend(few_q, k, v, mask=real))
         with torch.autocast(q.device.type, enabled=False):
             slots = (inverse(a, self.iterations) @ read).to(v.dtype)
         o = dense.attend(q, few_k, slots, mask=there)
@@ -113,7 +113,7 @@ class Nystrom(Attention):
 def convolve(v: Tensor, filters: Tensor, mask: Tensor | None) -> Tensor:
     """Of each token the sum over its neighbours, all of them real: v (B,H,N,E), filters (H,width) -> (B,H,N,E)."""
     heads, _, channels = v.shape[1:]
-    tokens = merge(rows.together(mask, *hidden(mask, v), axis=2)[0]).mT  # (B,H*E,N)
+    tokens = merge(rows.gather_valid(mask, *zero_masked(mask, v), axis=2)[0]).mT  # (B,H*E,N)
     weight = filters.to(v.dtype).repeat_interleave(channels, 0)[:, None]
     found = F.conv1d(tokens, weight, padding=filters.shape[1] // 2, groups=heads * channels).mT
-    return rows.back(mask, split(found, heads), axis=2)
+    return rows.scatter_back(mask, split(found, heads), axis=2)

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops.linear import random_features, stabilised
-from ..ops.tensors import merge, split, widen
-from ..spec import known
+from ..ops.tensors import merge, split, upcast_half
 from ..states import sums
-from ..states.sums import Context
+from ..states.sums import ContextSums
 from .base import Attention
 
 MAPS = {
@@ -77,7 +77,7 @@ class Performer(Attention):
         "performer(map='trigonometric', features=101, rows='iid')",
         "performer(map='relu', radii='sqrt', floor=0.1)",
     )
-    states, contexts = (State, PeakState), (Context,)
+    states, contexts = (State, PeakState), (ContextSums,)
     projection: Tensor  # (H,m,D)
 
     def __init__(
@@ -129,7 +129,7 @@ class Performer(Attention):
     def _parts(self, x: Tensor) -> random_features.Parts:
         """Features of projected tokens (B,N,dim), all heads at once: (B,H,N,F)."""
         with torch.autocast(x.device.type, enabled=False):
-            x, w = widen(split(x, self.heads)), widen(self.projection)
+            x, w = upcast_half(split(x, self.heads)), upcast_half(self.projection)
             if self.map == "relu":
                 return random_features.generalised(x, w, floor=self.floor)
             # Half of the scale 1 / sqrt D for queries, half for keys.
@@ -138,18 +138,37 @@ class Performer(Attention):
     def start(self, batch, capacity):
         size, count = self.dim // self.heads, self.projection.shape[1]
         features = 2 * count if self.map in ("hyperbolic", "trigonometric") else count
-        zeros = widen(self.like.new_zeros(batch, self.heads, features, size + 1))
+        zeros = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, size + 1))
         return State(zeros) if self.map == "relu" else PeakState(zeros, zeros.new_full(zeros.shape[:2], -torch.inf))
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         o, state = sums.attend(
-            sums.stable(_state, self.eps), self._parts(self.query(x)), self._project, x, state, causal=self.causal,
-            mask=mask, segments=segments, prefix=prefix, context=context, context_mask=context_mask, record=record,
+            sums.stable(_state, self.eps),
+            self._parts(self.query(x)),
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            context=context,
+            context_mask=context_mask,
+            record=record,
             donate=donate,
-        )  # fmt: skip
+        )
         return self.out(merge(o)), state
 
     def _project(self, x):

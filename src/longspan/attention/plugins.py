@@ -14,7 +14,7 @@ import sys
 import threading
 import warnings
 
-from ..kinds import shown
+from .._utils.typecheck import format_value
 
 GROUP = "longspan.attentions"
 # What a message about an unknown mechanism adds.
@@ -58,7 +58,9 @@ def bring(*modules: str) -> None:
         sys.path.append(os.getcwd())
     for module in modules:
         if not all(part.isidentifier() for part in module.split(".")):
-            raise ValueError(f"--import {shown(module)}: expected the name of a module, such as my_package.attention")
+            raise ValueError(
+                f"--import {format_value(module)}: expected the name of a module, such as my_package.attention"
+            )
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from ..ops.linear import polynomial as op
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..states import sums
-from ..states.sums import Context
+from ..states.sums import ContextSums
 from .base import Attention
 
 
@@ -46,7 +46,7 @@ class Polynomial(Attention):
         2024,
     )
     examples = ("polynomial(constant=0.5, eps=0.01)", "polynomial(taylor=True, channels=3)")
-    states, contexts = (State,), (Context,)
+    states, contexts = (State,), (ContextSums,)
 
     def __init__(
         self,
@@ -78,17 +78,26 @@ class Polynomial(Attention):
 
     def start(self, batch, capacity):
         size, d = self.dim // self.heads, self.query.out_features // self.heads
-        return State(widen(self.like.new_zeros(batch, self.heads, (d + 1) * (d + 2) // 2, size + 1)))
+        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, (d + 1) * (d + 2) // 2, size + 1)))
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Projected tokens (B,N,H*D) -> (B,H,N,D), with half of the scale 1 / sqrt D."""
-        x = widen(split(x, self.heads))
+        x = upcast_half(split(x, self.heads))
         return x * x.shape[-1] ** -0.25
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q, kernel = self._scaled(self.query(x)), {"constant": self.constant, "taylor": self.taylor, "eps": self.eps}
 
         def attend(q, k, v, *, before=None, **options):
@@ -100,9 +109,20 @@ class Polynomial(Attention):
 
         form = sums.Form(attend, matrix, lambda q, found: op.read(q, found, **kernel))
         o, state = sums.attend(
-            form, q, self._project, x, state, causal=self.causal, mask=mask, segments=segments,
-            prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
-        )  # fmt: skip
+            form,
+            q,
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            context=context,
+            context_mask=context_mask,
+            record=record,
+            donate=donate,
+        )
         return self.out(merge(o)), state
 
     def _project(self, x):

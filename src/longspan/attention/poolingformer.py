@@ -5,12 +5,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import rows
 from ..ops.compress import pool
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern, band
-from ..spec import known
 from ..states import lookback, window
 from ..states.window import Window
 from .base import Attention
@@ -94,7 +94,7 @@ class Poolingformer(Attention):
         self.window, self.far_window, self.kernel, self.stride = window, far_window, kernel, stride
         self.pool = known(pool, POOLS, "pool")
         self.near: Pattern = band(window, right=0 if causal else window)
-        self.ahead = window
+        self.max_lookahead = window
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.far_query, self.far_key, self.far_value = (nn.Linear(dim, dim) for _ in range(3))
         if pool == "dynamic":
@@ -108,14 +108,14 @@ class Poolingformer(Attention):
         return True
 
     def start(self, batch, capacity):
-        size, like = self.dim // self.heads, self.like
+        size, like = self.dim // self.heads, self.weight_like
         near = window.empty(batch, self.heads, self.window + 1, size, like)
         far = window.empty(batch, self.heads, self.far_window // self.stride + 1, size, like)
         pending = like.new_zeros(batch, self.heads, self.kernel - 1, size)
         return State(near, far, pending, pending.clone(), near.position.clone())
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
-        return rows.each(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
+        return rows.map_sequences(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
 
     def _run(self, x, state, real):
         """Rows that begin with their real tokens, (B,N,dim)."""

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.softmax import scores, similarity
-from ..ops.tensors import merge, split, widen
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..ops.tensors import merge, split, upcast_half
+from ..states import kv_cache
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -39,7 +39,7 @@ class RealFormer(Attention):
         "RealFormer: Transformer Likes Residual Attention",
         2020,
     )
-    carries, states, contexts = True, (KeyValues,), (Context,)
+    has_layer_carry, states, contexts = True, (KeyValues,), (CachedContext,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, context_dim: int = 0):
         super().__init__(dim, heads, causal=causal)
@@ -49,11 +49,11 @@ class RealFormer(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Zeros (B,1,1,1), which stand for scores of 0 against however many keys the call will see."""
-        return widen(x.new_zeros(len(x), 1, 1, 1))
+        return upcast_half(x.new_zeros(len(x), 1, 1, 1))
 
     def cut_carry(self, carry, segments, part):
         if carry.shape[1:] == (1, 1, 1):
@@ -77,14 +77,32 @@ class RealFormer(Attention):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, carry=None,
-        record=None, donate=False,
-    ):  # fmt: skip
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        carry=None,
+        record=None,
+        donate=False,
+    ):
         q = split(self.query(x), self.heads)
-        view, state = cache.view(
-            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
-            segments=segments, prefix=prefix, donate=donate,
-        )  # fmt: skip
+        view, state = kv_cache.view(
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            context=context,
+            context_mask=context_mask,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            donate=donate,
+        )
         allowed = view.allowed(q.shape[2])
         total = scores.products(q, view.keys)
         if carry is not None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ..ops.buckets import Rule
-from ..ops.tensors import merge, split, unit, widen
+from ..ops.tensors import merge, split, unit, upcast_half
 from ..states import buckets as states
 from ..states.buckets import Reader, Rings
 from .base import Attention
@@ -111,8 +111,8 @@ class Reformer(Attention):
     def hash(self, q: torch.Tensor) -> torch.Tensor:
         """The bucket of each token in each round: q (B,H,N,D) -> (B,H,R,N) int64. Longer or shorter q have the same."""
         with torch.autocast(q.device.type, enabled=False):
-            x = widen(q.detach())
-            turned = torch.einsum("bhnd,hdrf->bhrnf", x, widen(self.rotations).to(x.dtype))
+            x = upcast_half(q.detach())
+            turned = torch.einsum("bhnd,hdrf->bhrnf", x, upcast_half(self.rotations).to(x.dtype))
         found, place = torch.zeros_like(turned[..., 0], dtype=torch.long), 1
         for part, y in zip(self.parts, turned.split([part // 2 for part in self.parts], -1), strict=True):
             found = found + place * torch.cat([y, -y], -1).argmax(-1)
@@ -131,7 +131,7 @@ class Reformer(Attention):
                 "published=True cuts chunks from all tokens sorted by bucket, which no step can know: there is no "
                 "state; build reformer with published=False"
             )
-        return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.like)
+        return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, v = (split(part(x), self.heads) for part in (self.query, self.value))

@@ -3,11 +3,11 @@
 import torch
 from torch import nn
 
-from ..layers import sinusoid
+from ..modules.sinusoidal import sinusoid
 from ..ops.softmax import relative, scores, similarity
 from ..ops.tensors import merge, positions, split
-from ..states import cache
-from ..states.cache import KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
@@ -35,7 +35,7 @@ class Relative(Attention):
         2019,
     )
     examples = ("relative", "relative(clamp=3)")
-    states, places, stands_for = (KeyValues,), "relative", "softmax"
+    states, native_positions, replaces = (KeyValues,), "relative", "softmax"
     no_decay = ("u", "v")
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, clamp: int = 0):
@@ -51,7 +51,7 @@ class Relative(Attention):
         return True
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
@@ -62,9 +62,9 @@ class Relative(Attention):
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept = state is not None
         if state is None:
-            view = cache.within(k, v, causal=self.causal, **arguments)
+            view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
-            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
         allowed, m = view.allowed(q.shape[2]), view.keys.shape[2]
         places = scores.key_positions(at, m, kept=kept, packed=segments is not None)
         p = scores.weights(scores.products(content, view.keys) + self._apart(position, at, places), allowed)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..layers import HeadNorm, check_rotary, expanded, rotate
+from ..modules.norms import HeadNorm, expanded
+from ..modules.rotary import check_rotary, rotate
 from ..ops import gated
-from ..ops.tensors import merge, positions, split, widen
+from ..ops.tensors import merge, positions, split, upcast_half
 from .base import Attention
 
 
@@ -55,9 +56,15 @@ class Retention(Attention):
     directions, states = ("causal",), (State, RotaryState)
 
     def __init__(
-        self, dim: int, heads: int, *, causal: bool = True, rotary: float = 10000.0, rotary_layout: str = "halves",
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        rotary: float = 10000.0,
+        rotary_layout: str = "halves",
         expand_v: float = 2.0,
-    ):  # fmt: skip
+    ):
         super().__init__(dim, heads, causal=causal)
         check_rotary(rotary, rotary_layout, dim // heads)
         self.sizes = dim // heads, expanded(dim // heads, expand_v, "expand_v")
@@ -77,7 +84,7 @@ class Retention(Attention):
         nn.init.xavier_uniform_(self.out.weight)
 
     def start(self, batch, capacity):
-        sums = widen(self.like.new_zeros(batch, self.heads, *self.sizes))
+        sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes))
         if not self.rotary:
             return State(sums)
         return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
@@ -91,10 +98,16 @@ class Retention(Attention):
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
             make = partial(RotaryState, position=end)
-        log_decay = torch.tensor(self.log_decay, dtype=widen(x[:0]).dtype, device=x.device)
+        log_decay = torch.tensor(self.log_decay, dtype=upcast_half(x[:0]).dtype, device=x.device)
         o, sums = gated.recur(
-            q, k, v, log_decay=log_decay[:, None].expand(v.shape[:3]), mask=mask, segments=segments,
-            state=None if state is None else state.sums, donate=donate,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay=log_decay[:, None].expand(v.shape[:3]),
+            mask=mask,
+            segments=segments,
+            state=None if state is None else state.sums,
+            donate=donate,
+        )
         y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
         return y, None if state is None else make(sums)

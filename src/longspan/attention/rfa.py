@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops import gated
 from ..ops.linear import random_features, stabilised
-from ..ops.tensors import merge, split, unit, visible, widen, with_ones
-from ..spec import known
+from ..ops.tensors import merge, split, unit, upcast_half, visible, with_ones
 from ..states import sums
-from ..states.sums import Context
+from ..states.sums import ContextSums
 from .base import Attention
 
 MAPS = {"gaussian": random_features.fourier, "arccos": random_features.generalised}
@@ -66,7 +66,7 @@ class RFA(Attention):
         2021,
     )
     examples = ("rfa(features=31)", "rfa(gate=True, features=101)", "rfa(map='arccos', features=13, rows='orthogonal')")
-    states, contexts = (State, GatedState), (Context,)
+    states, contexts = (State, GatedState), (ContextSums,)
     no_decay = ("sigma",)
     projection: Tensor  # (H,m,D)
 
@@ -90,7 +90,7 @@ class RFA(Attention):
         if gate and not causal:
             raise ValueError("gate=True forgets in the order of the tokens; a bidirectional rfa needs gate=False")
         if gate:
-            self.directions, self.takes = ("causal",), self.takes - {"prefix"}
+            self.directions, self.supported_args = ("causal",), self.supported_args - {"prefix"}
         if features < 0:
             raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for one per channel")
         if eps <= 0:
@@ -120,35 +120,55 @@ class RFA(Attention):
     def _parts(self, x: Tensor) -> random_features.Parts:
         """Features of projected tokens (B,N,dim), all heads at once: (B,H,N,F)."""
         with torch.autocast(x.device.type, enabled=False):
-            x = unit(widen(split(x, self.heads))) * widen(self.sigma)
-            return MAPS[self.map](x, widen(self.projection))
+            x = unit(upcast_half(split(x, self.heads))) * upcast_half(self.sigma)
+            return MAPS[self.map](x, upcast_half(self.projection))
 
     def start(self, batch, capacity):
         features = self.projection.shape[1] * (2 if self.map == "gaussian" else 1)
-        zeros = widen(self.like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
+        zeros = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
         return GatedState(zeros, zeros.new_zeros(zeros.shape[:2])) if self.gate else State(zeros)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = self._parts(self.query(x))
-        if self.decay is not None and context is None and not isinstance(state, Context):
+        if self.decay is not None and context is None and not isinstance(state, ContextSums):
             k, v = self._project(x)
             o, state = self._gated(self.decay(x), q, k, v, state, mask, segments, record, donate)
             return self.out(merge(o)), state
         form = sums.stable(lambda found: State(found.sums), self.eps)
         o, state = sums.attend(
-            form, q, self._project, x, state, causal=self.causal, mask=mask, segments=segments,
-            prefix=prefix, context=context, context_mask=context_mask, record=record, donate=donate,
-        )  # fmt: skip
+            form,
+            q,
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            context=context,
+            context_mask=context_mask,
+            record=record,
+            donate=donate,
+        )
         return self.out(merge(o)), state
 
     def _project(self, x):
         return self._parts(self.key(x)), split(self.value(x), self.heads)
 
     def _gated(self, logit, q, k, v, state, mask, segments, record, donate):
-        logit = widen(logit).clamp(max=MOST)  # (B,N,H)
+        logit = upcast_half(logit).clamp(max=MOST)  # (B,N,H)
         log_decay, write = F.logsigmoid(logit).mT, (-logit).sigmoid().mT[..., None]  # (B,H,N), (B,H,N,1)
         past, mass = (None, None) if state is None else (state.sums, state.mass[..., None, None])
         options = {"log_decay": log_decay, "scale": 1.0, "mask": mask, "segments": segments}
@@ -161,7 +181,7 @@ class RFA(Attention):
                 allowed = visible(logit, causal=True, mask=mask, segments=segments)
                 matrix = self._matrix(q, k, log_decay, write, total, allowed, mask, segments, past)
                 record.update(mask=allowed, matrix=matrix)
-            values = with_ones(widen(v)) * write
+            values = with_ones(upcast_half(v)) * write
             found, past = gated.recur(q, k, values, state=past, donate=donate, **options)
             o = stabilised.divide(found / total, self.eps).to(v.dtype)
         return o, None if state is None else GatedState(past, mass[..., 0, 0])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..ops.buckets import Rule, lists
 from ..ops.rows import ragged
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from ..states import buckets as states
 from ..states.buckets import Reader, Rings
 from .base import Attention
@@ -109,12 +109,12 @@ class Routing(Attention):
 
     def centres(self) -> Tensor:
         """The clusters' centres (H,K,D), float32 at least."""
-        return widen(self.sums) / widen(self.counts)[..., None]
+        return upcast_half(self.sums) / upcast_half(self.counts)[..., None]
 
     def scores(self, x: Tensor) -> Tensor:
         """The cosine of the angle to each centre, up to the length of x (B,H,N,D) -> (B,H,N,K)."""
         with torch.autocast(x.device.type, enabled=False):
-            x, towards = widen(x.detach()), F.normalize(self.centres(), dim=-1)
+            x, towards = upcast_half(x.detach()), F.normalize(self.centres(), dim=-1)
             return x @ towards.to(x.dtype).mT
 
     def nearest(self, x: Tensor) -> Tensor:
@@ -136,14 +136,14 @@ class Routing(Attention):
         # A cluster without members would come nearer to 0 / 0 with every step.
         some = found.counts > 0
         for old, new in ((self.counts, found.counts), (self.sums, found.sums)):
-            moved = self.decay * widen(old) + (1 - self.decay) * new
+            moved = self.decay * upcast_half(old) + (1 - self.decay) * new
             old.copy_(torch.where(some.view(*some.shape, *(1,) * (old.dim() - 2)), moved, old))
 
     def _count(self, record, tokens: tuple[Tensor, ...], mask) -> None:
         """Write what the record asks for: tokens (B,H,N,D), queries and, if they are others, keys; mask (B,N)."""
         centres, each = self.centres(), []
         loss, sums, counts = 0.0, torch.zeros_like(centres), torch.zeros_like(centres[..., 0])
-        for x in map(widen, tokens):
+        for x in map(upcast_half, tokens):
             real = torch.ones_like(x[:, 0, :, 0]) if mask is None else mask.to(x.dtype)
             x, real = x.transpose(0, 1).flatten(1, 2), real.flatten().expand(self.heads, -1)  # (H,BN,D), (H,BN)
             near = self.nearest(x[None])[0]
@@ -170,7 +170,7 @@ class Routing(Attention):
                 "published=True lets each centre choose among all tokens, which no step can know: there is no state; "
                 "build routing with published=False"
             )
-        return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.like)
+        return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, v = self._normal(split(self.query(x), self.heads)), split(self.value(x), self.heads)

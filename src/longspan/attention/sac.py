@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import linear_numbers
+from ..modules.init import linear_numbers
 from ..ops import edges as op
 from ..ops import lstm, rows
 from ..ops.softmax import dense
-from ..ops.tensors import merge, split, widen
-from ..states import cache
-from ..states.cache import KeyValues
+from ..ops.tensors import merge, split, upcast_half
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
@@ -85,9 +85,9 @@ class SparseAdaptive(Attention):
         return True
 
     def start(self, batch, capacity):
-        like, wide = self.like, widen(self.like)
-        past = cache.empty(batch, self.heads, capacity, self.dim // self.heads, like)
-        nodes = cache.empty(batch, 1, capacity, self.dim, wide)
+        like, wide = self.weight_like, upcast_half(self.weight_like)
+        past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, like)
+        nodes = kv_cache.empty(batch, 1, capacity, self.dim, wide)
         memory = wide.new_zeros(batch, self.dim)
         return State(past, nodes._replace(values=nodes.values[..., :0]), memory, memory.clone())
 
@@ -107,7 +107,7 @@ class SparseAdaptive(Attention):
                 state = state._replace(past=state.past._replace(values=values))
         run = partial(self._run, learn=learn, tell=tell, donate=donate and segments is None and not tell)
         both = torch.cat([x, merge(v).to(x.dtype)], -1)
-        found, state = rows.apart(run, both, state, mask, segments)
+        found, state = rows.split_packed(run, both, state, mask, segments)
         o, logs, seen = found.tensor_split([v.shape[1] * v.shape[-1], v.shape[1] * v.shape[-1] + 1], -1)
         o = split(o, self.heads)
         if tell:
@@ -117,7 +117,7 @@ class SparseAdaptive(Attention):
         if learn:
             told["log_prob"] = logs.sum((1, 2))
         # Parameters without a gradient would keep data-parallel training waiting.
-        nothing = sum((0 * widen(p)).sum() for p in self.predictor.parameters())
+        nothing = sum((0 * upcast_half(p)).sum() for p in self.predictor.parameters())
         return self.out((merge(o[..., :size]) + nothing).to(x.dtype)), state
 
     def _run(self, both, state, real, *, learn, tell, donate):
@@ -126,7 +126,9 @@ class SparseAdaptive(Attention):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.heads), split(v, self.heads)
         with torch.autocast(x.device.type, enabled=False):
             picks = self._past if self.causal else self._whole
-            o, logs, seen, state = picks(widen(x), q, k, v, state, real, learn and torch.is_grad_enabled(), donate)
+            o, logs, seen, state = picks(
+                upcast_half(x), q, k, v, state, real, learn and torch.is_grad_enabled(), donate
+            )
             logs = logs if real is None else logs.masked_fill(~real, 0.0)
             o = merge(o)
             parts = [o, logs[..., None].to(o.dtype), *([seen.to(o.dtype)] if tell else [])]
@@ -139,8 +141,8 @@ class SparseAdaptive(Attention):
             memory = (x.new_zeros(x.shape[0], self.dim),) * 2 if state is None else (state.hidden, state.cell)
             hidden, memory = lstm.run(self._linear("read", x), self._recur, memory, real)
         if state is not None:
-            view, past = cache.extend(state.past, k, v, mask=real, donate=donate)
-            found, kept = cache.extend(state.nodes, nodes[:, None], nodes[:, None, :, :0], mask=real, donate=donate)
+            view, past = kv_cache.extend(state.past, k, v, mask=real, donate=donate)
+            found, kept = kv_cache.extend(state.nodes, nodes[:, None], nodes[:, None, :, :0], mask=real, donate=donate)
             k, v, nodes = view.keys, view.values, found.keys[:, 0]
             state = State(past, kept, *memory)
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)
@@ -165,7 +167,7 @@ class SparseAdaptive(Attention):
         pairs = picked[:, ::2] * n + picked[:, 1::2]
         seen = op.mask_of(pairs[:, None], chosen[:, None], n * n).view(batch, n, n)
         seen = seen | torch.eye(n, dtype=torch.bool, device=x.device)
-        o = dense.attend(widen(q), widen(k), widen(v), mask=seen[:, None])
+        o = dense.attend(upcast_half(q), upcast_half(k), upcast_half(v), mask=seen[:, None])
         columns = seen.to(v.dtype) @ v[:, 0, :, self.dim // self.heads :]
         return o, F.pad(logs[:, None], (0, n - 1)), columns, state
 
@@ -193,8 +195,8 @@ class SparseAdaptive(Attention):
     def _linear(self, name, x):
         """A layer of the predictor, in float32 at least."""
         weight, bias = linear_numbers(self.predictor[name])
-        return F.linear(x, widen(weight), None if bias is None else widen(bias))
+        return F.linear(x, upcast_half(weight), None if bias is None else upcast_half(bias))
 
     @property
     def _recur(self) -> Tensor:
-        return widen(linear_numbers(self.predictor["recur"])[0])
+        return upcast_half(linear_numbers(self.predictor["recur"])[0])

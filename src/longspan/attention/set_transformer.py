@@ -4,12 +4,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..modules.set_blocks import ISAB
 from ..ops import rows
-from ..sets import ISAB
 from .base import Attention
 
 
-class Context(NamedTuple):
+class InducedContext(NamedTuple):
     """All that queries need of a context, whatever its length."""
 
     points: Tensor  # (B,points,dim) what the inducing points have read
@@ -44,7 +44,7 @@ class SetTransformer(Attention):
         2019,
     )
     examples = ("set_transformer(points=5)", "set_transformer(points=3, norm=False)")
-    directions, contexts = ("bidirectional",), (Context,)
+    directions, contexts = ("bidirectional",), (InducedContext,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = False, points: int = 32, norm: bool = True):
         super().__init__(dim, heads, causal=causal)
@@ -53,7 +53,7 @@ class SetTransformer(Attention):
 
     def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None):
         if context is not None:
-            state = Context(self.block.induce(context, context_mask))
+            state = InducedContext(self.block.induce(context, context_mask))
         if state is not None:
             return self.block.unpack(x, state.points), state
         if segments is not None:

@@ -5,8 +5,8 @@ from torch import nn
 
 from ..ops import rows
 from ..ops.compress import sinkhorn as op
-from ..ops.tensors import merge, split, visible, widen
-from ..states import cache, sorted_blocks
+from ..ops.tensors import merge, split, upcast_half, visible
+from ..states import kv_cache, sorted_blocks
 from ..states.sorted_blocks import State
 from .base import Attention
 
@@ -87,7 +87,9 @@ class Sinkhorn(Attention):
         return True
 
     def start(self, batch, capacity):
-        return sorted_blocks.empty(batch, self.heads, capacity, self.dim // self.heads, self.iterations, self.like)
+        return sorted_blocks.empty(
+            batch, self.heads, capacity, self.dim // self.heads, self.iterations, self.weight_like
+        )
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         donate = donate and segments is None
@@ -128,15 +130,15 @@ class Sinkhorn(Attention):
             return merge(o), after
 
         if not x.numel():
-            return widen(v), state
-        return rows.apart(run, torch.cat([x, v.to(x.dtype)], -1), state, mask, segments)
+            return upcast_half(v), state
+        return rows.split_packed(run, torch.cat([x, v.to(x.dtype)], -1), state, mask, segments)
 
     def _whole(self, x, q, k, v, state, real, donate):
         """Both directions: x (B,N,dim), q, k (B,H,N,D), v (B,H,N,E), of which the ``real`` (B,N) ones come first."""
         n = x.shape[1]
         block = min(self.block, n)
         count = torch.full_like(x[:, 0, 0], n, dtype=torch.long) if real is None else real.sum(1)
-        sums = op.blocks(widen(x)[:, None], block)[:, 0].sum(2)  # (B,U,dim)
+        sums = op.blocks(upcast_half(x)[:, None], block)[:, 0].sum(2)  # (B,U,dim)
         size = count[:, None] - block * torch.arange(sums.shape[1], device=x.device)
         means = sums / size.clamp(1, block)[..., None]
         allowed = ((size > 0)[:, :, None] & (size > 0)[:, None])[:, None]
@@ -150,7 +152,7 @@ class Sinkhorn(Attention):
             before = self.start(x.shape[0], 0)
         else:
             start = state.past.length
-            view, past = cache.extend(state.past, k, v, mask=real, donate=donate)
+            view, past = kv_cache.extend(state.past, k, v, mask=real, donate=donate)
             k, v = view.keys, view.values
         call = sorted_blocks.touch(before, x, block, op.spanned(x.shape[1], block, anywhere=state is not None))
         blocks = op.spanned(k.shape[2], block, anywhere=False)
@@ -170,4 +172,4 @@ class Sinkhorn(Attention):
 
     def _part(self, network, means):
         """Heads (B,H,U,D) of a network's outputs for means (B,U,dim), float32 at least."""
-        return split(widen(network(means.to(self.like.dtype))), self.heads)
+        return split(upcast_half(network(means.to(self.weight_like.dtype))), self.heads)

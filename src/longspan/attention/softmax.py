@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from ..layers import check_rotary, rotate
+from ..modules.rotary import check_rotary, rotate
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -41,7 +41,7 @@ class Softmax(Attention):
         "softmax(rotary=100.0)",
         "softmax(rotary=10.0, rotary_layout='interleaved')",
     )
-    states, contexts = (KeyValues,), (Context,)
+    states, contexts = (KeyValues,), (CachedContext,)
 
     def __init__(
         self,
@@ -71,16 +71,25 @@ class Softmax(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = split(self.query(x), self.heads)
         if context is not None:
             state = self._project(context, context_mask)
-        if isinstance(state, Context):
+        if isinstance(state, CachedContext):
             return self.read(q, state.view(), record), state
         k, v = split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:
@@ -88,15 +97,15 @@ class Softmax(Attention):
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
         if state is None:
-            view = cache.within(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
+            view = kv_cache.within(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
         else:
-            view, state = cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
+            view, state = kv_cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
         return self.read(q, view, record), state
 
     def _project(self, context, mask):
         if self.rotary:
             raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
-        return cache.of_context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
+        return kv_cache.of_context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
 
     def read(self, q, view, record):
         """q (B,H,N,D), what it may see, a dict or None -> y (B,N,dim)."""

@@ -3,7 +3,7 @@
 from torch import nn
 
 from .. import patterns
-from ..layers import check_rotary, rotate
+from ..modules.rotary import check_rotary, rotate
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern
 from ..states import lookback
@@ -62,7 +62,7 @@ class Sparse(Attention):
         check_rotary(rotary, rotary_layout, dim // heads)
         self.layer, self.pattern, self.kv_heads = layer, pattern, kv_heads
         self.rotary, self.rotary_layout = rotary, rotary_layout
-        self.sees: Pattern = patterns.parse(pattern) & patterns.causal() if causal else patterns.parse(pattern)
+        self.key_pattern: Pattern = patterns.parse(pattern) & patterns.causal() if causal else patterns.parse(pattern)
         self.groups = groups
         width = dim // heads * groups
         self.query = nn.Linear(dim, dim)
@@ -70,7 +70,7 @@ class Sparse(Attention):
         self.out = nn.Linear(dim, dim)
 
     def start(self, batch, capacity):
-        return lookback.empty(self.sees, batch, self.groups, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.key_pattern, batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
@@ -80,6 +80,15 @@ class Sparse(Attention):
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
         o, state = lookback.attend(
-            q, k, v, state, self.sees, layer=self.layer, mask=mask, segments=segments, record=record, donate=donate
+            q,
+            k,
+            v,
+            state,
+            self.key_pattern,
+            layer=self.layer,
+            mask=mask,
+            segments=segments,
+            record=record,
+            donate=donate,
         )
         return self.out(merge(o)), state

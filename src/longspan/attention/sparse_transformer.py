@@ -3,9 +3,9 @@
 from torch import nn
 
 from .. import patterns
+from .._utils.spec import known
 from ..ops.tensors import merge, split
 from ..patterns import Pattern
-from ..spec import known
 from ..states import lookback
 from .base import Attention
 
@@ -75,16 +75,16 @@ class SparseTransformer(Attention):
             case _:
                 own = (steps(kind, block, summary, head // 2)[head % 2] for head in range(heads))
                 sees = patterns.by_head(*own)
-        self.sees: Pattern = sees & patterns.causal() if causal else sees
+        self.key_pattern: Pattern = sees & patterns.causal() if causal else sees
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     def start(self, batch, capacity):
-        return lookback.empty(self.sees, batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return lookback.empty(self.key_pattern, batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         o, state = lookback.attend(
-            q, k, v, state, self.sees, mask=mask, segments=segments, record=record, donate=donate
+            q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate
         )
         return self.out(merge(o)), state
 

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import ShortConvolution, expanded, time_steps
+from ..modules.init import time_steps
+from ..modules.norms import expanded
+from ..modules.short_conv import ShortConvolution
 from ..ops import gated
-from ..ops.tensors import merge, split, widen
+from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
@@ -79,10 +81,10 @@ class SSD(Attention):
         self.out = nn.Linear(width, dim, bias=False)
 
     def start(self, batch, capacity):
-        like = self.like
+        like = self.weight_like
         sums = like.new_zeros(batch, self.heads, self.channels, self.size)
         none = like.new_zeros(batch, 0, sum(self.widths))
-        return State(widen(sums), self.mix.start(batch) if self.mix else widen(none))
+        return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         sums, recent = self.start(x.shape[0], 0) if state is None else state
@@ -92,18 +94,25 @@ class SSD(Attention):
             mixed, recent = self.mix(mixed, recent, bias=self.shift, activation="silu", **given)
         else:
             mixed = F.silu(mixed + self.shift)
-        v, k, q = (widen(part) for part in mixed.split(self.widths, -1))
+        v, k, q = (upcast_half(part) for part in mixed.split(self.widths, -1))
         k, q = split(k, self.key_heads), split(q, self.key_heads)
         # In float32: bfloat16 would round a bias of -7, and with it a step size, to one part in 60.
-        dt = F.softplus(widen(self.dt(x)) + widen(self.dt_bias))  # (B,N,H)
+        dt = F.softplus(upcast_half(self.dt(x)) + upcast_half(self.dt_bias))  # (B,N,H)
         v = v.unflatten(-1, (self.heads, -1))  # (B,N,H,E)
         o, sums = gated.recur(
-            q, k, (v * dt[..., None]).transpose(1, 2), log_decay=(-widen(self.a_log).exp() * dt).mT, scale=1.0,
-            mask=mask, segments=segments, state=sums, donate=donate,
-        )  # fmt: skip
-        o = merge(o) + (widen(self.skip)[:, None] * v).flatten(-2)
-        o = o * F.silu(widen(self.out_gate(x)))
+            q,
+            k,
+            (v * dt[..., None]).transpose(1, 2),
+            log_decay=(-upcast_half(self.a_log).exp() * dt).mT,
+            scale=1.0,
+            mask=mask,
+            segments=segments,
+            state=sums,
+            donate=donate,
+        )
+        o = merge(o) + (upcast_half(self.skip)[:, None] * v).flatten(-2)
+        o = o * F.silu(upcast_half(self.out_gate(x)))
         o = o.unflatten(-1, (self.key_heads, -1))
         o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        y = self.out((o.flatten(-2) * widen(self.scale)).to(x.dtype))
+        y = self.out((o.flatten(-2) * upcast_half(self.scale)).to(x.dtype))
         return y, None if state is None else State(sums, recent)

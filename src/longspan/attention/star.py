@@ -3,12 +3,15 @@
 import torch
 from torch import Tensor, nn
 
-from ..ops import chosen
-from ..ops.tensors import merge, positions, split, widen
-from ..spec import known
+from .._utils.spec import known
+from ..ops.backends import select_backend
+from ..ops.tensors import merge, positions, split, upcast_half
 from .base import Attention
 
-KINDS = {"cyclic": "the last token is the first one's neighbour", "truncated": "the first and last have one neighbour"}
+BOUNDARIES = {
+    "cyclic": "the last token is the first one's neighbour",
+    "truncated": "the first and last have one neighbour",
+}
 
 
 class Star(Attention):
@@ -47,7 +50,7 @@ class Star(Attention):
         super().__init__(dim, heads, causal=causal)
         if not 1 <= cycles <= 1000:
             raise ValueError(f"cycles={cycles} must be from 1 to 1000, since each has weights of its own")
-        self.cycles, self.kind = cycles, known(kind, KINDS, "kind of ring")
+        self.cycles, self.kind = cycles, known(kind, BOUNDARIES, "kind of ring")
         self.rings = nn.ModuleList(_Part(dim, heads) for _ in range(cycles))
         self.relays = nn.ModuleList(_Part(dim, heads) for _ in range(cycles - 1))
 
@@ -56,7 +59,7 @@ class Star(Attention):
         return True
 
     def attend(self, x, state, *, mask=None):
-        chosen("attention on a star")
+        select_backend("attention on a star")
         order = None
         if mask is not None:
             # Real tokens side by side, in their order, before the others.
@@ -72,7 +75,7 @@ class Star(Attention):
         place = torch.stack([before, own, after, n + own, torch.full_like(own, 2 * n)], -1).clamp(min=0)
         everything, some = torch.arange(n + 1, device=x.device)[None, None], nn.functional.pad(real, (1, 0), value=True)
         h, x = x, torch.where(real[..., None], x, 0.0)
-        relay = (widen(x).sum(1, keepdim=True) / count.clamp(min=1)[:, None, None]).to(x.dtype)
+        relay = (upcast_half(x).sum(1, keepdim=True) / count.clamp(min=1)[:, None, None]).to(x.dtype)
         for cycle, ring in enumerate(self.rings):
             h = ring(h, torch.cat([h, x, relay], 1), place, there)
             if cycle < self.cycles - 1:
@@ -100,8 +103,8 @@ class _Part(nn.Module):
 
     def forward(self, x: Tensor, nodes: Tensor, place: Tensor, there: Tensor) -> Tensor:
         """x (B,N,dim), nodes (B,T,dim), which of them each reads (B|1,N,M), there bool (B,N,M) -> (B,N,dim)."""
-        q = split(widen(self.query(x)), self.heads)[..., None, :]  # (B,H,N,1,D)
-        k, v = (_take(split(widen(part(nodes)), self.heads), place) for part in (self.key, self.value))
+        q = split(upcast_half(self.query(x)), self.heads)[..., None, :]  # (B,H,N,1,D)
+        k, v = (_take(split(upcast_half(part(nodes)), self.heads), place) for part in (self.key, self.value))
         logits = (q * k).sum(-1) * q.shape[-1] ** -0.5  # (B,H,N,M)
         p = logits.masked_fill(~there[:, None], torch.finfo(logits.dtype).min).softmax(-1)
         o = (p[..., None] * v).sum(-2).to(x.dtype)

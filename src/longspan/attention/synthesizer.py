@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils.spec import known
 from ..ops.softmax import scores, similarity
-from ..ops.tensors import merge, positions, split, widen
-from ..spec import known
-from ..states import cache
-from ..states.cache import KeyValues
+from ..ops.tensors import merge, positions, split, upcast_half
+from ..states import kv_cache
+from ..states.kv_cache import KeyValues
 from .base import Attention
 
-KINDS = {
+MATRIX_KINDS = {
     "dense": "a network's outputs, one per position",
     "random": "a learned matrix",
     "factored_dense": "products of the outputs of two smaller networks",
@@ -78,7 +78,7 @@ class Synthesizer(Attention):
         super().__init__(dim, heads, causal=causal)
         kinds = kind.split("+")
         for part in kinds:
-            known(part, KINDS, "kind of scores")
+            known(part, MATRIX_KINDS, "kind of scores")
         if kinds == ["dot"]:
             raise ValueError("kind='dot' alone is softmax attention, which is 'softmax'; here it is one of several")
         if len(set(kinds)) < len(kinds):
@@ -115,7 +115,7 @@ class Synthesizer(Attention):
 
     def start(self, batch, capacity):
         room, size = min(capacity, self.length), self.dim // self.heads
-        kept = cache.empty(batch, self.heads, room, size, self.like)
+        kept = kv_cache.empty(batch, self.heads, room, size, self.weight_like)
         return kept if "dot" in self.kinds else State(kept.values, kept.length)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
@@ -125,11 +125,11 @@ class Synthesizer(Attention):
         k = split(self.key(x), self.heads) if "dot" in self.kinds else v[..., :0]
         arguments = {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
-            view = cache.within(k, v, causal=self.causal, **arguments)
+            view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
             if isinstance(state, State):
                 state = KeyValues(state.values[..., :0], state.values, state.length)
-            view, state = cache.extend(state, k, v, **arguments, donate=donate)
+            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
         allowed = view.allowed(x.shape[1])
         places = scores.key_positions(at, view.values.shape[2], kept=state is not None, packed=segments is not None)
         # What nobody sees may be anywhere, also beyond the tables.
@@ -156,7 +156,7 @@ class Synthesizer(Attention):
         found = [self._scores(kind, x, k, at, places) for kind in self.kinds]
         if len(found) == 1:
             return found[0]
-        alpha = widen(self.mixture).softmax(0)
+        alpha = upcast_half(self.mixture).softmax(0)
         mixed = alpha[0] * found[0]
         for share, part in zip(alpha[1:], found[1:], strict=True):
             mixed = mixed + share * part
@@ -171,19 +171,19 @@ class Synthesizer(Attention):
             case "random":
                 found = self.table[:, at[:, :, None], places[:, None, :]].transpose(0, 1)
             case "factored_random":
-                found = (widen(self.rows)[:, at] @ widen(self.columns)[:, places].mT).transpose(0, 1)
+                found = (upcast_half(self.rows)[:, at] @ upcast_half(self.columns)[:, places].mT).transpose(0, 1)
             case "dense":
                 found = _pick(self._network(x, 0, keys), places)
             case _:
                 a = self._network(x, -2, self.length)
                 b = self._network(x, -1, -(-keys // a.shape[-1]))
                 found = _pick((b[..., :, None] * a[..., None, :]).flatten(-2)[..., :keys], places)
-        return widen(found)
+        return upcast_half(found)
 
     def _network(self, x, i, n):
         """The first n outputs of network i for each token: x (B,N,dim) -> (B,H,N,n)."""
         hidden = split(F.relu(self.hidden[i](x)), self.heads)
-        return widen(hidden @ self.outputs[i][..., :n] + self.offsets[i][..., :n])
+        return upcast_half(hidden @ self.outputs[i][..., :n] + self.offsets[i][..., :n])
 
 
 def _pick(outputs, places):

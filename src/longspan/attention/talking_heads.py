@@ -5,8 +5,8 @@ from torch import Tensor, nn
 
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, split
-from ..states import cache
-from ..states.cache import Context, KeyValues
+from ..states import kv_cache
+from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
@@ -36,7 +36,7 @@ class TalkingHeads(Attention):
         "Talking-Heads Attention",
         2020,
     )
-    states, contexts = (KeyValues,), (Context,)
+    states, contexts = (KeyValues,), (CachedContext,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, context_dim: int = 0):
         super().__init__(dim, heads, causal=causal)
@@ -50,20 +50,37 @@ class TalkingHeads(Attention):
         )
 
     def start(self, batch, capacity):
-        return cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.like)
+        return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def _project(self, x):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
-        self, x, state, *, mask=None, segments=None, prefix=None, context=None, context_mask=None, record=None,
+        self,
+        x,
+        state,
+        *,
+        mask=None,
+        segments=None,
+        prefix=None,
+        context=None,
+        context_mask=None,
+        record=None,
         donate=False,
-    ):  # fmt: skip
+    ):
         q = split(self.query(x), self.heads)
-        view, state = cache.view(
-            self._project, x, state, causal=self.causal, context=context, context_mask=context_mask, mask=mask,
-            segments=segments, prefix=prefix, donate=donate,
-        )  # fmt: skip
+        view, state = kv_cache.view(
+            self._project,
+            x,
+            state,
+            causal=self.causal,
+            context=context,
+            context_mask=context_mask,
+            mask=mask,
+            segments=segments,
+            prefix=prefix,
+            donate=donate,
+        )
         allowed = view.allowed(q.shape[2])
         mixed = mix(scores.products(q, view.keys), self.mix_scores)
         # The mask comes after the mixture, which would make inf or NaN of -inf: its numbers are of both signs.

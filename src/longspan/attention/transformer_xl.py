@@ -55,7 +55,7 @@ class TransformerXL(Attention):
         "transformer_xl(memory=4, same_length=False, segment=3, stop_gradient=False)",
     )
     exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins")
-    states, places = (Memory,), "relative"
+    states, native_positions = (Memory,), "relative"
     no_decay = ("u", "v")
 
     def __init__(
@@ -88,12 +88,12 @@ class TransformerXL(Attention):
         self.memory, self.same_length, self.segment, self.clamp = memory, same_length, segment, clamp
         self.stop_gradient, self.slots = stop_gradient, memory + max(segment - 1, 0)
         alike = patterns.band(memory, right=0 if causal else memory)
-        self.sees: Pattern = patterns.local1d(segment, memory) & patterns.causal() if segment else alike
+        self.key_pattern: Pattern = patterns.local1d(segment, memory) & patterns.causal() if segment else alike
         self.query, self.key, self.value, self.distance, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(5))
         self.u, self.v = (nn.Parameter(0.02 * torch.randn(heads, dim // heads)) for _ in range(2))
 
     def start(self, batch, capacity):
-        return memories.empty(batch, self.slots, self.dim, self.like)
+        return memories.empty(batch, self.slots, self.dim, self.weight_like)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         call = memories.begin(x, state, mask, segments, stop=self.stop_gradient)
@@ -115,7 +115,7 @@ class TransformerXL(Attention):
         o = relative.attend(*operands, far, near, back=self.slots, ahead=ahead, scale=scale)
         if state is not None:
             state = memories.end(call, state, segments, stop=self.stop_gradient)
-        return self.out(rows.back(mask, merge(view.after(o)))), state
+        return self.out(rows.scatter_back(mask, merge(view.after(o)))), state
 
 
 def _behind(call):

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .._utils.tables import Table, duration
 from . import case, figures, limits, local, oracle
 from .candidates import Candidate, Local, Process, Refused, Remote
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 from .worker import Task
 
 DEFAULT = ("linear", "linear@torch", "sdpa")
@@ -34,7 +34,7 @@ class Options:
     """seconds; a candidate is left out where a call is expected to take longer"""
 
 
-class Run:
+class AttentionRun:
     """One run: it remembers what each candidate took, so as to expect what the next length takes."""
 
     def __init__(self, candidates: dict[str, Candidate], names: dict[str, local.Name], options: Options, watch: Watch):
@@ -72,9 +72,13 @@ class Run:
     def _row(self, name: str, task: Task, mode: str, figure: case.Figure, megabytes: float, error: float) -> None:
         tokens, size = task["batch"] * task["heads"] * task["length"], task["size"]
         row = {
-            "candidate": name, "group": group(self.names[name]), "mode": mode, "length": task["length"],
-            **figure.row(), "error": error,
-        }  # fmt: skip
+            "candidate": name,
+            "group": group(self.names[name]),
+            "mode": mode,
+            "length": task["length"],
+            **figure.row(),
+            "error": error,
+        }
         if not math.isnan(megabytes):
             row |= {"mb": megabytes, "units": megabytes * 2**20 / (tokens * size * (2 if "16" in task["dtype"] else 4))}
         if not self.names[name].module and self.names[name].spec != "sdpa":
@@ -122,14 +126,14 @@ def run(
         if remote.name in SERVES:
             # The others' op is ours by default, and so is its definition.
             candidates[remote.name], read[remote.name] = remote, local.read("linear")
-    one = Run(candidates, read, options, watch)
+    one = AttentionRun(candidates, read, options, watch)
     for length in sorted(options.lengths):
         for mode in MODES[: 1 + options.backward]:
             one.compare(length, mode)
             yield _result(one)
 
 
-def _result(one: Run) -> dict[str, Any]:
+def _result(one: AttentionRun) -> dict[str, Any]:
     """What there is so far."""
     baselines = _compare(one.rows)
     peak = max(one.peaks)
@@ -150,7 +154,7 @@ def _result(one: Run) -> dict[str, Any]:
             for name, reason in one.refused.items()
         ],
         "left_out": one.left_out,
-    }  # fmt: skip
+    }
 
 
 def _how(options: Options) -> list[str]:
@@ -226,8 +230,15 @@ def text(result: dict[str, Any]) -> list[Table]:
     growth = [["time grows as", "mode", "fitted", "declared", "faster than softmax"]]
     for entry in result["growth"]:
         fitted = f"N^{entry['exponent']:.2f}" if "exponent" in entry else f"none: {entry.get('unfitted', 'one length')}"
-        growth.append([entry["candidate"], entry["mode"], fitted, f"N^{entry['declared']:g}",
-                       entry.get("faster_than_sdpa") or entry.get("faster_than_softmax", "")])  # fmt: skip
+        growth.append(
+            [
+                entry["candidate"],
+                entry["mode"],
+                fitted,
+                f"N^{entry['declared']:g}",
+                entry.get("faster_than_sdpa") or entry.get("faster_than_softmax", ""),
+            ]
+        )
     return [*tables, growth, [[f"GEMM peak {result['gemm_gflops']:.0f} GFLOP/s"]]]
 
 
@@ -245,9 +256,11 @@ def _tables(title: str, rows: list[dict[str, Any]], baseline: str) -> list[Table
     made = [table(f"{title}: time, and times as fast as {baseline}", time)]
     if any("share" in row for row in rows):
         made.append(
-            table(f"{title}: useful GFLOP/s, share of GEMM",
-                  lambda row: f"{row['gflops']:.1f} ({row['share']:.1%})" if "share" in row else "")
-        )  # fmt: skip
+            table(
+                f"{title}: useful GFLOP/s, share of GEMM",
+                lambda row: f"{row['gflops']:.1f} ({row['share']:.1%})" if "share" in row else "",
+            )
+        )
     if any("mb" in row for row in rows):
         made.append(table(f"{title}: peak MB (units)", lambda row: f"{row['mb']:.1f} ({row['units']:.1f})"))
     return made

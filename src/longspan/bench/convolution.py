@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
+from .._utils.tables import Table, duration
+from ..ops.buffers import reuse_pages
 from ..ops.convolution import causal_convolution
-from ..ops.memory import reuse_pages
 from . import case
 from .candidates import Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 
 DTYPES = ("float32", "bfloat16")
 BOUNDS = {"sequence": "copy", "step": "state in place"}
@@ -45,9 +45,16 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 def operands(options: Options, rows: int, tokens: int, dtype: str) -> Operands:
     """Random ones; all, the state too, in one precision, as models in that precision hold them."""
     kind, draw = getattr(torch, dtype), torch.Generator().manual_seed(0)
-    shapes = (rows, tokens, options.channels), (options.channels, options.width), (options.channels,), (
-        rows, options.width - 1, options.channels,
-    )  # fmt: skip
+    shapes = (
+        (rows, tokens, options.channels),
+        (options.channels, options.width),
+        (options.channels,),
+        (
+            rows,
+            options.width - 1,
+            options.channels,
+        ),
+    )
     x, weight, bias, state = (torch.randn(shape, generator=draw).to(kind) for shape in shapes)
     return x, weight, bias, state
 
@@ -95,14 +102,24 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
             refused += [{"candidate": f"{n} {what} {dtype}", "reason": r, "ours": True} for n, r in failed.items()]
             bound = found[BOUNDS[what]].seconds
             rows += [
-                {"candidate": name, "what": what, "batch": batch, "dtype": dtype, **figure.row(),
-                 "to_bound": figure.seconds / bound}
+                {
+                    "candidate": name,
+                    "what": what,
+                    "batch": batch,
+                    "dtype": dtype,
+                    **figure.row(),
+                    "to_bound": figure.seconds / bound,
+                }
                 for name, figure in found.items()
-            ]  # fmt: skip
+            ]
             yield {
-                "benchmark": "convolution", "how": _how(options), "machine": machine(), "options": asdict(options),
-                "rows": rows, "refused": refused,
-            }  # fmt: skip
+                "benchmark": "convolution",
+                "how": _how(options),
+                "machine": machine(),
+                "options": asdict(options),
+                "rows": rows,
+                "refused": refused,
+            }
 
 
 def _bounds(what: str, given: Operands) -> dict[str, Callable[[], object]]:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..attention import nbytes
-from ..config import Config
-from ..engine import Engine
-from ..model import Decoder, DecoderState
-from ..spec import known
+from .._utils.spec import known
+from ..generation.native_decoder import Engine
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder, DecoderState
+from ..states import nbytes
 from .throughput import move
 from .worker import Function, Makers, Task, timed
 
@@ -42,9 +42,9 @@ def read(text: str) -> Name:
     return Name(spec, "engine" in suffixes, "bf16" in suffixes)
 
 
-def config(name: Name, task: Task) -> Config:
+def config(name: Name, task: Task) -> DecoderConfig:
     """The decoder of a candidate at the sizes of a task."""
-    return Config(attention=name.spec, positions="none", **{field: task[field] for field in SHAPE})
+    return DecoderConfig(attention=name.spec, positions="none", **{field: task[field] for field in SHAPE})
 
 
 def build(name: Name, task: Task, weights: dict[str, Tensor] | None = None) -> Decoder:
@@ -112,7 +112,7 @@ def cache_megabytes(model: Decoder, batch: int, capacity: int) -> float:
     return batch * (few + (more - few) / 8 * (capacity - 8)) / 2**20
 
 
-def random_weights(config: Config) -> dict[str, Tensor]:
+def random_weights(config: DecoderConfig) -> dict[str, Tensor]:
     """Weights under which every part of a decoder matters to its outputs, unlike those that training starts from."""
     generator = torch.Generator().manual_seed(0)
     found = {}
@@ -133,8 +133,10 @@ def bounds(model: Decoder, batch: int) -> dict[str, Callable[[], object]]:
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     flat = torch.ones(size // 4)
     weights = [m.weight.detach() for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    products = [(torch.ones(batch, w.shape[1], dtype=w.dtype), w.mT, torch.ones(batch, w.shape[0], dtype=w.dtype))
-                for w in weights]  # fmt: skip
+    products = [
+        (torch.ones(batch, w.shape[1], dtype=w.dtype), w.mT, torch.ones(batch, w.shape[0], dtype=w.dtype))
+        for w in weights
+    ]
     states = [tensor for layer in model.init_state(batch).layers for tensor in layer if tensor.is_floating_point()]
 
     def gemm() -> None:
@@ -149,7 +151,7 @@ def bounds(model: Decoder, batch: int) -> dict[str, Callable[[], object]]:
     return {f"parameters{kind}": lambda: flat.sum(), f"gemm{kind}": gemm, f"state{kind}": state}
 
 
-def shape(config: Config) -> dict[str, Any]:
+def shape(config: DecoderConfig) -> dict[str, Any]:
     """The fields of a config that a task has."""
     fields = asdict(config)
     return {field: fields[field] for field in SHAPE}

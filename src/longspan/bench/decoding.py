@@ -6,23 +6,23 @@ from typing import Any
 
 import torch
 
-from ..config import Config
-from ..engine import Engine
-from ..generate import generate
-from ..ops.memory import reuse_pages
+from .._utils.tables import Table, duration
+from ..generation.native_decoder import Engine
+from ..generation.sampling import generate
+from ..models.config import DecoderConfig
+from ..ops.buffers import reuse_pages
 from . import case, decoders, oracle, throughput, worker
 from .attention import ROOM
 from .candidates import Candidate, Local, Process, Refused, Remote, Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 from .worker import Task
 
 DEFAULT = ("linear@engine", "linear@plain", "linear@engine@bf16", "softmax@engine", "softmax@plain")
 BOUNDS = ("parameters", "gemm", "state")
 # Katharopoulos et al. 2020, section 4.2.1, with one logit per level.
-SHAPE = Config(dim=256, depth=8, heads=8, feedforward=1024, vocab=256, positions="none")
-SMALL = Config(dim=15, depth=2, heads=3, feedforward=7, vocab=11, positions="none")
+SHAPE = DecoderConfig(dim=256, depth=8, heads=8, feedforward=1024, vocab=256, positions="none")
+SMALL = DecoderConfig(dim=15, depth=2, heads=3, feedforward=7, vocab=11, positions="none")
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Options:
     """of an image"""
     limit: float = 150.0
     """seconds; whole images are left out where they are expected to take longer"""
-    shape: Config = SHAPE
+    shape: DecoderConfig = SHAPE
 
 
-class Run:
+class DecodingRun:
     """One run over batches and positions."""
 
     def __init__(self, candidates: dict[str, Candidate], options: Options, watch: Watch):
@@ -50,11 +50,16 @@ class Run:
         self.refused: dict[str, str] = {}
         self.left_out: list[dict[str, str]] = []
 
-    def task(self, batch: int, name: str, config: Config) -> Task:
+    def task(self, batch: int, name: str, config: DecoderConfig) -> Task:
         """What a candidate is asked to do. ft normalises after its sub-layers, whatever is asked."""
         asked = replace(config, prenorm=name != "ft")
-        return {"what": "model", **decoders.shape(asked), "batch": batch, "threads": torch.get_num_threads(),
-                "dtype": "bfloat16" if _half(name) else "float32"}  # fmt: skip
+        return {
+            "what": "model",
+            **decoders.shape(asked),
+            "batch": batch,
+            "threads": torch.get_num_threads(),
+            "dtype": "bfloat16" if _half(name) else "float32",
+        }
 
     def check(self, name: str, batch: int) -> float | None:
         """Hold a candidate to the definition, at small odd sizes and at the real ones -> error, None if refused."""
@@ -130,8 +135,11 @@ class Run:
         samplers: dict[str, Sampler] = {}
         kinds = dict.fromkeys(decoders.read(name).spec for name in self._left() if name != "ft")
         for name in [*kinds, *(name for name in self._left() if name == "ft")]:
-            steps = [row["seconds"] for row in self.rows if row["what"] == "step" and row["batch"] == batch
-                     and row["candidate"].split("@")[0] == name]  # fmt: skip
+            steps = [
+                row["seconds"]
+                for row in self.rows
+                if row["what"] == "step" and row["batch"] == batch and row["candidate"].split("@")[0] == name
+            ]
             expected = min(steps, default=0.0) * self.options.tokens
             if expected > self.options.limit:
                 reason = f"batch {batch}: an image takes about {expected:.0f} s, more than {self.options.limit:g} s"
@@ -146,9 +154,14 @@ class Run:
         found, failed = case.take(samplers, self.options.images, label, self.watch, warm=False)
         self.refused |= failed
         for name, figure in found.items():
-            row = {"candidate": name, "what": "images", "batch": batch, **figure.row(),
-                   "images_per_second": batch / figure.seconds,
-                   "tokens_per_second": batch * self.options.tokens / figure.seconds}  # fmt: skip
+            row = {
+                "candidate": name,
+                "what": "images",
+                "batch": batch,
+                **figure.row(),
+                "images_per_second": batch / figure.seconds,
+                "tokens_per_second": batch * self.options.tokens / figure.seconds,
+            }
             if "ft" in found:
                 row["ratio"] = found["ft"].seconds / figure.seconds
             self.rows.append(row)
@@ -167,7 +180,7 @@ def _images(spec: str, task: Task) -> Sampler:
     model = decoders.build(decoders.Name(spec, False, False), task)
 
     def images() -> None:
-        throughput.consume(generate(model, tokens=task["tokens"], batch=task["batch"], seed=0))
+        throughput.consume(generate(model, max_new_tokens=task["tokens"], batch=task["batch"], seed=0, stream=True))
 
     return lambda repeat: worker.timed(images, repeat)
 
@@ -192,7 +205,7 @@ def run(
         else:
             candidates[name] = Local(name, decoders.makers(name), weigher)
     candidates |= {remote.name: remote for remote in remotes if remote.name == "ft"}
-    one = Run(candidates, options, watch)
+    one = DecodingRun(candidates, options, watch)
     one.left_out += left_out
     for batch in options.batches:
         for _ in one.steps(batch):
@@ -202,14 +215,18 @@ def run(
             yield _result(one)
 
 
-def _result(one: Run) -> dict[str, Any]:
+def _result(one: DecodingRun) -> dict[str, Any]:
     """What there is so far."""
     options, ours = one.options, {name: candidate.ours for name, candidate in one.candidates.items()}
     return {
-        "benchmark": "generate", "how": "; ".join(_how(options)), "machine": machine(), "options": asdict(options),
-        "rows": one.rows, "left_out": one.left_out,
+        "benchmark": "generate",
+        "how": "; ".join(_how(options)),
+        "machine": machine(),
+        "options": asdict(options),
+        "rows": one.rows,
+        "left_out": one.left_out,
         "refused": [{"candidate": n, "reason": r, "ours": ours[n]} for n, r in one.refused.items()],
-    }  # fmt: skip
+    }
 
 
 def _how(options: Options) -> list[str]:
@@ -239,9 +256,16 @@ def text(result: dict[str, Any]) -> list[Table]:
         tables.append([[f"step, batch {batch}", *(f"position {p}" for p in positions)], *body])
     images = [row for row in result["rows"] if row["what"] == "images"]
     if images:
-        body = [[row["candidate"], str(row["batch"]), f"{row['images_per_second']:.3g}",
-                 f"{row['tokens_per_second']:.4g}", f"{row['ratio']:.2f}x" if "ratio" in row else ""]
-                for row in images]  # fmt: skip
+        body = [
+            [
+                row["candidate"],
+                str(row["batch"]),
+                f"{row['images_per_second']:.3g}",
+                f"{row['tokens_per_second']:.4g}",
+                f"{row['ratio']:.2f}x" if "ratio" in row else "",
+            ]
+            for row in images
+        ]
         tables.append([["whole images", "batch", "images/s", "tokens/s", "as fast as ft"], *body])
     return tables
 

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .._utils.spec import split
+from .._utils.tables import Table
 from ..attention import build, plugins
-from ..config import Config
-from ..model import Decoder
-from ..ops.memory import MAPPED, return_pages
-from ..spec import split
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..ops.buffers import MAPPED, return_pages
 from . import case, figures
 from .candidates import Process, Refused
 from .case import Watch
 from .guard import machine
-from .report import Table
 from .worker import Call, Makers, Task
 
-KINDS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointed": {"checkpointing": True},
     "reversible": {"stack": "reversible"},
@@ -42,11 +42,11 @@ class Options:
     limit: float = 20_000.0
     """MB; a step that is expected to take more is not made"""
 
-    def config(self, kind: str, depth: int) -> Config:
+    def config(self, kind: str, depth: int) -> DecoderConfig:
         """The decoder's. Raises ValueError where the sizes do not fit each other."""
         names = ("attention", "dim", "heads", "feedforward", "feedforward_chunk")
-        return Config(
-            **{name: getattr(self, name) for name in names}, **KINDS[kind], depth=depth, positions="sinusoidal"
+        return DecoderConfig(
+            **{name: getattr(self, name) for name in names}, **VARIANTS[kind], depth=depth, positions="sinusoidal"
         )
 
 
@@ -56,7 +56,7 @@ def find(kind: str) -> Makers:
     def train(task: Task) -> Call:
         return_pages()  # as train does for what is to need less memory
         torch.manual_seed(0)
-        model = Decoder(Config(**task["config"])).train()
+        model = Decoder(DecoderConfig(**task["config"])).train()
         tokens = torch.randint(0, 256, (task["batch"], task["length"]))
 
         def step() -> None:
@@ -78,16 +78,21 @@ def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, 
     """Measure -> what ``report.collect`` takes, as it grows. Raises ValueError for sizes that do not fit each other."""
     for spec in split(options.attention):
         build(spec, options.dim, options.heads)
-    for kind in KINDS:
+    for kind in VARIANTS:
         for depth in options.depths:
             options.config(kind, depth)
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
-    todo = [(kind, depth) for depth in sorted(options.depths) for kind in KINDS]
+    todo = [(kind, depth) for depth in sorted(options.depths) for kind in VARIANTS]
     for kind, depth in watch(todo, len(todo), "memory by depth"):
         config = options.config(kind, depth).to_dict()
-        task = {"what": "train", "batch": 1, "length": options.length, "config": config,
-                "threads": machine()["threads"]}  # fmt: skip
+        task = {
+            "what": "train",
+            "batch": 1,
+            "length": options.length,
+            "config": config,
+            "threads": machine()["threads"],
+        }
         row = {"candidate": kind, "depth": depth, "length": options.length}
         expected, room = line(rows, kind, depth), min(options.limit, ROOM * case.available())
         if expected > room:
@@ -101,9 +106,14 @@ def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, 
             except Refused as error:
                 left_out.append({"candidate": kind, "reason": f"depth {depth}: {error}"})
         yield {
-            "benchmark": "depth", "how": _how(options), "machine": machine(), "options": asdict(options),
-            "rows": rows, "refused": [], "left_out": left_out,
-        }  # fmt: skip
+            "benchmark": "depth",
+            "how": _how(options),
+            "machine": machine(),
+            "options": asdict(options),
+            "rows": rows,
+            "refused": [],
+            "left_out": left_out,
+        }
 
 
 def line(rows: list[dict[str, Any]], kind: str, depth: int) -> float:

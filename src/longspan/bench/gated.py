@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import backend, gated
-from ..ops.memory import reuse_pages
+from .._utils.spec import known
+from .._utils.tables import Table, duration
+from ..ops import gated
+from ..ops.backends import backend
+from ..ops.buffers import reuse_pages
 from ..ops.native.call import available
-from ..spec import known
 from . import case, limits, oracle
 from .candidates import Refused, Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 
 RULES = {
     "decay": ("head", False),
@@ -177,10 +178,14 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
         else:
             peak = max(peak, _sequence(rule, mode, options, watch, rows, refused))
         yield {
-            "benchmark": "gated", "how": _how(options), "machine": machine() | _versions(), "options": asdict(options),
-            "gemm_gflops": peak, "rows": rows,
+            "benchmark": "gated",
+            "how": _how(options),
+            "machine": machine() | _versions(),
+            "options": asdict(options),
+            "gemm_gflops": peak,
+            "rows": rows,
             "refused": [{"candidate": n, "reason": r, "ours": "transformers" not in n} for n, r in refused.items()],
-        }  # fmt: skip
+        }
 
 
 def _how(options: Options) -> str:
@@ -264,10 +269,18 @@ def text(result: dict[str, Any]) -> list[Table]:
         table = [[mode, *names, *(f"native / {name}" for name in names if name != "native")]]
         for rule in rules:
             found = {name: at[rule, mode, name, batch] for name in names if (rule, mode, name, batch) in at}
-            times = [found[n]["seconds"] / found["native"]["seconds"] if {n, "native"} <= found.keys() else None
-                     for n in names if n != "native"]  # fmt: skip
-            table.append([rule, *(duration(found[n]["seconds"]) if n in found else "" for n in names),
-                          *(f"{t:.1f}x" if t else "" for t in times)])  # fmt: skip
+            times = [
+                found[n]["seconds"] / found["native"]["seconds"] if {n, "native"} <= found.keys() else None
+                for n in names
+                if n != "native"
+            ]
+            table.append(
+                [
+                    rule,
+                    *(duration(found[n]["seconds"]) if n in found else "" for n in names),
+                    *(f"{t:.1f}x" if t else "" for t in times),
+                ]
+            )
         tables.append(table)
     batches = result["options"]["batches"]
     if batches:
@@ -276,7 +289,11 @@ def text(result: dict[str, Any]) -> list[Table]:
             for name in ("native", "torch"):
                 cells = [at.get((rule, "step", name, b)) for b in batches]
                 if any(cells):
-                    table.append([f"{rule}, {name}", *(f"{duration(c['seconds'])} ({c['to_bound']:.2f} of bound)"
-                                                       if c else "" for c in cells)])  # fmt: skip
+                    table.append(
+                        [
+                            f"{rule}, {name}",
+                            *(f"{duration(c['seconds'])} ({c['to_bound']:.2f} of bound)" if c else "" for c in cells),
+                        ]
+                    )
         tables.append(table)
     return tables

@@ -13,54 +13,93 @@ from typing import Any
 
 import torch
 
+from .._utils.optional_deps import need
+from .._utils.spec import known
+from .._utils.tables import Table, duration
 from ..compat import transformers as on_cpu
-from ..extras import need
-from ..ops.memory import reuse_pages
-from ..spec import known
+from ..ops.buffers import reuse_pages
 from . import case, worker
 from .candidates import Refused, Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 
 COMMON = {
-    "vocab_size": 32000, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 32000,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 # name: model type, class, how it differs from what is published, its configuration
 MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "qwen3.5": (
-        "qwen3_5", "Qwen3_5", "Qwen3.5-0.8B with 8 of its 24 layers",
+        "qwen3_5",
+        "Qwen3_5",
+        "Qwen3.5-0.8B with 8 of its 24 layers",
         {
-            "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 8,
-            "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
-            "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
         },
     ),
     "kimi": (
-        "kimi_linear", "KimiLinear", "Kimi-Linear cut to a width of 1024, 8 heads of 128, 4 layers and no experts",
+        "kimi_linear",
+        "KimiLinear",
+        "Kimi-Linear cut to a width of 1024, 8 heads of 128, 4 layers and no experts",
         {
-            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "num_attention_heads": 8,
-            "num_key_value_heads": 8, "linear_num_heads": 8, "linear_head_dim": 128, "kv_lora_rank": 512,
-            "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mlp_layer_types": ["dense"] * 4,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "linear_num_heads": 8,
+            "linear_head_dim": 128,
+            "kv_lora_rank": 512,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "mlp_layer_types": ["dense"] * 4,
         },
     ),
     "mamba2": (
-        "mamba2", "Mamba2", "mamba2-370m with 6 of its 48 layers",
+        "mamba2",
+        "Mamba2",
+        "mamba2-370m with 6 of its 48 layers",
         {
-            "hidden_size": 1024, "num_heads": 32, "head_dim": 64, "state_size": 128, "n_groups": 1,
+            "hidden_size": 1024,
+            "num_heads": 32,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 1,
             "num_hidden_layers": 6,
         },
     ),
     "granite": (
-        "granitemoehybrid", "GraniteMoeHybrid", "Granite-4.0-H-350M with 8 of its 32 layers, one of softmax attention",
+        "granitemoehybrid",
+        "GraniteMoeHybrid",
+        "Granite-4.0-H-350M with 8 of its 32 layers, one of softmax attention",
         {
-            "hidden_size": 768, "intermediate_size": 2048, "shared_intermediate_size": 2048, "num_hidden_layers": 8,
-            "num_attention_heads": 12, "num_key_value_heads": 4, "num_local_experts": 0, "num_experts_per_tok": 0,
-            "mamba_n_heads": 48, "mamba_d_head": 32, "mamba_d_state": 128, "mamba_n_groups": 1,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "shared_intermediate_size": 2048,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 32,
+            "mamba_d_state": 128,
+            "mamba_n_groups": 1,
             "layer_types": ["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2,
         },
     ),
-}  # fmt: skip
+}
 MODES = ("prefill", "training step", "decoding")
 WAYS = ("transformers", "longspan")
 DTYPES = ("float32", "bfloat16")
@@ -83,12 +122,26 @@ class Options:
 
 
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "shared_intermediate_size": 96, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 2, "linear_head_dim": 16,
-    "kv_lora_rank": 16, "num_heads": 4, "state_size": 16, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "shared_intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_heads": 2,
+    "linear_head_dim": 16,
+    "kv_lora_rank": 16,
+    "num_heads": 4,
+    "state_size": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
     "vocab_size": 97,
-}  # fmt: skip
+}
 
 
 def model(name: str, dtype: str, small: bool) -> Any:
@@ -296,9 +349,11 @@ def _result(options: Options, rows: list, refused: dict[str, str], profiles: dic
             f"code on {min(COMPARED, options.length)} tokens" + ("; models a few channels wide" * options.small)
         ),
         "machine": machine() | {"transformers": importlib.import_module("transformers").__version__},
-        "options": asdict(options), "rows": rows, "profiles": profiles,
+        "options": asdict(options),
+        "rows": rows,
+        "profiles": profiles,
         "refused": [{"candidate": name, "reason": reason, "ours": True} for name, reason in refused.items()],
-    }  # fmt: skip
+    }
 
 
 def text(result: dict[str, Any]) -> list[Table]:
@@ -308,12 +363,19 @@ def text(result: dict[str, Any]) -> list[Table]:
     for name, dtype, mode in dict.fromkeys(key[:3] for key in at):
         theirs, ours = (at[name, dtype, mode, way] for way in WAYS)
         sizes = [f"{one['mb']:,.0f}" for one in (theirs, ours) if "mb" in one]
-        table.append([
-            name, dtype, mode, duration(theirs["seconds"]), duration(ours["seconds"]),
-            f"{ours['times_transformers']:.2f}x",
-            f"{theirs['tokens_per_second']:,.4g} / {ours['tokens_per_second']:,.4g}", " / ".join(sizes),
-            f"{ours['mb'] / theirs['mb']:.2f}" if len(sizes) == 2 and theirs["mb"] > 0 else "",
-        ])  # fmt: skip
+        table.append(
+            [
+                name,
+                dtype,
+                mode,
+                duration(theirs["seconds"]),
+                duration(ours["seconds"]),
+                f"{ours['times_transformers']:.2f}x",
+                f"{theirs['tokens_per_second']:,.4g} / {ours['tokens_per_second']:,.4g}",
+                " / ".join(sizes),
+                f"{ours['mb'] / theirs['mb']:.2f}" if len(sizes) == 2 and theirs["mb"] > 0 else "",
+            ]
+        )
     shares = [["a training step on longspan", "parts of its time"]]
     for name, parts in result["profiles"].items():
         shares.append([name, ", ".join(f"{key} {100 * part:.0f} %" for key, part in parts.items())])

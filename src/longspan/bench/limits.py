@@ -63,8 +63,11 @@ def fill(numbers: int) -> Call:
 
 # name -> maker, bytes that cross per byte of array
 TRAFFIC: dict[str, tuple[Callable[[int], Call], int]] = {
-    "copy": (copy, 2), "scale in place": (scale, 2), "read": (read, 1), "fill fresh pages": (fill, 1),
-}  # fmt: skip
+    "copy": (copy, 2),
+    "scale in place": (scale, 2),
+    "read": (read, 1),
+    "fill fresh pages": (fill, 1),
+}
 
 
 def run(rounds: int, watch: Watch) -> Generator[dict[str, Any], None, None]:
@@ -75,8 +78,16 @@ def run(rounds: int, watch: Watch) -> Generator[dict[str, Any], None, None]:
         found, _ = case.take(samplers, rounds, f"matrix products, {dtype}", watch)
         for name, figure in found.items():
             value = rate(name, figure.seconds)
-            rows.append({"limit": "gemm", "dtype": dtype, "size": int(name.split()[1]), "value": value,
-                         "unit": "GFLOP/s", **figure.row()})  # fmt: skip
+            rows.append(
+                {
+                    "limit": "gemm",
+                    "dtype": dtype,
+                    "size": int(name.split()[1]),
+                    "value": value,
+                    "unit": "GFLOP/s",
+                    **figure.row(),
+                }
+            )
         yield _result(rounds, rows)
     for megabytes in MEGABYTES:
         numbers = int(megabytes * 2**20 / 4)
@@ -85,8 +96,9 @@ def run(rounds: int, watch: Watch) -> Generator[dict[str, Any], None, None]:
         found, _ = case.take(samplers, rounds, f"arrays of {megabytes:g} MB", watch)
         for name, figure in found.items():
             value = kinds[name][1] * 4 * numbers / figure.seconds / 1e9
-            rows.append({"limit": name, "dtype": "float32", "size": megabytes, "value": value, "unit": "GB/s",
-                         **figure.row()})  # fmt: skip
+            rows.append(
+                {"limit": name, "dtype": "float32", "size": megabytes, "value": value, "unit": "GB/s", **figure.row()}
+            )
         yield _result(rounds, rows)
 
 

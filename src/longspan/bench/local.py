@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._utils.spec import known
 from ..attention import build
 from ..attention.linear import Linear
-from ..ops import BACKENDS, backend
+from ..ops.backends import BACKENDS, backend
 from ..ops.linear import linear_attention
 from ..ops.native import build as native
 from ..ops.native.build.openmp import threads
 from ..ops.native.call import LARGEST, MAPS, TYPES, available
-from ..spec import known
 from .worker import Function, Makers, Task
 
 

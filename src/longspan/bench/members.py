@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-from ..attention import build, clone, names, nbytes, plugins
-from ..attention.base import FAMILIES, Attention, mechanism
-from ..spec import head
+from .._utils.spec import head
+from .._utils.tables import Table, duration
+from ..attention import build, list_mechanisms, plugins
+from ..attention.base import Attention
+from ..attention.families import FAMILIES
+from ..attention.registry import mechanism
+from ..states import clone, nbytes
 from . import case, figures, oracle
 from .candidates import Local, Process, Refused, Sampler
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 from .worker import Makers, Task
 
 MODES = ("forward", "forward+backward", "step")
@@ -72,7 +75,7 @@ def weigher() -> Process:
 @torch.no_grad()
 def stepping(module: Attention, length: int) -> tuple[int, Sampler]:
     """Read ``length`` tokens -> bytes of the state then, and what times one token more."""
-    given: dict[str, Any] = {"donate": True} if "donate" in module.takes else {}
+    given: dict[str, Any] = {"donate": True} if "donate" in module.supported_args else {}
     x, state = torch.randn(1, length, module.dim), module.init_state(1, length + SPARE)
     for part in x.split(CHUNK, 1):
         _, state = module(part, state, **given)
@@ -93,7 +96,7 @@ def stepping(module: Attention, length: int) -> tuple[int, Sampler]:
     return size, sample
 
 
-class Run:
+class MembersRun:
     """One run: it remembers what each mechanism took, so as to expect what the next length takes."""
 
     def __init__(self, specs: list[str], weigher: Process, options: Options, watch: Watch):
@@ -107,10 +110,16 @@ class Run:
     def task(self, length: int, mode: str) -> Task:
         options = self.options
         return {
-            "what": "attention", "batch": 1, "length": length, "heads": options.heads,
-            "size": options.dim // options.heads, "dtype": "float32", "module": True,
-            "backward": mode == MODES[1], "threads": machine()["threads"],
-        }  # fmt: skip
+            "what": "attention",
+            "batch": 1,
+            "length": length,
+            "heads": options.heads,
+            "size": options.dim // options.heads,
+            "dtype": "float32",
+            "module": True,
+            "backward": mode == MODES[1],
+            "threads": machine()["threads"],
+        }
 
     def check(self) -> None:
         """Refuse what does not agree with its own definition in float64."""
@@ -135,8 +144,15 @@ class Run:
             self._leave_out(spec, mode, length, reason)
         for spec, figure in found.items():
             module = self.modules[spec]
-            row = {"candidate": spec, "family": module.family, "causal": module.causal, "mode": mode, "length": length,
-                   **figure.row(), **facts[spec]}  # fmt: skip
+            row = {
+                "candidate": spec,
+                "family": module.family,
+                "causal": module.causal,
+                "mode": mode,
+                "length": length,
+                **figure.row(),
+                **facts[spec],
+            }
             if BASELINE in found:
                 row["ratio"] = found[BASELINE].seconds / figure.seconds
             self.rows.append(row)
@@ -162,9 +178,13 @@ class Run:
         if any(one["candidate"] == spec and one["mode"] == mode for one in self.left_out):
             return False
         # Before a token is timed, as much is read as forward reads.
-        before = {row["length"]: row for row in self.rows
-                  if row["candidate"] == spec and row["mode"] == (MODES[0] if mode == "step" else mode)
-                  and row["length"] <= length}  # fmt: skip
+        before = {
+            row["length"]: row
+            for row in self.rows
+            if row["candidate"] == spec
+            and row["mode"] == (MODES[0] if mode == "step" else mode)
+            and row["length"] <= length
+        }
         if not before:
             return True
         last, power = before[max(before)], figures.declared(self.modules[spec].cost)
@@ -218,15 +238,21 @@ class Run:
             for what, values in found.items()
             if len(values) >= figures.LENGTHS and (what not in MODES or not figures.unfitted(values))
         }
-        return {"candidate": spec, "family": module.family, "causal": module.causal, "cost": module.cost,
-                "declared": figures.declared(module.cost), **fitted}  # fmt: skip
+        return {
+            "candidate": spec,
+            "family": module.family,
+            "causal": module.causal,
+            "cost": module.cost,
+            "declared": figures.declared(module.cost),
+            **fitted,
+        }
 
 
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
     """Measure -> what ``report.collect`` takes, as it grows. Raises ValueError for a spec that is not possible."""
-    specs = list(options.members) or names()
+    specs = list(options.members) or list_mechanisms()
     order = [*FAMILIES]
-    one = Run(list(dict.fromkeys([BASELINE, *specs])), weigher, options, watch)
+    one = MembersRun(list(dict.fromkeys([BASELINE, *specs])), weigher, options, watch)
     one.modules = dict(sorted(one.modules.items(), key=lambda item: (order.index(item[1].family), item[0])))
     one.check()
     for length in sorted(options.lengths):
@@ -253,8 +279,20 @@ def table(result: dict[str, Any]) -> Table:
     lengths = sorted({row["length"] for row in result["rows"]})
     at = {(row["candidate"], row["mode"], row["length"]): row for row in result["rows"]}
     several = " / ".join(map(str, lengths))
-    rows = [["family", "mechanism", f"forward at {several}", "with backward", "peak MB", "state kB", "one token",
-             "declared", "time", "memory"]]  # fmt: skip
+    rows = [
+        [
+            "family",
+            "mechanism",
+            f"forward at {several}",
+            "with backward",
+            "peak MB",
+            "state kB",
+            "one token",
+            "declared",
+            "time",
+            "memory",
+        ]
+    ]
 
     def cells(spec: str, mode: str, show: Any) -> str:
         shown = [show(at[spec, mode, n]) if (spec, mode, n) in at else "-" for n in lengths]
@@ -264,16 +302,18 @@ def table(result: dict[str, Any]) -> Table:
     most = MODES[int(result["options"]["backward"])]
     for one in result["growth"]:
         spec = one["candidate"]
-        rows.append([
-            one["family"],
-            spec if one["causal"] else f"{spec}, bidirectional",
-            *(cells(spec, mode, lambda row: duration(row["seconds"])) for mode in MODES[:2]),
-            cells(spec, most, lambda row: f"{row['mb']:.3g}" if "mb" in row else "-"),
-            cells(spec, "step", lambda row: f"{row['state_bytes'] / 1024:.4g}"),
-            cells(spec, "step", lambda row: duration(row["seconds"])),
-            one["cost"],
-            *(f"N^{one[what]:.2f}" if what in one else "-" for what in (most, f"memory, {most}")),
-        ])  # fmt: skip
+        rows.append(
+            [
+                one["family"],
+                spec if one["causal"] else f"{spec}, bidirectional",
+                *(cells(spec, mode, lambda row: duration(row["seconds"])) for mode in MODES[:2]),
+                cells(spec, most, lambda row: f"{row['mb']:.3g}" if "mb" in row else "-"),
+                cells(spec, "step", lambda row: f"{row['state_bytes'] / 1024:.4g}"),
+                cells(spec, "step", lambda row: duration(row["seconds"])),
+                one["cost"],
+                *(f"N^{one[what]:.2f}" if what in one else "-" for what in (most, f"memory, {most}")),
+            ]
+        )
     return rows
 
 

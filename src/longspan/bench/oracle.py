@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Config
-from ..ops import backend
+from ..models.config import DecoderConfig
+from ..ops.backends import backend
 from . import local
 from .candidates import Candidate, Refused
 from .worker import Task
@@ -41,7 +41,7 @@ def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhnm,bmhd->bnhd", logits.masked_fill(future, -math.inf).softmax(-1), v)
 
 
-def decoder(config: Config, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+def decoder(config: DecoderConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """A decoder without positions over whole sequences: tokens (B,N) -> outputs (B,N,vocab), in float64.
 
     Of linear or softmax attention without options, GELU and layer norm. Source: Vaswani et al. 2017, section 3.1.
@@ -167,7 +167,9 @@ def check_step(candidate: Candidate, options: dict[str, Any], task: Task, tokens
     return worst
 
 
-def check_model(candidate: Candidate, config: Config, weights: dict[str, Tensor], task: Task, tokens: int = 7) -> float:
+def check_model(
+    candidate: Candidate, config: DecoderConfig, weights: dict[str, Tensor], task: Task, tokens: int = 7
+) -> float:
     """Compare a decoder's tokens, one after the other, on rows of the real batch -> error. Raises Refused."""
     rows = min(task["batch"], 2)
     given = torch.randint(config.vocab, (rows, tokens), generator=torch.Generator().manual_seed(0))

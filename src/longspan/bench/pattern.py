@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import patterns
-from ..ops import backend, sparse
+from .._utils.tables import Table, duration
+from ..ops import sparse
+from ..ops.backends import backend
 from ..ops.native.call import available
 from ..ops.sparse import schedule
 from ..patterns import Pattern
@@ -20,7 +22,6 @@ from . import case, figures, oracle
 from .candidates import Local, Process, Refused
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 from .worker import Function, Makers, Task, inputs
 
 DEFAULT = (
@@ -181,7 +182,7 @@ def check(candidate: Local, pattern: Pattern, task: Task) -> float:
     return worst
 
 
-class Run:
+class PatternRun:
     """One run: it remembers what each candidate took, so as to expect what the next length takes."""
 
     def __init__(self, options: Options, weigher: Process, watch: Watch):
@@ -200,9 +201,16 @@ class Run:
     def compare(self, text: str, n: int, mode: str, keys: float) -> None:
         """Check, weigh and time every candidate under one pattern at one length."""
         options, pattern = self.options, patterns.parse(text)
-        task = {"what": "attention", "length": n, "backward": mode == MODES[1], "dtype": "float32",
-                "batch": options.batch, "heads": options.heads, "size": options.size,
-                "threads": machine()["threads"]}  # fmt: skip
+        task = {
+            "what": "attention",
+            "length": n,
+            "backward": mode == MODES[1],
+            "dtype": "float32",
+            "batch": options.batch,
+            "heads": options.heads,
+            "size": options.size,
+            "threads": machine()["threads"],
+        }
         label, megabytes, errors, samplers = f"{text}, N {n}, {mode}", {}, {}, {}
         names = [w for w in self.ways(mode) if (text, w) not in self.refused and not self._too_much(text, w, n, mode)]
         for way in self.watch(names, len(names), f"{label}: checks"):
@@ -257,14 +265,15 @@ def _answers(way: str, pattern: Pattern) -> Pattern:
 
 def weigher() -> Process:
     """The process that measures memory."""
-    return Process([sys.executable, "-P", "-c",
-                    "from longspan.bench import pattern, worker; worker.serve(pattern.find)"])  # fmt: skip
+    return Process(
+        [sys.executable, "-P", "-c", "from longspan.bench import pattern, worker; worker.serve(pattern.find)"]
+    )
 
 
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
     """Measure -> what ``report.write`` takes, as it grows. Raises ValueError for a pattern that is none."""
     parsed = {text: patterns.parse(text) for text in options.patterns}
-    one = Run(options, weigher, watch)
+    one = PatternRun(options, weigher, watch)
     for text, pattern in parsed.items():
         for n in sorted(options.lengths):
             keys = keys_per_query(pattern, n, options.heads)
@@ -273,7 +282,7 @@ def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, 
                 yield _result(one)
 
 
-def _result(one: Run) -> dict[str, Any]:
+def _result(one: PatternRun) -> dict[str, Any]:
     """What there is so far."""
     return {
         "benchmark": "pattern",
@@ -282,11 +291,15 @@ def _result(one: Run) -> dict[str, Any]:
         "options": asdict(one.options),
         "rows": one.rows,
         "growth": _growth(one.rows),
-        "refused": [{"candidate": f"{text}, {way}", "reason": reason, "ours": way in (*OURS, *LAYOUTS)}
-                    for (text, way), reason in one.refused.items()],
-        "left_out": [{"candidate": f"{text}, {way}", "mode": mode, "reason": reason}
-                     for (text, way, mode), reason in one.left_out.items()],
-    }  # fmt: skip
+        "refused": [
+            {"candidate": f"{text}, {way}", "reason": reason, "ours": way in (*OURS, *LAYOUTS)}
+            for (text, way), reason in one.refused.items()
+        ],
+        "left_out": [
+            {"candidate": f"{text}, {way}", "mode": mode, "reason": reason}
+            for (text, way, mode), reason in one.left_out.items()
+        ],
+    }
 
 
 def _how(options: Options) -> list[str]:
@@ -337,13 +350,18 @@ def text(result: dict[str, Any]) -> list[Table]:
             at = {(row["candidate"], row["length"]): row for row in here if row["mode"] == mode}
             ways = list(dict.fromkeys(way for way, _ in at))
             head = mode if mode == "layout" else f"{mode}: time, as fast as sdpa all; peak MB"
-            tables.append([[head, *(f"N {n}" for n in lengths)],
-                           *([way, *(_cell(at.get((way, n))) for n in lengths)] for way in ways)])  # fmt: skip
+            tables.append(
+                [
+                    [head, *(f"N {n}" for n in lengths)],
+                    *([way, *(_cell(at.get((way, n))) for n in lengths)] for way in ways),
+                ]
+            )
     growth = [["time grows as", "mode", "candidate", "fitted", "faster than sdpa all"]]
     for entry in result["growth"]:
         fitted = f"N^{entry['exponent']:.2f}" if "exponent" in entry else f"none: {entry.get('unfitted', 'one length')}"
-        growth.append([*(entry[name] for name in ("pattern", "mode", "candidate")), fitted,
-                       entry.get("faster_than_all", "")])  # fmt: skip
+        growth.append(
+            [*(entry[name] for name in ("pattern", "mode", "candidate")), fitted, entry.get("faster_than_all", "")]
+        )
     return [*tables, growth]
 
 

@@ -50,13 +50,19 @@ def ft_model(task: dict[str, Any], weights: dict[str, Tensor] | None) -> Any:
         {
             "embedding": nn.Embedding(task["vocab"] + 1, task["dim"]),
             "encoder": builders.RecurrentEncoderBuilder.from_kwargs(
-                attention_type="linear", n_layers=task["depth"], n_heads=task["heads"], query_dimensions=size,
-                value_dimensions=size, feed_forward_dimensions=task["feedforward"], activation="gelu", dropout=0.0,
+                attention_type="linear",
+                n_layers=task["depth"],
+                n_heads=task["heads"],
+                query_dimensions=size,
+                value_dimensions=size,
+                feed_forward_dimensions=task["feedforward"],
+                activation="gelu",
+                dropout=0.0,
                 final_normalization=False,
             ).get(),
             "head": nn.Linear(task["dim"], task["vocab"]),
         }
-    ).eval()  # fmt: skip
+    ).eval()
     if weights is not None:
         model.load_state_dict({_ft_name(name): tensor for name, tensor in weights.items()})
 
@@ -76,10 +82,15 @@ def ft_model(task: dict[str, Any], weights: dict[str, Tensor] | None) -> Any:
 def _ft_name(name: str) -> str:
     """What it calls a weight that our decoder calls ``name``."""
     for ours, theirs in {
-        "embedding.tokens": "embedding", "stack.blocks": "encoder.layers", "query": "query_projection",
-        "key": "key_projection", "value": "value_projection", "out": "out_projection",
-        "feedforward.expand": "linear1", "feedforward.contract": "linear2",
-    }.items():  # fmt: skip
+        "embedding.tokens": "embedding",
+        "stack.blocks": "encoder.layers",
+        "query": "query_projection",
+        "key": "key_projection",
+        "value": "value_projection",
+        "out": "out_projection",
+        "feedforward.expand": "linear1",
+        "feedforward.contract": "linear2",
+    }.items():
         name = f".{name}.".replace(f".{ours}.", f".{theirs}.").strip(".")
     return name
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import checkpoint, extras, files, pictures, signals
-from ..lock import alone
-from . import plots
+from .._utils import atomic_io, optional_deps, plots, png, signals
+from .._utils.locks import exclusive_lock
+from .._utils.tables import Table, aligned
+from ..models import checkpoint
 
 Result = dict[str, Any]
-Table = list[list[str]]
 
 
 @contextlib.contextmanager
@@ -22,13 +22,13 @@ def claimed(out: Path, benchmark: str) -> Iterator[None]:
 
     Raises ValueError, ImportError.
     """
-    extras.need("the benchmarks", "matplotlib", "PIL")
-    pictures.claim_folder(out)
-    pictures.check(out / f"{benchmark}.png")
+    optional_deps.need("the benchmarks", "matplotlib", "PIL")
+    png.claim_folder(out)
+    png.check(out / f"{benchmark}.png")
     for end in ("json", "csv", "partial.json", "md"):
-        files.check_output(out / f"{benchmark}.{end}")
+        atomic_io.check_output(out / f"{benchmark}.{end}")
     plots.pyplot()
-    with alone(out / f".{benchmark}.lock", str(out / f"{benchmark}.json")):
+    with exclusive_lock(out / f".{benchmark}.lock", str(out / f"{benchmark}.json")):
         yield
 
 
@@ -87,23 +87,3 @@ def show(result: Result, tables: Callable[[Result], list[Table]]) -> str:
     notes.append(f"Samples: {samples} kept, {rejected} rejected on a busy machine, {disturbed} kept although it was.")
     notes.append("Machine: " + "; ".join(f"{name} {value}" for name, value in result["machine"].items()) + ".")
     return "\n\n".join([*parts, "\n".join(notes)])
-
-
-def aligned(table: Table) -> str:
-    """Columns of equal width, the first to the left, the others to the right."""
-    columns = max(map(len, table))
-    widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(columns)]
-    lines = [[f"{row[0]:<{widths[0]}}", *map("{:>{}}".format, row[1:], widths[1:])] for row in table]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def duration(seconds: float) -> str:
-    """With a unit that leaves few digits.
-
-    >>> duration(0.0123), duration(4.3e-6), duration(12.0), duration(3365.0)
-    ('12.3 ms', '4.3 us', '12 s', '3,365 s')
-    """
-    if seconds >= 1000:
-        return f"{seconds:,.0f} s"
-    factor, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "us")
-    return f"{seconds * factor:.3g} {unit}"

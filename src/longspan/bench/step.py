@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from .._utils.tables import Table, duration
 from . import case, local, oracle
 from .candidates import Candidate, Local, Process, Refused, Remote
 from .case import Watch
 from .guard import machine
-from .report import Table, duration
 
 DEFAULT = ("kernel", "linear", "linear@torch")
 BOUND = "state in place"
@@ -38,8 +38,15 @@ def run(
     candidates |= {remote.name: remote for remote in remotes if remote.name == "ft"}
     rows, refused = [], {}
     for batch in options.batches:
-        task = {"what": "step", "batch": batch, "length": 1, "heads": options.heads, "size": options.size,
-                "dtype": "float32", "threads": machine()["threads"]}  # fmt: skip
+        task = {
+            "what": "step",
+            "batch": batch,
+            "length": 1,
+            "heads": options.heads,
+            "size": options.size,
+            "dtype": "float32",
+            "threads": machine()["threads"],
+        }
         samplers, errors = {}, {}
         for name, candidate in candidates.items():
             if name in refused:
@@ -63,9 +70,13 @@ def run(
         for candidate in candidates.values():
             candidate.release()
         yield {
-            "benchmark": "step", "how": _how(options), "machine": machine(), "options": asdict(options), "rows": rows,
+            "benchmark": "step",
+            "how": _how(options),
+            "machine": machine(),
+            "options": asdict(options),
+            "rows": rows,
             "refused": [{"candidate": n, "reason": r, "ours": candidates[n].ours} for n, r in refused.items()],
-        }  # fmt: skip
+        }
 
 
 def _how(options: Options) -> str:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..generate import generate
-from ..model import Decoder, DecoderState
-from ..ops.memory import reuse_pages
-from ..states.cache import KeyValues
+from ..generation.sampling import generate
+from ..models.decoder import Decoder, DecoderState
+from ..ops.buffers import reuse_pages
+from ..states.kv_cache import KeyValues
 from .guard import Guard, Timing, interleave
 
 
@@ -110,7 +110,7 @@ def by_position(
 def whole(model: Decoder, length: int, batch: int) -> float:
     """Seconds to generate ``batch`` sequences of ``length`` tokens with ``generate``."""
     begin = time.perf_counter()
-    consume(generate(model, tokens=length, batch=batch, seed=0))
+    consume(generate(model, max_new_tokens=length, batch=batch, seed=0, stream=True))
     return time.perf_counter() - begin
 
 

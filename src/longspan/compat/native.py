@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import nn
 
-from ..config import StackConfig
-from ..stacks import Stack
+from ..models.config import StackConfig
+from ..models.stacks import Stack
 from .fast_transformers.attention.attention_layer import Projections
 from .fast_transformers.attention.causal_linear_attention import CausalLinearAttention
 from .fast_transformers.attention.full_attention import FullAttention

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
-from .. import files
+from .._utils import atomic_io
+from .._utils.optional_deps import need
+from .._utils.spec import known
+from .._utils.version import VERSION
 from ..attention import Attention
-from ..extras import need
-from ..model import Decoder
-from ..spec import known
-from ..version import VERSION
+from ..models.decoder import Decoder
 
 DOMAINS = {
     "com.microsoft": "onnxruntime's own operator, which has a kernel",
@@ -47,7 +47,7 @@ def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str =
     Raises ValueError for a model that cannot be exported, a place that cannot be written, and answers that differ; no
     file is written then. ImportError where onnx, onnxruntime or onnxscript is missing.
     """
-    files.check_output(Path(os.path.abspath(path)))
+    atomic_io.check_output(Path(os.path.abspath(path)))
     need("the export to ONNX", "onnx", "onnxruntime", "onnxscript")
     known(domain, DOMAINS, "domain")
     _check(model)
@@ -61,7 +61,7 @@ def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str =
     finally:
         model.train(training)
     try:
-        files.write(Path(os.path.abspath(path)), proto.SerializeToString())
+        atomic_io.write(Path(os.path.abspath(path)), proto.SerializeToString())
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
     nodes = Counter(f"{node.domain}::{node.op_type}".removeprefix("::") for node in proto.graph.node)
@@ -128,8 +128,9 @@ def _check(model: Any) -> None:
         raise ValueError(f"a bidirectional {model.name} has no step; export takes a causal one")
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and (tensor.dtype != torch.float32 or tensor.device.type != "cpu"):
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; export takes float32 on the CPU: "
-                             f"model.float().cpu()")  # fmt: skip
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}; export takes float32 on the CPU: model.float().cpu()"
+            )
 
 
 def _name(path: tuple) -> str:
@@ -146,10 +147,16 @@ def _proto(graph: Graph, domain: str) -> Any:
     with _quiet():
         try:
             program = torch.onnx.export(
-                graph, given, dynamo=True, dynamic_shapes=graph.free(given[1:]), input_names=graph.inputs,
-                output_names=graph.outputs, verbose=False,
-                custom_translation_table={torch.ops.longspan.recurrence.default: _translation(domain)}, **options,
-            )  # fmt: skip
+                graph,
+                given,
+                dynamo=True,
+                dynamic_shapes=graph.free(given[1:]),
+                input_names=graph.inputs,
+                output_names=graph.outputs,
+                verbose=False,
+                custom_translation_table={torch.ops.longspan.recurrence.default: _translation(domain)},
+                **options,
+            )
         except Exception as error:
             # torch says it over many pages; what comes first is the cause.
             said = " ".join(str(error.__cause__ or error).split())[:400]
@@ -204,16 +211,27 @@ def _translation(domain: str) -> Any:
             x = op.Expand(x, op.Constant(value_ints=[1, 1, heads // groups, 1, 1]))
             return op.Reshape(op.Transpose(x, perm=[0, 3, 1, 2, 4]), op.Constant(value_ints=[0, 0, heads * size]))
 
-        rule = ("gated_delta" if beta is not None else "gated") if log_decay is not None else (
-            "delta" if beta is not None else "linear")  # fmt: skip
+        rule = (
+            ("gated_delta" if beta is not None else "gated")
+            if log_decay is not None
+            else ("delta" if beta is not None else "linear")
+        )
         decay = log_decay
         if decay is not None:
             decay = op.Transpose(decay, perm=[0, 2, 1]) if len(decay.shape) == 3 else packed(decay)
         rate = None if beta is None else op.Transpose(beta, perm=[0, 2, 1])
         o, end = attention.LinearAttention(
-            keys(q), keys(k), packed(v), state, decay, rate, q_num_heads=groups if own else heads, kv_num_heads=heads,
-            update_rule=rule, scale=scale,
-        )  # fmt: skip
+            keys(q),
+            keys(k),
+            packed(v),
+            state,
+            decay,
+            rate,
+            q_num_heads=groups if own else heads,
+            kv_num_heads=heads,
+            update_rule=rule,
+            scale=scale,
+        )
         return op.Transpose(op.Reshape(o, op.Constant(value_ints=[0, 0, heads, -1])), perm=[0, 2, 1, 3]), end
 
     return recurrence
@@ -228,11 +246,15 @@ def _register(domain: str) -> None:
     standard = onnx.defs.get_schema("LinearAttention", OPSET, "")
     onnx.defs.register_schema(
         onnx.defs.OpSchema(
-            "LinearAttention", domain, 1, inputs=list(standard.inputs), outputs=list(standard.outputs),
+            "LinearAttention",
+            domain,
+            1,
+            inputs=list(standard.inputs),
+            outputs=list(standard.outputs),
             attributes=list(standard.attributes.values()),
             type_constraints=[(c.type_param_str, list(c.allowed_type_strs), "") for c in standard.type_constraints],
         )
-    )  # fmt: skip
+    )
 
 
 def _compare(graph: Graph, content: bytes) -> float:

@@ -16,8 +16,8 @@
 from pathlib import Path
 from typing import Any
 
-from ..folders import cache_folder, expanded
-from ..spec import known
+from .._utils.cache_dirs import cache_folder, expanded
+from .._utils.spec import known
 from . import images, labelled, pairs, text
 from .dataset import Dataset
 from .download import fetch

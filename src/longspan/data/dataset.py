@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..spec import known
+from .._utils.spec import known
 
 
 @dataclass(frozen=True, eq=False)

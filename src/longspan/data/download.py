@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .. import files, memory
+from .._utils import atomic_io, memory
 
 # Bytes that a compressed file may unpack to: a small one can be made to fill any memory.
 MOST = 2**32
@@ -58,7 +58,7 @@ def read(path: Path, published: str = "") -> bytes:
     compression, for one that unpacks to more than ``MOST`` bytes, and for more than half of the memory that is free.
     """
     if path.suffix not in PACKED:
-        return files.read(path)
+        return atomic_io.read(path)
     buffer = bytearray()
     append(path, buffer, published)
     return bytes(buffer)
@@ -73,7 +73,7 @@ def append(path: Path, buffer: bytearray, published: str = "", times: int = 2) -
     why = f"{times} times as much must be free in memory"
     with opened(path, published) as file:
         if path.suffix not in PACKED:
-            files.refuse_larger(file, path, most, why)
+            atomic_io.refuse_larger(file, path, most, why)
         elif most > MOST:
             most, why = MOST, "if it is what it should be, unpack it by hand"
         begin = len(buffer)
@@ -86,8 +86,8 @@ def append(path: Path, buffer: bytearray, published: str = "", times: int = 2) -
 @contextlib.contextmanager
 def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
     """A file to read from, which unpacks as it is read; otherwise as ``read``."""
-    with files.reading(path):
-        raw = files.open_regular(path)
+    with atomic_io.reading(path):
+        raw = atomic_io.open_regular(path)
     with raw:
         match path.suffix:
             case ".gz":
@@ -98,7 +98,7 @@ def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
 
                 file, errors = lzma.LZMAFile(raw), (OSError, EOFError, lzma.LZMAError)
             case _:
-                with files.reading(path):
+                with atomic_io.reading(path):
                     yield raw
                 return
         try:
@@ -122,8 +122,8 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
     ``ARCHIVE_ERRORS`` lists for one that is truncated or corrupt.
     """
     left = min(MOST, memory.available() // 2)
-    with files.reading(path):
-        raw = files.open_regular(path)
+    with atomic_io.reading(path):
+        raw = atomic_io.open_regular(path)
     with raw, tarfile.open(fileobj=raw, mode="r:gz") as archive:
         for member in archive:
             if not member.isfile() or not wanted(member.name):
@@ -138,7 +138,7 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
 
 def describe(path: Path, published: str = "") -> str:
     """The end of a message about a bad file: its sha256 and, where one is known, the one it should have."""
-    with files.reading(path), files.open_regular(path) as file:
+    with atomic_io.reading(path), atomic_io.open_regular(path) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     return f"; its sha256 is {found}" + (f", the published file's is {published}" if published else "")
 

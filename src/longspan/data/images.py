@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from ..folders import cache_folder, expanded
+from .._utils.cache_dirs import cache_folder, expanded
 from .dataset import Dataset
 from .dataset import images as dataset
 from .download import ARCHIVE_ERRORS, MOST, describe, fetch, members, opened, read, take

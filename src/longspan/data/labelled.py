@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kinds import shown
-from ..spec import known
+from .._utils.spec import known
+from .._utils.typecheck import format_value
 from . import text
 from .dataset import check_indices, sha256
 from .generated import LABELLED
@@ -183,9 +183,11 @@ def _rows(content: bytes, path: Path) -> Iterator[Row]:
         where = f"line {number} of {path}"
         body, label = found.get("text"), found.get("label")
         if not isinstance(body, str) or not body:
-            raise ValueError(f"{where}: its text must be a string that is not empty, not {shown(body)}")
+            raise ValueError(f"{where}: its text must be a string that is not empty, not {format_value(body)}")
         if type(label) not in (str, int) or len(str(label).split()) != 1 or str(label) != str(label).strip():
-            raise ValueError(f"{where}: its label must be a word or a whole number, without blanks, not {shown(label)}")
+            raise ValueError(
+                f"{where}: its label must be a word or a whole number, without blanks, not {format_value(label)}"
+            )
         yield body, str(label)
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import files
-from ..folders import expanded
-from ..kinds import shown
-from ..spec import known
+from .._utils import atomic_io
+from .._utils.cache_dirs import expanded
+from .._utils.spec import known
+from .._utils.typecheck import format_value
 from . import text
 from .dataset import check_indices, sha256
 from .generated import TASKS
@@ -119,7 +119,7 @@ def load(source: str, length: int) -> Pairs:
             raise ValueError(
                 f"no pairs at {path.absolute()}: there is no such file; pairs that are generated: {', '.join(TASKS)}"
             )
-        data = files.without_mark(text.unpacked(path, times=IN_MEMORY))
+        data = atomic_io.without_mark(text.unpacked(path, times=IN_MEMORY))
     parts: dict[str, list[Pair]] = {"train": [], "validation": [], "test": []}
     highest, longest = 0, 0
     for pair in _lines(data, str(path), length or MOST, numbers):
@@ -204,14 +204,14 @@ def _numbers(line: bytes | bytearray, where: str) -> Pair:
         raise ValueError(f"{where} is no JSON: {' '.join(str(error).split())}") from error
     wanted = '{"source": [...], "target": [...]}'
     if not isinstance(found, dict) or set(found) != {"source", "target"}:
-        raise ValueError(f"{where} must be {wanted}, two lists of whole numbers, not {shown(found)}")
+        raise ValueError(f"{where} must be {wanted}, two lists of whole numbers, not {format_value(found)}")
     for name, tokens in found.items():
         if not isinstance(tokens, list):
-            raise ValueError(f"{where}: its {name} must be a list of whole numbers, not {shown(tokens)}")
+            raise ValueError(f"{where}: its {name} must be a list of whole numbers, not {format_value(tokens)}")
         wrong = [token for token in tokens if type(token) is not int or not 0 <= token < LARGEST]
         if wrong:
             raise ValueError(
-                f"{where}: its {name} has {shown(wrong[0])}; tokens are whole numbers from 0 to {LARGEST - 1}"
+                f"{where}: its {name} has {format_value(wrong[0])}; tokens are whole numbers from 0 to {LARGEST - 1}"
             )
     return found["source"], found["target"]
 

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import files
-from ..folders import expanded
-from ..spec import known
+from .._utils import atomic_io as files
+from .._utils.cache_dirs import expanded
+from .._utils.spec import known
 from .download import read
 
 # Twenty amino acids, then what stands for several or for rare ones: B, Z, X; O, U.

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import files
-from ..folders import cache_folder, expanded
-from ..spec import known
+from .._utils import atomic_io
+from .._utils.cache_dirs import cache_folder, expanded
+from .._utils.spec import known
 from .download import fetch, read
 
 ETT = ("https://raw.githubusercontent.com/zhouhaoyi/ETDataset/main/ETT-small/ETTh1.csv",)
@@ -104,7 +104,7 @@ def table(name: str, path: Path) -> Series:
     Raises ValueError for a missing file, another heading, fields that are no numbers, hours that do not follow one
     another, a series that never changes in training, and fewer hours than the three parts have.
     """
-    data = files.without_mark(read(path, ETT_SHA256))
+    data = atomic_io.without_mark(read(path, ETT_SHA256))
     heading, *rows = csv.reader(data.decode("utf-8", errors="replace").splitlines() or [""])
     if len(heading) < 2 or heading[0] != "date":
         raise ValueError(f"{path} begins with {','.join(heading)[:40]!r}; expected date,NAME,NAME,...")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..folders import expanded
+from .._utils.cache_dirs import expanded
 from .dataset import Dataset, sha256
 from .download import append, read
 

@@ -4,123 +4,26 @@ Shapes, here and everywhere: ``B`` batch, ``H`` heads, ``N`` queries, ``M`` keys
 dimension, ``F`` features, ``C`` chunk. The layout is that of ``F.scaled_dot_product_attention``: ``(B, H, N, D)``.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from .backends import (
+    BACKENDS,
+    BackendUse,
+    backend,
+    log_backend,
+    mark_dynamo_constant,
+    refuse_tracing,
+    resolve_backend,
+    select_backend,
+    watch,
+)
 
-import torch
-
-from ..spec import known
-
-BACKENDS = {
-    "auto": "the fastest form for the device; chooses a kernel, never an answer",
-    "reference": "the definition, a loop or a full matrix that a student can read",
-    "torch": "chunked and made of matrix products, with a memory-bounded backward; any device",
-    "native": "C++ kernels for the CPU",
-    "flex": "torch's FlexAttention for the GPU, under our lists of blocks",
-}
-
-Call = TypeVar("Call", bound=Callable)
-
-# A plain global: Dynamo guards on it and recompiles; a ContextVar would break fullgraph compilation.
-_backend = "auto"
-
-
-@contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Force a backend inside a ``with`` block: ``auto | reference | torch | native | flex``.
-
-    >>> import torch, longspan
-    >>> attention, x = longspan.build("linear", dim=8, heads=2), torch.randn(1, 5, 8)
-    >>> with longspan.backend("reference"):
-    ...     plain, _ = attention(x)
-    >>> torch.allclose(plain, attention(x)[0], atol=1e-6)
-    True
-
-    A forced backend that cannot serve a call raises a ValueError with the reason. Not thread-safe: the choice holds
-    for the whole process. Raises ValueError for an unknown name.
-    """
-    global _backend
-    old, _backend = _backend, known(name, BACKENDS, "backend")
-    try:
-        yield
-    finally:
-        _backend = old
-
-
-def constant(call: Call) -> Call:
-    """Mark a function whose result a compiler may keep, as ``torch.compiler.assume_constant_result`` does.
-
-    That one imports the compiler to do so, which would take a second of every start.
-    """
-    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return call
-
-
-def refuse_tracing() -> None:
-    """Raise ValueError under ``torch.jit.trace``, which would keep sizes as constants that kernels then trust."""
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        raise ValueError(
-            "torch.jit.trace keeps the example's sizes as constants, with which other inputs give wrong answers or a "
-            "crash; use torch.export or torch.compile, which check them"
-        )
-
-
-def wanted(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
-    """The backend that ``op`` is to be tried by, one of those that it is ``served`` by; ``auto`` takes ``prefer``.
-
-    Raises ValueError where the forced one does not serve it, and under ``torch.jit.trace``.
-    """
-    refuse_tracing()
-    if _backend == "auto":
-        return prefer
-    if _backend not in served:
-        raise ValueError(
-            f"backend {_backend!r} ({BACKENDS[_backend]}) does not serve {op} in this version; "
-            f"it is served by: auto, {', '.join(served)}"
-        )
-    return _backend
-
-
-def chosen(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch", why_not: str = "") -> str:
-    """``wanted``, and it does run ``op``, which a ``watch`` is told; ``why_not``: what keeps native kernels from it."""
-    name = wanted(op, served, prefer)
-    tell(op, name, why_not)
-    return name
-
-
-class Served(NamedTuple):
-    """What one op has run by; ``why_not`` says what kept native kernels from it, where it has some."""
-
-    op: str
-    backend: str
-    why_not: str = ""
-
-
-_watch: list[Served] | None = None
-
-
-@contextlib.contextmanager
-def watch() -> Iterator[list[Served]]:
-    """Which backend serves which op of the calls inside a ``with`` block, each once, in their order.
-
-    >>> import torch, longspan
-    >>> with longspan.ops.watch() as seen:
-    ...     _ = longspan.build("softmax", dim=8, heads=2)(torch.randn(1, 5, 8))
-    >>> [(served.op, served.backend) for served in seen]
-    [('softmax attention', 'torch')]
-
-    Not thread-safe, and blind inside compiled graphs.
-    """
-    global _watch
-    before, _watch = _watch, []
-    try:
-        yield _watch
-    finally:
-        _watch = before
-
-
-def tell(op: str, name: str, why_not: str = "") -> None:
-    """Tell the ``watch``, if there is one, that the backend of this name runs ``op``."""
-    if _watch is not None and (found := Served(op, name, "" if name == "native" else why_not)) not in _watch:
-        _watch.append(found)
+__all__ = [
+    "BACKENDS",
+    "BackendUse",
+    "backend",
+    "log_backend",
+    "mark_dynamo_constant",
+    "refuse_tracing",
+    "resolve_backend",
+    "select_backend",
+    "watch",
+]

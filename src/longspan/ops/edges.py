@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import chosen
+from .backends import select_backend
 from .softmax import dense
-from .tensors import widen
+from .tensors import upcast_half
 
 OP = "attention over picked edges"
 LEVELS = 16  # distances from 2^15 on are one
@@ -47,8 +47,9 @@ def reinforce(log_prob: Tensor, reward: Tensor, baseline: Tensor | float | None 
     Raises ValueError for a reward of another shape.
     """
     if log_prob.shape != reward.shape or log_prob.dim() != 1:
-        raise ValueError(f"log_prob and reward must be (B,), one per row, not {tuple(log_prob.shape)} and "
-                         f"{tuple(reward.shape)}")  # fmt: skip
+        raise ValueError(
+            f"log_prob and reward must be (B,), one per row, not {tuple(log_prob.shape)} and {tuple(reward.shape)}"
+        )
     reward = reward.detach()
     if baseline is None:
         baseline = (reward.sum() - reward) / max(len(reward) - 1, 1)
@@ -72,8 +73,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, there: Tensor) -> Ten
     A key that is named twice counts once; one whose ``there`` is False does not count. A query without keys gets 0.
     Float32 at least; O(N C D).
     """
-    q, k, v = (widen(x) for x in (q, k, v))
-    if chosen(OP) == "reference":
+    q, k, v = (upcast_half(x) for x in (q, k, v))
+    if select_backend(OP) == "reference":
         return dense.attend(q, k, v, mask=mask_of(index, there, k.shape[2])[:, None])
     there = once(index, there)[:, None]  # (B,1,N,C)
     logits = (q[..., None, :] * _taken(k, index)).sum(-1) * q.shape[-1] ** -0.5

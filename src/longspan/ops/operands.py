@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 TRANSFORMED = "a transform of torch.func, or a forward-mode derivative, follows the operations of torch alone"
 
 
-def resolved(*tensors: Tensor | None) -> Sequence[Any]:
+def materialize_neg(*tensors: Tensor | None) -> Sequence[Any]:
     """The same numbers, where none is a view whose sign is still to be changed.
 
     A kernel would read the memory as it is, and torch's own ``copy_`` loses the sign of such a view in half precision.
@@ -20,7 +20,7 @@ def resolved(*tensors: Tensor | None) -> Sequence[Any]:
     return [t if t is None else t.resolve_neg() for t in tensors]
 
 
-def hidden(mask: Tensor | None, *tensors: Tensor | None) -> Sequence[Any]:
+def zero_masked(mask: Tensor | None, *tensors: Tensor | None) -> Sequence[Any]:
     """Tensors (B,H,N,...) with 0 at masked tokens, mask (B,N): what they held, NaN too, reaches no sum or gradient."""
     if mask is None:
         return tensors
@@ -39,12 +39,12 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
 
 
-def records(*tensors: Tensor) -> bool:
+def needs_autograd(*tensors: Tensor) -> bool:
     """Whether operations on these are recorded, by autograd or a transform, so that none may work in place."""
     return transformed() or any(t.requires_grad for t in tensors)
 
 
-def gradients_again(
+def double_backward(
     function: Callable, inputs: Sequence[Tensor | None], grads: Sequence[Tensor], **options: Any
 ) -> list[Tensor | None]:
     """Gradients that have gradients: of ``function(*inputs, **options)``, which plain operations compute, by ``grads``.
@@ -67,7 +67,7 @@ def gradients_again(
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
-def overwritten(*tensors: Tensor) -> None:
+def mark_overwritten(*tensors: Tensor) -> None:
     """Tell autograd that a kernel has changed these, as torch's own operations in place do.
 
     A backward pass that has saved one of them raises then, where it would be wrong in silence.

@@ -1,8 +1,8 @@
 """Padded and packed rows, made such that a mechanism meets real tokens of one sequence alone.
 
 Two ways, and one function that chooses: ``ragged`` cuts sequences out and calls once for each length, so that nobody
-meets padding; ``apart`` has one call for all, of rows that begin with their real tokens, and goes on with states;
-``each`` takes the former where it may. What is moved within rows alone is moved by ``together`` and ``back``.
+meets padding; ``split_packed`` makes one call for all, on rows that begin with their real tokens, and continues states;
+``map_sequences`` takes the former where it may. ``gather_valid`` and ``scatter_back`` move tokens within rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from .operands import transformed
 Run = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
 
 
-def together(mask: Tensor | None, *tensors: Tensor, axis: int = 1) -> tuple[Tensor, ...]:
+def gather_valid(mask: Tensor | None, *tensors: Tensor, axis: int = 1) -> tuple[Tensor, ...]:
     """Each (B,...,N,...) with the real tokens of a row first, in their order, and the others after them; mask (B,N)."""
     if mask is None:
         return tensors
@@ -25,17 +25,17 @@ def together(mask: Tensor | None, *tensors: Tensor, axis: int = 1) -> tuple[Tens
     return tuple(pick(x, order, axis) for x in tensors)
 
 
-def back(mask: Tensor | None, x: Tensor, axis: int = 1) -> Tensor:
-    """x (B,...,N,...), in the order of ``together``, in that of the call; what masked tokens get means nothing."""
+def scatter_back(mask: Tensor | None, x: Tensor, axis: int = 1) -> Tensor:
+    """x (B,...,N,...), in the order of ``gather_valid``, in that of the call; what masked tokens get means nothing."""
     return x if mask is None else pick(x, rank(mask), axis)
 
 
 def rank(mask: Tensor) -> Tensor:
-    """Where ``together`` has put each real token: mask (B,N) -> (B,N), never negative."""
+    """Where ``gather_valid`` has put each real token: mask (B,N) -> (B,N), never negative."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
-def ending(tokens: Tensor, mask: Tensor | None, slots: int) -> Tensor:
+def last_valid(tokens: Tensor, mask: Tensor | None, slots: int) -> Tensor:
     """The last ``slots`` tokens of each row: tokens (B,slots+N,...), those of earlier calls before new ones together.
 
     -> (B,slots,...), which shares no memory with ``tokens``.
@@ -131,7 +131,7 @@ def ragged(
     return cut(heads, tokens, like, mask, segments, exact=exact).transpose(1, 2)
 
 
-def apart(run: Run, x: Tensor, state: Any, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Any]:
+def split_packed(run: Run, x: Tensor, state: Any, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Any]:
     """``run(x, state, real)`` with each packed sequence as a row of its own, which begins with its real tokens.
 
     x (B,N,.), mask (B,N) bool, segments (B,N) int64 -> what ``run`` gives, (B,N,.), each token's in its place and 0 at
@@ -158,27 +158,27 @@ def apart(run: Run, x: Tensor, state: Any, mask: Tensor | None, segments: Tensor
 
 
 def _in_front(run: Run, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-    """``apart`` for rows of one sequence each."""
+    """``split_packed`` for rows of one sequence each."""
     if mask is None:
         return run(x, state, None)
     real = torch.arange(x.shape[1], device=x.device) < mask.sum(1, keepdim=True)
-    y, state = run(together(mask, x)[0], state, real)
-    return back(mask, y).masked_fill(~mask[..., None], 0.0), state
+    y, state = run(gather_valid(mask, x)[0], state, real)
+    return scatter_back(mask, y).masked_fill(~mask[..., None], 0.0), state
 
 
-def each(
+def map_sequences(
     run: Run, x: Tensor, state: Any, mask: Tensor | None, segments: Tensor | None, *, causal: bool, width: int
 ) -> tuple[Tensor, Any]:
     """``run(x, state, real)`` for every sequence: x (B,N,.), mask, segments (B,N) -> outputs (B,N,width), the state.
 
     Without a state, sequences of the same length (``causal``: of about the same) share a call with ``real`` None, so
     that memory is that of their tokens. With one, and where a graph is traced, rows begin with their real tokens, as in
-    ``apart``. Outputs of masked tokens are 0 in either case.
+    ``split_packed``. Outputs of masked tokens are 0 in either case.
     """
     if not x.numel() or (mask is None and segments is None):
         return run(x, state, None)
     if state is not None or torch.compiler.is_compiling() or transformed():
-        return apart(run, x, state, mask, segments)
+        return split_packed(run, x, state, mask, segments)
 
     def clean(_: Tensor, x: Tensor) -> Tensor:
         return run(x, None, None)[0]

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def widen(x: Tensor) -> Tensor:
+def upcast_half(x: Tensor) -> Tensor:
     """Half precision to float32; float32 and float64 as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -17,7 +17,7 @@ def per_root(dim: int) -> float:
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / sqrt(|x|^2 + eps), so never longer than 1: (..., D) -> (..., D) in x's dtype, summed in float32 at least."""
-    wide = widen(x)
+    wide = upcast_half(x)
     return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 

@@ -14,7 +14,7 @@ absorption, complement and de Morgan (of the complement ``everywhere() - a``) gi
 do not, nor do sets that agree for a reason of arithmetic: ``dilated(3, 1) != band(3, 3)``.
 """
 
-from .. import spec
+from .._utils import spec
 from .algebra import Pattern, everywhere, nowhere
 from .atoms import band, block, blockwise, causal, dilated, fixed, globals, local1d, prefix, random, strided
 from .blocks import Blocks

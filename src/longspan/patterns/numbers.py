@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..kinds import shown
+from .._utils.typecheck import format_value
 
 PART = 1 << 20  # differences that are tried at once
 
@@ -19,9 +19,9 @@ FARTHEST = (1 << 30) - 1
 def whole(name: str, value: object, least: int, most: int = FARTHEST) -> None:
     """Raise ValueError unless a value is a whole number of at least ``least`` and at most ``most``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={shown(value)} must be a whole number of at least {least}")
+        raise ValueError(f"{name}={format_value(value)} must be a whole number of at least {least}")
     if value > most:
-        raise ValueError(f"{name}={shown(value)} must be at most {most}")
+        raise ValueError(f"{name}={format_value(value)} must be at most {most}")
 
 
 def largest(bounds: Iterable[int | None]) -> int | None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .. import files
+from .._utils import atomic_io
+from .._utils.cache_dirs import expanded
 from ..data.download import describe, read
-from ..folders import expanded
 from .corpus import Corpus, Utterance
 from .labels import BOUNDARY, LETTERS, encode
 
@@ -50,7 +50,7 @@ def pronunciations(path: Path) -> dict[str, list[str]]:
     Raises ValueError for a file that is no such dictionary.
     """
     found: dict[str, list[str]] = {}
-    for line in files.without_mark(read(path)).decode("utf-8", "replace").splitlines():
+    for line in atomic_io.without_mark(read(path)).decode("utf-8", "replace").splitlines():
         word, *phones = line.split()
         if not phones:
             raise ValueError(f"{path} is no dictionary: the line {line!r} has no phonemes")

@@ -1,6 +1,6 @@
 """Corpora by name: ``tones``, ``fsdd``, ``fsdd:PATH``, ``an4:FOLDER``."""
 
-from ..spec import known
+from .._utils.spec import known
 from . import an4, fsdd, tones
 from .corpus import Corpus
 from .labels import UNITS

@@ -7,8 +7,17 @@ from .labels import LETTERS, encode
 SPOKEN = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # As the CMU pronouncing dictionary has them, the first of each.
 PHONEMES = (
-    "Z IH R OW", "W AH N", "T UW", "TH R IY", "F AO R", "F AY V", "S IH K S", "S EH V AH N", "EY T", "N AY N",
-)  # fmt: skip
+    "Z IH R OW",
+    "W AH N",
+    "T UW",
+    "TH R IY",
+    "F AO R",
+    "F AY V",
+    "S IH K S",
+    "S EH V AH N",
+    "EY T",
+    "N AY N",
+)
 _LABELS = {
     "letters": LETTERS,
     "phonemes": " ".join(["|", *sorted({one for word in PHONEMES for one in word.split()})]),

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import extras
+from .._utils import optional_deps
 
 BINS = 40
 SHIFT, LENGTH = 0.010, 0.025  # seconds between frames, and of one
@@ -21,7 +21,7 @@ class FilterBank:
     """
 
     def __init__(self, rate: int, bins: int = BINS):
-        extras.need("filter banks", "kaldi_native_fbank")
+        optional_deps.need("filter banks", "kaldi_native_fbank")
         import kaldi_native_fbank
 
         options = kaldi_native_fbank.FbankOptions()

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import files
+from .._utils import atomic_io
+from .._utils.cache_dirs import cache_folder, expanded
 from ..data.download import ARCHIVE_ERRORS, describe, fetch, members
-from ..folders import cache_folder, expanded
 from . import wav
 from .corpus import Corpus, Utterance
 from .digits import labels_of, target
@@ -101,7 +101,7 @@ def recordings(source: str = "") -> tuple[list[Recording], str]:
     if path.is_dir():
         named = {file.name: file for file in sorted(path.rglob("*.wav")) if NAME.fullmatch(file.name)}
         packed = [file for end in ARCHIVES for file in sorted(path.glob(f"*{end}"))]
-        contents = {name: files.read(file) for name, file in named.items()} if named else _unpacked(packed)
+        contents = {name: atomic_io.read(file) for name, file in named.items()} if named else _unpacked(packed)
     else:
         contents = _unpacked([path])
     if not contents:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..spec import known
+from .._utils.spec import known
 
 BOUNDARY = "|"  # the label between two words, where labels are parts of them
 LETTERS = f"{BOUNDARY} a b c d e f g h i j k l m n o p q r s t u v w x y z"

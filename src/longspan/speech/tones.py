@@ -21,9 +21,15 @@ def load(units: str, longest: int, seed: int) -> Corpus:
 
     held = {"validation": utterances(HELD, (0, 1, 2), 1), "test": utterances(HELD, (3,), 2)}
     return Corpus(
-        "tones", "no speech but moving tones, made by the seed", hashlib.sha256(b"tones").hexdigest(),
-        labels_of(units), FEATURES, 0, lambda epoch: utterances(EPOCH, (0, 1, 2), 3, epoch), held,
-    )  # fmt: skip
+        "tones",
+        "no speech but moving tones, made by the seed",
+        hashlib.sha256(b"tones").hexdigest(),
+        labels_of(units),
+        FEATURES,
+        0,
+        lambda epoch: utterances(EPOCH, (0, 1, 2), 3, epoch),
+        held,
+    )
 
 
 def _utterance(random: np.random.Generator, speaker: int, units: str, longest: int) -> Utterance:

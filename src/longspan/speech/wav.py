@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import extras, files
+from .._utils import atomic_io, optional_deps
 from ..data.download import take
 
 LEAST, MOST = 1_000, 400_000  # samples per second that a recording may have
@@ -73,7 +73,7 @@ def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
     """
     path = Path(path)
     name = str(path)
-    with files.reading(path), files.open_stream(path) as file:
+    with atomic_io.reading(path), atomic_io.open_stream(path) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             yield from stream(file, name, seconds)
@@ -186,7 +186,7 @@ def _pcm(file: BinaryIO, header: Header, name: str, seconds: float) -> Iterator[
 
 def _decoded(path: Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
     """The samples of a file that libsndfile knows."""
-    extras.need(f"recordings other than {WANTED}", "soundfile")
+    optional_deps.need(f"recordings other than {WANTED}", "soundfile")
     import soundfile
 
     class Forward(soundfile.SoundFile):

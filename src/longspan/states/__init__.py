@@ -1,1 +1,5 @@
-"""What is kept of earlier tokens: all keys and values, the last ones, or those that a pattern looks back at."""
+"""Recurrent states and KV caches, and what works on all of them: clone, detach, select, nbytes, save, load."""
+
+from .utils import clone, detach, load, nbytes, save, select
+
+__all__ = ["clone", "detach", "load", "nbytes", "save", "select"]

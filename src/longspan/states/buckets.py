@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops import buckets as ops
-from ..ops.buckets import Places, Rule
+from ..ops.buckets import Rule, SortedLayout
 from ..ops.buckets.places import ABSENT
 from ..ops.rows import ragged
 
@@ -133,7 +133,7 @@ def _continued(q, k, v, state: Rings, reader: Reader, mask, record, donate: bool
     return o, _extended(k, v, groups, state, reader, mask, donate)
 
 
-def _record(record: dict, q: Tensor, keys: Tensor, places: Places, reader: Reader) -> None:
+def _record(record: dict, q: Tensor, keys: Tensor, places: SortedLayout, reader: Reader) -> None:
     n, old = q.shape[2], keys.shape[3] - q.shape[2]
     p = ops.reference(q, keys, keys, places, reader.rule, reader.scale)[1]  # (B,H,R,N,old+N)
     matrix = torch.cat([p[..., :old].transpose(2, 3).flatten(3), p[..., old:].sum(2)], -1)
@@ -163,7 +163,7 @@ def held(state: Rings) -> Tensor:
     return newest - (newest - torch.arange(slots, device=newest.device)) % max(slots, 1)
 
 
-def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, Tensor, Places]:
+def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, Tensor, SortedLayout]:
     """The slots' old tokens and then the new ones, for each round: keys, values (B,H,R,K S + n,.), and their places."""
     rule, buckets, rounds, n = reader.rule, reader.buckets, reader.rounds, k.shape[2]
     own, rank, _ = _ranks(groups, state, mask)
@@ -182,8 +182,13 @@ def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, T
     # Old tokens by source and by round, (B,H,P,R,K S); new ones, which are the same in every source.
     old = state.places.flatten(3, 4).transpose(-1, -2)
     places = torch.cat([old, (rank * buckets + own)[:, :, None].expand(-1, -1, rounds, -1, -1)], -1)
-    absent = torch.cat([(slot < 0).flatten(3)[:, :, :, None].expand_as(old), (own == buckets)[:, :, None].expand(
-        -1, -1, rounds, -1, -1)], -1)  # fmt: skip
+    absent = torch.cat(
+        [
+            (slot < 0).flatten(3)[:, :, :, None].expand_as(old),
+            (own == buckets)[:, :, None].expand(-1, -1, rounds, -1, -1),
+        ],
+        -1,
+    )
     which = places % buckets
     chunks = torch.zeros_like(which)
     if rule.chunk:
@@ -192,7 +197,7 @@ def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, T
         chunks = places // buckets // rule.chunk - base
         absent = absent | (chunks < 0)
     code = ops.coded(which, chunks, buckets, rule, n).masked_fill(absent, ABSENT)
-    return keys, values, Places(order, code.int(), None)
+    return keys, values, SortedLayout(order, code.int(), None)
 
 
 def _extended(k, v, groups, state: Rings, reader: Reader, mask, donate: bool) -> Rings:
@@ -276,8 +281,11 @@ def _packed(q, k, v, state: Rings, reader: Reader, mask, segments, record, donat
     first, last = segments == segments[:, :1], segments == segments[:, -1:]
     own, others = (None, None) if record is None else ({}, {})
     begun, after = _continued(q, k, v, state, reader, real & first, own, False)
-    o = torch.where(first[:, None, :, None], begun, attend(
-        q, k, v, None, reader, mask=mask, segments=segments, record=others)[0].to(begun.dtype))  # fmt: skip
+    o = torch.where(
+        first[:, None, :, None],
+        begun,
+        attend(q, k, v, None, reader, mask=mask, segments=segments, record=others)[0].to(begun.dtype),
+    )
     k, v, groups = k.to(state.keys.dtype), v.to(state.values.dtype), reader.hash(q.to(state.keys.dtype))
     nothing = Rings._make(torch.zeros_like(x) for x in state)
     fresh = _extended(k, v, groups, nothing, reader, real & last, False)

@@ -10,9 +10,9 @@ from ..ops.softmax.dense import repeat
 from ..ops.sparse import Bias
 from ..ops.tensors import positions
 from ..patterns import Pattern
-from . import cache, window
-from .cache import KeyValues
-from .window import View, Window
+from . import kv_cache, window
+from .kv_cache import KeyValues
+from .window import Window, WindowView
 
 STATES = (Window, KeyValues)
 AT_ONCE = 512  # new tokens of one call that meet a state together
@@ -23,7 +23,7 @@ __all__ = ["STATES", "attend", "empty"]
 def empty(pattern: Pattern, batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> Window | KeyValues:
     """The state before the first token: a window where the look-back has a bound, else all keys and values."""
     if pattern.lookback is None:
-        return cache.empty(batch, heads, capacity, dim, like)
+        return kv_cache.empty(batch, heads, capacity, dim, like)
     return window.empty(batch, heads, pattern.lookback + 1, dim, like)
 
 
@@ -50,20 +50,18 @@ def attend(
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     if state is None:
-        o = sparse.attend(
-            q, k, v, pattern, mask=mask, segments=segments, bias=bias, scale=scale, layer=layer
-        )  # fmt: skip
+        o = sparse.attend(q, k, v, pattern, mask=mask, segments=segments, bias=bias, scale=scale, layer=layer)
         if record is not None:
             at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
             seen = _real(mask, segments, at)
-            _record(record, q, View(k, v, at, at, seen), pattern, layer, bias, scale)
+            _record(record, q, WindowView(k, v, at, at, seen), pattern, layer, bias, scale)
         return o, None
     n, outs = q.shape[2], []
     if _from_nothing(state, n, mask, segments, record):
         o = sparse.attend(q, k, v, pattern, bias=bias, scale=scale, layer=layer)
         if isinstance(state, Window):
             return o, window.tail(state, k, v)
-        return o, cache.extend(state, k, v, donate=donate)[1]
+        return o, kv_cache.extend(state, k, v, donate=donate)[1]
     together = n if segments is not None or record is not None else AT_ONCE
     for start in range(0, n, together) or [0]:
         part = slice(start, start + together)
@@ -94,27 +92,29 @@ def _real(mask: Tensor | None, segments: Tensor | None, at: Tensor) -> Tensor:
     return seen.expand(batch, n, n)
 
 
-def _extend(state: Any, k: Tensor, v: Tensor, mask, segments, donate: bool) -> tuple[View, Any]:
+def _extend(state: Any, k: Tensor, v: Tensor, mask, segments, donate: bool) -> tuple[WindowView, Any]:
     if isinstance(state, Window):
         return window.extend(state, k, v, mask=mask, segments=segments, donate=donate)
     at, _ = positions(k.transpose(1, 2), state.length, mask=mask, segments=segments)
     n, before = k.shape[2], state.keys.shape[2]
-    view, after = cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
+    view, after = kv_cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
     slots = torch.arange(view.keys.shape[2], device=k.device).expand(len(k), -1)
     if segments is not None:
         # Packed rows: the old slots, which are positions, and then the new tokens, at their own.
         slots = torch.cat([slots[:, :before], at], 1)
-    return View(view.keys, view.values, at, slots, view.allowed(n).expand(len(k), 1, n, -1)[:, 0]), after
+    return WindowView(view.keys, view.values, at, slots, view.allowed(n).expand(len(k), 1, n, -1)[:, 0]), after
 
 
-def _read(q: Tensor, view: View, pattern: Pattern, layer: int, bias: Bias | None, scale: float) -> Tensor:
+def _read(q: Tensor, view: WindowView, pattern: Pattern, layer: int, bias: Bias | None, scale: float) -> Tensor:
     allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.visible[:, None]
     q = q.to(view.keys.dtype)
     keys, values = (repeat(x, q.shape[1]) if bias is not None else x for x in (view.keys, view.values))
     return sparse.by_rows(q, keys, values, allowed, bias, view.at, view.slots, scale)
 
 
-def _record(record: dict, q: Tensor, view: View, pattern: Pattern, layer: int, bias: Bias | None, scale: float) -> None:
+def _record(
+    record: dict, q: Tensor, view: WindowView, pattern: Pattern, layer: int, bias: Bias | None, scale: float
+) -> None:
     allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.visible[:, None]
     matrix, lse = sparse.matrix(q, repeat(view.keys, q.shape[1]), allowed, bias, view.at, view.slots, scale)
     record.update(mask=allowed, matrix=matrix, lse=lse)

@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers import check_counts, sinusoid
+from ..modules.sinusoidal import sinusoid
 from ..ops import rows
 from ..ops.softmax import relative
 from ..ops.softmax.relative import Table
 from ..ops.tensors import positions, split
+from .counters import check_counts
 
 
 class Memory(NamedTuple):
@@ -21,7 +22,7 @@ class Memory(NamedTuple):
     position: Tensor  # (B,) int64, real tokens so far
 
 
-class Call(NamedTuple):
+class MemoryCall(NamedTuple):
     """The tokens of one call and those of the memory before them, in their order, and what is known of the former."""
 
     tokens: Tensor  # (B,S+N,dim), S = 0 without a memory
@@ -34,10 +35,10 @@ class Call(NamedTuple):
         if self.mask is None:
             return x
         mask = F.pad(self.mask, (x.shape[axis] - self.mask.shape[1], 0), value=True)
-        return rows.together(mask, x.movedim(axis, 1))[0].movedim(1, axis)
+        return rows.gather_valid(mask, x.movedim(axis, 1))[0].movedim(1, axis)
 
 
-class View(NamedTuple):
+class MemoryView(NamedTuple):
     """What real tokens together ask, by content and by position (B,H,N,D), and how they find it."""
 
     content: Tensor
@@ -52,29 +53,29 @@ def empty(batch: int, slots: int, dim: int, like: Tensor) -> Memory:
     return Memory(like.new_zeros(batch, slots, dim), torch.zeros(batch, dtype=torch.long, device=like.device))
 
 
-def begin(x: Tensor, memory: Memory | None, mask: Tensor | None, segments: Tensor | None, *, stop: bool) -> Call:
+def begin(x: Tensor, memory: Memory | None, mask: Tensor | None, segments: Tensor | None, *, stop: bool) -> MemoryCall:
     """x (B,N,dim) after a memory, if there is one. ``stop``: no gradients into it.
 
     Raises ValueError for a memory on the CPU that counts fewer tokens than none, except while a compiler traces.
     """
-    packed = segments if segments is None else rows.together(mask, segments)[0]
+    packed = segments if segments is None else rows.gather_valid(mask, segments)[0]
     if memory is None:
-        return Call(x, mask, positions(x, segments=packed)[0], packed)
+        return MemoryCall(x, mask, positions(x, segments=packed)[0], packed)
     check_counts("position", memory.position)
     at, _ = positions(x, memory.position, segments=packed)
     hidden = memory.hidden.detach() if stop else memory.hidden
-    return Call(torch.cat([hidden.to(x.dtype), x], 1), mask, at, packed)
+    return MemoryCall(torch.cat([hidden.to(x.dtype), x], 1), mask, at, packed)
 
 
-def end(call: Call, memory: Memory, segments: Tensor | None, *, stop: bool) -> Memory:
+def end(call: MemoryCall, memory: Memory, segments: Tensor | None, *, stop: bool) -> Memory:
     """The memory after these tokens; ``segments`` as the call came with them."""
     tokens = call.together(call.tokens.detach() if stop else call.tokens)
-    hidden = rows.ending(tokens, call.mask, memory.hidden.shape[1]).to(memory.hidden.dtype)
+    hidden = rows.last_valid(tokens, call.mask, memory.hidden.shape[1]).to(memory.hidden.dtype)
     return Memory(hidden, positions(call.at, memory.position, mask=call.mask, segments=segments)[1])
 
 
 def view(
-    call: Call,
+    call: MemoryCall,
     q: Tensor,
     u: Tensor,
     v: Tensor,
@@ -84,7 +85,7 @@ def view(
     *,
     clamp: int,
     few: bool,
-) -> View:
+) -> MemoryView:
     """Queries q (B,N,H*D), in the order of the call, with biases u, v (H,D), and how tokens and distances meet them.
 
     ``few``: there are so few queries that they are taken to the inputs of ``key``, ``value`` and ``distance``, (dim ->
@@ -105,9 +106,9 @@ def view(
         def plain(x: Tensor) -> tuple[Tensor, Tensor]:
             return x[:, None], x[:, None]
 
-        return View(content, position, plain, waves, lambda o: relative.release(o, weight))
+        return MemoryView(content, position, plain, waves, lambda o: relative.release(o, weight))
 
     def project(x: Tensor) -> tuple[Tensor, Tensor]:
         return split(key(x), heads), split(value(x), heads)
 
-    return View(content, position, project, lambda *ends: split(distance(waves(*ends)), heads)[0], lambda o: o)
+    return MemoryView(content, position, project, lambda *ends: split(distance(waves(*ends)), heads)[0], lambda o: o)

@@ -5,14 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.tensors import widen
-from . import cache
+from ..ops.tensors import upcast_half
+from . import kv_cache
 
 
 class State(NamedTuple):
     """All tokens so far, and what sorts them; where a block is not whole yet, ``offers`` and ``sums`` are zero."""
 
-    past: cache.KeyValues
+    past: kv_cache.KeyValues
     total: Tensor  # (B,dim) sum of all tokens
     begun: Tensor  # (B,dim) sum of the tokens of the unfinished block
     asks: Tensor  # (B,dim) mean of the tokens up to the first one of the unfinished block
@@ -20,7 +20,7 @@ class State(NamedTuple):
     sums: Tensor  # (B,H,iterations,blocks) logs of the sums of columns over the rows of whole blocks
 
 
-class Call(NamedTuple):
+class SortedCall(NamedTuple):
     """The blocks that the tokens of one call touch, from that of the first one on; some may get none.
 
     numbers (B,U) int64; sums (B,U,dim) of their tokens, earlier ones included; asks (B,U,dim), the means of the tokens
@@ -34,16 +34,16 @@ class Call(NamedTuple):
 
 def empty(batch: int, heads: int, capacity: int, size: int, iterations: int, like: Tensor) -> State:
     """No tokens yet, room for keys and values of ``capacity``; in the dtype of ``like``, sums in float32 at least."""
-    past = cache.empty(batch, heads, capacity, size, like)
-    total = widen(like.new_zeros(batch, heads * size))
+    past = kv_cache.empty(batch, heads, capacity, size, like)
+    total = upcast_half(like.new_zeros(batch, heads * size))
     offers = total.new_zeros(batch, heads, 0, size)
     sums = total.new_zeros(batch, heads, iterations, 0)
     return State(past, total, total.clone(), total.clone(), offers, sums)
 
 
-def touch(state: State, x: Tensor, block: int, blocks: int) -> Call:
+def touch(state: State, x: Tensor, block: int, blocks: int) -> SortedCall:
     """What the tokens x (B,N,dim), zero where there is none, make of the blocks that they touch, so many at most."""
-    x, start = widen(x), state.past.length
+    x, start = upcast_half(x), state.past.length
     numbers = (start // block)[:, None] + torch.arange(blocks, device=x.device)
     place = ((start % block)[:, None] + torch.arange(x.shape[1], device=x.device)) // block
     sums = x.new_zeros(len(x), blocks, x.shape[-1]).scatter_add(1, place[..., None].expand_as(x), x)
@@ -53,10 +53,10 @@ def touch(state: State, x: Tensor, block: int, blocks: int) -> Call:
     so_far = state.total[:, None] + x.cumsum(1)
     index = first.clamp(0, x.shape[1] - 1)[..., None].expand_as(sums)
     means = so_far.gather(1, index) / (numbers * block + 1)[..., None]
-    return Call(numbers, sums, torch.where((first < 0)[..., None], state.asks[:, None], means))
+    return SortedCall(numbers, sums, torch.where((first < 0)[..., None], state.asks[:, None], means))
 
 
-def offers_of(state: State, call: Call, new: Tensor, blocks: int) -> Tensor:
+def offers_of(state: State, call: SortedCall, new: Tensor, blocks: int) -> Tensor:
     """Those of the state with those of the touched blocks, new (B,H,U,D), for ``blocks`` blocks: (B,H,V,D)."""
     # A block that got no token may be beyond the last one.
     room = _fit(state.offers, blocks + new.shape[2], 2)
@@ -70,7 +70,7 @@ def earlier(state: State, block: int, blocks: int, nothing: float) -> Tensor:
 
 
 def after(
-    state: State, past: cache.KeyValues, call: Call, offers: Tensor, sums: Tensor, x: Tensor, block: int
+    state: State, past: kv_cache.KeyValues, call: SortedCall, offers: Tensor, sums: Tensor, x: Tensor, block: int
 ) -> State:
     """The state after tokens x (B,N,dim), of which ``past`` has the keys and values.
 
@@ -86,7 +86,7 @@ def after(
     row = place[:, None, None, None, None].expand(-1, *sums.shape[1:3], 1, blocks)
     columns = sums[..., :blocks].gather(3, row)[:, :, :, 0].masked_fill(~_summed(number, blocks), 0.0)
     offers = offers[:, :, :blocks].masked_fill(~whole[:, None, :, None], 0.0)
-    return State(past, state.total + widen(x).sum(1), begun, asks, offers, columns)
+    return State(past, state.total + upcast_half(x).sum(1), begun, asks, offers, columns)
 
 
 def _summed(rows: Tensor, blocks: int) -> Tensor:

@@ -11,7 +11,7 @@ from ..ops.prefix import join
 from ..ops.tensors import visible
 
 
-class Context(NamedTuple):
+class ContextSums(NamedTuple):
     """All that queries need of a context, whatever its length."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
@@ -66,7 +66,7 @@ def attend(
     ``project`` makes keys and values (B,H,M,E) of x (B,N,dim) or of the context (B,M,context_dim). ``record`` gets
     ``mask`` and ``matrix``. The rest is as in ``Attention.forward``.
     """
-    if isinstance(state, Context):
+    if isinstance(state, ContextSums):
         return form.read(q, state.sums).to(x.dtype), state
     k, v = project(x if context is None else context)
     if context is not None:
@@ -82,7 +82,7 @@ def attend(
         record.update(mask=allowed, matrix=form.matrix(q, k, allowed, **options))
     o, after = form.attend(q, k, v, donate=donate, **options)
     if context is not None:
-        return o, Context(after.sums)
+        return o, ContextSums(after.sums)
     return o, None if state is None else after
 
 

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers import check_counts
 from ..ops.tensors import positions
+from .counters import check_counts
 
 
 class Window(NamedTuple):
@@ -17,7 +17,7 @@ class Window(NamedTuple):
     position: Tensor  # (B,) int64, real tokens so far
 
 
-class View(NamedTuple):
+class WindowView(NamedTuple):
     """Keys and values of one call with their positions: (B,H,M,D), (B,H,M,E), at (B,N), slots (B,M), visible (B,N,M).
 
     ``visible`` is what holds whatever the pattern: a slot in use, a real token, the same segment.
@@ -44,7 +44,7 @@ def extend(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     donate: bool = False,
-) -> tuple[View, Window]:
+) -> tuple[WindowView, Window]:
     """What new tokens can see, the slots' old tokens and the new ones, and the window that ends with them.
 
     k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, of which the first goes on with the window and the
@@ -65,7 +65,7 @@ def extend(
         same = segments[:, :, None] == segments[:, None, :]
         seen_old, seen_new = seen_old & (segments == segments[:, :1])[:, :, None], seen_new & same
         last = real & (segments == segments[:, -1:])
-    view = View(
+    view = WindowView(
         torch.cat([window.keys, k], 2),
         torch.cat([window.values, v], 2),
         at,
@@ -96,7 +96,7 @@ def tail(window: Window, k: Tensor, v: Tensor) -> Window:
     return extend(skipped, k[:, :, -slots:], v[:, :, -slots:])[1]
 
 
-def _step(window: Window, k: Tensor, v: Tensor, donate: bool) -> tuple[View, Window]:
+def _step(window: Window, k: Tensor, v: Tensor, donate: bool) -> tuple[WindowView, Window]:
     """One token for every row: it takes the slot of the one that nobody sees any more."""
     slots = window.keys.shape[2]
     where = (torch.arange(slots, device=k.device) == (window.position % slots)[:, None])[:, None, :, None]
@@ -108,7 +108,7 @@ def _step(window: Window, k: Tensor, v: Tensor, donate: bool) -> tuple[View, Win
     else:
         new = Window(torch.where(where, k, window.keys), torch.where(where, v, window.values), window.position + 1)
     at = held(new)
-    return View(new.keys, new.values, window.position[:, None], at, (at >= 0)[:, None, :]), new
+    return WindowView(new.keys, new.values, window.position[:, None], at, (at >= 0)[:, None, :]), new
 
 
 def held(window: Window) -> Tensor:

@@ -22,22 +22,24 @@ from typing import Any
 import torch
 import yaml
 
-from .. import checkpoint, data, signals, weights
-from ..config import Config, EncoderConfig, Seq2SeqConfig
+from .. import data
+from .._utils import model_memory as weights
+from .._utils import signals
+from ..attention.specs import parts
 from ..data import Dataset, Labelled, Pairs
-from ..describe import parts
-from ..ops.memory import return_pages, reuse_pages
-from ..stacks import kind_of
-from . import carry, launch
-from . import folder as runs
-from . import objective as objectives
+from ..models import checkpoint
+from ..models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
+from ..models.stacks import kind_of
+from ..ops.buffers import return_pages, reuse_pages
+from . import launch, objectives, tbptt
+from . import run_dir as runs
+from .config import TrainConfig, rate
 from .evaluate import bits
 from .groups import parameter_groups
-from .run import Run, rate
 
 begun = runs.begun
 
-__all__ = ["Result", "Run", "begun", "bits", "fit", "parameter_groups", "rate"]
+__all__ = ["Result", "TrainConfig", "begun", "bits", "fit", "parameter_groups", "rate"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Result:
 SPLITS = ("validation", "test")
 
 
-def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True) -> Result:
+def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progress: bool = True) -> Result:
     """Train a decoder, an encoder-decoder on pairs, or an encoder on labelled texts.
 
     ``resume=True`` goes on from the last checkpoint in ``run.out``, or starts if there is none yet.
@@ -91,7 +93,7 @@ def fit(config: Config, run: Run, *, resume: bool = False, progress: bool = True
         return _fit(engine, config, run, resume, progress and first)
 
 
-def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) -> Result:
+def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, progress: bool) -> Result:
     """``fit`` in a folder that is ours, in one of the processes."""
     begin, folder = time.monotonic(), Path(run.out)
     start, remark = runs.start(folder) if resume else (None, "")
@@ -100,7 +102,7 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
     # The caller's random numbers are his: ours start from the seed, and his go on afterwards.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
-        model = checkpoint.KINDS[checkpoint.kind_of(config)][1](config)
+        model = checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1](config)
         bar = engine.Bar(run.steps, dataset.unit) if progress else None
         if bar:
             bar.line(_opening(model, run, dataset))
@@ -135,7 +137,7 @@ def _fit(engine: Any, config: Config, run: Run, resume: bool, progress: bool) ->
     return Result(folder, end.steps, time.monotonic() - begin, scores, examples, exact, accuracy)
 
 
-def recipe(config: Config, run: Run) -> dict[str, Any]:
+def recipe(config: DecoderConfig, run: TrainConfig) -> dict[str, Any]:
     """A config and a run as plain values, as ``longspan train --config`` reads them; a decoder needs no kind."""
     kind = checkpoint.kind_of(config)
     return {"model": ({} if kind == "decoder" else {"kind": kind}) | asdict(config), "run": asdict(run)}
@@ -148,7 +150,7 @@ def parts_right(exact: dict[str, float], accuracy: dict[str, float]) -> str:
     return "".join(f"; {name}: {text}" for name, text in shown.items() if text)
 
 
-def _opening(model: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> str:
+def _opening(model: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -> str:
     """What is trained, on what and where, in one line."""
     weights, config = sum(p.numel() for p in model.parameters()), model.config
     where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
@@ -165,13 +167,13 @@ def _opening(model: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> str:
 
 def _engine() -> Any:
     try:
-        from . import engine
+        from . import loop as engine
     except ImportError as error:
         raise ImportError(f'training needs {error.name}: pip install "longspan[train]"', name=error.name) from error
     return engine
 
 
-def _check(config: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> None:
+def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -> None:
     specs = {"attention": config.attention}
     if isinstance(dataset, Pairs):
         if not isinstance(config, Seq2SeqConfig):
@@ -195,7 +197,7 @@ def _check(config: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> None:
                 f"outputs={config.outputs} and labels={config.labels!r} do not fit {run.data}, whose "
                 f"{len(dataset.labels)} labels are {' '.join(dataset.labels)!r}"
             )
-    elif type(config) is not Config:
+    elif type(config) is not DecoderConfig:
         raise ValueError(
             f"{run.data} has neither sources nor labels, so it trains a decoder, not model.kind="
             f"{checkpoint.kind_of(config)}; a seq2seq is trained on pairs:FILE and an encoder on labels:FILE"
@@ -212,8 +214,8 @@ def _check(config: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> None:
             f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "
             f"leave it at 0"
         )
-    if run.stream and isinstance(config, Config):
-        carry.check(config)
+    if run.stream and isinstance(config, DecoderConfig):
+        tbptt.check(config)
         if config.checkpointing:
             raise ValueError(
                 "checkpointing=True has no effect where a state is carried, as stream=True does; leave it off"
@@ -222,10 +224,10 @@ def _check(config: Any, run: Run, dataset: Dataset | Pairs | Labelled) -> None:
         raise ValueError(f"{run.data} has no training example")
     if not torch.accelerator.is_available():
         what = f"the activations of batch={run.batch} examples of {dataset.length} tokens"
-        weights.afford(run.batch * dataset.length * _activations(config), what)
+        weights.check_fits_in_memory(run.batch * dataset.length * _activations(config), what)
 
 
-def _activations(config: Config) -> int:
+def _activations(config: DecoderConfig) -> int:
     """The least bytes that a step keeps for each token, in bfloat16 where it may: more is kept, but never less."""
     if config.checkpointing or config.stack != "plain" or config.feedforward_chunk:
         return 2 * config.dim

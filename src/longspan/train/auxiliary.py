@@ -5,10 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import norm
-from ..model import Decoder, initialise
-from ..stacks import Plain, Universal
-from .run import step_seed
+from ..models.decoder import Decoder
+from ..models.embedding import initialise
+from ..models.stacks import Plain, Universal
+from ..modules.norms import norm
+from .config import step_seed
 
 LATER = 0.5  # weight of the loss of a target that is not the next token
 
@@ -21,14 +22,14 @@ class Auxiliary(nn.Module):
     repeats its blocks, each step of each block is a layer. ``targets``: how many tokens, from the next one on, each
     position predicts; those after the first have the weight 0.5, and heads of their own at each layer that predicts.
     The last layer's head for the next token is the model's. A target beyond the example, or of the next document, does
-    not count. ``steps``: of the training, of which ``made`` are done.
+    not count. ``steps``: of the training, of which ``steps_done`` are done.
 
     Source: Al-Rfou et al. 2018 (1808.04444), section 3; all positions predict, as ever. The paper does not say that
     intermediate losses have weight 1 while they count. Raises ValueError for intermediate losses of a model
     with one layer, and of a stack whose layers leave no hidden states: ``act`` and ``reversible``.
     """
 
-    made: Tensor
+    steps_done: Tensor
 
     def __init__(self, model: Decoder, *, intermediate: bool, targets: int, steps: int, seed: int = 0):
         super().__init__()

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..beams import beam_search
 from ..data import Dataset, Labelled, Pairs
 from ..data.pairs import Batch
-from ..generate import generate
-from ..model import Decoder, Encoder
-from ..seq2seq import Seq2Seq
+from ..generation.beam_search import beam_search
+from ..generation.sampling import generate
+from ..models.decoder import Decoder
+from ..models.encoder import Encoder
+from ..models.seq2seq import Seq2Seq
 
 
 def bits(model: Decoder, dataset: Dataset, split: str, batch: int = 64, *, examples: int = 0) -> float:
@@ -48,7 +49,7 @@ def total(
 
 
 @torch.no_grad()
-def transduced(
+def evaluate_seq2seq(
     model: Seq2Seq,
     dataset: Pairs,
     split: str,
@@ -97,11 +98,16 @@ def classified(
 
 def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty: float) -> Tensor:
     """The targets (B,N) that the model writes, as many tokens as the longest true one has."""
-    given = {"source": pairs.source, "source_mask": pairs.source_mask, "tokens": pairs.target.shape[1], "stop": stop}
+    given = {
+        "source": pairs.source,
+        "source_mask": pairs.source_mask,
+        "max_new_tokens": pairs.target.shape[1],
+        "stop": stop,
+    }
     if beams:
         found = beam_search(model, **given, beams=beams, length_penalty=length_penalty).tokens[:, 0]
     else:
-        found = torch.stack(list(generate(model, **given, temperature=0.0)), 1)
+        found = generate(model, **given, temperature=0.0)
     # Where all have ended early, the stop token is what would follow.
     return F.pad(found, (0, pairs.target.shape[1] - found.shape[1]), value=stop)
 
@@ -123,7 +129,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def roomy(length: int) -> int:
+def default_batch_size(length: int) -> int:
     """Examples per batch of an evaluation: 64, fewer where they are long.
 
     At most 12,800 tokens: larger blocks of 256 fp32 outputs a token would be fresh pages in every call, even after

@@ -14,7 +14,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     >>> import longspan, torch
     >>> from longspan.train import parameter_groups
-    >>> model = longspan.Decoder(longspan.Config(dim=8, depth=1, heads=2, feedforward=16, attention="kda"))
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=1, heads=2, feedforward=16, attention="kda"))
     >>> optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=1e-3)
     >>> [group["weight_decay"] for group in optimizer.param_groups]
     [0.1, 0.0]

@@ -2,7 +2,7 @@
 
 import os
 
-from .. import signals
+from .._utils import signals
 
 COUNTED = (
     "RANK",

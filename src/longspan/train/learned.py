@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import files
+from .._utils import atomic_io
 from ..attention.adaptive_span import AdaptiveSpan
-from ..checkpoint import write_text
 from ..data import Dataset
-from ..model import Decoder
-from ..stacks import Act
+from ..models.checkpoint import write_text
+from ..models.decoder import Decoder
+from ..models.stacks import Act
 
 FILE = "learned.jsonl"
 LOOKED_AT = 16  # examples
@@ -91,7 +91,7 @@ class Diary:
     def write(self, step: int, found: dict[str, Any]) -> None:
         """Add a line. Raises OSError, with the file's name."""
         if found:
-            with files.named(self.path), self.path.open("a", encoding="utf-8") as file:
+            with atomic_io.named(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps({'step': step} | found)}\n")
 
 
@@ -104,7 +104,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        for line in files.read_text(path).splitlines(keepends=True):
+        for line in atomic_io.read_text(path).splitlines(keepends=True):
             if line.endswith("\n"):
                 found.append(_entry(json.loads(line)))
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -12,14 +12,27 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from .. import files, progress
-from ..checkpoint import write_text
-from ..files import named
+from .._utils import atomic_io, progress
+from .._utils.atomic_io import named
+from ..models.checkpoint import write_text
 
 COLUMNS: tuple[str, ...] = (
-    "step", "loss", "bits", "validation_bits", "validation_exact", "accuracy", "validation_accuracy", "penalty",
-    "auxiliary", "span", "ponder", "learning_rate", "gradient_norm", "tokens_per_second", "seconds",
-)  # fmt: skip
+    "step",
+    "loss",
+    "bits",
+    "validation_bits",
+    "validation_exact",
+    "accuracy",
+    "validation_accuracy",
+    "penalty",
+    "auxiliary",
+    "span",
+    "ponder",
+    "learning_rate",
+    "gradient_norm",
+    "tokens_per_second",
+    "seconds",
+)
 EVERY = 10
 
 
@@ -34,7 +47,7 @@ class Table:
         kept = []
         if path.exists():
             try:
-                file = io.StringIO(files.read_text(path), newline="")
+                file = io.StringIO(atomic_io.read_text(path), newline="")
                 # A process killed while writing leaves a last row that is cut off.
                 kept = [row for row in csv.DictReader(file) if _complete(row) and int(row["step"]) <= start]
             except (ValueError, csv.Error) as error:

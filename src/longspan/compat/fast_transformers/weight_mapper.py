@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import files
+from ..._utils import atomic_io
 
 
 class MappingRule:
@@ -116,7 +116,7 @@ class SimpleMapper:
         whatever code a file brings. Raises OSError for a path that is not a regular file.
         """
         if isinstance(filepath, str | os.PathLike):
-            files.open_regular(filepath).close()
+            atomic_io.open_regular(filepath).close()
         state = torch.load(filepath, map_location=map_location, **{"weights_only": True, **other_args})
         if model_root is None:
             return cls().map(state)

@@ -18,14 +18,17 @@ NAME = "fla"
 FUNCTIONS = {
     "delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule"),
     "gated_delta_rule": (
-        "chunk_gated_delta_rule", "chunk_gdn", "fused_recurrent_gated_delta_rule", "fused_recurrent_gdn",
+        "chunk_gated_delta_rule",
+        "chunk_gdn",
+        "fused_recurrent_gated_delta_rule",
+        "fused_recurrent_gdn",
     ),
     "gla": ("chunk_gla", "fused_chunk_gla", "fused_recurrent_gla"),
     "kda": ("chunk_kda", "fused_recurrent_kda"),
     "linear_attn": ("chunk_linear_attn", "fused_chunk_linear_attn", "fused_recurrent_linear_attn"),
     "retention": ("chunk_retention", "fused_chunk_retention", "fused_recurrent_retention"),
     "simple_gla": ("chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"),
-}  # fmt: skip
+}
 # Where the original has them: chunk_gla also in fla.ops.gla.chunk.
 FILES = ("fused_chunk", "fused_recurrent", "chunk")
 

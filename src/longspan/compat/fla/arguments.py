@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 
 # Arguments that change how the original computes and not what: a value other than these is refused all the same.
 HINTS = ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "disable_recompute", "use_graph", "max_num_seqs")
@@ -60,9 +60,14 @@ class LaidOut(NamedTuple):
 
 
 def laid_out(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, state: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> LaidOut:  # fmt: skip
+) -> LaidOut:
     """Operands in the original's layout, transposed, none copied. Raises ValueError for shapes that cannot be meant."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
@@ -74,6 +79,6 @@ def laid_out(
         raise ValueError(f"beta must be (B, T, HV) = {expected}, not {tuple(beta.shape)}")
     if cu_seqlens is not None and len(q) != 1:
         raise ValueError(f"cu_seqlens packs sequences into one row, and there are {len(q)}; flatten them first")
-    wide = widen(v[:0]).dtype
+    wide = upcast_half(v[:0]).dtype
     over = (t if t is None else t.transpose(1, 2) for t in (q, k, v, g, beta))
     return LaidOut(*over, None if state is None else state.to(wide))  # type: ignore[misc]

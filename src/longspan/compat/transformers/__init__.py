@@ -14,20 +14,29 @@ transformers (5.5 to 5.24) is imported when one of these is asked for, not befor
 from importlib import import_module
 from typing import Any
 
-from ...extras import need
+from ..._utils.optional_deps import need
 from .replace import accelerate, restore
 from .report import Status, status
 from .softmax import register
 
 _WHERE = {
-    "LongspanCache": "cache", "LongspanConfig": "config", "LongspanForCausalLM": "causal_lm",
+    "LongspanCache": "cache",
+    "LongspanConfig": "config",
+    "LongspanForCausalLM": "causal_lm",
     "byte_tokenizer": "byte_tokens",
-}  # fmt: skip
+}
 
 __all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
-    "LongspanCache", "LongspanConfig", "LongspanForCausalLM", "Status", "accelerate", "byte_tokenizer", "register",
-    "restore", "status",
-]  # fmt: skip
+    "LongspanCache",
+    "LongspanConfig",
+    "LongspanForCausalLM",
+    "Status",
+    "accelerate",
+    "byte_tokenizer",
+    "register",
+    "restore",
+    "status",
+]
 
 
 def __getattr__(name: str) -> Any:

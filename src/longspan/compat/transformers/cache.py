@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ...attention.state import clone, select
-from ...engine import Engine
-from ...generate import FEW
-from ...model import Decoder, DecoderState
+from ...generation.native_decoder import Engine
+from ...generation.sampling import FEW
+from ...models.decoder import Decoder, DecoderState
+from ...states.utils import clone, select
 
 # What outputs and ``generate`` call it: ``cache`` from transformers 5.24 on.
 NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import load_state_dict
 
-from ... import checkpoint, shipped, weights
-from ...likelihood import Categorical
-from ...model import Decoder
+from ..._utils import model_memory
+from ...models import checkpoint, pretrained
+from ...models.decoder import Decoder
+from ...models.likelihood import Categorical
 from .cache import NAME, LongspanCache
 from .config import LongspanConfig
 from .tokens import read
@@ -73,8 +74,8 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         run = None
         if not isinstance(source, Decoder):
             name = os.fspath(source)
-            if shipped.means(name):
-                path, decoder = shipped.path(name), shipped.load(name)
+            if pretrained.is_pretrained_name(name):
+                path, decoder = pretrained.path(name), pretrained.load(name)
             else:
                 path = checkpoint.resolve(Path(name))
                 decoder = checkpoint.load(path)
@@ -93,11 +94,13 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
 
         Raises ValueError as ``longspan.save`` does, and for weights that a decoder has none of, such as adapters.
         """
-        own = set(weights.shapes(lambda: Decoder(self.decoder.config)).state_dict())
+        own = set(model_memory.shapes(lambda: Decoder(self.decoder.config)).state_dict())
         if odd := sorted(own ^ set(self.decoder.state_dict())):
-            raise ValueError(f"a decoder's weights and others, {odd[0]!r} first; merge adapters before, e.g. by peft's "
-                             f"merge_and_unload()")  # fmt: skip
-        checkpoint.save(folder, self.decoder, extra={"run": self.config.run} if self.config.run else None)
+            raise ValueError(
+                f"a decoder's weights and others, {odd[0]!r} first; merge adapters before, e.g. by peft's "
+                f"merge_and_unload()"
+            )
+        checkpoint.save(self.decoder, folder, extra={"run": self.config.run} if self.config.run else None)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -110,9 +113,12 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         model, info = found
         odd = {
             what: sorted(str(one) for one in info.get(key) or ())
-            for what, key in (("missing", "missing_keys"), ("unexpected", "unexpected_keys"),
-                              ("of another shape", "mismatched_keys"))
-        }  # fmt: skip
+            for what, key in (
+                ("missing", "missing_keys"),
+                ("unexpected", "unexpected_keys"),
+                ("of another shape", "mismatched_keys"),
+            )
+        }
         said = [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in odd.items() if names]
         if said:
             raise ValueError(f"the weights do not fit the model; {'; '.join(said)}")
@@ -257,7 +263,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         raise ValueError("a longspan decoder keeps its vocabulary; build one with another vocab= and copy the weights")
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        """Keep each block's input alone for the backward (``Config.checkpointing``); the options play no part."""
+        """Keep each block's input alone for the backward (``DecoderConfig.checkpointing``); options are ignored."""
         self.decoder.stack.checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:

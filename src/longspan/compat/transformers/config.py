@@ -5,11 +5,11 @@ from typing import Any, Self
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from ...config import Config
+from ...models.config import DecoderConfig
 
 
 class LongspanConfig(PreTrainedConfig):
-    """The fields of ``longspan.Config`` beside those that every config of transformers has.
+    """The fields of ``longspan.DecoderConfig`` beside those that every config of transformers has.
 
     >>> from longspan.compat.transformers import LongspanConfig
     >>> config = LongspanConfig(dim=8, depth=2, heads=2, attention="linear; softmax")
@@ -18,7 +18,7 @@ class LongspanConfig(PreTrainedConfig):
 
     ``run``: the settings of the training run that made the weights, as ``longspan train`` keeps them; None where there
     was none. The start token, number ``vocab``, comes on top of the ``vocab_size`` tokens that are predicted.
-    Raises ValueError for what ``longspan.Config`` refuses.
+    Raises ValueError for what ``longspan.DecoderConfig`` refuses.
     """
 
     model_type = "longspan"
@@ -33,8 +33,8 @@ class LongspanConfig(PreTrainedConfig):
 
     def __init__(self, *, run: dict[str, Any] | None = None, use_cache: bool = True, **values: Any):
         names = {name: self.attribute_map.get(name, name) for name in values}
-        own = {field.name for field in fields(Config)}
-        config = Config(**{names[name]: value for name, value in values.items() if names[name] in own})
+        own = {field.name for field in fields(DecoderConfig)}
+        config = DecoderConfig(**{names[name]: value for name, value in values.items() if names[name] in own})
         for name, value in config.to_dict().items():
             setattr(self, name, value)
         self.run, self.use_cache = run, use_cache
@@ -44,12 +44,12 @@ class LongspanConfig(PreTrainedConfig):
         }
         super().__init__(**rest)  # type: ignore[arg-type]
 
-    def native(self) -> Config:
-        """The same as a ``longspan.Config``."""
-        return Config(**{field.name: getattr(self, field.name) for field in fields(Config)})
+    def native(self) -> DecoderConfig:
+        """The same as a ``longspan.DecoderConfig``."""
+        return DecoderConfig(**{field.name: getattr(self, field.name) for field in fields(DecoderConfig)})
 
     @classmethod
-    def of(cls, config: Config, run: dict[str, Any] | None = None) -> Self:
+    def of(cls, config: DecoderConfig, run: dict[str, Any] | None = None) -> Self:
         """The config of a decoder that longspan has built."""
         return cls(run=run, **config.to_dict())
 

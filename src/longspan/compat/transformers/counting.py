@@ -14,9 +14,9 @@ def counted(calls: Counter[str], for_what: str = "") -> Iterator[None]:
         yield
     # A watch around this one is to see them too.
     for served in seen:
-        ops.tell(*served)
+        ops.log_backend(*served)
     calls[(", ".join(map(_said, seen)) or "torch") + for_what] += 1
 
 
-def _said(served: ops.Served) -> str:
+def _said(served: ops.BackendUse) -> str:
     return f"{served.backend} ({served.op}{served.why_not and f'; not native, since {served.why_not}'})"

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...ops.gated import delta_rule
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 from .packing import borders
 from .states import carried, may_be_overwritten
 
@@ -38,8 +38,15 @@ def gated_delta_rule(
     # A cache copies the new state over the old one, so that a step may do so at once.
     donate = n == 1 and output_final_state and initial_state is not None and may_be_overwritten(initial_state)
     o, state = delta_rule(
-        q, k, v, beta=widen(rate), log_decay=widen(decay), segments=segments, return_state=True, donate=donate,
+        q,
+        k,
+        v,
+        beta=upcast_half(rate),
+        log_decay=upcast_half(decay),
+        segments=segments,
+        return_state=True,
+        donate=donate,
         normalise="l2" if use_qk_l2norm_in_kernel else None,
-        state=None if initial_state is None else carried(initial_state, widen(v[:0]).dtype),
-    )  # fmt: skip
+        state=None if initial_state is None else carried(initial_state, upcast_half(v[:0]).dtype),
+    )
     return o.transpose(1, 2).to(query.dtype), state if output_final_state else None

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.gated import decay_attention
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 from .packing import borders
 from .states import carried
 
@@ -36,12 +36,18 @@ def forward(
     q, k, v = qkv.view(batch, n, self.num_attention_heads, -1).transpose(1, 2).split(self.head_dim, -1)
     cache = past_key_values if cache is None else cache
     state = None if cache is None else cache.get_linear_cache(self.layer_idx)
-    rate = -widen(self.slope_rate).view(1, -1, 1).expand(batch, -1, n)
-    q, k, v = (widen(t) for t in (q, k, v))
+    rate = -upcast_half(self.slope_rate).view(1, -1, 1).expand(batch, -1, n)
+    q, k, v = (upcast_half(t) for t in (q, k, v))
     o, state = decay_attention(
-        q, k, v, log_decay=rate, scale=1.0, segments=borders(kwargs, batch, n), return_state=True,
+        q,
+        k,
+        v,
+        log_decay=rate,
+        scale=1.0,
+        segments=borders(kwargs, batch, n),
+        return_state=True,
         state=None if state is None else carried(state, rate.dtype),
-    )  # fmt: skip
+    )
     o = self.norm(o.transpose(1, 2).flatten(2).to(qkv.dtype))
     o = self.out_proj(F.sigmoid(self.output_gate(hidden_states)) * o)
     if cache is not None:

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.gated import decay_attention
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 from .packing import borders
 from .states import carried, may_be_overwritten
 
@@ -31,14 +31,20 @@ def scan(
 
     Source: transformers, ``mamba2_chunk_scan``; Dao and Gu 2024 (2405.21060), eq. 16.
     """
-    x = widen(hidden_states)
+    x = upcast_half(hidden_states)
     batch, n = x.shape[:2]
     segments, dt = borders(kwargs, batch, n), _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
-    q, k, v = (t.transpose(1, 2) for t in (widen(C), widen(B), x * dt[..., None]))
+    q, k, v = (t.transpose(1, 2) for t in (upcast_half(C), upcast_half(B), x * dt[..., None]))
     o, state = decay_attention(
-        q, k, v, log_decay=(A.to(dt.dtype) * dt).mT, scale=1.0, segments=segments, return_state=True,
+        q,
+        k,
+        v,
+        log_decay=(A.to(dt.dtype) * dt).mT,
+        scale=1.0,
+        segments=segments,
+        return_state=True,
         state=None if initial_states is None else carried(initial_states.mT, v.dtype),
-    )  # fmt: skip
+    )
     o = o.transpose(1, 2)
     if D is not None:
         o = o + D.to(o.dtype)[:, None] * x
@@ -66,18 +72,24 @@ def step(
     Source: transformers, ``mamba2_selective_state_update``.
     """
     dt = _steps(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)  # (B,H)
-    x = widen(hidden_states)
-    q, k, v = (t[:, :, None] for t in (widen(C), widen(B), x * dt[..., None]))
+    x = upcast_half(hidden_states)
+    q, k, v = (t[:, :, None] for t in (upcast_half(C), upcast_half(B), x * dt[..., None]))
     o, end = decay_attention(
-        q, k, v, log_decay=(A[:, 0, 0].to(dt.dtype) * dt)[..., None], scale=1.0, return_state=True,
-        state=carried(state.mT, v.dtype), donate=may_be_overwritten(state),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        log_decay=(A[:, 0, 0].to(dt.dtype) * dt)[..., None],
+        scale=1.0,
+        return_state=True,
+        state=carried(state.mT, v.dtype),
+        donate=may_be_overwritten(state),
+    )
     state.copy_(end.mT)  # onto itself, where the kernel has overwritten it
     o = o[:, :, 0]
     if D is not None:
         o = o + x * D.to(o.dtype)
     if z is not None:
-        o = o * F.silu(widen(z))
+        o = o * F.silu(upcast_half(z))
     return o.to(hidden_states.dtype)
 
 
@@ -100,7 +112,7 @@ def fused(*args, **kwargs) -> None:
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     """The step sizes, in float32 at least."""
-    dt = widen(dt)
+    dt = upcast_half(dt)
     if bias is not None:
         dt = dt + bias.to(dt.dtype)
     return F.softplus(dt) if softplus else dt

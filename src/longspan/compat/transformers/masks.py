@@ -62,9 +62,15 @@ class Seen(BlockMask):
 
 
 def read(
-    function: Callable, batch: int, n: int, m: int, offsets: tuple[int, int], padding: Tensor | None,
-    local: int | None, whole: bool,
-) -> Seen | str:  # fmt: skip
+    function: Callable,
+    batch: int,
+    n: int,
+    m: int,
+    offsets: tuple[int, int],
+    padding: Tensor | None,
+    local: int | None,
+    whole: bool,
+) -> Seen | str:
     """The pattern of a mask function of transformers for n queries, the last of m keys, or why there is none.
 
     ``function(b, head, i, j)`` takes index tensors, with i and j from the ``offsets`` of queries and keys on.

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...extras import need
+from ..._utils.optional_deps import need
 
 OLDEST, NEWEST = (5, 5), (5, 24)  # of transformers
 

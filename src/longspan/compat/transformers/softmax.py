@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...ops import sparse
 from ...ops.sparse import sums
-from ...ops.tensors import widen
+from ...ops.tensors import upcast_half
 from . import masks
 from .counting import counted
 from .masks import Seen
@@ -42,10 +42,20 @@ def register(name: str = NAME) -> None:
 
 
 def mask(
-    batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: Any = 0, mask_function: Any = None,
-    attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False, use_vmap: bool = False, device: Any = "cpu", **kwargs,
-) -> Seen | Tensor | None:  # fmt: skip
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **kwargs,
+) -> Seen | Tensor | None:
     """What ``attend`` gets as its mask: a pattern, or the mask (B,1,N,M) of ``sdpa``. Called by transformers.
 
     A static cache has room for keys that are not there yet. No causal query sees them, so that a pattern ends before.
@@ -68,9 +78,20 @@ def mask(
             return found
         calls[f"mask by sdpa, since {found}"] += 1
     return sdpa_mask(
-        batch_size, q_length, kv_length, q_offset, kv_offset, function, attention_mask, local_size,
-        allow_is_causal_skip, allow_is_bidirectional_skip, use_vmap=use_vmap, device=device, **kwargs,
-    )  # fmt: skip
+        batch_size,
+        q_length,
+        kv_length,
+        q_offset,
+        kv_offset,
+        function,
+        attention_mask,
+        local_size,
+        allow_is_causal_skip,
+        allow_is_bidirectional_skip,
+        use_vmap=use_vmap,
+        device=device,
+        **kwargs,
+    )
 
 
 def _why_not(seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float, alone: bool) -> str:
@@ -89,9 +110,17 @@ def _why_not(seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float,
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
-    dropout: float = 0.0, s_aux: Tensor | None = None, softcap: float | None = None, **kwargs,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    s_aux: Tensor | None = None,
+    softcap: float | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
     """query (B,H,N,D), key (B,G,M,D), value (B,G,M,E) -> (B,N,H,E), None. Called by transformers."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seen = attention_mask if isinstance(attention_mask, Seen) else None
@@ -136,9 +165,15 @@ def _pattern(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, sink: Te
 
 
 def _in_blocks(
-    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, scale: float, cap: float | None, sink: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    scale: float,
+    cap: float | None,
+    sink: Tensor | None,
     dropout: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """cap tanh(score / cap) under a mask (B|1,1,N,M), bool or added, with a sink (H,), block by block of queries.
 
     Source: Gemma Team 2024 (2408.00118), section 2, logit soft-capping.
@@ -147,7 +182,7 @@ def _in_blocks(
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
     def one(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None, sink: Tensor | None) -> Tensor:
-        scores = widen(q @ k.mT) * scale
+        scores = upcast_half(q @ k.mT) * scale
         if cap:
             scores = cap * torch.tanh(scores / cap)
         if allowed is not None:

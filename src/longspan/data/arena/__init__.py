@@ -14,7 +14,7 @@ Source: Tay et al. 2020 (2011.04006), section 2.2.
 from collections.abc import Callable
 from functools import lru_cache
 
-from ...spec import known
+from ..._utils.spec import known
 from . import listops, passages, pathfinder, pixels, reviews
 from .sequences import Arena, Batch, Sequences
 

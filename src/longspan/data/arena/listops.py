@@ -9,8 +9,8 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ... import files
-from ...folders import expanded
+from ..._utils import atomic_io as files
+from ..._utils.cache_dirs import expanded
 from ..download import read
 from .sequences import SPLITS, Arena, Sequences, arena, rows
 

@@ -6,7 +6,7 @@ Source: Tay et al. 2020 (2011.04006), section 2.2.4, which takes CIFAR-10.
 import torch
 from torch import Tensor
 
-from ...spec import known
+from ..._utils.spec import known
 from .. import images as loaders
 from ..dataset import Dataset
 from .sequences import SPLITS, Arena, arena, balanced, images

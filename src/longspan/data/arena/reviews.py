@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from ... import files
-from ...folders import cache_folder, expanded
+from ..._utils import atomic_io
+from ..._utils.cache_dirs import cache_folder, expanded
 from ..download import ARCHIVE_ERRORS, describe, fetch, members, read
 from .sequences import Arena, arena, balanced, rows
 
@@ -93,7 +93,7 @@ def _is_lines(name: str, part: str) -> bool:
 
 
 def _lines(path: Path) -> Iterator[Review]:
-    for number, line in enumerate(files.without_mark(read(path)).splitlines(), 1):
+    for number, line in enumerate(atomic_io.without_mark(read(path)).splitlines(), 1):
         try:
             found = json.loads(line)
             text, label = found["text"], found["label"]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...spec import known
+from ..._utils.spec import known
 from ..dataset import check_indices, sha256
 
 SPLITS = ("train", "validation", "test")

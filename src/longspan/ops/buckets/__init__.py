@@ -3,16 +3,28 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
-from ..operands import TRANSFORMED, resolved, transformed
+from ..backends import select_backend
+from ..operands import TRANSFORMED, materialize_neg, transformed
 from ..tensors import per_root
 from . import native, tiles
 from .definition import weighted
-from .places import Places, Rule, coded, find, first, pairs, ranked
+from .places import Rule, SortedLayout, coded, find, first, pairs, ranked
 from .windows import laid_out
 
 OP, SERVED = "attention inside buckets", ("reference", "torch", "native")
-__all__ = ["Places", "Rule", "attend", "coded", "find", "first", "multiplicity", "pairs", "ranked", "read", "reference"]
+__all__ = [
+    "Rule",
+    "SortedLayout",
+    "attend",
+    "coded",
+    "find",
+    "first",
+    "multiplicity",
+    "pairs",
+    "ranked",
+    "read",
+    "reference",
+]
 
 
 def attend(
@@ -71,13 +83,13 @@ def check(rule: Rule, groups: Tensor, mask: Tensor | None = None) -> None:
 
 
 def read(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, rule: Rule, scale: float | None = None
+    q: Tensor, k: Tensor, v: Tensor, places: SortedLayout, rule: Rule, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """``attend`` for given places: q (B,H,N,D), k (B,H,P,M,D), v (B,H,P,M,E), whose last N tokens are the queries'."""
     scale = per_root(q.shape[-1]) if scale is None else scale
-    q, k, v = resolved(q, k, v)
+    q, k, v = materialize_neg(q, k, v)
     why_not = native.why_not(q, k, v, laid_out(rule, k.shape[3]))
-    way = chosen(OP, SERVED, "reference" if transformed() else "torch" if why_not else "native", why_not)
+    way = select_backend(OP, SERVED, "reference" if transformed() else "torch" if why_not else "native", why_not)
     if way == "native" and why_not:
         raise ValueError(f"backend 'native' cannot serve this call of {OP}: {why_not}")
     if way == "torch" and transformed():
@@ -96,7 +108,7 @@ def read(
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, places: Places, rule: Rule, scale: float
+    q: Tensor, k: Tensor, v: Tensor, places: SortedLayout, rule: Rule, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The definition: -> output (B,H,N,E), weights (B,H,R,N,M) of each round's keys, log of each row's sum (B,H,N)."""
     n, m = q.shape[2], k.shape[3]

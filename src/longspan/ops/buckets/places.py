@@ -24,7 +24,7 @@ class Rule(NamedTuple):
     alone: bool = False
 
 
-class Places(NamedTuple):
+class SortedLayout(NamedTuple):
     """The sorted order of each round, and what tells tokens' places apart.
 
     M tokens, of which the last N ask; P is 1 where all rounds have the same tokens, or R where each has its own.
@@ -50,7 +50,7 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(-1, order, at)
 
 
-def find(groups: Tensor, buckets: int, rule: Rule, mask: Tensor | None = None) -> Places:
+def find(groups: Tensor, buckets: int, rule: Rule, mask: Tensor | None = None) -> SortedLayout:
     """The places of whole sequences: groups (B,H,R,N) in 0 ... buckets - 1; masked tokens, mask (B,N), see nobody."""
     n = groups.shape[-1]
     if mask is not None:
@@ -64,7 +64,7 @@ def find(groups: Tensor, buckets: int, rule: Rule, mask: Tensor | None = None) -
         code = coded(groups, rank // rule.chunk if rule.chunk else rank * 0, buckets, rule, n)
     if mask is not None:
         code = code.masked_fill(~mask[:, None, None], ABSENT)
-    return Places(order, code[:, :, None].int(), group)
+    return SortedLayout(order, code[:, :, None].int(), group)
 
 
 def coded(groups: Tensor, chunks: Tensor, buckets: int, rule: Rule, n: int) -> Tensor:
@@ -104,7 +104,7 @@ def count(rule: Rule, m: int) -> int:
     return -(-m // rule.chunk) if rule.chunk else 1
 
 
-def pairs(places: Places, rule: Rule, n: int) -> Tensor:
+def pairs(places: SortedLayout, rule: Rule, n: int) -> Tensor:
     """Which of the n last tokens see which in each round: (B,H,R,N,M), one's own key included unless ``alone``."""
     order, code, _ = places
     rounds, m = order.shape[2:]
@@ -128,7 +128,7 @@ def pairs(places: Places, rule: Rule, n: int) -> Tensor:
     return torch.stack(seen, 2)
 
 
-def first(seen: Tensor, places: Places, rule: Rule, n: int) -> Tensor:
+def first(seen: Tensor, places: SortedLayout, rule: Rule, n: int) -> Tensor:
     """Of ``pairs``, those of the first round in which a pair sees each other: every pair counts once. (B,H,R,N,M)."""
     fresh = []
     for r in range(seen.shape[2]):
@@ -139,7 +139,7 @@ def first(seen: Tensor, places: Places, rule: Rule, n: int) -> Tensor:
     return torch.stack(fresh, 2)
 
 
-def _near(places: Places, rule: Rule, n: int, source: int, r: int) -> Tensor:
+def _near(places: SortedLayout, rule: Rule, n: int, source: int, r: int) -> Tensor:
     """``near`` in round r of the n last tokens and all, of those that round ``source`` sorts: (B,H,n,M)."""
     order, code, group = places
     m, source = order.shape[-1], source % code.shape[2]

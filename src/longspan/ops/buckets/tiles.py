@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import gradients_again
+from ..operands import double_backward
 from . import native as kernels
 from .definition import weighted
-from .places import Places, Rule, count, first, inverse, pairs, reached
+from .places import Rule, SortedLayout, count, first, inverse, pairs, reached
 from .windows import Ask, Layout, Sorted, laid_out, pieces, sort, tiled, unsort, windows
 
 # Finite, so that a tile's row without keys is no NaN: its weight beside any other is 0.
@@ -28,12 +28,12 @@ def forward(
     scale: float,
     native: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q (B,H,N,D), k (B,H,P,M,D), v (B,H,P,M,E), places as in ``Places`` -> output (B,H,N,E), log-sums (B,H,N).
+    """q (B,H,N,D), k (B,H,P,M,D), v (B,H,P,M,E), places as in ``SortedLayout`` -> output (B,H,N,E), log-sums (B,H,N).
 
     Log-sums are float32 at least, and -inf where no round shows a key; the output is 0 there. ``native``: by the C++
     kernels, which ``native.why_not`` has to allow.
     """
-    places, rules = Places(order, code, group), _rule(rule)
+    places, rules = SortedLayout(order, code, group), _rule(rule)
     n, m, width = q.shape[2], k.shape[3], v.shape[-1]
     layout, wide = laid_out(rules, m), torch.promote_types(q.dtype, torch.float32)
     # The fused kernel wants as many channels of values as of keys.
@@ -81,11 +81,20 @@ def _read(
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, order: Tensor, code: Tensor,
-    group: Tensor | None, rule: Sequence[int], scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    code: Tensor,
+    group: Tensor | None,
+    rule: Sequence[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, each tile computed again: p = exp(logit - lse), dS = p (dP - grad . o)."""
-    places, rules = Places(order, code, group), _rule(rule)
+    places, rules = SortedLayout(order, code, group), _rule(rule)
     n, m, each = q.shape[2], k.shape[3], q.shape[0] * q.shape[1]
     layout, wide = laid_out(rules, m), torch.promote_types(q.dtype, torch.float32)
     rows = [x.reshape(-1, x.shape[-1]) for x in (q, grad, k, v)]
@@ -180,9 +189,9 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad, _):
     q, k, v, o, lse, order, code, group = ctx.saved_tensors
     if torch.is_grad_enabled():
-        places, (rule, scale) = Places(order, code, group), ctx.options
+        places, (rule, scale) = SortedLayout(order, code, group), ctx.options
         seen = first(pairs(places, _rule(rule), q.shape[2]), places, _rule(rule), q.shape[2])
-        found = gradients_again(lambda q, k, v: weighted(q, k, v, seen, scale)[0], (q, k, v), (grad,))
+        found = double_backward(lambda q, k, v: weighted(q, k, v, seen, scale)[0], (q, k, v), (grad,))
         return *found, None, None, None, None, None, None
     found = backward_op(grad, q, k, v, o, lse, order, code, group, *ctx.options)
     return *found, None, None, None, None, None, None

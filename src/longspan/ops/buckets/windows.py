@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .places import PAD, Places, Rule, count, inverse, near, reached
+from .places import PAD, Rule, SortedLayout, count, inverse, near, reached
 
 LOGITS = {"cpu": 2**19, "cuda": 2**26}  # logits that are held at once
 TILE = 64  # queries in a tile, unless chunks are larger
@@ -54,7 +54,7 @@ class Sorted(NamedTuple):
     queries: Tensor  # (G tiles size) int64, rows of q
 
 
-def sort(places: Places, rule: Rule, r: int, n: int, layout: Layout) -> Sorted:
+def sort(places: SortedLayout, rule: Rule, r: int, n: int, layout: Layout) -> Sorted:
     """The slots of round r, for the n last tokens as queries."""
     order, code, group = places
     batch, heads, _, m = order.shape
@@ -115,9 +115,9 @@ class Ask:
         self.blocks = blocks
         size, device = layout.size, found.tokens.device
         self.query = slice(layout.back * size, (layout.back + layout.tiles) * size)
-        ahead = layout.back * size + torch.arange(size, device=device)[:, None] - torch.arange(
-            layout.wide, device=device
-        )  # fmt: skip
+        ahead = (
+            layout.back * size + torch.arange(size, device=device)[:, None] - torch.arange(layout.wide, device=device)
+        )
         # Places inside a bucket are in the order of positions.
         self.band = ahead == ahead
         if rule.causal and not rule.whole:

@@ -6,8 +6,8 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
-from ..tensors import widen
+from ..backends import select_backend
+from ..tensors import upcast_half
 
 BITS = 63  # of an int64 that is never negative
 ROOM = 2**26  # distances that exist at once
@@ -39,7 +39,7 @@ def hashes(x: Tensor, planes: Tensor) -> Tensor:
     Bit b is 1 where $x \\cdot a_b > c_b$; the last column of ``planes`` is c. float32 at least.
     """
     with torch.autocast(x.device.type, enabled=False):
-        x = widen(x)
+        x = upcast_half(x)
         planes = planes.to(x.dtype)
         beyond = x @ planes[:, :-1].mT > planes[:, -1]
     return (beyond.long() << torch.arange(len(planes), device=x.device)).sum(-1)
@@ -67,7 +67,7 @@ def kmeans(
         centroids = _first(codes, real, clusters)
     if not codes.numel():
         return torch.full_like(codes, clusters), centroids
-    lloyd = _reference if chosen("clustering") == "reference" else _lloyd
+    lloyd = _reference if select_backend("clustering") == "reference" else _lloyd
     rows = max(1, ROOM // (codes[0].numel() * clusters))
     parts = zip(codes.split(rows), centroids.split(rows), real.split(rows), strict=True)
     found = [lloyd(code, centre, there, iterations, bits) for code, centre, there in parts]
@@ -145,7 +145,7 @@ def mean(x: Tensor, groups: Tensor, clusters: int) -> Tensor:
     A member's gradient is that of its mean, divided by the number of members. Summed in float32 at least.
     """
     members = count(groups, clusters).clamp(min=1)[..., None]
-    return (total(widen(x), groups, clusters) / members).to(x.dtype)
+    return (total(upcast_half(x), groups, clusters) / members).to(x.dtype)
 
 
 def spread(y: Tensor, groups: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..tensors import widen
+from ..tensors import upcast_half
 
 
 def inverse(a: Tensor, iterations: int) -> Tensor:
@@ -11,7 +11,7 @@ def inverse(a: Tensor, iterations: int) -> Tensor:
 
     a (...,m,m) -> (...,m,m), in float32 or float64. Rows and columns of zeros stay zeros.
     """
-    a = widen(a)
+    a = upcast_half(a)
     with torch.autocast(a.device.type, enabled=False):
         return torch.linalg.pinv(a) if iterations == 0 else newton_schulz(a, iterations)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..tensors import merge, positions, split, widen
+from ..tensors import merge, positions, split, upcast_half
 
 
 def segments_of(x: Tensor, landmarks: int, mask: Tensor | None = None) -> Tensor:
@@ -20,7 +20,7 @@ def segments_of(x: Tensor, landmarks: int, mask: Tensor | None = None) -> Tensor
     return found if mask is None else found & mask[:, None]
 
 
-def means(x: Tensor, members: Tensor) -> Tensor:
+def segment_means(x: Tensor, members: Tensor) -> Tensor:
     """The mean of each segment: x (B,H,N,D), members bool (B|1,m,N) -> (B,H,m,D), zeros for one without tokens.
 
     What x holds where no segment has a member must be finite. Time O(N m D) as one product, memory O(N (m + D)).
@@ -29,4 +29,4 @@ def means(x: Tensor, members: Tensor) -> Tensor:
     """
     sums = split(members.to(x.dtype) @ merge(x), x.shape[1])
     sizes = members.sum(-1).clamp(min=1)[:, None, :, None]
-    return (widen(sums) / sizes).to(x.dtype)
+    return (upcast_half(sums) / sizes).to(x.dtype)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import select_backend
 from ..operands import transformed
 from ..softmax import dense
 from ..sparse import sparse_attention
@@ -143,7 +143,10 @@ def attend(
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
     if not causal and window is None:
         return dense.attend(q, k, v)
-    if chosen("attention to slots", ("reference", "torch", "native", "flex"), "torch") == "reference" or transformed():
+    if (
+        select_backend("attention to slots", ("reference", "torch", "native", "flex"), "torch") == "reference"
+        or transformed()
+    ):
         places = torch.arange(n, device=device)[None], torch.arange(slots, device=device)[None]
         allowed = visible(*places, kernel, stride, causal=causal, window=window)[:, None]
         return dense.attend(q, k, v, mask=F.pad(allowed, (int(null), 0), value=True))

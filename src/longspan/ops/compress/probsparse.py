@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import select_backend
 from ..operands import transformed
 from ..softmax import dense
-from ..tensors import widen
+from ..tensors import upcast_half
 from . import blocks
 
 EARLIEST = 64  # new queries up to which earlier ones are counted without sorting
@@ -60,7 +60,7 @@ def measure(q: Tensor, k: Tensor, at: Tensor, tokens: Tensor, *, factor: int, la
 
     The mean is that of the drawn scores, as in the paper's eq. 5; the authors' code divides their sum by M.
     """
-    q, k = widen(q), widen(k)
+    q, k = upcast_half(q), upcast_half(k)
     largest = q.new_full(q.shape[:3], -torch.inf)
     total, drawn = torch.zeros_like(largest), counts(tokens, factor).clamp(min=1)[:, None]
     with torch.autocast(q.device.type, enabled=False):
@@ -139,7 +139,7 @@ def attend(
         return dense.attend(q, k, v, mask=mask)
 
     fill = fill.to(v.dtype)
-    every = chosen("ProbSparse attention") == "reference" or transformed()
+    every = select_backend("ProbSparse attention") == "reference" or transformed()
     if every or (rows is None and torch.compiler.is_compiling()):
         o = blocks.each(masked, q, k, v, lambda i, j: keys < seen[:, None, i:j, None])
         return torch.where(active[..., None], o, fill)

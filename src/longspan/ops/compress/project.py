@@ -2,8 +2,9 @@
 
 from torch import Tensor
 
-from .. import chosen, rows
-from ..operands import hidden
+from .. import rows
+from ..backends import select_backend
+from ..operands import zero_masked
 from ..tensors import merge, positions, split
 
 OP = "a projection over the length"
@@ -17,9 +18,9 @@ def project(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
 
     Source: Wang et al. 2020 (2006.04768), eq. 7: E K and F V.
     """
-    if chosen(OP) == "reference":
-        return columns(x, weight, mask) @ hidden(mask, x)[0]
-    (x,) = rows.together(mask, *hidden(mask, x), axis=2)
+    if select_backend(OP) == "reference":
+        return columns(x, weight, mask) @ zero_masked(mask, x)[0]
+    (x,) = rows.gather_valid(mask, *zero_masked(mask, x), axis=2)
     n = min(x.shape[2], weight.shape[-1])
     x, weight = x[:, :, :n], weight[..., :n]
     if len(weight) > 1:

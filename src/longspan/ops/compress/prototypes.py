@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import select_backend
 from ..rows import ragged
 from ..softmax import dense
-from ..tensors import visible, widen
+from ..tensors import upcast_half, visible
 from . import clusters as pack
 
 TILE = 64  # queries of one cluster that meet its keys together
@@ -42,7 +42,7 @@ def attend(
     """
     if not (q.numel() and k.numel()):
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
-    if chosen("attention of clusters") == "reference":
+    if select_backend("attention of clusters") == "reference":
         p, _ = matrix(q, k, groups, clusters, topk=topk, mask=mask)
         return F.dropout(p, dropout).to(v.dtype) @ v
     means = pack.mean(q, groups, clusters)
@@ -58,7 +58,7 @@ def attend(
 
 def weigh(means: Tensor, k: Tensor, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """What the means weigh, (B,H,C,M) in float32 at least, and the keys that each weighs most, (B,H,C,topk)."""
-    logits = widen(means @ k.mT) * k.shape[-1] ** -0.5
+    logits = upcast_half(means @ k.mT) * k.shape[-1] ** -0.5
     if mask is not None:
         hidden = ~mask[:, None, None, :]
         logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
@@ -184,7 +184,7 @@ class Reader(NamedTuple):
             return torch.cat([p @ v[..., :n], anew.to(v.dtype) @ v[..., n:-1], groups[..., None].to(v.dtype)], -1)
 
         # Of values that are one for a single key each, the output is the matrix, by the row's own keys.
-        q, k = widen(q), widen(k)
+        q, k = upcast_half(q), upcast_half(k)
         eye = torch.eye(n, dtype=q.dtype, device=q.device)
         ones = torch.cat([eye, eye, torch.zeros_like(eye[:, :1])], -1).expand(batch, heads, -1, -1)
         found = run(q, k, ones, mask) if segments is None else ragged(q, k, ones, run, mask, segments, exact=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
+from ..backends import select_backend
 from ..softmax import scores
 from . import blocks
 
@@ -47,6 +47,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: blocks.Allowed, keys: int) 
         with torch.autocast(v.device.type, enabled=False):
             return (p @ v.to(p.dtype)).to(v.dtype)
 
-    if chosen("attention to the largest scores") == "reference":
+    if select_backend("attention to the largest scores") == "reference":
         return form(q, k, v, allowed(0, q.shape[2]))
     return blocks.each(form, q, k, v, allowed)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
-from ..operands import gradients_again, transformed
-from ..tensors import widen
+from ..backends import select_backend
+from ..operands import double_backward, transformed
+from ..tensors import upcast_half
 
 EMPTY = -1e30  # log of no weight; its differences are still numbers
 OP = "attention over sorted blocks"
@@ -78,7 +78,7 @@ class _Running(torch.autograd.Function):
     def backward(ctx, grad):
         (logs,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return gradients_again(_running_plain, (logs,), (grad,))[0]
+            return double_backward(_running_plain, (logs,), (grad,))[0]
         with torch.enable_grad():
             own = logs.detach().requires_grad_()
             return torch.autograd.grad(own.logcumsumexp(2), own, grad)[0]
@@ -123,10 +123,10 @@ def attend(
 
     Source: Tay et al. 2020 (2002.11296), sections 3.2-3.4, with keys side by side.
     """
-    q, k, v, sort = (widen(x) for x in (q, k, v, sort))
+    q, k, v, sort = (upcast_half(x) for x in (q, k, v, sort))
     # Where all keys are in one block, the places beyond them are nobody's.
     block = min(block, k.shape[2])
-    if chosen(OP) == "reference":
+    if select_backend(OP) == "reference":
         return _reference(q, k, v, sort, block, start, total, causal, cut)
     scale, n = q.shape[-1] ** -0.5, q.shape[2]
     keys, values = blocks(k, block), blocks(v, block)  # (B,H,V,b,.)

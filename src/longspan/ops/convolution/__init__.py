@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
-from .. import chosen, tell, wanted
-from ..operands import check_donation, check_stored, resolved, same_device
+from ..._utils.spec import known
+from ..backends import log_backend, resolve_backend, select_backend
+from ..operands import check_donation, check_stored, materialize_neg, same_device
 from ..packed import check_packed
-from ..tensors import widen
+from ..tensors import upcast_half
 from . import native as kernels
 
 OP = "the causal convolution"
@@ -86,16 +86,16 @@ def convolve(
     """The same for arguments that fit, which are not checked. Raises ValueError where a forced backend cannot serve."""
     if state is None:
         sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=widen(x[:0]).dtype)
+        state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=upcast_half(x[:0]).dtype)
     elif segments is None and cu_seqlens is None:
         found = _token(x, weight, bias, state, activation, donate)
         if found is not None:
             return found
-    x, weight, bias, state = resolved(x, weight, bias, state)
+    x, weight, bias, state = materialize_neg(x, weight, bias, state)
     assert state is not None
     options = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens}
     why_not = kernels.why_not(x, weight, bias, state, segments, cu_seqlens)
-    match chosen(OP, SERVED, "torch" if why_not else "native", why_not):
+    match select_backend(OP, SERVED, "torch" if why_not else "native", why_not):
         case "native":
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of {OP}: {why_not}")
@@ -108,24 +108,25 @@ def convolve(
 
 def _token(x, weight, bias, state, activation, donate):
     """``kernels.step``, where the backend is to be native; else None."""
-    if x.dim() != 3 or x.shape[1] != 1 or wanted(OP, SERVED, "native") != "native":
+    if x.dim() != 3 or x.shape[1] != 1 or resolve_backend(OP, SERVED, "native") != "native":
         return None
     found = kernels.step(x, weight, bias, state, activation=activation, donate=donate)
     if found is not None:
-        tell(OP, "native")
+        log_backend(OP, "native")
     return found
 
 
 def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
     """The definition, one token at a time, in float32 at least; arguments as in ``convolve``."""
-    wide, reach = widen(x), weight.shape[1] - 1
+    wide, reach = upcast_half(x), weight.shape[1] - 1
     if cu_seqlens is not None:
         borders = cu_seqlens.tolist()
         parts = [
-            reference(x[:, begin:end], weight, bias, state[s : s + 1], activation=activation, segments=None,
-                      cu_seqlens=None)
+            reference(
+                x[:, begin:end], weight, bias, state[s : s + 1], activation=activation, segments=None, cu_seqlens=None
+            )
             for s, (begin, end) in enumerate(pairwise(borders))
-        ]  # fmt: skip
+        ]
         out, ends = zip(*parts, strict=True) if parts else ((), ())
         return torch.cat(out, 1) if parts else torch.zeros_like(x), torch.cat(ends) if parts else state.clone()
     recent, out = state.to(wide.dtype), []
@@ -133,8 +134,8 @@ def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tu
         if segments is not None and t > 0:
             recent = torch.where((segments[:, t] == segments[:, t - 1])[:, None, None], recent, 0.0)
         window = torch.cat([recent, wide[:, t, None]], 1)  # (B,R+1,C)
-        y = (window[:, window.shape[1] - reach - 1 :] * widen(weight).mT).sum(1)
-        y = y if bias is None else y + widen(bias)
+        y = (window[:, window.shape[1] - reach - 1 :] * upcast_half(weight).mT).sum(1)
+        y = y if bias is None else y + upcast_half(bias)
         out.append(y if activation is None else ACTIVATIONS[activation](y))
         recent = window[:, 1:]
     return (torch.stack(out, 1) if out else torch.zeros_like(x)).to(x.dtype), recent.to(state.dtype).clone()
@@ -142,7 +143,7 @@ def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tu
 
 def composed(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
     """From a few operations on all tokens, with derivatives of any order; arguments as in ``convolve``."""
-    wide, taps, rows = widen(x), widen(weight), state.shape[1]
+    wide, taps, rows = upcast_half(x), upcast_half(weight), state.shape[1]
     past, n, reach = state.to(wide.dtype), x.shape[1], weight.shape[1] - 1
     if cu_seqlens is not None:
         return _packed(wide, taps, bias, past, activation, cu_seqlens, x.dtype, state.dtype)
@@ -185,7 +186,7 @@ def _packed(wide, taps, bias, past, activation, cu_seqlens, dtype, kept) -> tupl
 
 
 def _finished(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    y = y if bias is None else y + widen(bias)
+    y = y if bias is None else y + upcast_half(bias)
     return y if activation is None else ACTIVATIONS[activation](y)
 
 
@@ -207,7 +208,7 @@ def check(x, weight, bias, state, activation, segments, cu_seqlens) -> None:
         raise ValueError(f"segments must be int64 {(batch, n)}, not {segments.dtype} {tuple(segments.shape)}")
     sequences = check_packed(cu_seqlens, batch, n, segments)
     if state is not None:
-        rows, wide = weight.shape[1] - 1, widen(x[:0]).dtype
+        rows, wide = weight.shape[1] - 1, upcast_half(x[:0]).dtype
         fits = state.dim() == 3 and (len(state), state.shape[2]) == (sequences, channels) and state.shape[1] >= rows
         if not fits or state.dtype not in (wide, x.dtype):
             expected = f"({sequences}, at least {rows}, {channels})"

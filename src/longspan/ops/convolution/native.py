@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..memory import fresh_like
+from ..buffers import fresh_like
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten, stored
+from ..operands import double_backward, mark_overwritten, stored
 from ..packed import check_packed
 
 MOST = 256  # taps and rows of a state; each thread has room for some windows of them
@@ -71,7 +71,7 @@ class _Convolve(torch.autograd.Function):
         *inputs, segments, offsets = ctx.saved_tensors
         if torch.is_grad_enabled():
             options = {"activation": ctx.activation, "segments": segments, "cu_seqlens": offsets}
-            grads = gradients_again(ctx.composed, inputs, (grad, grad_end), **options)
+            grads = double_backward(ctx.composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             given = (*inputs, ctx.activation is not None, segments, offsets)
@@ -94,9 +94,13 @@ def _forward(
     y, end, first = fresh_like(x), torch.empty_like(state, memory_format=torch.contiguous_format), state.contiguous()
     bias, segments, offsets = (None if t is None else t.contiguous() for t in (bias, segments, offsets))
     failed = kernels("convolution").longspan_convolution_forward(
-        *pointers(x, y, weight, bias, first, end, segments, offsets), strides(x[:, None], y[:, None], weight),
-        _sizes(x, weight, state), silu, HALVES[x.dtype], threads(),
-    )  # fmt: skip
+        *pointers(x, y, weight, bias, first, end, segments, offsets),
+        strides(x[:, None], y[:, None], weight),
+        _sizes(x, weight, state),
+        silu,
+        HALVES[x.dtype],
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the windows of {threads()} threads")
     return y, end
@@ -121,9 +125,12 @@ def _backward(
     bias, segments, offsets = (None if t is None else t.contiguous() for t in (bias, segments, offsets))
     failed = library.longspan_convolution_backward(
         *pointers(x, grad, dx, weight, bias, state, grad_end, first, sums, segments, offsets),
-        strides(x[:, None], grad[:, None], dx[:, None], weight), _sizes(x, weight, state), silu, HALVES[x.dtype],
+        strides(x[:, None], grad[:, None], dx[:, None], weight),
+        _sizes(x, weight, state),
+        silu,
+        HALVES[x.dtype],
         threads(),
-    )  # fmt: skip
+    )
     if failed:
         raise MemoryError(f"no memory for the windows of {threads()} threads")
     total = sums.sum(0)
@@ -166,14 +173,22 @@ def step(
     out = torch.empty(batch, 1, channels, dtype=dtype)
     (a, b, c), (d, _, e), (f, g) = state.stride(), x.stride(), weight.stride()
     failed = library.longspan_convolution_step(
-        state.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-        (ctypes.c_long * 7)(a, b, c, d, e, f, g), (ctypes.c_long * 4)(batch, channels, taps, rows),
-        activation is not None, HALVES[dtype], HALVES[kept], threads(),
-    )  # fmt: skip
+        state.data_ptr(),
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        (ctypes.c_long * 7)(a, b, c, d, e, f, g),
+        (ctypes.c_long * 4)(batch, channels, taps, rows),
+        activation is not None,
+        HALVES[dtype],
+        HALVES[kept],
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the windows of {threads()} threads")
     if donate:
-        overwritten(state)
+        mark_overwritten(state)
     return out, state
 
 

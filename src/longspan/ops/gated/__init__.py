@@ -2,19 +2,19 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
-from .. import chosen, tell, wanted
+from ..._utils.spec import known
+from ..backends import log_backend, resolve_backend, select_backend
 from ..isolated import Packed, Part, isolated
 from ..native import call
-from ..operands import check_donation, check_scale, check_stored, hidden, resolved, same_device, transformed
+from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
-from ..tensors import per_root, widen
+from ..tensors import per_root, upcast_half
 from . import chunks, exported
 from . import native as kernels
 from .decays import LOWEST
@@ -22,6 +22,42 @@ from .prepared import NORMS, prepared
 
 SUM, DECAY, DELTA = "a running sum of outer products", "decay attention", "the delta rule"
 SERVED = ("reference", "torch", "native")
+
+
+@overload
+def decay_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_decay: Tensor,
+    scale: float | None = None,
+    normalise: str | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[False] = False,
+    donate: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def decay_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    log_decay: Tensor,
+    scale: float | None = None,
+    normalise: str | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[True],
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def decay_attention(
@@ -85,6 +121,44 @@ def decay_attention(
     return (out, state) if return_state else out
 
 
+@overload
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    normalise: str | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[False] = False,
+    donate: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    normalise: str | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[True],
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]: ...
+
+
 def delta_rule(
     query: Tensor,
     key: Tensor,
@@ -145,14 +219,22 @@ def _checked(query, key, value, log_decay, beta, state, *, mask, segments, donat
         q, k, v, log_decay, beta = tokens
         own = (mask, segments) if part is None else (part.cut(mask), None)
         return recur(
-            q, k, v, log_decay=log_decay, beta=beta, state=state, mask=own[0], segments=own[1],
-            donate=donate and segments is None, **options,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            log_decay=log_decay,
+            beta=beta,
+            state=state,
+            mask=own[0],
+            segments=own[1],
+            donate=donate and segments is None,
+            **options,
+        )
 
     if segments is None:
         return run((query, key, value, log_decay, beta), state, None, None)
     # What masked tokens hold has no part in this, and -inf is a decay like others.
-    tokens = hidden(mask, query, key, value, log_decay, beta)
+    tokens = zero_masked(mask, query, key, value, log_decay, beta)
     examined = [t if t is None or i != 3 else t.clamp(min=LOWEST) for i, t in enumerate(tokens)]
     return isolated(Packed(run, segments, 2), tokens, state, examined=examined)  # type: ignore[return-value]
 
@@ -179,7 +261,7 @@ def recur(
     """
     if state is None:
         sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=widen(v[:0]).dtype)
+        state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
     if torch.compiler.is_exporting():
         factor = per_root(q.shape[-1]) if scale is None else scale
         return recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalise is not None)
@@ -195,14 +277,14 @@ def recur(
         found = _token(q, k, v, log_decay, beta, scale, normalise, state, donate)
         if found is not None:
             return found
-    q, k, v, state, log_decay, beta = resolved(q, k, v, state, log_decay, beta)
+    q, k, v, state, log_decay, beta = materialize_neg(q, k, v, state, log_decay, beta)
     assert state is not None
     op, factor = _op(log_decay, beta), per_root(q.shape[-1]) if scale is None else scale
     options = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
     options |= {"segments": segments, "normalise": normalise is not None, "cu_seqlens": cu_seqlens}
     why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, family="gated")
     token = q.shape[2] == 1 and cu_seqlens is None
-    match chosen(op, SERVED, "torch" if why_not or token else "native", why_not):
+    match select_backend(op, SERVED, "torch" if why_not or token else "native", why_not):
         case "native":
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of {op}: {why_not}")
@@ -228,12 +310,12 @@ recurrence = exported.operation(recur)
 def _token(q, k, v, log_decay, beta, scale, normalise, state, donate):
     """``kernels.step``, where the backend is to be native; else None."""
     op = _op(log_decay, beta)
-    if wanted(op, SERVED, "native") != "native" or normalise not in (None, "l2"):
+    if resolve_backend(op, SERVED, "native") != "native" or normalise not in (None, "l2"):
         return None
     options = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "donate": donate}
     found = kernels.step(q, k, v, normalise=normalise is not None, **options)
     if found is not None:
-        tell(op, "native")
+        log_backend(op, "native")
     return found
 
 
@@ -246,7 +328,7 @@ def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tupl
     if not k.shape[1]:
         return torch.zeros_like(v), state.clone()
     wide, groups = state.dtype, v.shape[1] // k.shape[1]
-    q, k, v, log_decay, beta = hidden(mask, q, k, v, log_decay, beta)
+    q, k, v, log_decay, beta = zero_masked(mask, q, k, v, log_decay, beta)
     queries, keys = (t.to(wide).repeat_interleave(groups, 1) for t in (q, k))
     values, out, state = v.to(wide), [], state.clone()
     for t in range(q.shape[2]):
@@ -273,7 +355,7 @@ def step(q, k, v, *, log_decay, beta, scale, mask, segments, state, donate) -> t
     """The same for one token, N = 1, in few passes over the state, which ``donate=True`` overwrites."""
     wide, groups = state.dtype, v.shape[1] // k.shape[1]
     # A masked token neither decays nor writes, and reads 0.
-    q, k, v, log_decay, beta = hidden(mask, q, k, v, log_decay, beta)
+    q, k, v, log_decay, beta = zero_masked(mask, q, k, v, log_decay, beta)
     queries, keys, new = q.to(wide) * scale, k.to(wide), v.to(wide)
     if groups > 1:
         queries, keys = queries.repeat_interleave(groups, 1), keys.repeat_interleave(groups, 1)
@@ -319,7 +401,7 @@ def check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seql
         raise ValueError(f"segments must be int64 {(batch, n)}, not {segments.dtype} {tuple(segments.shape)}")
     sequences = check_packed(cu_seqlens, batch, n, segments)
     if state is not None:
-        expected, wide = (sequences, heads, size, width), widen(value[:0]).dtype
+        expected, wide = (sequences, heads, size, width), upcast_half(value[:0]).dtype
         if tuple(state.shape) != expected or state.dtype != wide:
             found = f"{state.dtype} {tuple(state.shape)}"
             raise ValueError(f"state must be {wide} (B, H, D, E) = {expected}, not {found}")

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import gradients_again, records
+from ..operands import double_backward, needs_autograd
 from ..segments import borders_of, cut
 from . import decay_per_head
 from .decay_per_channel import before_here, from_here_on, halved, halved_backward, running
@@ -67,7 +67,7 @@ class _Attend(torch.autograd.Function):
         *inputs, mask, segments, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
             options = dict(zip(("mask", "segments", "scale", "chunk"), (mask, segments, *ctx.options), strict=True))
-            grads = gradients_again(composed, inputs, (grad, grad_end), **options)
+            grads = double_backward(composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             found = iter(run(grad, grad_end, *inputs, mask, segments, starts, *ctx.options))  # type: ignore[call-arg]
@@ -157,7 +157,7 @@ def _span(place, inputs, mask, segments, wide) -> Span:
 
 def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
     """e^(G_i - G_j) for j <= i, else 0, in ``wide``, from G (...,C,1) in float64: (...,C,C)."""
-    lower = Tensor.tril if records(total) else Tensor.tril_
+    lower = Tensor.tril if needs_autograd(total) else Tensor.tril_
     return lower(
         faded(lower(decay_per_head.differences(*decay_per_head.split(total, wide))))
     )  # above the diagonal they could overflow
@@ -221,7 +221,7 @@ def _advance(span: Span, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     inside = span.products(span.q, span.k)
     inside = inside.expand(*values.shape[:4], *inside.shape[4:])
     out = (times(span.q, span.entering) @ states).flatten(0, 3)
-    add = torch.baddbmm if records(out, inside, values) else Tensor.baddbmm_
+    add = torch.baddbmm if needs_autograd(out, inside, values) else Tensor.baddbmm_
     return add(out, inside.flatten(0, 3), values.flatten(0, 3), beta=scale, alpha=scale).view(values.shape), state
 
 
@@ -276,7 +276,7 @@ def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: 
     return dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta, after
 
 
-def _places(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[tuple[int, int, int]]:
+def _chunk_spans(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[tuple[int, int, int]]:
     n = q.shape[2]
     tokens = SPAN // max(v.shape[0] * v.shape[1], 1)
     # Without the delta rule the states of a span are one product, which grows with the square of the chunks.
@@ -296,7 +296,7 @@ def _forward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
-    places = _places(q, v, beta, chunk)
+    places = _chunk_spans(q, v, beta, chunk)
     with torch.autocast(q.device.type, enabled=False):
         if beta is None and log_decay is not None and log_decay.dim() == 3 and q.device.type == "cpu":
             o, end, starts = decay_per_head.forward(q, k, v, log_decay, state, mask, segments, scale, places)
@@ -336,7 +336,7 @@ def _backward(
     chunk: int,
 ) -> list[Tensor]:
     """The gradients of q, k, v, of log_decay and beta where they are given, and of the first state."""
-    places, wide, groups = _places(q, v, beta, chunk), state.dtype, k.shape[1]
+    places, wide, groups = _chunk_spans(q, v, beta, chunk), state.dtype, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
     hidden = None if mask is None else ~mask[:, None, :, None]
@@ -366,7 +366,7 @@ def composed(q, k, v, log_decay, beta, state, *, mask, segments, scale, chunk=CH
     """The forward pass from plain operations, which can be differentiated again and again."""
     end, out = state.unflatten(1, (k.shape[1], -1)), []
     with torch.autocast(q.device.type, enabled=False):
-        for place in _places(q, v, beta, chunk):
+        for place in _chunk_spans(q, v, beta, chunk):
             part, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
             out.append(part[..., : place[2], :].flatten(3, 4).flatten(1, 2))
     o = torch.cat(out, 2).to(v.dtype)
@@ -379,7 +379,7 @@ _backward_op = torch.library.custom_op("longspan::chunks_backward", _backward, m
 
 @_forward_op.register_fake
 def _(q, k, v, log_decay, beta, state, mask, segments, scale, chunk):
-    starts = state.new_empty(len(_places(q, v, beta, chunk)) - 1, *state.shape)
+    starts = state.new_empty(len(_chunk_spans(q, v, beta, chunk)) - 1, *state.shape)
     return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
 
 

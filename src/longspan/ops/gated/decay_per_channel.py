@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import records
+from ..operands import needs_autograd
 from .decays import faded
 
 
 def halved(a: Tensor, b: Tensor, log_decays: Tensor) -> Tensor:
     """a, b and the log decays (...,C,D) of the tokens, C a power of two -> (...,C,C), 0 above the diagonal."""
     diagonal = (a * b).sum(-1).expand(log_decays.shape[:-1])
-    if records(a, b, log_decays):
+    if needs_autograd(a, b, log_decays):
         return _joined_blocks(diagonal, a, b, log_decays)
     out = torch.diag_embed(diagonal)
     for size, risen, fallen in _fades(log_decays):
@@ -84,7 +84,7 @@ def _sizes(log_decays: Tensor) -> list[int]:
 def _joined(until: Tensor, after: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Sums inside blocks of ``size`` -> those inside blocks of twice that, in the same memory where none needs it."""
     (first, second), (earlier, later) = _halves(until, size).unbind(-3), _halves(after, size).unbind(-3)
-    if records(until):
+    if needs_autograd(until):
         joined = [first, second + first[..., -1:, :]], [earlier + second[..., -1:, :], later]
         return tuple(torch.stack(pair, -3).flatten(-4, -2) for pair in joined)  # type: ignore[return-value]
     earlier += second[..., -1:, :]

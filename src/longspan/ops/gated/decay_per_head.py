@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..memory import Buffers
+from ..buffers import Buffers
 from ..segments import borders_of
 from .decays import FAINT, LOWEST, faded
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import records
+from ..operands import needs_autograd
 
 LOWEST = -800.0  # a log decay; below it e^x is 0 in float64 too, so it stands for -inf
 FAINT = {torch.float32: -86.0, torch.float64: -706.0}  # below, e^x is close to the smallest normal number or less
@@ -20,7 +20,7 @@ def faded(x: Tensor, to: torch.dtype | None = None) -> Tensor:
     if x.device.type != "cpu" or not x.numel():
         return x.exp()
     least = FAINT[to or x.dtype]
-    if records(x):
+    if needs_autograd(x):
         return F.threshold(x.clamp(min=least - 1.0).exp(), math.exp(least), 0.0)
     if x.min() >= least:
         return x.exp_()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import gradients_again
+from ..operands import double_backward
 
 
 def operation(recur: Callable[..., tuple[Tensor, Tensor]]) -> Any:
@@ -50,7 +50,7 @@ def operation(recur: Callable[..., tuple[Tensor, Tensor]]) -> Any:
         *inputs, mask, segments, cu_seqlens = ctx.saved_tensors
         fixed = (mask, segments, cu_seqlens, ctx.scale, ctx.normalise)
         if torch.is_grad_enabled():
-            found = gradients_again(lambda *given: again(*given, *fixed), inputs, (grad, grad_end))
+            found = double_backward(lambda *given: again(*given, *fixed), inputs, (grad, grad_end))
         else:
             given = [t if t is None else t.detach().requires_grad_() for t in inputs]
             with torch.enable_grad():

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..memory import fresh_like
+from ..buffers import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, TYPES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten, stored
+from ..operands import double_backward, mark_overwritten, stored
 from ..packed import check_packed
 from .chunks import CHUNK, composed
 from .prepared import prepared
@@ -61,7 +61,7 @@ class _Attend(torch.autograd.Function):
             scale, normalise = ctx.options
             options = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
             form = partial(prepared, composed, normalise=normalise, cu_seqlens=offsets)
-            grads = gradients_again(form, inputs, (grad, grad_end), **options)
+            grads = double_backward(form, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             given = (*inputs[:5], mask, segments, offsets, starts, *ctx.options)
@@ -96,9 +96,13 @@ def _forward(
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     failed = kernels("gated").longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
-        strides(q, k, v, o, *_gates(log_decay, beta)), _sizes(state, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
-        scale, threads(),
-    )  # fmt: skip
+        strides(q, k, v, o, *_gates(log_decay, beta)),
+        _sizes(state, q, v, normalise),
+        _kind(log_decay),
+        TYPES[v.dtype],
+        scale,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the states of {threads()} threads")
     return o, end, starts
@@ -129,9 +133,14 @@ def _backward(
     gates = (*_gates(log_decay, beta), *_gates(ddecay, dbeta))
     failed = kernels("gated").longspan_gated_backward(
         *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments, offsets),
-        strides(q, k, v, grad, dq, dk, dv, *gates), _sizes(first, q, v, normalise), _kind(log_decay), TYPES[v.dtype],
-        TYPES[dq.dtype], scale, threads(),
-    )  # fmt: skip
+        strides(q, k, v, grad, dq, dk, dv, *gates),
+        _sizes(first, q, v, normalise),
+        _kind(log_decay),
+        TYPES[v.dtype],
+        TYPES[dq.dtype],
+        scale,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the states of {threads()} threads")
     return [t for t in (dq.to(q.dtype), dk.to(k.dtype), dv, ddecay, dbeta, first) if t is not None]
@@ -185,12 +194,26 @@ def step(
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(v)
     failed = library.longspan_gated_step(
-        state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), decays, rates, out.data_ptr(), batch * heads,
-        heads // groups, keys, values, _kind(log_decay), normalise, HALVES[dtype], factor, threads(),
-    )  # fmt: skip
+        state.data_ptr(),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        decays,
+        rates,
+        out.data_ptr(),
+        batch * heads,
+        heads // groups,
+        keys,
+        values,
+        _kind(log_decay),
+        normalise,
+        HALVES[dtype],
+        factor,
+        threads(),
+    )
     assert not failed
     if donate:
-        overwritten(state)
+        mark_overwritten(state)
     return out, state
 
 

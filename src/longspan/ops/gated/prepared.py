@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..operands import hidden
-from ..tensors import unit, widen
+from ..operands import zero_masked
+from ..tensors import unit, upcast_half
 
 NORMS = {"l2": "by the root of the sum of squares, plus 1e-6 inside the root"}
 
@@ -31,7 +31,7 @@ def prepared(
     """``form`` of these operands, as ``gated.recur`` has them, which itself knows nothing of the two."""
     if normalise:
         # What masked tokens hold must not reach a root. In float32 at least, as in the kernels.
-        q, k = (unit(widen(t)) for t in hidden(mask, q, k))
+        q, k = (unit(upcast_half(t)) for t in zero_masked(mask, q, k))
     if cu_seqlens is None:
         return form(q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask, segments=segments, **options)
     out, ends = [v[:, :, :0]], [state[:0]]
@@ -39,8 +39,9 @@ def prepared(
         one = state[s : s + 1]
         if begin < end:
             tokens = (t if t is None else t[:, :, begin:end] for t in (q, k, v))
-            gates = {name: t if t is None else t[:, :, begin:end] for name, t in
-                     (("log_decay", log_decay), ("beta", beta))}  # fmt: skip
+            gates = {
+                name: t if t is None else t[:, :, begin:end] for name, t in (("log_decay", log_decay), ("beta", beta))
+            }
             here = None if mask is None else mask[:, begin:end]
             o, one = form(*tokens, **gates, state=one, mask=here, segments=None, **options)
             out.append(o)

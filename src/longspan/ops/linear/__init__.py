@@ -1,22 +1,57 @@
 """Normalised linear attention: phi(q)^T sum phi(k) v^T / (phi(q)^T sum phi(k) + eps)."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from .. import chosen, prefix, tell, wanted
+from .. import prefix
+from ..backends import log_backend, resolve_backend, select_backend
 from ..isolated import Packed, Part, isolated
 from ..native import call
-from ..operands import check_donation, check_eps, check_stored, hidden, resolved, same_device, transformed
-from ..tensors import widen, with_ones
+from ..operands import check_donation, check_eps, check_stored, materialize_neg, same_device, transformed, zero_masked
+from ..tensors import upcast_half, with_ones
 from . import bidirectional, composed, native, recurrence
 from . import causal as causally
 from .features import MAPS, FeatureMap, divisors
 from .features import feature_map as choose
 
 OP, SERVED = "linear attention", ("reference", "torch", "native")
+
+
+@overload
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    feature_map: str | FeatureMap = "elu",
+    eps: float = 1e-6,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[False] = False,
+    donate: bool = False,
+) -> Tensor: ...
+
+
+@overload
+def linear_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = True,
+    feature_map: str | FeatureMap = "elu",
+    eps: float = 1e-6,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: Tensor | None = None,
+    return_state: Literal[True],
+    donate: bool = False,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def linear_attention(
@@ -72,12 +107,12 @@ def linear_attention(
     phi = choose(feature_map, query.shape[-1])
     if state is not None:
         size = query.shape[-1]
-        features = size if isinstance(feature_map, str) else phi(widen(query.new_zeros(1, size))).shape[-1]
-        expected, wide = (*key.shape[:2], features, value.shape[-1] + 1), widen(query[:0]).dtype
+        features = size if isinstance(feature_map, str) else phi(upcast_half(query.new_zeros(1, size))).shape[-1]
+        expected, wide = (*key.shape[:2], features, value.shape[-1] + 1), upcast_half(query[:0]).dtype
         if state.shape != expected or state.dtype != wide:
             found = f"{state.dtype} {tuple(state.shape)}"
             raise ValueError(f"state must be {wide} (B, H, F, E+1) = {expected}, not {found}")
-    query, (key, value) = hidden(mask if causal else None, query)[0], hidden(mask, key, value)
+    query, (key, value) = zero_masked(mask if causal else None, query)[0], zero_masked(mask, key, value)
 
     def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
         q, k, v = tokens
@@ -86,7 +121,7 @@ def linear_attention(
         options["donate"] = donate and segments is None
         if isinstance(feature_map, str):
             return named(q, k, v, feature_map=feature_map, **options)
-        return attend(phi(widen(q)), phi(widen(k)), v, **options)
+        return attend(phi(upcast_half(q)), phi(upcast_half(k)), v, **options)
 
     if segments is None:
         out, state = run((query, key, value), state, None, None)
@@ -117,16 +152,18 @@ def named(
     """
     if causal and torch.compiler.is_exporting():
         phi = MAPS[feature_map]
-        return attend(phi(widen(q)), phi(widen(k)), v, causal=True, eps=eps, mask=mask, segments=segments, state=state)
+        return attend(
+            phi(upcast_half(q)), phi(upcast_half(k)), v, causal=True, eps=eps, mask=mask, segments=segments, state=state
+        )
     token = causal and mask is None and state is not None and q.shape[2] == 1
     if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
         return found
-    q, k, v, state = resolved(q, k, v, state)
+    q, k, v, state = materialize_neg(q, k, v, state)
     why_not = (
         call.why_not(q, k, v, state, mask, segments, family="linear") if causal else "they are for causal attention"
     )
     options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-    match chosen(OP, SERVED, "torch" if why_not else "native", why_not):
+    match select_backend(OP, SERVED, "torch" if why_not else "native", why_not):
         case "native":
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
@@ -140,18 +177,25 @@ def named(
         case _:
             phi = MAPS[feature_map]
             return attend(
-                phi(widen(q)), phi(widen(k)), v, causal=causal, eps=eps, mask=mask, segments=segments, state=state,
+                phi(upcast_half(q)),
+                phi(upcast_half(k)),
+                v,
+                causal=causal,
+                eps=eps,
+                mask=mask,
+                segments=segments,
+                state=state,
                 donate=donate,
-            )  # fmt: skip
+            )
 
 
 def _token(q, k, v, state, feature_map, eps, donate):
     """``native.step``, where the backend is to be that; else None."""
-    if wanted(OP, SERVED, "native") != "native":
+    if resolve_backend(OP, SERVED, "native") != "native":
         return None
     found = native.step(q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
     if found is not None:
-        tell(OP, "native")
+        log_backend(OP, "native")
     return found
 
 
@@ -173,15 +217,15 @@ def attend(
     ``numerator``: other features of queries and keys for the numerator (rotated ones), where the denominator must keep
     the positive ones. Returns o (B,H,N,E) in v's dtype and the state (B,H,F,E+1).
     """
-    q, k, v, state = resolved(q, k, v, state)
+    q, k, v, state = materialize_neg(q, k, v, state)
     # phi(0) = 1, so padding is removed after the feature map, not before.
-    k, values = hidden(mask, k, with_ones(widen(v)))
+    k, values = zero_masked(mask, k, with_ones(upcast_half(v)))
     with torch.autocast(q.device.type, enabled=False):
         if numerator is None:
             read, state = _sum(q, k, values, causal, segments, state, donate)
         else:
             parts = (None, None) if state is None else (state[..., :-1], state[..., -1:])
-            turned = numerator[0], *hidden(mask, numerator[1])
+            turned = numerator[0], *zero_masked(mask, numerator[1])
             above, s = _sum(turned[0], turned[1], values[..., :-1], causal, segments, parts[0], False)
             below, z = _sum(q, k, values[..., -1:], causal, segments, parts[1], False)
             read, state = torch.cat([above, below], -1), torch.cat([s, z], -1)
@@ -202,7 +246,7 @@ def fold(
     k (B,H,N,F) features in float32 or float64, v (B,H,N,E) in any dtype, inside bool (B,N), mask (B,N), state
     (B,H,F,E+1). ``key``: other features of the keys for the numerator, as in ``attend``.
     """
-    values = with_ones(widen(v))
+    values = with_ones(upcast_half(v))
     folded, rest = prefix.fold(k, values, inside, state, mask)
     if key is not None:
         folded = torch.cat([prefix.fold(key, values, inside, state)[0][..., :-1], folded[..., -1:]], -1)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..memory import Buffers, fresh_like
-from ..operands import gradients_again
+from ..buffers import Buffers, fresh_like
+from ..operands import double_backward
 from ..segments import cut
 from .composed import composed
 from .features import divisors
@@ -53,7 +53,7 @@ class _Whole(torch.autograd.Function):
         feature_map, eps = ctx.options
         if torch.is_grad_enabled():
             options = {"feature_map": feature_map, "eps": eps, "mask": mask}
-            grads = gradients_again(composed, (q, k, v), (grad, grad_sums), causal=False, **options)
+            grads = double_backward(composed, (q, k, v), (grad, grad_sums), causal=False, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             grads = run(grad, grad_sums, q, k, v, mask, o, sums, below, feature_map)

@@ -11,8 +11,8 @@ Inside, ``G`` is the number of chunks of a span and ``R`` = G B H that of its sm
 import torch
 from torch import Tensor
 
-from ..memory import Buffers, fresh_like
-from ..operands import gradients_again
+from ..buffers import Buffers, fresh_like
+from ..operands import double_backward
 from ..segments import cut
 from .composed import composed, quadratic
 from .features import divisors
@@ -74,7 +74,7 @@ class _Attend(torch.autograd.Function):
         feature_map, eps, chunk = ctx.options
         if torch.is_grad_enabled():
             options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-            grads = gradients_again(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
+            grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             *grads, before = run(grad, grad_end, q, k, v, state, mask, segments, o, below, starts, feature_map, chunk)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import hidden
+from ..operands import zero_masked
 from . import recurrence
 from .features import MAPS, divisors
 
@@ -40,7 +40,7 @@ def _mapped(q, k, v, feature_map, mask) -> tuple[Tensor, Tensor, Tensor]:
     fq, fk, values = phi(q.to(wide)), phi(k.to(wide)), v.to(wide)
     if mask is not None:
         # phi(0) is not 0, so padding is removed after the feature map, not before.
-        fk, values = hidden(mask, fk, values)
+        fk, values = zero_masked(mask, fk, values)
     return fq, fk, values
 
 

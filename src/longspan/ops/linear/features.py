@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
+from ..._utils.spec import known
 
 FeatureMap = Callable[[Tensor], Tensor]
 

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from ..memory import fresh_like
+from ..buffers import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
-from ..operands import gradients_again, overwritten, stored
+from ..operands import double_backward, mark_overwritten, stored
 from .composed import composed
 
 
@@ -48,7 +48,7 @@ class _Attend(torch.autograd.Function):
         feature_map, eps = ctx.options
         if torch.is_grad_enabled():
             options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-            grads = gradients_again(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
+            grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             *grads, first = run(grad, grad_end, q, k, v, state, mask, segments, o, below, feature_map, eps)
@@ -70,9 +70,15 @@ def _forward(
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
     failed = kernels("linear").longspan_linear_forward(
-        *pointers(q, k, v, o, below, state, end, mask, segments), strides(q, k, v, o), *q.shape, v.shape[-1],
-        MAPS[feature_map], TYPES[v.dtype], eps, threads(),
-    )  # fmt: skip
+        *pointers(q, k, v, o, below, state, end, mask, segments),
+        strides(q, k, v, o),
+        *q.shape,
+        v.shape[-1],
+        MAPS[feature_map],
+        TYPES[v.dtype],
+        eps,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the states of {q.shape[0] * q.shape[1]} heads")
     return o, end, below
@@ -98,9 +104,14 @@ def _backward(
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
     failed = kernels("linear").longspan_linear_backward(
         *pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
-        strides(q, k, v, o, grad, dq, dk, dv), *q.shape, v.shape[-1],
-        MAPS[feature_map], TYPES[v.dtype], eps, threads(),
-    )  # fmt: skip
+        strides(q, k, v, o, grad, dq, dk, dv),
+        *q.shape,
+        v.shape[-1],
+        MAPS[feature_map],
+        TYPES[v.dtype],
+        eps,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the states of {q.shape[0] * q.shape[1]} heads")
     return dq, dk, dv, first
@@ -155,10 +166,20 @@ def step(
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     out = torch.empty_like(v)
     failed = library.longspan_linear_step(
-        state.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), batch * heads, keys, values,
-        feature, eps, HALVES[v.dtype], threads(),
-    )  # fmt: skip
+        state.data_ptr(),
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        out.data_ptr(),
+        batch * heads,
+        keys,
+        values,
+        feature,
+        eps,
+        HALVES[v.dtype],
+        threads(),
+    )
     assert not failed
     if donate:
-        overwritten(state)
+        mark_overwritten(state)
     return out, state

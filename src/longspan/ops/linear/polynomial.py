@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .. import chosen, gated
-from ..operands import hidden, resolved, transformed
+from .. import gated
+from ..backends import select_backend
+from ..operands import materialize_neg, transformed, zero_masked
 from ..segments import borders_of
-from ..tensors import widen, with_ones
+from ..tensors import upcast_half, with_ones
 from . import normalise
 
 OP = "polynomial attention"
@@ -67,10 +68,10 @@ def attend(
     each other. Time is O(N D^2 E), memory that of one span and of one state for each span. ``donate=True`` may
     overwrite ``state``.
     """
-    backend, kernel = chosen(OP), {"constant": constant, "taylor": taylor}
+    backend, kernel = select_backend(OP), {"constant": constant, "taylor": taylor}
     with torch.autocast(v.device.type, enabled=False):
-        q, k, v, state = resolved(q, k, v, state)
-        values = hidden(mask, with_ones(widen(v)))[0]
+        q, k, v, state = materialize_neg(q, k, v, state)
+        values = zero_masked(mask, with_ones(upcast_half(v)))[0]
         if prefix is not None:
             folded = _total(k, values, prefix, **kernel)
             state, mask = folded if state is None else state + folded, ~prefix if mask is None else mask & ~prefix
@@ -190,4 +191,4 @@ def _empty(x: Tensor, values: Tensor) -> Tensor:
 
 def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
     # phi(0) is not 0, so padding is removed after the feature map.
-    return hidden(mask, rows)[0]
+    return zero_masked(mask, rows)[0]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
-from ...weights import afford
+from ..._utils.model_memory import check_fits_in_memory
+from ..._utils.spec import known
 
 MOST = 1_000_000
 ROWS = {
@@ -73,7 +73,7 @@ def sample(count: int, features: int, dim: int, *, rows: str, radii: str, genera
     if features > MOST:
         raise ValueError(f"features={features} rows are more than anything needs; at most {MOST}")
     # The directions, and what they are made of.
-    afford(3 * 8 * count * features * dim, f"features={features} random rows of {dim} channels")
+    check_fits_in_memory(3 * 8 * count * features * dim, f"features={features} random rows of {dim} channels")
     kind = {"dtype": torch.float64, "device": "cpu"}
     if rows == "iid":
         directions = F.normalize(torch.randn(count, features, dim, generator=generator, **kind), dim=-1)

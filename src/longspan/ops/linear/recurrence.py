@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from .. import gated, tell
+from .. import gated
+from ..backends import log_backend
 
 
 def scan(
@@ -35,7 +36,7 @@ def total(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> tu
     """
     sums = k.transpose(-1, -2) @ v
     if segments is None:
-        tell("a sum over all keys", "torch")
+        log_backend("a sum over all keys", "torch")
         return q @ sums, sums
     past, _ = scan(q, k, v, segments=segments)
     # Both scans count the token itself, so it is taken out of one of them.

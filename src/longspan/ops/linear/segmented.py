@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
-from ..tensors import widen, with_ones
+from ..backends import select_backend
+from ..tensors import upcast_half, with_ones
 from . import normalise
 from .features import elu
 
@@ -22,10 +22,10 @@ def memories(
     Source: Munkhdalai et al. 2024 (2404.07143), eqs 3-5.
     """
     with torch.autocast(k.device.type, enabled=False):
-        k, v = elu(widen(k)), widen(v)
+        k, v = elu(upcast_half(k)), upcast_half(v)
         if real is not None:
             k = k * real
-        if not delta and chosen("sums over segments") != "reference":
+        if not delta and select_backend("sums over segments") != "reference":
             own = k.mT @ with_ones(v)
             own = torch.cat([own[:, :, :1] + recent[:, :, None], own[:, :, 1:]], 2)
             return torch.cat([before[:, :, None], before[:, :, None] + own.cumsum(2)], 2), own
@@ -40,4 +40,4 @@ def memories(
 def read(q: Tensor, sums: Tensor, eps: float) -> Tensor:
     """What queries read of a memory, 0 of an empty one: q (...,L,D), sums (...,D,E+1) -> (...,L,E), of wide type."""
     with torch.autocast(q.device.type, enabled=False):
-        return normalise(elu(widen(q)) @ sums, eps)
+        return normalise(elu(upcast_half(q)) @ sums, eps)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from .. import gated
 from .. import prefix as prefixes
-from ..operands import hidden
-from ..tensors import widen, with_ones
+from ..operands import zero_masked
+from ..tensors import upcast_half, with_ones
 from . import recurrence
 from .random_features import Parts
 
@@ -47,14 +47,14 @@ def attend(
     largest exponents. ``donate=True`` may overwrite ``state``.
     """
     with torch.autocast(v.device.type, enabled=False):
-        values = with_ones(widen(v))
+        values = with_ones(upcast_half(v))
         if prefix is not None:
             state, mask = _folded(k, values, prefix, state, mask)
-        values = hidden(mask, values)[0]
+        values = zero_masked(mask, values)[0]
         sums, start = state or (None, None)
         queries, decay, peak = _queries(q), None, None
         if k.exponent is None:
-            keys = hidden(mask, k.features())[0]
+            keys = zero_masked(mask, k.features())[0]
         else:
             after = shifts(k, causal=causal, mask=mask, segments=segments, start=start)
             keys = _shifted(k, after, mask)
@@ -180,7 +180,7 @@ def _shifted(k: Parts, shift: Tensor, mask: Tensor | None) -> Tensor:
     assert k.exponent is not None
     if mask is not None:
         k = k._replace(exponent=k.exponent.masked_fill(~mask[:, None, :, None], -torch.inf))
-    return hidden(mask, k.features(shift.masked_fill(shift == -torch.inf, 0.0)))[0]
+    return zero_masked(mask, k.features(shift.masked_fill(shift == -torch.inf, 0.0)))[0]
 
 
 def _prefix_peak(k: Parts, prefix: Tensor, start: Tensor | None) -> Tensor:

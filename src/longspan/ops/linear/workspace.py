@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..memory import Buffers, fresh_like
+from ..buffers import Buffers, fresh_like
 from ..segments import borders_of
 from .features import SLOPES, WRITERS
 

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from .. import constant
+from ..backends import mark_dynamo_constant
 from ..operands import TRANSFORMED, transformed
 from . import build
 
@@ -69,7 +69,7 @@ def kernels(family: str) -> ctypes.CDLL:
     return found
 
 
-@constant
+@mark_dynamo_constant
 def available(*families: str) -> bool:
     """Whether the kernels of ``families``, by default all, can be used; compiles them on first use.
 

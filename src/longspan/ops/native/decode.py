@@ -114,9 +114,15 @@ def step(
     -> FINE, or what was wrong, and then no state was changed. Raises MemoryError.
     """
     code = kernels("decode").longspan_decode(
-        ctypes.addressof(model), ctypes.addressof(states), None if tokens is None else tokens.data_ptr(),
-        positions.data_ptr(), None if embedded is None else embedded.data_ptr(), len(out), out.data_ptr(), threads(),
-    )  # fmt: skip
+        ctypes.addressof(model),
+        ctypes.addressof(states),
+        None if tokens is None else tokens.data_ptr(),
+        positions.data_ptr(),
+        None if embedded is None else embedded.data_ptr(),
+        len(out),
+        out.data_ptr(),
+        threads(),
+    )
     if code == NO_MEMORY:
         raise MemoryError(f"no memory for the activations of {len(out)} sequences")
     return code

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
-from ..operands import gradients_again, resolved, transformed
+from ..backends import select_backend
+from ..operands import double_backward, materialize_neg, transformed
 
 
 def attend(
@@ -25,9 +25,9 @@ def attend(
 
     Source: Vaswani et al. 2017 (1706.03762), eq. 1; Ainslie et al. 2023 (2305.13245) for G < H.
     """
-    q, k, v = resolved(q, k, v)
+    q, k, v = materialize_neg(q, k, v)
     # Fused kernels have no forward-mode derivatives.
-    if chosen("softmax attention") == "reference" or transformed():
+    if select_backend("softmax attention") == "reference" or transformed():
         p, _ = weights(q, k, mask=mask, causal=causal)
         return F.dropout(p, dropout) @ repeat(v, q.shape[1])
     if q.shape[2] == 1 and mask is None and dropout == 0:
@@ -77,7 +77,7 @@ class _Twice(torch.autograd.Function):
         def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return (weights(q, k, mask=mask, causal=ctx.causal)[0] @ repeat(v, q.shape[1])).to(grads[0].dtype)
 
-        return None, *gradients_again(plain, (q, k, v), grads), None, None
+        return None, *double_backward(plain, (q, k, v), grads), None, None
 
 
 def weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .. import chosen
+from ..backends import select_backend
 from ..operands import transformed
-from ..tensors import widen
+from ..tensors import upcast_half
 
 OP = "attention with relative positions"
 FEWEST, MOST = 64, 512  # queries of one block
@@ -58,7 +58,7 @@ def attend(
     Time and memory grow with N (back + ahead): queries go block by block, each computed again in the backward.
     """
     n, m = content.shape[2], k.shape[2]
-    if not n or chosen(OP) == "reference":
+    if not n or select_backend(OP) == "reference":
         more = older(0, n) if older is not None else None
         return dense(content, position, k, v, table, far, near, scale=scale, older=more, farthest=farthest)[0]
     size = min(max(back + ahead, FEWEST), MOST)
@@ -96,9 +96,9 @@ def _block(content, position, k, v, r, columns, top, far, near, before, scale, o
 
 
 def _read(content, k, v, apart, allowed, scale, older, more) -> tuple[Tensor, Tensor, Tensor]:
-    logits = widen(content @ k.mT) + widen(apart)
+    logits = upcast_half(content @ k.mT) + upcast_half(apart)
     if older is not None:
-        beyond = widen(content @ older.k.mT) + widen(more)
+        beyond = upcast_half(content @ older.k.mT) + upcast_half(more)
         logits, v = torch.cat([beyond, logits], -1), torch.cat([older.v, v], 2)
         seen = older.visible[:, None].expand(len(content), -1, -1, -1)
         allowed = torch.cat([seen, allowed.expand(len(content), -1, -1, -1)], -1)

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from .. import chosen
-from ..tensors import widen
+from ..backends import select_backend
+from ..tensors import upcast_half
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:
     """q k^T / sqrt(D): q (B,H,N,D), k (B,H,M,D) -> (B,H,N,M), float32 at least, also under autocast."""
     with torch.autocast(q.device.type, enabled=False):
-        return widen(q) @ widen(k).mT * q.shape[-1] ** -0.5
+        return upcast_half(q) @ upcast_half(k).mT * q.shape[-1] ** -0.5
 
 
 def weights(scores: Tensor, allowed: Tensor) -> Tensor:
@@ -19,7 +19,7 @@ def weights(scores: Tensor, allowed: Tensor) -> Tensor:
     scores (B,H,N,M), allowed bool broadcast to it -> (B,H,N,M). O(N M) memory: this is the definition itself, so
     there is one form only.
     """
-    chosen("attention from written-out scores")
+    select_backend("attention from written-out scores")
     return scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(-1) * allowed
 
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...spec import known
-from .. import chosen
+from ..._utils.spec import known
+from ..backends import select_backend
 
 SIMILARITIES = {
     "exp": "e^(q.k / sqrt D), which is softmax",
@@ -24,7 +24,7 @@ def weights(
     Source: Katharopoulos et al. 2020 (2006.16236), eq. 3 and section 3.2.1; Tsai et al. 2019 (1908.11775).
     Raises ValueError for an unknown similarity.
     """
-    chosen("kernel attention")
+    select_backend("kernel attention")
     known(similarity, SIMILARITIES, "similarity")
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):

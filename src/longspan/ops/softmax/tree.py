@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import chosen
+from ..backends import select_backend
 
 LEVELS = 24  # of a state
 EMPTY = -1e30  # log of the weight of a span without tokens; its differences are still numbers
@@ -105,7 +105,7 @@ def attend(
     O(N degree log N) time and memory. Raises ValueError for more than 2^24 tokens after a ``past``.
     """
     batch, heads, n, dim = q.shape
-    serves = chosen("attention over a binary tree")
+    serves = select_backend("attention over a binary tree")
     if n == 0:
         return q.new_zeros(batch, heads, 0, v.shape[-1]) + 0 * v.sum(), past
     start = torch.zeros_like(lengths) if past is None else past.position

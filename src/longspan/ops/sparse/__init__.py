@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import patterns
 from ...patterns import Pattern
-from .. import tell, wanted
-from ..operands import TRANSFORMED, check_scale, hidden, resolved, same_device, transformed
+from ..backends import log_backend, resolve_backend
+from ..operands import TRANSFORMED, check_scale, materialize_neg, same_device, transformed, zero_masked
 from ..rows import ragged
 from ..softmax import dense as softmax
 from ..tensors import per_root, positions
@@ -93,11 +93,11 @@ def attend(
     With a mask or segments of all M tokens, fewer queries than keys become as many.
     """
     scale = per_root(q.shape[-1]) if scale is None else scale
-    q, k, v = resolved(q, k, v)
+    q, k, v = materialize_neg(q, k, v)
     if not q.shape[-1]:
         # Products of no channels are 0, as are those of one channel of zeros, which every form can take.
         q, k = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k))
-    way, plain = wanted(blockwise.OP, blockwise.SERVED, ""), transformed()
+    way, plain = resolve_backend(blockwise.OP, blockwise.SERVED, ""), transformed()
     if plain and way not in ("", "torch", "reference"):
         raise ValueError(f"backend {way!r} cannot serve this call of {blockwise.OP}: {TRANSFORMED}")
     reference, packed = way == "reference", mask is not None or segments is not None
@@ -114,10 +114,10 @@ def attend(
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if reference:
-            tell(blockwise.OP, "reference")
+            log_backend(blockwise.OP, "reference")
             return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer, softcap=softcap)[0]
         if bias is not None or plain:
-            tell(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else TRANSFORMED)
+            log_backend(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else TRANSFORMED)
             return _scored(q, k, v, pattern, bias, scale, layer, softcap)
         return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale, softcap=softcap)[0]
 
@@ -138,9 +138,16 @@ def unserved(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, bias: Bias | None = None, scale: float, layer: int = 0,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    bias: Bias | None = None,
+    scale: float,
+    layer: int = 0,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The definition: -> output (B,H,N,E), attention matrix (B,H,N,N), log of each row's sum (B,H,N)."""
     n = q.shape[2]
     allowed = pattern.dense(n, heads=q.shape[1], layer=layer, device=q.device)
@@ -173,7 +180,7 @@ class _Table:
 def _masked(q, k, v, pattern, mask, segments, bias, scale, layer, softcap) -> Tensor:
     """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
     at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
-    q, k, v = hidden(mask, q, k, v)
+    q, k, v = zero_masked(mask, q, k, v)
     allowed = allowed_at(pattern, at, at, q.shape[1], layer)
     if mask is not None:
         allowed = allowed & mask[:, None, None, :]
@@ -197,7 +204,7 @@ def by_rows(
     """Attention under a mask (B,H|1,N,M), with a score at positions i (B,N), j (B,M) of each row's own."""
     if bias is None and not softcap:
         return softmax.attend(q * (scale * q.shape[-1] ** 0.5), k, v, mask=allowed)
-    tell(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else "the mask is dense")
+    log_backend(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else "the mask is dense")
     rows = [
         _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], bias, i[b], j[b], scale, softcap)[0]
         for b in range(len(q))

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ... import patterns
-from .. import constant, tell, wanted
-from ..operands import gradients_again
+from ..backends import log_backend, mark_dynamo_constant, resolve_backend
+from ..operands import double_backward
 from ..softmax.dense import repeat
 from . import definition, flex, tiles
 from . import native as kernels
@@ -31,7 +31,7 @@ def attend(
     text = pattern if isinstance(pattern, str) else _text(pattern)
     way, no_kernels = _way(q, k, v, text, layer, softcap)
     if way != "native":
-        tell(OP, way, no_kernels)
+        log_backend(OP, way, no_kernels)
     before = _before(q, k, text, layer, way)
     if before:
         q = F.pad(q, (0, 0, before, 0))
@@ -48,7 +48,7 @@ def _before(q: Tensor, k: Tensor, text: str, layer: int, way: str) -> int:
     return 0 if before and way == "native" and not _classes(q.shape[1], k.shape[2], text, layer) else before
 
 
-@constant
+@mark_dynamo_constant
 def _classes(heads: int, tokens: int, text: str, layer: int) -> bool:
     """Whether a head has classes of tokens beside its blocks."""
     alike = not patterns.parse(text).per_head
@@ -63,14 +63,14 @@ def _way(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int, softcap: float)
     no_kernels = kernels.why_not(q, k, v)
     no_flex = "scores are capped" if softcap else flex.why_not(q, k, v, text, layer)
     best = "torch" if no_kernels and no_flex else "flex" if no_kernels else "native"
-    way = wanted(OP, SERVED, best)
+    way = resolve_backend(OP, SERVED, best)
     for name, reason in (("native", no_kernels), ("flex", no_flex)):
         if way == name and reason:
             raise ValueError(f"backend {name!r} cannot serve this call of {OP}: {reason}")
     return way, no_kernels
 
 
-@constant
+@mark_dynamo_constant
 def _text(pattern: patterns.Pattern) -> str:
     return repr(pattern)
 
@@ -97,14 +97,16 @@ def _forward(
         length, parts = plan(pattern, n, head, layer, by_kernels)
         blocks = listed(pattern, n, head, layer) if by_kernels else None
         if blocks is not None:
-            tell(OP, "native")
+            log_backend(OP, "native")
             sums = lse if q_ is q else _sums(q_)
             kernels.forward(q_, k_, v_, out[:, own], sums, blocks, scale, softcap)
             if sums is not lse:
                 lse[:, own] = sums
         if parts or blocks is None:
             if by_kernels:
-                tell(OP, "torch", "they leave what is periodic, which is dense after sorting, to products of matrices")
+                log_backend(
+                    OP, "torch", "they leave what is periodic, which is dense after sorting, to products of matrices"
+                )
             rows, wide = _rows(length, q_, k_, v_)
             o, log = torch.zeros_like(rows[0]), _sums(rows[0][None])[0].fill_(-torch.inf)
             if blocks is not None:
@@ -117,9 +119,18 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: str, layer: int, scale: float,
-    softcap: float, by_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pattern: str,
+    layer: int,
+    scale: float,
+    softcap: float,
+    by_kernels: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v."""
     n, grads = k.shape[2], None
     for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
@@ -207,7 +218,7 @@ def _save(ctx, inputs, output) -> None:
 def _differentiate(ctx, grad, _):
     if torch.is_grad_enabled():
         q, k, v, *_ = ctx.saved_tensors
-        return *gradients_again(_plain, (q, k, v), (grad,), options=ctx.options), None, None, None, None, None
+        return *double_backward(_plain, (q, k, v), (grad,), options=ctx.options), None, None, None, None, None
     return *_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
@@ -220,9 +231,18 @@ _forward_op.register_autograd(_differentiate, setup_context=_save)
 
 
 def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: patterns.Pattern, *, layer: int,
-    scale: float, softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pattern: patterns.Pattern,
+    *,
+    layer: int,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k, v from that of the output, with what ``attend`` has given."""
     text = _text(pattern)
     way = _way(q, k, v, text, layer, softcap)[0]

@@ -30,16 +30,28 @@ def forward(
     """
     failed = kernels("pattern").longspan_pattern_forward(
         *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
-        strides(q, k, v, out), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, softcap, threads(),
-    )  # fmt: skip
+        strides(q, k, v, out),
+        _sizes(q, k, v, blocks),
+        TYPES[v.dtype],
+        scale,
+        softcap,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the blocks of {threads()} threads")
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, blocks: "Listed", scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    grad: Tensor,
+    lse: Tensor,
+    blocks: "Listed",
+    scale: float,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, each contiguous; out and lse may be those of a softmax over more keys than these.
 
     Threads share out the heads of keys, so that more threads than B G gain nothing; each holds float32 sums of one
@@ -48,8 +60,13 @@ def backward(
     grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     failed = kernels("pattern").longspan_pattern_backward(
         *pointers(q, k, v, out, grad, *grads, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
-        strides(q, k, v, out, grad, *grads), _sizes(q, k, v, blocks), TYPES[v.dtype], scale, softcap, threads(),
-    )  # fmt: skip
+        strides(q, k, v, out, grad, *grads),
+        _sizes(q, k, v, blocks),
+        TYPES[v.dtype],
+        scale,
+        softcap,
+        threads(),
+    )
     if failed:
         raise MemoryError(f"no memory for the sums of {threads()} threads")
     return grads  # type: ignore[return-value]

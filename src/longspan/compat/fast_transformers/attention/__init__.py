@@ -12,7 +12,17 @@ from .local_attention import LocalAttention
 from .reformer_attention import ReformerAttention
 
 __all__ = [
-    "AFTFullAttention", "AFTSimpleAttention", "AttentionLayer", "CausalLinearAttention", "ClusteredAttention",
-    "ConditionalFullAttention", "ExactTopKAttention", "FullAttention", "ImprovedClusteredAttention",
-    "ImprovedClusteredCausalAttention", "LinearAttention", "LocalAttention", "ReformerAttention",
-]  # fmt: skip
+    "AFTFullAttention",
+    "AFTSimpleAttention",
+    "AttentionLayer",
+    "CausalLinearAttention",
+    "ClusteredAttention",
+    "ConditionalFullAttention",
+    "ExactTopKAttention",
+    "FullAttention",
+    "ImprovedClusteredAttention",
+    "ImprovedClusteredCausalAttention",
+    "LinearAttention",
+    "LocalAttention",
+    "ReformerAttention",
+]

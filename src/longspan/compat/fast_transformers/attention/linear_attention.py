@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from ....ops import linear
 from ....ops.linear import features
-from ....ops.tensors import widen
+from ....ops.tensors import upcast_half
 from ..attention_registry import AttentionRegistry, EventDispatcherInstance, Float, Int, Optional
 from ..attention_registry import Callable as CallableSpec
 from ..events import EventDispatcher
@@ -55,8 +55,8 @@ class Sums(nn.Module):
             q, k = queries.transpose(1, 2), keys.transpose(1, 2)
             out, _ = linear.named(q, k, v, feature_map="elu", **arguments)
         else:
-            q = widen(self.feature_map.forward_queries(queries)).transpose(1, 2)
-            k = widen(self.feature_map.forward_keys(keys)).transpose(1, 2)
+            q = upcast_half(self.feature_map.forward_queries(queries)).transpose(1, 2)
+            k = upcast_half(self.feature_map.forward_keys(keys)).transpose(1, 2)
             out, _ = linear.attend(q, k, v, **arguments)
         return out.transpose(1, 2).contiguous()
 

@@ -105,7 +105,10 @@ AttentionRegistry.register(
     "reformer",
     ReformerAttention,
     [
-        *SOFTMAX_PARAMETERS, ("chunk_size", Optional(Int, 32)), ("bits", Optional(Int, 63)),
-        ("rounds", Optional(Int, 4)), ("masked", Optional(Bool, False)),
+        *SOFTMAX_PARAMETERS,
+        ("chunk_size", Optional(Int, 32)),
+        ("bits", Optional(Int, 63)),
+        ("rounds", Optional(Int, 4)),
+        ("masked", Optional(Bool, False)),
     ],
-)  # fmt: skip
+)

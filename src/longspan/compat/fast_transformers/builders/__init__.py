@@ -9,6 +9,11 @@ from .transformer_builders import (
 )
 
 __all__ = [
-    "AttentionBuilder", "RecurrentAttentionBuilder", "RecurrentCrossAttentionBuilder", "RecurrentDecoderBuilder",
-    "RecurrentEncoderBuilder", "TransformerDecoderBuilder", "TransformerEncoderBuilder",
-]  # fmt: skip
+    "AttentionBuilder",
+    "RecurrentAttentionBuilder",
+    "RecurrentCrossAttentionBuilder",
+    "RecurrentDecoderBuilder",
+    "RecurrentEncoderBuilder",
+    "TransformerDecoderBuilder",
+    "TransformerEncoderBuilder",
+]

@@ -162,8 +162,11 @@ class BaseTransformerDecoderBuilder(BaseTransformerBuilder):
         stack, layer, own, cross = self.classes
         sizes = self.n_heads, self.query_dimensions, self.value_dimensions, None
         others = (
-            self.cross_n_heads, self.cross_query_dimensions, self.cross_value_dimensions, self.cross_model_dimensions
-        )  # fmt: skip
+            self.cross_n_heads,
+            self.cross_query_dimensions,
+            self.cross_value_dimensions,
+            self.cross_model_dimensions,
+        )
         layers = [
             layer(
                 self._attention(own, "self_attention", sizes),
@@ -204,6 +207,8 @@ class RecurrentDecoderBuilder(BaseTransformerDecoderBuilder):
         "cross_attention": RecurrentCrossAttentionBuilder,
     }
     classes = (
-        RecurrentTransformerDecoder, RecurrentTransformerDecoderLayer, RecurrentAttentionLayer,
+        RecurrentTransformerDecoder,
+        RecurrentTransformerDecoderLayer,
+        RecurrentAttentionLayer,
         RecurrentCrossAttentionLayer,
-    )  # fmt: skip
+    )

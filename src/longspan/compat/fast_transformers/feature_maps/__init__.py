@@ -4,6 +4,11 @@ from .base import ActivationFunctionFeatureMap, FeatureMap, elu_feature_map
 from .fourier_features import Favor, GeneralizedRandomFeatures, RandomFourierFeatures, SmoothedRandomFourierFeatures
 
 __all__ = [
-    "ActivationFunctionFeatureMap", "Favor", "FeatureMap", "GeneralizedRandomFeatures", "RandomFourierFeatures",
-    "SmoothedRandomFourierFeatures", "elu_feature_map",
-]  # fmt: skip
+    "ActivationFunctionFeatureMap",
+    "Favor",
+    "FeatureMap",
+    "GeneralizedRandomFeatures",
+    "RandomFourierFeatures",
+    "SmoothedRandomFourierFeatures",
+    "elu_feature_map",
+]

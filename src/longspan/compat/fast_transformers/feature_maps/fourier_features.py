@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....ops.linear import random_features
-from ....ops.tensors import widen
+from ....ops.tensors import upcast_half
 from .base import FeatureMap
 
 
@@ -77,7 +77,7 @@ class RandomFourierFeatures(FeatureMap):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x sqrt(softmax_temp) and its products with ``omega``, in float32 at least."""
         with torch.autocast(x.device.type, enabled=False):
-            x = widen(x) * math.sqrt(self.softmax_temp)
+            x = upcast_half(x) * math.sqrt(self.softmax_temp)
             return x, x @ self.omega.to(x.dtype)
 
 

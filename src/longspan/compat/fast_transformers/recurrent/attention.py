@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....ops import linear
-from ....ops.tensors import widen
+from ....ops.tensors import upcast_half
 from ..attention.attention_layer import Projections
 from ..attention.full_attention import SOFTMAX_PARAMETERS, Softmax
 from ..attention.linear_attention import LINEAR_PARAMETERS, Sums
@@ -118,9 +118,9 @@ class RecurrentLinearAttention(RecurrentSums):
         if self.elu:
             q, k = query, key
         else:
-            q = widen(self.feature_map.forward_queries(query))
-            k = widen(self.feature_map.forward_keys(key))
-        wide = widen(q[:0]).dtype
+            q = upcast_half(self.feature_map.forward_queries(query))
+            k = upcast_half(self.feature_map.forward_keys(key))
+        wide = upcast_half(q[:0]).dtype
         if state is None:
             sums = k.new_zeros(*k.shape, value.shape[-1] + 1, dtype=wide)
         else:
@@ -145,12 +145,12 @@ class RecurrentCrossLinearAttention(RecurrentSums):
         """query (N,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,H,D), state. Raises ValueError for another batch."""
         self.begin(state, query.device)
         with torch.autocast(query.device.type, enabled=False):
-            q = widen(self.feature_map.forward_queries(query))
+            q = upcast_half(self.feature_map.forward_queries(query))
             if state is None:
-                k, real = widen(self.feature_map.forward_keys(keys)), keys_of(key_lengths)
+                k, real = upcast_half(self.feature_map.forward_keys(keys)), keys_of(key_lengths)
                 if real is not None:
                     k = k * real[:, :, None, None]
-                state = [torch.einsum("nshf,nshd->nhdf", k, widen(values)), k.sum(1)]
+                state = [torch.einsum("nshf,nshd->nhdf", k, upcast_half(values)), k.sum(1)]
             sums, total = state
             _check_batch(query, sums)
             below = (q * total).sum(-1, keepdim=True) + self.eps

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....folders import cache_folder
+from ...._utils.cache_dirs import cache_folder
 from . import interface, openmp, prebuilt, store, toolchain, trusted
 from .interface import FAMILIES as FAMILIES
 from .toolchain import Unavailable

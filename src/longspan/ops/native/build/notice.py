@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from ....progress import say
+from ...._utils.progress import say
 
 QUIET = "LONGSPAN_QUIET"  # the environment variable that turns the line off
 AFTER = 2.0  # seconds of silence

@@ -38,7 +38,8 @@ Comparisons = Iterator[tuple[str, Tensor, Tensor]]
 
 def _linear() -> Comparisons:
     """Linear attention of tokens and sequences, on sizes that take several threads."""
-    from ... import backend, linear
+    from ... import linear
+    from ...backends import backend
     from ...linear.features import MAPS
 
     generator = torch.Generator().manual_seed(0)
@@ -59,7 +60,8 @@ def _linear() -> Comparisons:
 
 def _gated() -> Comparisons:
     """The same of decay and the delta rule, where two heads of values share one of keys."""
-    from ... import backend, gated
+    from ... import gated
+    from ...backends import backend
 
     generator = torch.Generator().manual_seed(0)
     for n, shape in ((1, (3, 4, 1)), (70, (3, 4, 70)), (70, (3, 4, 70, 37))):
@@ -77,7 +79,8 @@ def _gated() -> Comparisons:
 
 def _convolutions() -> Comparisons:
     """The causal convolution, of tokens and sequences, in each type."""
-    from ... import backend, convolution
+    from ... import convolution
+    from ...backends import backend
 
     generator = torch.Generator().manual_seed(0)
     names = ("output", "last state", "gradient of x", "gradient of weight", "gradient of bias", "gradient of state")
@@ -98,7 +101,8 @@ def _convolutions() -> Comparisons:
 def _patterns() -> Comparisons:
     """Attention under patterns with full, cut and empty blocks, where two heads share one of keys."""
     from .... import patterns
-    from ... import backend, sparse
+    from ... import sparse
+    from ...backends import backend
 
     generator = torch.Generator().manual_seed(0)
     for text in ("band(40)", "causal - band(40)"):
@@ -115,41 +119,11 @@ def _patterns() -> Comparisons:
             yield f"the {part} under {text}", result.detach(), definition.detach()
 
 
-def _decoders() -> Comparisons:
-    """Steps of whole decoders, in both types that the weights may have."""
-    from ....config import Config
-    from ....engine import Engine
-    from ....model import Decoder
-    from ... import backend
-
-    for attention, dtype in (("linear", torch.float32), ("softmax", torch.float32), ("linear", torch.bfloat16)):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = Decoder(Config(vocab=9, length=8, dim=96, heads=3, depth=2, attention=attention))
-        model, tokens = model.to(dtype).eval(), torch.arange(1, 9) % 9
-        tokens = torch.stack([tokens, tokens.flip(0)])
-        found = _stepped(Engine(model), model.init_state(2), tokens)
-        model.double()
-        with backend("reference"), torch.no_grad():
-            right = _stepped(model, model.init_state(2), tokens)
-        yield f"a decoder's step with {attention} attention in {dtype}", found, right
-
-
-def _stepped(decoder: Callable[..., Any], state: Any, tokens: Tensor) -> Tensor:
-    """The outputs for tokens (B,N), one after the other."""
-    outputs = []
-    for token in tokens.split(1, dim=1):
-        output, state = decoder(token, state)
-        outputs.append(output)
-    return torch.cat(outputs, dim=1)
-
-
 COMPARISONS: dict[str, Callable[[], Comparisons]] = {
     "linear": _linear,
     "gated": _gated,
     "convolution": _convolutions,
     "pattern": _patterns,
-    "decode": _decoders,
 }
 PARTS = ("output", "last state", "gradient of queries", "gradient of keys", "gradient of values", "gradient of state")
 

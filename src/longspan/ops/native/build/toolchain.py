@@ -138,9 +138,16 @@ def _started(
     """A process in a session of its own: a compiler starts other programs, and they are ended together with it."""
     try:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace", cwd=folder, env=environment, start_new_session=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=folder,
+            env=environment,
+            start_new_session=True,
+        )
     except OSError as error:
         raise Unavailable(f"{command[0]} does not run: {error}") from error
     try:

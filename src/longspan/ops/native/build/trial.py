@@ -8,6 +8,8 @@ from . import toolchain
 
 # As selftest prints them, which only the child process imports.
 PASSED, WRONG = "these kernels compute what they should", "these kernels are wrong: "
+# Adds the trial of the decode kernels, which needs whole models; the child process imports it.
+DECODE = "longspan.generation.native_trial"
 
 
 class Failed(toolchain.Unavailable):
@@ -20,7 +22,7 @@ def run(library: Path, family: str) -> None:
     Raises Failed where the kernels crash, hang or compute something else, Unavailable where they cannot be tried.
     """
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-    code = f"import sys; from {__package__} import selftest; selftest.main(*sys.argv[1:])"
+    code = f"import sys, {DECODE}; from {__package__} import selftest; selftest.main(*sys.argv[1:])"
     command = [sys.executable, "-P", "-W", "ignore", "-c", code, str(library), family]
     try:
         said = toolchain.run(command, os.environ | {"PYTHONPATH": path})

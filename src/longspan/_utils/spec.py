@@ -1,0 +1,223 @@
+"""Specs: the one small language of the library. ``local(window=64)`` names a thing and its options."""
+
+import ast
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from . import typecheck
+from .aliases import suggestion
+
+Spec = Annotated[str, "spec"]
+"""The annotation of an option that holds a nested spec: ``parse`` passes its text on and evaluates nothing in it."""
+
+_OPERATORS = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.Sub: operator.sub}
+# A spec is written by hand or printed by what it built, and what is longer, deeper or more joined than this is neither.
+# Joining n parts takes time that grows with n^3.
+LONGEST, DEEPEST, JOINED = 1_000_000, 64, 100
+_NESTED = (ast.expr, ast.keyword)
+
+
+def parse(text: str, names: Mapping[str, Callable]) -> Any:
+    """Evaluate a spec: a name, a call with literal arguments, nested specs joined by ``& | -``. Never ``eval``.
+
+    ``names`` maps each known name to the callable that builds the thing; its signature says which options exist.
+
+    Raises ValueError for text that is no spec, an unknown name, an unknown option, a missing option, an option given
+    by position where only keywords are allowed, or a value that is not of the kind with which the option is annotated;
+    the message names what came and what is known.
+
+    >>> parse("pair(first=1, second=-2.5)", {"pair": lambda *, first, second: (first, second)})
+    (1, -2.5)
+
+    An option annotated with ``Spec`` holds a nested spec, which is passed on as text.
+
+    >>> def twice(of: Spec): return of
+    >>> parse("twice(local(window=64))", {"twice": twice})
+    'local(window=64)'
+    """
+    return _walk(_tree(text), text, names)
+
+
+def _tree(text: str) -> ast.expr:
+    if not isinstance(text, str):
+        raise ValueError(f"a spec is a string such as 'linear' or 'local(window=64)', not {type(text).__name__}")
+    if len(text) > LONGEST:
+        raise ValueError(f"a spec of {len(text)} characters is longer than any that means something ({LONGEST})")
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    # Python's parser says of deep brackets that it has no memory.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(
+            f"{typecheck.format_value(text)} is not a spec; a spec reads name or name(option=value, ...)"
+        ) from error
+    if _depth(tree.body) > DEEPEST:
+        raise ValueError(
+            f"{typecheck.format_value(text)} is nested more than {DEEPEST} deep; a spec is flatter than that"
+        )
+    return tree.body
+
+
+def split(text: str) -> list[str]:
+    """The specs of a stack, ``"gla; gla; local(window=512)"``, one string per layer.
+
+    Raises ValueError for an empty one, and for something else than a string.
+
+    >>> split("linear; softmax")
+    ['linear', 'softmax']
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"specs are a string such as 'linear; softmax', not {type(text).__name__}")
+    specs = [part.strip() for part in text.split(";")]
+    if not all(specs):
+        raise ValueError(
+            f"empty spec in {typecheck.format_value(text)}; separate specs by single semicolons, e.g. 'linear; softmax'"
+        )
+    return specs
+
+
+def head(text: str) -> str:
+    """The name of what a spec builds; "" where it is something else than a name and its options.
+
+    Raises ValueError for text that is no spec.
+
+    >>> head("local(window=64)"), head("band(8) | globals(2)")
+    ('local', '')
+    """
+    match _tree(text):
+        case ast.Name(id=name) | ast.Call(func=ast.Name(id=name)):
+            return name
+    return ""
+
+
+def known(name: str, names: Mapping[str, object], kind: str = "name", hint: str = "") -> str:
+    """Return ``name`` if it is known; otherwise raise a ValueError that lists what is, and guesses what was meant.
+
+    ``hint`` ends the message.
+    """
+    if isinstance(name, str) and name in names:
+        return name
+    meant = suggestion(name, names) if isinstance(name, str) else ""
+    guess = f" (did you mean {meant!r}?)" if meant else ""
+    raise ValueError(f"unknown {kind} {typecheck.format_value(name)}{guess}; known: {', '.join(sorted(names))}{hint}")
+
+
+def options(maker: Callable) -> dict[str, inspect.Parameter]:
+    """The options that ``maker`` takes, by name: its parameters other than ``self``, ``*args`` and ``**kwargs``."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(maker, eval_str=True).parameters
+    return {name: p for name, p in parameters.items() if name != "self" and p.kind not in variadic}
+
+
+def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
+    match node:
+        case ast.Constant(value=bool() | int() | float() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.Tuple(elts=items) | ast.List(elts=items):
+            return tuple(_walk(item, text, names) for item in items)
+        case ast.Name(id=name):
+            return _call(name, [], {}, text, names)
+        case ast.Call(func=ast.Name(id=name), args=positional, keywords=keywords):
+            if any(isinstance(a, ast.Starred) for a in positional) or any(k.arg is None for k in keywords):
+                raise ValueError(
+                    f"cannot read * or ** in spec {typecheck.format_value(text)}; write each option as name=value"
+                )
+            has = options(names[name]) if name in names else {}
+            nested = [option for option, p in has.items() if p.annotation is Spec]
+            first = list(has)[: len(positional)]
+            arguments = [
+                _nested(a) if at < len(first) and first[at] in nested else _walk(a, text, names)
+                for at, a in enumerate(positional)
+            ]
+            given = {
+                k.arg: _nested(k.value) if k.arg in nested else _option(k.arg, k.value, text, names) for k in keywords
+            }
+            return _call(name, arguments, given, text, names)
+        case ast.BinOp(op=op) if type(op) in _OPERATORS:
+            first, others = _chain(node)
+            if len(others) >= JOINED:
+                raise ValueError(
+                    f"{typecheck.format_value(text)} joins {len(others) + 1} parts by & | -; at most {JOINED} can be"
+                )
+            value = _walk(first, text, names)
+            for op, part in others:
+                value = _combine(op, value, _walk(part, text, names), text)
+            return value
+    part = typecheck.format_value(ast.unparse(node))
+    raise ValueError(
+        f"cannot read {part} in spec {typecheck.format_value(text)}; a spec has names, options and literals only"
+    )
+
+
+def _nested(value: ast.expr) -> Any:
+    """The text of a nested spec, written bare or as a string; a number or a truth value is returned as it is."""
+    return value.value if isinstance(value, ast.Constant) else ast.unparse(value)
+
+
+def _option(option: str | None, value: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
+    used = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    if isinstance(value, ast.Name | ast.Call | ast.BinOp) and used and used.isdisjoint(names):
+        bare = ast.unparse(value)
+        meant = bare.capitalize() if bare in ("true", "false") else typecheck.format_value(bare)
+        raise ValueError(
+            f"unknown value {typecheck.format_value(bare)} of {option} in spec {typecheck.format_value(text)}; "
+            f"write {option}={meant}"
+        )
+    return _walk(value, text, names)
+
+
+def _combine(op: ast.operator, left: Any, right: Any, text: str) -> Any:
+    numbers = (bool, int, float, str, tuple)
+    if isinstance(left, numbers) or isinstance(right, numbers):
+        raise ValueError(f"& | - join patterns, not numbers or strings, in spec {typecheck.format_value(text)}")
+    try:
+        return _OPERATORS[type(op)](left, right)
+    except TypeError as error:
+        raise ValueError(f"cannot join the parts of spec {typecheck.format_value(text)} by & | -: {error}") from error
+
+
+def _call(name: str, arguments: list, keywords: dict, text: str, names: Mapping[str, Callable]) -> Any:
+    maker = names[known(name, names)]
+    has = options(maker)
+    unknown = [k for k in keywords if k not in has]
+    if unknown:
+        meant = suggestion(unknown[0], has)
+        guess = f" (did you mean {meant!r}?)" if meant else ""
+        raise ValueError(f"{name} has no option {unknown[0]!r}{guess}; it has {', '.join(has) or 'none'}")
+    try:
+        bound = inspect.signature(maker).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise ValueError(
+            f"cannot build {typecheck.format_value(text)}: {error}; {name} has {', '.join(has) or 'no options'}"
+        ) from error
+    for option, value in bound.arguments.items():
+        if option in has:
+            typecheck.check_type(option, value, has[option].annotation, name)
+    return maker(*arguments, **keywords)
+
+
+def _chain(node: ast.AST) -> tuple[ast.AST, list[tuple[ast.operator, ast.AST]]]:
+    """``a | b - c`` as its first part, and the others, each with what joins it to those before it."""
+    others = []
+    while isinstance(node, ast.BinOp):
+        others.append((node.op, node.right))
+        node = node.left
+    return node, others[::-1]
+
+
+def _depth(tree: ast.AST) -> int:
+    """How deep a tree is nested, without going deep itself; what is joined one after the other lies side by side."""
+    level, depth = [tree], 0
+    while level:
+        parts = [part for node in level for part in _beside(node)]
+        level = [child for node in parts for child in ast.iter_child_nodes(node) if isinstance(child, _NESTED)]
+        depth += 1
+    return depth
+
+
+def _beside(node: ast.AST) -> list[ast.AST]:
+    first, others = _chain(node)
+    return [first, *(part for _, part in others)]

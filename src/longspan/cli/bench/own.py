@@ -1,0 +1,250 @@
+"""Benchmarks of what longspan itself offers, and of the machine: their flags, and how each is run."""
+
+import contextlib
+from collections.abc import Callable, Generator
+
+from ..._utils.spec import split
+from ..parser import LONG, MOST, ROUNDS, Parser, natural_int, number, positive_int
+from .depth import KIND as DEPTH
+from .kind import Benchmark, numbers, seconds
+
+
+def _gated_options(parser: Parser) -> None:
+    parser.add_argument(
+        "rules",
+        type=str,
+        nargs="*",
+        help="what to measure; without any, all: decay, 'channel decay', delta, 'gated delta', 'channel delta'",
+    )
+    parser.add_argument("--length", type=positive_int(), default=4096, help="tokens")
+    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="sequences")
+    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads of values")
+    parser.add_argument("--key-heads", type=natural_int(MOST), default=0, help="heads of queries and keys (0: as many)")
+    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels of a head")
+    parser.add_argument("--batches", type=str, default="1,64,1024", help="sequences of the token step; 0: no step")
+    parser.add_argument(
+        "--rounds", type=positive_int(ROUNDS), default=7, help="samples of each candidate; three times that of steps"
+    )
+
+
+def _gated(args) -> tuple[Generator, Callable]:
+    from ..._utils.progress import track
+    from ...bench import gated
+
+    options = gated.Options(
+        rules=tuple(args.rules) or tuple(gated.RULES),
+        length=args.length,
+        batch=args.batch,
+        heads=args.heads,
+        key_heads=args.key_heads or args.heads,
+        size=args.size,
+        rounds=args.rounds,
+        batches=() if args.batches == "0" else numbers(args, "batches"),
+    )
+    return gated.run(options, track), gated.text
+
+
+def _pattern_options(parser: Parser) -> None:
+    from ...bench.pattern import DEFAULT, Options
+
+    parser.add_argument("--patterns", type=str, default="; ".join(DEFAULT), help="patterns, separated by semicolons")
+    parser.add_argument("--lengths", type=str, default="1024,4096,16384,65536", help="tokens, separated by commas")
+    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="sequences")
+    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads")
+    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels of a head")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each candidate")
+    parser.add_argument("--no-backward", action="store_true", help="forward only")
+    parser.add_argument(
+        "--matrix", type=natural_int(), default=Options.matrix, help="tokens up to which sdpa mask and flex take part"
+    )
+    parser.add_argument(
+        "--limit", type=number(LONG), default=Options.limit, help="seconds; leave out calls expected to take longer"
+    )
+    parser.add_argument("--flex", action="store_true", help="FlexAttention too, forward only; its compilation is slow")
+
+
+def _pattern(args) -> tuple[Generator, Callable]:
+    from ... import patterns
+    from ..._utils.progress import track
+    from ...bench import pattern
+
+    texts = tuple(split(args.patterns))
+    for text in texts:
+        patterns.parse(text)
+    options = pattern.Options(
+        patterns=texts,
+        lengths=numbers(args, "lengths"),
+        batch=args.batch,
+        heads=args.heads,
+        size=args.size,
+        rounds=args.rounds,
+        backward=not args.no_backward,
+        matrix=args.matrix,
+        limit=seconds(args),
+        flex=args.flex,
+    )
+
+    def results() -> Generator[dict, None, None]:
+        with contextlib.closing(pattern.weigher()) as weigher:
+            yield from pattern.run(options, weigher, track)
+
+    return results(), pattern.text
+
+
+def _members_options(parser: Parser) -> None:
+    from ...bench.members import Options
+
+    parser.add_argument(
+        "--members", type=str, default="", help="specs, separated by semicolons; otherwise every mechanism by its name"
+    )
+    parser.add_argument("--lengths", type=str, default="1024,4096,16384", help="tokens, separated by commas")
+    parser.add_argument("--dim", type=positive_int(MOST), default=Options.dim, help="width of the model")
+    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="heads")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each mechanism")
+    parser.add_argument("--no-backward", action="store_true", help="forward and token step only")
+    parser.add_argument(
+        "--limit", type=number(LONG), default=Options.limit, help="seconds; leave out calls expected to take longer"
+    )
+
+
+def _members(args) -> tuple[Generator, Callable]:
+    from ..._utils.progress import track
+    from ...bench import members
+
+    specs = tuple(split(args.members)) if args.members else ()
+    options = members.Options(
+        members=specs,
+        lengths=numbers(args, "lengths"),
+        dim=args.dim,
+        heads=args.heads,
+        rounds=args.rounds,
+        backward=not args.no_backward,
+        limit=seconds(args),
+    )
+
+    def results() -> Generator[dict, None, None]:
+        with contextlib.closing(members.weigher()) as weigher:
+            yield from members.run(options, weigher, track)
+
+    return results(), members.text
+
+
+def _hybrids_options(parser: Parser) -> None:
+    from ...bench.hybrids import DTYPES, MODELS, Options
+
+    parser.add_argument(
+        "models", type=str, nargs="*", help=f"what to measure, of {', '.join(MODELS)}; without any: all"
+    )
+    parser.add_argument(
+        "--length", type=positive_int(), default=Options.length, help="tokens of prompts and training steps"
+    )
+    parser.add_argument("--dtypes", type=str, default=",".join(DTYPES), help="separated by commas")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each way")
+    parser.add_argument("--small", action="store_true", help="models a few channels wide, to try it in seconds")
+
+
+def _hybrids(args) -> tuple[Generator, Callable]:
+    from ..._utils.progress import track
+    from ...bench import hybrids
+
+    options = hybrids.Options(
+        models=tuple(args.models) or tuple(hybrids.MODELS),
+        length=args.length,
+        dtypes=tuple(args.dtypes.split(",")),
+        rounds=args.rounds,
+        small=args.small,
+    )
+    return hybrids.run(options, track), hybrids.text
+
+
+def _convolution_options(parser: Parser) -> None:
+    from ...bench.convolution import Options
+
+    parser.add_argument("--length", type=positive_int(), default=Options.length, help="tokens")
+    parser.add_argument("--channels", type=positive_int(MOST), default=Options.channels, help="channels")
+    parser.add_argument(
+        "--width", type=positive_int(MOST), default=Options.width, help="values of its own that a channel is mixed with"
+    )
+    parser.add_argument("--batches", type=str, default="1,64", help="sequences of the token step")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each candidate")
+
+
+def _convolution(args) -> tuple[Generator, Callable]:
+    from ..._utils.progress import track
+    from ...bench import convolution
+
+    options = convolution.Options(
+        length=args.length,
+        channels=args.channels,
+        width=args.width,
+        batches=numbers(args, "batches"),
+        rounds=args.rounds,
+    )
+    return convolution.run(options, track), convolution.text
+
+
+def _limits_options(parser: Parser) -> None:
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=7, help="samples of each figure")
+
+
+def _limits(args) -> tuple[Generator, Callable]:
+    from ..._utils.progress import track
+    from ...bench import limits
+
+    return limits.run(args.rounds, track), limits.text
+
+
+OWN = {
+    "gated": Benchmark(
+        "decay and the delta rule: kernels, chunks, a plain loop, the code of transformers",
+        (
+            "longspan bench gated --length 256 --rounds 2 --batches 1",
+            "longspan bench gated 'gated delta' --size 128 --heads 32 --key-heads 16 --length 2048",
+        ),
+        _gated_options,
+        _gated,
+    ),
+    "pattern": Benchmark(
+        "softmax attention under patterns by length and density, against a dense mask and against all pairs",
+        (
+            "longspan bench pattern --lengths 256,512 --rounds 1",
+            "longspan bench pattern --patterns 'band(255); causal & (band(63) | globals(4))' --no-backward",
+        ),
+        _pattern_options,
+        _pattern,
+    ),
+    "members": Benchmark(
+        "every mechanism beside fused softmax: time, memory, state and token step by length, in families",
+        (
+            "longspan bench members --lengths 256,512 --rounds 1",
+            "longspan bench members --members 'linear; gla; local(window=64)' --no-backward",
+        ),
+        _members_options,
+        _members,
+    ),
+    "convolution": Benchmark(
+        "the short causal convolution of recurrent layers, against moving its bytes once",
+        (
+            "longspan bench convolution",
+            "longspan bench convolution --length 512 --channels 1024 --batches 1,16 --rounds 5",
+        ),
+        _convolution_options,
+        _convolution,
+    ),
+    "depth": DEPTH,
+    "transformers": Benchmark(
+        "whole hybrid models of transformers, by its own code and on longspan's kernels: prompts, training, decoding",
+        (
+            "longspan bench transformers --small --length 64 --rounds 1",
+            "longspan bench transformers kimi mamba2 --dtypes float32",
+        ),
+        _hybrids_options,
+        _hybrids,
+    ),
+    "limits": Benchmark(
+        "what this machine can do at most: matrix products, and moving bytes",
+        ("longspan bench limits",),
+        _limits_options,
+        _limits,
+    ),
+}

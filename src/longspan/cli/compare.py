@@ -1,0 +1,107 @@
+"""``longspan compare``: training runs side by side, in a table and one picture of their curves."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from .parser import Parser, make
+
+
+def parser() -> Parser:
+    parser = make(
+        "compare",
+        "Training runs side by side: what differs between their settings, steps, time, and validation bits, and of "
+        "models of pairs how many targets they write exactly; and their curves by step and by time in one picture. "
+        "Runs that still go on count as far as they have come.",
+        "longspan compare runs/linear runs/softmax --out curves.png",
+        "longspan compare runs/* --json",
+    )
+    parser.add_argument("folders", type=str, nargs="+", help="folders of training runs")
+    parser.add_argument("--out", type=str, default="", help="draw the curves as this PNG file")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def run(args) -> int:
+    from .._utils import optional_deps, png
+    from ..train import run_summary
+
+    if args.out:
+        optional_deps.need("the picture", "matplotlib", "PIL")
+        png.check(args.out)
+    found = [run_summary.facts(folder) for folder in args.folders]
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(table(found))
+    if args.out:
+        draw(Path(args.out), {one["folder"]: run_summary.metrics(one["folder"]) for one in found})
+        print(f"curves: {args.out}")
+    return 0
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The runs as columns of text, the settings in which they differ beside what came of them."""
+    from .._utils.tables import aligned
+
+    differ = [
+        (part, name)
+        for part in ("model", "run")
+        for name in dict.fromkeys(name for one in found for name in one[part])
+        if name != "out" and len({str(one[part].get(name)) for one in found}) > 1
+    ]
+    unit = "/".join(dict.fromkeys(one["unit"] for one in found))
+    head = [
+        "run",
+        *(f"{part}.{name}" for part, name in differ),
+        "parameters",
+        "steps",
+        "time",
+        f"bits/{unit}",
+        "at step",
+    ]
+    written = any(one["exact"] is not None for one in found)
+    rows = [
+        [
+            one["folder"],
+            *(str(one[part].get(name, "")) for part, name in differ),
+            "" if one["parameters"] is None else f"{one['parameters']:,}",
+            f"{one['steps']} of {one['run'].get('steps', '?')}",
+            f"{one['seconds']:.0f} s",
+            "" if one["bits"] is None else f"{one['bits']:.4f}",
+            "" if one["best_step"] is None else str(one["best_step"]),
+            *(["" if one["exact"] is None else f"{one['exact']:.1%}"] if written else []),
+        ]
+        for one in found
+    ]
+    return aligned([head + ["exact"] * written, *rows])
+
+
+def draw(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
+    """Validation bits and exact targets of each run by step and by time, as one PNG, whole or not at all."""
+    from .._utils import plots
+
+    plt = plots.pyplot()
+    labels = {"validation_bits": "validation bits", "validation_exact": "targets written exactly"}
+    labels = {name: label for name, label in labels.items() if any(_scored(rows, name) for rows in curves.values())}
+    count = max(1, len(labels))
+    figure, panels = plt.subplots(
+        count, 2, figsize=(11, 4.2 * count), layout="constrained", sharey="row", sharex="col", squeeze=False
+    )
+    for line, (value, label) in zip(panels, labels.items(), strict=False):
+        for panel, column in zip(line, ("step", "elapsed"), strict=True):
+            for name, rows in curves.items():
+                scored = _scored(rows, value)
+                panel.plot([row[column] for row in scored], [row[value] for row in scored], "o-", ms=3, label=name)
+            panel.grid(alpha=0.3)
+        line[0].set(ylabel=label)
+    for panel, label in zip(panels[-1], ("step", "seconds"), strict=True):
+        panel.set(xlabel=label)
+    panels[0, 0].legend(fontsize=8)
+    plots.save(plt, figure, path)
+
+
+def _scored(rows: list[dict[str, float]], name: str) -> list[dict[str, float]]:
+    """The rows that have such a figure."""
+    return [row for row in rows if not math.isnan(row[name])]

@@ -1,0 +1,253 @@
+"""``longspan eval``: bits per dimension, byte, token or label of a trained model, exact targets and accuracy."""
+
+import json
+import math
+
+from .._utils import signals
+from .generate import HELP
+from .parser import BEAMS, Parser, make, natural_int, number, positive_int
+
+MEMORY = "--batch, --beams or --length"
+
+
+def parser() -> Parser:
+    parser = make(
+        "eval",
+        "Bits per dimension (images), byte (text) or token (pairs) of a trained model on a held-out split: of examples "
+        "by themselves, or of a text from beginning to end, with a state carried along or a window that slides; of a "
+        "model of pairs also the part of the targets that it writes exactly, and of a classifier its accuracy.",
+        "longspan eval runs/digits",
+        "longspan eval mnist --data mnist:FOLDER --stepwise",
+        "longspan eval runs/digits --split validation --stepwise 20 --json",
+        "longspan eval runs/xl --stream",
+        "longspan eval runs/xl --stream --sliding 1 --examples 32",
+        "longspan eval runs/dates --beams 4",
+        "longspan eval runs/labels --data labels:FOLDER",
+    )
+    parser.add_argument("folder", type=str, help=HELP)
+    parser.add_argument(
+        "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER or text:FILE"
+    )
+    parser.add_argument("--split", type=str, default="test", help="train, validation or test")
+    parser.add_argument(
+        "--batch",
+        type=positive_int(1_000_000),
+        default=None,
+        help="examples per call, else up to 64; changes speed and memory only, except "
+        "that with --stream and --sliding it is how many stretches of the text are read",
+    )
+    parser.add_argument(
+        "--stepwise",
+        nargs="?",
+        type=natural_int(),
+        const=100,
+        default=0,
+        metavar="N",
+        help="also score N examples (100 without a number) token by token, as an RNN, and print the largest difference",
+    )
+    parser.add_argument(
+        "--beams",
+        type=natural_int(BEAMS),
+        default=0,
+        help="pairs: count the targets that a search with so many beams writes, too",
+    )
+    parser.add_argument(
+        "--length_penalty", type=number(1000.0), default=0.0, help="of that search: larger ones favour longer targets"
+    )
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="carry the state along the text from window to window, as training with run.stream does, so that each "
+        "token is computed once; prints tokens per second, too",
+    )
+    parser.add_argument(
+        "--sliding",
+        type=natural_int(),
+        default=0,
+        metavar="STRIDE",
+        help="move a window of the run's length along the text by so many tokens, which alone count, computed anew "
+        "each time; beside --stream, of the same tokens, with the ratio of the speeds",
+    )
+    parser.add_argument(
+        "--examples",
+        type=natural_int(),
+        default=0,
+        metavar="N",
+        help="about so many examples or windows, evenly spaced; 0: all",
+    )
+    parser.add_argument(
+        "--length", type=natural_int(), default=0, metavar="N", help="tokens of a window of a text; 0: the run's"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    return parser
+
+
+def run(args) -> int:
+    from ..ops.buffers import reuse_pages
+    from ..train.evaluate import default_batch_size
+    from . import targets, trained
+
+    if args.stepwise and (args.stream or args.sliding):
+        raise ValueError("--stepwise scores examples by themselves, so it does not go with --stream and --sliding")
+    targets.check_search(args)
+    model, name, length = trained.model(args.folder, args.data, *trained.WRITERS, "encoder")
+    pairs, labels = trained.kind(name) == trained.PAIRS, trained.kind(name) == trained.LABELS
+    if labels:
+        alone = {"stepwise": 0, "stream": False, "sliding": 0, "beams": 0}
+        targets.refuse(args, alone, "is for models that write tokens, and a classifier writes none")
+    elif pairs:
+        targets.refuse(args, {"stepwise": 0}, "is for a decoder; models of pairs write token by token anyway")
+        targets.refuse(args, {"stream": False, "sliding": 0, "length": 0}, "is for a text; pairs are read one by one")
+    else:
+        targets.refuse(args, {"beams": 0}, f"is for pairs; {name} has no targets to be written")
+    data = trained.dataset(model, name, args.length or length)
+    reuse_pages()
+    if labels:
+        return _classified(args, model, data)
+    if pairs:
+        targets.measure(model, data, args)
+        return 0
+    if args.stream or args.sliding:
+        return _along(args, model, data)
+    result = _bits(model, data, args.split, args.batch or default_batch_size(data.length), args.examples)
+    if args.stepwise:
+        result["stepwise"] = _stepwise(model, data, args.split, args.stepwise)
+    if args.json:
+        print(json.dumps({"folder": args.folder, **result}, indent=2))
+        return 0
+    print(f"{result['bits']:.4f} bits/{data.unit} on {result['examples']} examples of {data.name}, {args.split}")
+    if step := result.get("stepwise"):
+        print(
+            f"stepwise: {step['largest_difference']:.1e} nats at most between one pass and {data.length} steps, "
+            f"of {step['mean']:.1f} nats on average ({step['examples']} examples)"
+        )
+    return 0
+
+
+def _along(args, model, data) -> int:
+    """Bits and speed along a text, by states, by sliding windows, or by both on the same tokens."""
+    import time
+
+    from .._utils.progress import track
+    from ..train import streaming_eval
+
+    rows = args.batch or streaming_eval.rows(data, args.split, args.examples)
+    ways: dict = {"stream": lambda: streaming_eval.carried(model, data, args.split, rows, args.examples, track=track)}
+    ways["sliding"] = lambda: streaming_eval.sliding(
+        model, data, args.split, args.sliding, rows, args.examples, track=track
+    )
+    result = {"folder": args.folder, "data": data.name, "split": args.split, "length": data.length, "rows": rows}
+    result |= {"unit": data.unit, "stride": args.sliding} if args.sliding else {"unit": data.unit}
+    for way, asked in (("stream", args.stream), ("sliding", args.sliding)):
+        if asked:
+            begin = time.perf_counter()
+            nats, tokens = ways[way]().tolist()
+            seconds = time.perf_counter() - begin
+            bits = nats / tokens / math.log(2)
+            result[way] = {"bits": bits, "tokens": int(tokens), "seconds": seconds}
+            result[way]["tokens_per_second"] = tokens / seconds
+    if args.stream and args.sliding:
+        result["ratio"] = result["stream"]["tokens_per_second"] / result["sliding"]["tokens_per_second"]
+    if args.json:
+        print(json.dumps(result, indent=2))
+        return 0
+    said = {"stream": "states carried", "sliding": f"a window of {data.length} sliding by {args.sliding}"}
+    print(f"{data.name}, {args.split}, in {rows} stretches:")
+    for way, words in said.items():
+        if way in result:
+            one = result[way]
+            print(
+                f"  {words}: {one['bits']:.4f} bits/{data.unit} on {one['tokens']:,} tokens, "
+                f"{one['tokens_per_second']:,.0f} tokens per second"
+            )
+    if "ratio" in result:
+        print(f"  with states {result['ratio']:.3g} times as many tokens per second")
+    return 0
+
+
+def _classified(args, model, data) -> int:
+    """Accuracy and bits per label of a classifier."""
+    import torch
+
+    from .._utils.progress import track
+    from ..train.evaluate import classified, default_batch_size
+
+    count = min(args.examples or data.count(args.split), data.count(args.split))
+    parts, sums = -(-count // (args.batch or default_batch_size(data.length))), []
+    try:
+        for i in track(range(parts), parts, "batches"):
+            sums.append(
+                classified(
+                    model, data, args.split, args.batch or default_batch_size(data.length), args.examples, i, parts
+                )
+            )
+    except KeyboardInterrupt as error:
+        if not sums:
+            raise
+        _, right, seen = torch.stack(sums).sum(0).tolist()
+        said = f"interrupted: {right / seen:.2%} accuracy on {int(seen)} of {count} examples, evenly spaced"
+        raise signals.told(error, said) from error
+    nats, right, _ = torch.stack(sums).sum(0).tolist()
+    result = {"data": data.name, "split": args.split, "examples": count, "accuracy": right / count}
+    result |= {"bits": nats / count / math.log(2), "unit": data.unit}
+    if args.json:
+        print(json.dumps({"folder": args.folder, **result}, indent=2))
+        return 0
+    where = f"{count} examples of {data.name}, {args.split}"
+    print(f"{result['accuracy']:.2%} accuracy, {result['bits']:.4f} bits/{data.unit} on {where}")
+    return 0
+
+
+def _bits(model, data, split: str, batch: int, examples: int = 0) -> dict:
+    from .._utils.progress import track
+    from ..train.evaluate import total
+
+    count = data.count(split)
+    if not count:
+        raise ValueError(f"{split} of {data.name} has no examples")
+    chosen = min(examples or count, count)
+    parts = -(-chosen // batch)
+    sums: list[list[float]] = []
+    try:
+        # Every parts-th example from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
+        for i in track(range(parts), parts, "batches"):
+            sums.append(total(model, data, split, batch, examples, i, parts).tolist())
+    except KeyboardInterrupt as error:
+        if not sums:
+            raise
+        bits, tokens = _mean(sums)
+        seen = f"{int(tokens) // data.length} of {chosen} examples, evenly spaced"
+        raise signals.told(error, f"interrupted: {bits:.4f} bits/{data.unit} on {seen}") from error
+    bits, tokens = _mean(sums)
+    return {
+        "data": data.name,
+        "split": split,
+        "examples": chosen,
+        "tokens": int(tokens),
+        "bits": bits,
+        "unit": data.unit,
+    }
+
+
+def _mean(sums: list[list[float]]) -> tuple[float, float]:
+    """Bits per token of pairs (nats, tokens), and all their tokens."""
+    nats, tokens = (math.fsum(column) for column in zip(*sums, strict=True))
+    return nats / tokens / math.log(2), tokens
+
+
+def _stepwise(model, data, split: str, examples: int) -> dict:
+    import torch
+
+    from .._utils.progress import track
+    from ..generation.sampling import log_likelihood
+
+    count = data.count(split)
+    chosen = min(examples, count)
+    parts = (torch.arange(chosen) * count).div(chosen, rounding_mode="floor").split(25)
+    nats, worst = 0.0, 0.0
+    for indices in track(parts, len(parts), "stepwise"):
+        tokens = data.take(split, indices)
+        whole = log_likelihood(model, tokens)
+        worst = max(worst, (whole - log_likelihood(model, tokens, chunk=1)).abs().max().item())
+        nats -= whole.sum().item()
+    return {"examples": chosen, "largest_difference": worst, "mean": nats / chosen}

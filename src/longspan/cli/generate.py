@@ -1,0 +1,238 @@
+"""``longspan generate``: pictures, text or targets from a trained model."""
+
+import codecs
+import math
+import sys
+import time
+from pathlib import Path
+
+from .._utils import signals
+from .parser import BEAMS, SEEDS, Parser, make, natural_int, number, positive_int
+
+HELP = "a training run (its best checkpoint), a checkpoint, or a model that comes with longspan: mnist, text"
+MEMORY = "--count, --beams or --tokens"
+
+
+def parser() -> Parser:
+    parser = make(
+        "generate",
+        "Pictures, text or the targets of sources from a trained model, one step per token. Images go into a PNG; text "
+        "streams to stdout; a model of pairs writes a line for each source, greedily unless --temperature is given. "
+        "The models mnist and text come with longspan; completing images needs the data: a download, or "
+        "--data mnist:FOLDER.",
+        "longspan generate mnist",
+        "longspan generate mnist --complete test --top 0.5 --count 16",
+        'longspan generate text --prompt "The prince " --temperature 0.7',
+        "longspan generate runs/digits --out samples.png --count 64",
+        'longspan generate runs/text --prompt "def " --tokens 500 --temperature 0.8',
+        'longspan generate runs/dates --source "3rd of March, 2021" --beams 4 --n-best 2',
+        "longspan generate runs/dates --sources FILE",
+    )
+    parser.add_argument("folder", type=str, help=HELP)
+    parser.add_argument(
+        "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER"
+    )
+    parser.add_argument("--out", type=str, default="", help="images: the PNG file (samples.png)")
+    parser.add_argument("--count", type=positive_int(100_000), default=64, help="images: how many")
+    parser.add_argument(
+        "--seed", type=natural_int(SEEDS), default=0, help="of the draws; the same seed gives the same samples"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=number(1e6),
+        default=None,
+        help="sharper below 1, flatter above; 0: the mode; otherwise 1, and 0 for the target of a source",
+    )
+    parser.add_argument("--top_k", type=natural_int(), default=0, help="keep the k likeliest tokens; 0: all")
+    parser.add_argument(
+        "--top_p", type=number(1.0), default=1.0, help="keep the likeliest tokens that reach this mass; 1: all"
+    )
+    parser.add_argument(
+        "--complete",
+        type=str,
+        default="",
+        metavar="SPLIT",
+        help="images: complete examples of this split; the PNG shows what was given, its completion and the original",
+    )
+    parser.add_argument(
+        "--top", type=number(1.0), default=0.5, help="with --complete: the part of each image that is given"
+    )
+    parser.add_argument("--prompt", type=str, default="", help="text: how it begins")
+    parser.add_argument(
+        "--tokens",
+        type=natural_int(),
+        default=0,
+        help="text: bytes to add; 0: 256, or as many as the model has room for; pairs: the most that a target may "
+        "have; 0: as in training",
+    )
+    parser.add_argument("--source", type=str, default=None, help="pairs: a source, whose target is written")
+    parser.add_argument(
+        "--sources", type=str, default="", metavar="FILE", help="pairs: a file with a source in each line"
+    )
+    parser.add_argument(
+        "--beams",
+        type=natural_int(BEAMS),
+        default=0,
+        help="text, pairs: search for the likeliest with so many beams, and draw nothing; 0: no search",
+    )
+    parser.add_argument(
+        "--n_best",
+        type=positive_int(BEAMS),
+        default=1,
+        help="with --beams: write so many of the best, each after its score (log-probability in nats, over the length "
+        "penalty) and a tab",
+    )
+    parser.add_argument(
+        "--length_penalty",
+        type=number(1000.0),
+        default=0.0,
+        help="with --beams: 0 compares by probability, larger ones favour longer sequences (1609.08144, eq. 14)",
+    )
+    return parser
+
+
+def run(args) -> int:
+    from . import targets, trained
+
+    model, name, length = trained.model(args.folder, args.data)
+    if trained.kind(name) == trained.PAIRS:
+        targets.write(model, name, length, args)
+        return 0
+    targets.refuse(args, targets.SOURCES, f"is for a model of pairs; {args.folder} holds a decoder, which reads none")
+    temperature = 1.0 if args.temperature is None else args.temperature
+    options = {"temperature": temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    shape = trained.shape(model, name)
+    if not shape.grid:
+        targets.check_beams(args)
+        _text(model, args, options)
+        return 0
+    targets.refuse(args, targets.SEARCH, f"is for text and pairs; {name} has images, which are drawn")
+    if args.prompt or args.tokens:
+        raise ValueError(f"--prompt and --tokens are for text; {name} has images, see --complete")
+    _images(model, args, options, trained.dataset(model, name, length) if args.complete else shape)
+    return 0
+
+
+def _images(model, args, options, data) -> None:
+    import torch
+
+    from .._utils import png
+    from ..generation.sampling import generate
+
+    path = Path(args.out or "samples.png")
+    png.check(path)
+    begin = time.perf_counter()
+    if not args.complete:
+        tokens = _drawn(
+            generate(model, batch=args.count, max_new_tokens=data.length, **options, stream=True),
+            data.length,
+            path,
+            data,
+        )
+        speed = args.count / (time.perf_counter() - begin)
+        png.save(path, data.picture(tokens))
+        print(f"{path}: {args.count} samples, {speed:.3g} images/s")
+        return
+    originals, known = _examples(args, data)
+    prompt, hidden = originals[:, :known], torch.full_like(originals[:, known:], data.vocab // 2)
+    begin = time.perf_counter()
+    drawn = generate(model, prompt, max_new_tokens=hidden.shape[1], **options, stream=True)
+    tokens = torch.cat([prompt, _drawn(drawn, hidden.shape[1], path, data, prompt)], 1)
+    speed = args.count / (time.perf_counter() - begin)
+    # What was not given is shown in a middle grey.
+    shown = (torch.cat([prompt, hidden], 1), tokens, originals)
+    columns = 3 * math.ceil((args.count / 3) ** 0.5)
+    png.save(path, data.picture(torch.stack(shown, 1).flatten(0, 1)), columns=columns)
+    print(f"{path}: {args.count} images, each as it was given, completed, and as it was; {speed:.3g} images/s")
+
+
+def _drawn(steps, count: int, path: Path, data, prompt=None):
+    """The tokens (B,count) that ``steps`` yields one by one.
+
+    Raises Interrupted, having saved what was drawn until then after ``prompt``, the rest in a middle grey.
+    """
+    import torch
+
+    from .._utils import png
+    from .._utils.progress import track
+
+    found: list[torch.Tensor] = []
+    try:
+        found += track(steps, count, "tokens")
+    except KeyboardInterrupt as error:
+        if not found:
+            raise
+        partial = path.with_stem(f"{path.stem}.partial")
+        rest = torch.full((len(found[0]), count - len(found)), data.vocab // 2)
+        parts = [*([] if prompt is None else [prompt]), torch.stack(found, 1), rest]
+        png.save(partial, data.picture(torch.cat(parts, 1)))
+        said = f"interrupted: {len(found)} of {count} pixels of each of {len(rest)} images are in {partial}"
+        raise signals.told(error, said) from error
+    return torch.stack(found, 1)
+
+
+def _examples(args, data):
+    """-> evenly spaced examples of a split (count, length), and how many tokens of each are given."""
+    import torch
+
+    if not 0 < args.top < 1:
+        raise ValueError(f"--top={args.top} must lie between 0 and 1: the part of each image that is given")
+    if args.count > (count := data.count(args.complete)):
+        raise ValueError(f"--count={args.count}: {args.complete} of {data.name} has {count} examples")
+    height = data.grid[0]
+    rows = min(max(round(args.top * height), 1), height - 1)
+    chosen = (torch.arange(args.count) * count).div(args.count, rounding_mode="floor")
+    return data.take(args.complete, chosen), rows * data.length // height
+
+
+def _text(model, args, options) -> None:
+    import torch
+
+    from ..generation.sampling import generate
+
+    if args.complete or args.out:
+        raise ValueError("--complete and --out are for images; text continues a --prompt and goes to stdout")
+    data = args.prompt.encode("utf-8", "surrogateescape")
+    config = model.config
+    room = config.length - len(data) if config.positions == "learned" else None
+    steps = args.tokens or (256 if room is None else min(256, max(room, 1)))
+    if room is not None and steps > room:
+        raise ValueError(
+            f"a prompt of {len(data)} bytes and {steps} more exceed the model's {config.length} learned positions; "
+            "shorten one of them, or train with other positions"
+        )
+    prompt = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()[None] if data else None
+    if args.beams:
+        _searched(model, torch.zeros(1, 0, dtype=torch.long) if prompt is None else prompt, steps, args)
+        return
+    # Bytes that are no UTF-8 are shown as replacement characters; a character's bytes come in several steps.
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    tokens = generate(model, prompt, max_new_tokens=steps, **options, stream=True)
+    _write(decoder.decode(data))
+    done = 0
+    try:
+        for token in tokens:
+            done += 1
+            _write(decoder.decode(bytes(token.tolist())))
+    except KeyboardInterrupt as error:
+        # So that what is said on stderr begins a line of its own.
+        _write(decoder.decode(b"", final=True) + "\n")
+        raise signals.told(error, f"interrupted: {done} of {steps} bytes were written") from error
+    _write(decoder.decode(b"", final=True) + "\n")
+
+
+def _searched(model, prompt, steps: int, args) -> None:
+    """The likeliest continuations that a beam search finds, the prompt before each; several with their scores."""
+    from ..generation.beam_search import beam_search
+
+    search = {"beams": args.beams, "best": args.n_best, "length_penalty": args.length_penalty}
+    found = beam_search(model, prompt, max_new_tokens=steps, **search)
+    for tokens, score in zip(found.tokens[0].tolist(), found.scores[0].tolist(), strict=True):
+        text = bytes([*prompt[0].tolist(), *tokens]).decode("utf-8", "replace")
+        _write(f"{score:.4f}\t" * (args.n_best > 1) + text + "\n")
+
+
+def _write(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()

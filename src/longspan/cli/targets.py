@@ -1,0 +1,167 @@
+"""What ``eval`` and ``generate`` do with a model of pairs, and what beams write."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from .._utils import atomic_io, signals
+from ..data import pairs
+from .parser import kebab
+
+BATCH = 32  # sources whose targets are written together
+DRAWS = {"temperature": None, "top_k": 0, "top_p": 1.0, "seed": 0}
+IMAGES = {"out": "", "count": 64, "complete": "", "top": 0.5}
+TEXT = {"prompt": ""}
+SEARCH = {"beams": 0, "n_best": 1, "length_penalty": 0.0}
+SOURCES = {"source": None, "sources": ""}
+
+
+def refuse(args: Any, options: dict[str, Any], why: str) -> None:
+    """Raise ValueError where one of these options is not as it is when nothing is said."""
+    for name, default in options.items():
+        if getattr(args, name) != default:
+            raise ValueError(f"--{kebab(name)} {why}")
+
+
+def check_search(args: Any) -> None:
+    """Raise ValueError for options of a beam search that do not fit one another."""
+    if not args.beams:
+        searching = {name: default for name, default in SEARCH.items() if name != "beams" and hasattr(args, name)}
+        refuse(args, searching, "belongs to a beam search; say --beams N")
+
+
+def check_beams(args: Any) -> None:
+    """Raise ValueError for options that do not fit a beam search that writes targets or text."""
+    check_search(args)
+    if not args.beams:
+        return
+    refuse(args, DRAWS, "belongs to drawing, and --beams draws nothing: it searches for the likeliest")
+    if args.n_best > args.beams:
+        raise ValueError(f"--n-best={args.n_best} of --beams={args.beams}: a beam has at most as many as it follows")
+
+
+def write(model: Any, name: str, length: int, args: Any) -> None:
+    """``generate``: the target of each source, a line each; with --n-best the score in nats and a tab before each."""
+    refuse(args, IMAGES, "is for images; this model writes the target of a --source")
+    refuse(args, TEXT, "is for text; this model writes the target of a --source")
+    check_beams(args)
+    numbers = pairs.of_numbers(name)
+    found = _sources(args, numbers)
+    config = model.config
+    steps = args.tokens or length or pairs.MOST
+    if config.positions == "learned":
+        steps = min(steps, config.length) if not args.tokens else steps
+        for words, tokens in found:
+            if len(tokens) > config.length:
+                raise ValueError(
+                    f"the source {words[:40]!r} has {len(tokens)} tokens; this model has {config.length} learned "
+                    "positions"
+                )
+    done = 0
+    try:
+        for done in range(0, len(found), BATCH):
+            some = [tokens for _, tokens in found[done : done + BATCH]]
+            for line in _targets(model, some, steps, numbers, args, args.seed + done):
+                print(line, flush=True)
+    except KeyboardInterrupt as error:
+        raise signals.told(error, f"interrupted: the targets of {done} of {len(found)} sources are written") from error
+
+
+def _sources(args: Any, numbers: bool) -> list[tuple[str, list[int]]]:
+    """The sources that were asked for, in words and in tokens."""
+    if (args.source is None) == (not args.sources):
+        raise ValueError('this model writes the target of a source: give --source "..." or --sources FILE')
+    lines = [args.source]
+    if args.sources:
+        path = Path(args.sources)
+        try:
+            lines = atomic_io.without_mark(atomic_io.read(path)).decode("utf-8", "surrogateescape").split("\n")
+        except OSError as error:
+            raise ValueError(f"--sources: cannot read {path}: {error.strerror}") from error
+        lines = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]
+    for number, line in enumerate(lines, 1):
+        where = f"line {number} of {args.sources}" if args.sources else "--source"
+        if not line:
+            raise ValueError(f"{where} is empty; a target has something to be made from")
+        if "\t" in line and not numbers:
+            raise ValueError(f"{where} has a tab, which no source has; give sources alone, one a line")
+    return [(line, pairs.encode(line, numbers)) for line in lines]
+
+
+def _targets(model: Any, sources: list[list[int]], steps: int, numbers: bool, args: Any, seed: int) -> list[str]:
+
+    from ..generation.beam_search import beam_search
+    from ..generation.sampling import generate
+
+    source, mask = pairs.padded(sources)
+    stop = model.config.vocab - 1
+    given = {"source": source, "source_mask": mask, "max_new_tokens": steps, "stop": stop}
+    if args.beams:
+        found = beam_search(model, **given, beams=args.beams, best=args.n_best, length_penalty=args.length_penalty)
+        rows = found.tokens.flatten(0, 1).tolist()
+        scores = [f"{score:.4f}\t" * (args.n_best > 1) for score in found.scores.flatten().tolist()]
+    else:
+        drawn = {"temperature": args.temperature or 0.0, "top_k": args.top_k, "top_p": args.top_p, "seed": seed}
+        rows = generate(model, **given, **drawn).tolist()
+        scores = [""] * len(rows)
+    return [score + _words(row, stop, numbers) for score, row in zip(scores, rows, strict=True)]
+
+
+def _words(row: list[int], stop: int, numbers: bool) -> str:
+    """A target up to its stop token, on one line."""
+    kept = list(itertools.takewhile(lambda token: token != stop, row))
+    return pairs.decode(kept, numbers).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+
+def measure(model: Any, data: Any, args: Any) -> None:
+    """``eval``: bits per token, and how many targets are written exactly, greedily and with --beams by these too."""
+    from ..train.evaluate import default_batch_size
+
+    count = min(args.examples or data.count(args.split), data.count(args.split))
+    batch = args.batch or default_batch_size(data.length)
+    nats, tokens, exact, _ = _sums(model, data, args, batch, 0)
+    result = {
+        "data": data.name,
+        "split": args.split,
+        "examples": count,
+        "tokens": int(tokens),
+        "bits": nats / tokens / math.log(2),
+        "unit": data.unit,
+        "exact": exact / count,
+    }
+    if args.beams:
+        result["beams"] = args.beams
+        result["length_penalty"] = args.length_penalty
+        result["exact_beams"] = _sums(model, data, args, batch, args.beams)[2] / count
+    if args.json:
+        print(json.dumps({"folder": args.folder, **result}, indent=2))
+        return
+    print(f"{result['bits']:.4f} bits/{data.unit} on {count} examples of {data.name}, {args.split}")
+    beams = f", {result['exact_beams']:.2%} by {args.beams} beams" if args.beams else ""
+    print(f"exact: {result['exact']:.2%} by greedy decoding{beams}")
+
+
+def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[float]:
+    """Nats, tokens, exact targets and pairs of a split.
+
+    Raises Interrupted, with what was found until then.
+    """
+    from .._utils.progress import track
+    from ..train.evaluate import evaluate_seq2seq
+
+    count = min(args.examples or data.count(args.split), data.count(args.split))
+    parts, sums = -(-count // batch), []
+    options = {"beams": beams, "length_penalty": args.length_penalty}
+    try:
+        # Every parts-th pair from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
+        for i in track(range(parts), parts, f"{beams} beams" if beams else "batches"):
+            sums.append(evaluate_seq2seq(model, data, args.split, batch, args.examples, i, parts, **options).tolist())
+    except KeyboardInterrupt as error:
+        if not sums:
+            raise
+        _, _, exact, seen = map(math.fsum, zip(*sums, strict=True))
+        said = f"interrupted: {exact / seen:.2%} exact on {int(seen)} of {count} examples"
+        raise signals.told(error, f"{said}, evenly spaced") from error
+    return [math.fsum(column) for column in zip(*sums, strict=True)]

@@ -1,0 +1,356 @@
+"""Byte text, one model of each family beside an LSTM: what equal numbers of weights learn in equal time, and hold."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import data
+from .._utils import spec
+from .._utils.tables import Table
+from ..data import Dataset
+from ..data.order import batch_indices
+from ..ops.buffers import reuse_pages
+from ..train import TrainConfig, objectives, streaming_eval
+from ..train.evaluate import default_batch_size, total
+from . import families, published
+from .experiment import (
+    DEVICES,
+    Buildable,
+    Experiment,
+    Place,
+    Result,
+    Row,
+    at_least,
+    check_device,
+    drawing,
+    generator,
+    setting,
+)
+from .families import FAMILIES, Model, Size
+from .learning import finite
+
+BUDGETS = {"seconds": "each model trains for the same time", "steps": "for the same number of steps"}
+
+
+@dataclass(frozen=True)
+class Settings(Buildable):
+    """How large the experiment is; the defaults are those of a laptop."""
+
+    data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
+    models: str = setting("; ".join(FAMILIES), "models, separated by semicolons")
+    length: int = setting(256, "bytes of an example, and of a segment of the model with a memory")
+    window: int = setting(64, "tokens that the local window sees")
+    dim: int = setting(96, "width of the models; the feed-forward networks make them equally large")
+    depth: int = setting(4, "blocks")
+    heads: int = setting(4, "heads of each attention")
+    layers: int = setting(2, "layers of the LSTM, whose width makes it as large as the others")
+    budget: str = setting("seconds", "what is equal for all of them: seconds | steps")
+    seconds: float = setting(45.0, "of training for each model, with --budget seconds, evaluations not counted")
+    steps: int = setting(500, "of training for each model, with --budget steps")
+    batch: int = setting(8, "examples of a training step")
+    learning_rate: float = setting(3e-3, "the highest learning rate; a cosine over the budget, down to 0")
+    warmup: int = setting(20, "steps in which the learning rate rises")
+    looks: int = setting(10, "evaluations on validation text, evenly spaced over the budget")
+    evaluate_examples: int = setting(64, "validation examples of such a look; 0: all")
+    tests: int = setting(512, "test examples at the end; 0: all")
+    context: int = setting(1000, "bytes before those whose generation is timed, and after which states are weighed")
+    tokens: int = setting(100, "bytes of a timed generation")
+    batches: tuple[int, ...] = setting((1, 16), "texts generated at once")
+    rounds: int = setting(3, "rounds of each timing")
+    device: str = setting("cpu", "cpu or cuda")
+    seed: int = setting(0, "of weights and order of the examples")
+
+    def __post_init__(self):
+        at_least(0, evaluate_examples=self.evaluate_examples, tests=self.tests, warmup=self.warmup)
+        for name in ("layers", "steps", "batch", "looks", "context", "tokens", "batches", "rounds"):
+            at_least(1, **{name: getattr(self, name)})
+        if self.data.partition(":")[0] != "text":
+            raise ValueError(f"data={self.data}: the models read bytes of a text, text:stdlib or text:PATH")
+        spec.known(self.budget, BUDGETS, "budget")
+        spec.known(self.device, DEVICES, "device")
+        for name in ("seconds", "learning_rate"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+        for name in self.names():
+            spec.known(name, FAMILIES, "model")
+
+    def buildable(self) -> None:
+        """See the base."""
+        # Of equal blocks, one tells of all.
+        for name in {*self.names(), families.REFERENCE} - {families.LSTM_NAME}:
+            depth = self.depth if len(spec.split(FAMILIES[name].attention)) > 1 else 1
+            families.config(name, self.size()._replace(depth=depth))
+
+    def names(self) -> list[str]:
+        """The models, in the order in which they are trained."""
+        return spec.split(self.models)
+
+    def size(self) -> Size:
+        """What the models have in common."""
+        return Size(self.dim, self.depth, self.heads, self.layers, self.window, self.length)
+
+    def part(self, step: int, seconds: float) -> float:
+        """The part of the budget that is spent, from 0."""
+        return step / self.steps if self.budget == "steps" else seconds / self.seconds
+
+    def rate(self, step: int, part: float) -> float:
+        """The learning rate of step number ``step``, counted from 0, when this part of the budget is spent."""
+        rise = min(1.0, (step + 1) / max(1, self.warmup))
+        return self.learning_rate * rise * (1 + math.cos(math.pi * min(1.0, part))) / 2
+
+
+QUICK = Settings(
+    models="softmax; transformer_xl; gla; lstm",
+    length=16,
+    window=4,
+    dim=8,
+    depth=1,
+    heads=2,
+    layers=1,
+    budget="steps",
+    steps=4,
+    batch=2,
+    warmup=1,
+    looks=2,
+    evaluate_examples=4,
+    tests=20,
+    context=9,
+    tokens=3,
+    batches=(1, 2),
+    rounds=1,
+)
+
+# Half an hour of one GPU for each. enwik8, of which the published figures are, is a text of one's own: text:FILE.
+GPU = Settings(
+    length=1024,
+    window=256,
+    dim=512,
+    depth=8,
+    heads=8,
+    seconds=1800.0,
+    batch=32,
+    learning_rate=1e-3,
+    warmup=200,
+    looks=20,
+    evaluate_examples=256,
+    tests=0,
+    context=4000,
+    tokens=500,
+    batches=(1, 64),
+    device="cuda",
+)
+
+
+def points(settings: Settings) -> list[Row]:
+    """The models. Raises ValueError without a GPU that is asked for."""
+    check_device(settings.device)
+    return [{"model": name} for name in settings.names()]
+
+
+def measure(settings: Settings, point: Row, place: Place) -> Row:
+    """Train one model, or go on with what an interruption left, test it, and let it generate.
+
+    -> ``attention``, ``parameters``; ``steps``, ``seconds`` of training and ``processor``, the seconds of all cores in
+    them; ``curve``: [steps made, seconds, validation bits per byte]; ``test``: bits per byte with the last weights;
+    ``training``: bytes per second; ``generation``: batch -> bytes per second; ``state``: bytes of that of one text.
+    The model that reads the text in its order is tested so, with its state carried along; the others by examples.
+    """
+    name = point["model"]
+    reuse_pages()  # as training and generation do
+    dataset = data.load(settings.data, settings.length)
+    model = born(settings, name).to(settings.device)
+    kept = train(settings, name, model, dataset, place)
+    bits = held_out(settings, name, model, dataset, "test", settings.tests)
+    model.eval()
+    prompt = torch.randint(families.VOCAB, (1, settings.context), generator=generator(settings.seed, "prompt"))
+    prompt = prompt.to(settings.device)
+    speeds = {
+        str(batch): families.speed(model, prompt.expand(batch, -1).contiguous(), settings.tokens, settings.rounds)
+        for batch in settings.batches
+    }
+    return {
+        "attention": FAMILIES[name].attention.format(window=settings.window, length=settings.length),
+        "parameters": families.parameters(model),
+        "steps": kept["step"],
+        "seconds": round(kept["seconds"], 2),
+        "processor": round(kept["processor"], 2),
+        "curve": kept["curve"],
+        "test": round(bits, 5),
+        "training": round(kept["step"] * settings.batch * settings.length / kept["seconds"], 1),
+        "generation": {batch: round(rate, 1) for batch, rate in speeds.items()},
+        "state": families.state_bytes(model, prompt),
+    }
+
+
+def born(settings: Settings, name: str) -> Model:
+    """A model before its training, the same for the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(settings.seed, "weights").initial_seed())
+        return families.build(name, settings.size())
+
+
+class Reader:
+    """The loss of a model on one step's batch; with a state that goes from step to step where a text is read so."""
+
+    def __init__(self, settings: Settings, name: str, model: Model, dataset: Dataset):
+        self.settings, self.model, self.dataset = settings, model, dataset
+        run = TrainConfig(
+            data=settings.data, length=settings.length, batch=settings.batch, seed=settings.seed, stream=True
+        )
+        self.stream = objectives.Streams(run, dataset) if FAMILIES[name].stream else None
+
+    def loss(self, step: int) -> torch.Tensor:
+        """Mean nats per byte of batch number ``step``."""
+        if self.stream is not None:
+            decoder: Any = self.model
+            stretch = self.stream.batch(step, 0, 1)
+            kind: Any = type(stretch)
+            batch = kind(*(None if part is None else part.to(decoder.device) for part in stretch))
+            return self.stream.loss(decoder, batch).total
+        chosen = batch_indices(self.dataset.count("train"), self.settings.seed, step, self.settings.batch)
+        tokens = self.dataset.take("train", chosen).to(self.model.device)
+        outputs, _ = self.model(self.model.shift(tokens))
+        return -self.model.likelihood.log_prob(outputs, tokens).mean()
+
+    def kept(self) -> dict[str, Any]:
+        """The state that goes on, for a file."""
+        return {} if self.stream is None else self.stream.get_extra_state()
+
+    def go_on(self, kept: dict[str, Any]) -> None:
+        """Take it from there."""
+        if self.stream is not None:
+            self.stream.set_extra_state(kept)
+
+
+def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: Place) -> Row:
+    """Train in place until the budget is spent -> ``step``, ``seconds``, ``processor`` and ``curve``, see ``measure``.
+
+    What there is after each look is kept. Raises ValueError for a loss that is not finite.
+    """
+    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    now: Row = {"step": 0, "seconds": 0.0, "processor": 0.0, "curve": []}
+    reader = Reader(settings, name, model, dataset)
+    if kept := place.load(name):
+        now = {key: kept[key] for key in now}
+        model.load_state_dict(kept["model"])
+        optimiser.load_state_dict(kept["optimiser"])
+        reader.go_on(kept["reader"])
+    else:
+        # What is compiled and allocated at the first call is not part of anybody's time.
+        Reader(settings, name, model, dataset).loss(0).backward()
+    model.train()
+    first = len(now["curve"])
+    for look in place.track(range(first + 1, settings.looks + 1), settings.looks - first, name):
+        while (part := settings.part(now["step"], now["seconds"])) < look / settings.looks:
+            begin, processor = time.perf_counter(), time.process_time()
+            with drawing(settings.seed, name, "step", now["step"]):
+                _step(reader, optimiser, settings.rate(now["step"], part), now["step"])
+            now["step"] += 1
+            now["seconds"] += time.perf_counter() - begin
+            now["processor"] += time.process_time() - processor
+        bits = held_out(settings, name, model, dataset, "validation", settings.evaluate_examples)
+        now["curve"] = [*now["curve"], [now["step"], round(now["seconds"], 2), round(bits, 5)]]
+        weights = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "reader": reader.kept()}
+        place.save(name, now | weights)
+    return now
+
+
+def _step(reader: Reader, optimiser: torch.optim.Optimizer, rate: float, step: int) -> None:
+    optimiser.param_groups[0]["lr"] = rate
+    loss = finite(reader.loss(step), f"at step {step}", "--learning-rate")
+    optimiser.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(reader.model.parameters(), 1.0)
+    optimiser.step()
+
+
+def held_out(settings: Settings, name: str, model: Model, dataset: Dataset, split: str, examples: int) -> float:
+    """Bits per byte of a split, of about ``examples`` windows; 0: all."""
+    if FAMILIES[name].stream:
+        nats = streaming_eval.carried(model, dataset, split, streaming_eval.rows(dataset, split, examples), examples)  # type: ignore
+    else:
+        nats = total(model, dataset, split, default_batch_size(dataset.length), examples)  # type: ignore[arg-type]
+    return float(nats[0] / nats[1]) / math.log(2)
+
+
+def tables(result: Result) -> list[Table]:
+    """What each model reaches and costs; and published bits of larger models on another text."""
+    equal, batches = result["settings"]["budget"], [str(batch) for batch in result["settings"]["batches"]]
+    context = result["settings"]["context"]
+    head = [f"equal {equal}", "test bits per byte", "parameters", "steps", "seconds", "cores busy"]
+    speeds = [f"generated, {batch} at once" for batch in batches]
+    table = [[*head, "bytes per second: trained", *speeds, f"bytes of state after {context:,}"]]
+    for row in sorted(result["rows"], key=lambda row: row["test"]):
+        facts = [f"{row['parameters']:,}", f"{row['steps']:,}", f"{row['seconds']:.1f}"]
+        facts.append(f"{row['processor'] / row['seconds']:.2f}")
+        rates = [f"{rate:,.0f}" for rate in (row["training"], *(row["generation"][batch] for batch in batches))]
+        table.append([row["model"], f"{row['test']:.4f}", *facts, *rates, f"{row['state']:,}"])
+    theirs = [["published, enwik8", "test bits per byte", "parameters", "source"]]
+    for row in published.TEXT:
+        theirs.append([row.name, f"{row.bits:.2f}", f"{row.millions} M", row.source])
+    return [table, theirs]
+
+
+def draw(plt: Any, result: Result) -> Any:
+    """Validation bits by time and by step; test bits by the bytes of the state; how fast each generates."""
+    figure, axes = plt.subplots(2, 2, figsize=(13, 8.5), layout="constrained")
+    by_time, by_step, held, fast = axes.flat
+    colours = plt.get_cmap("tab10").colors
+    rows = {row["model"]: row for row in result["rows"]}
+    for i, (name, row) in enumerate(rows.items()):
+        steps, seconds, bits = zip(*row["curve"], strict=True)
+        look = {"color": colours[i % 10], "linewidth": 1.3, "markersize": 4}
+        by_time.plot(seconds, bits, ".-", label=name, **look)
+        by_step.plot(steps, bits, ".-", label=name, **look)
+        held.plot(row["state"], row["test"], "o", color=colours[i % 10], markersize=7)
+        held.annotate(name, (row["state"], row["test"]), xytext=(6, 4), textcoords="offset points", fontsize=8)
+    by_time.set(title="by time", xlabel="seconds of training", ylabel="validation bits per byte")
+    by_step.set(title="by step", xlabel="training steps", ylabel="validation bits per byte")
+    held.set(title="what is kept of a text", ylabel="test bits per byte", xscale="log")
+    held.set_xlabel(f"bytes of the state after {result['settings']['context']:,} bytes of text")
+    held.margins(x=0.2)
+    order, batches = sorted(rows, key=lambda name: -rows[name]["training"]), result["settings"]["batches"]
+    kinds = {"trained": [rows[name]["training"] for name in order]}
+    kinds |= {f"generated, {b} at once": [rows[name]["generation"][str(b)] for name in order] for b in batches}
+    for i, (label, rates) in enumerate(kinds.items()):
+        fast.plot(rates, range(len(order)), "osD^v"[i % 5], color=f"C{i}", label=label)
+    fast.set_yticks(range(len(order)), order)
+    # Room for the legend below the last.
+    fast.set_ylim(len(order) + 0.2, -0.5)
+    fast.set(title="how fast", xlabel="bytes per second", xscale="log")
+    fast.legend(fontsize=8, loc="lower center", ncols=len(kinds))
+    for axis in (by_time, by_step):
+        axis.legend(fontsize=8)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    equal = "time" if result["settings"]["budget"] == "seconds" else "steps"
+    figure.suptitle(f"byte models of as many weights, trained for equal {equal}", fontsize=10)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    about="byte text by one model of each family and an LSTM, of equal size, in equal time: bits, speed, state",
+    scales={"laptop": Settings(), "gpu": GPU},
+    quick=QUICK,
+    points=points,
+    measure=measure,
+    tables=tables,
+    draw=draw,
+    source=published.TEXT_SOURCE,
+    differs=(
+        "Published models have 40 to 300 million weights and learn 90 million bytes of Wikipedia for days; here each "
+        "has half a million and about a minute, so that no figure compares, and an order found here is that of "
+        "beginnings: it favours what trains fast. All have the same width and number of blocks, one learning rate and "
+        "one optimiser; feed-forward networks are as wide as equal numbers of weights ask for, and the LSTM is wider. "
+        "Equal time is that of the machine named above, so that another machine gives other steps; `--budget steps` "
+        "gives each the same number of steps. Transformer-XL reads the text in its order, in training and in the test, "
+        "and so sees earlier segments; the others see examples by themselves. Generation has random bytes before it, "
+        "`linear` and `softmax` by the decode engine, the others step by step in Python."
+    ),
+    data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data, settings.length).checksum},
+    minutes=18.4,
+)

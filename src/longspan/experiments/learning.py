@@ -1,0 +1,85 @@
+"""A training of a small model on what a seed draws, which goes on where it was stopped."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..train import TrainConfig, rate
+from .experiment import Place, Row, drawing
+
+M = TypeVar("M", bound=nn.Module)
+KEEP = 100  # updates between two looks at the tests, after each of which what there is is kept
+
+
+class Learning(NamedTuple):
+    """One training: ``loss(model, step)`` is that of one update, ``look(model)`` what the curve is to tell.
+
+    What a step draws from PyTorch's own generator depends on ``seed`` and the step.
+    """
+
+    name: str
+    seed: int
+    steps: int
+    rate: float
+    loss: Callable[[Any, int], Tensor]
+    look: Callable[[Any], Any]
+    every: int = 0  # updates between two looks; 0: KEEP
+
+
+def fresh(config: DecoderConfig, seed: int) -> Decoder:
+    """A decoder as ``born`` makes it."""
+    return born(lambda: Decoder(config), seed)
+
+
+def born(make: Callable[[], M], seed: int) -> M:
+    """A model as it is made, the same for the same seed, with PyTorch's own first weights.
+
+    Ours, of deviation 0.02, are made for wider models.
+    """
+    with drawing(seed, "weights"):
+        model = make()
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.reset_parameters()
+    return model
+
+
+def finite(loss: Tensor, where: str, flag: str = "--rate") -> Tensor:
+    """The loss; ValueError where it is not finite, before the weights are lost, too."""
+    if not math.isfinite(value := loss.item()):
+        raise ValueError(f"the loss became {value} {where}; a lower {flag} may help")
+    return loss
+
+
+def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
+    """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``.
+
+    Raises ValueError for a loss that is not finite.
+    """
+    optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
+    run = TrainConfig(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
+    first, curve, every = 0, [], learning.every or KEEP
+    kept = place.load(learning.name)
+    if kept:
+        first, curve = kept["step"], kept["curve"]
+        model.load_state_dict(kept["model"])
+        optimiser.load_state_dict(kept["optimiser"])
+    for step in place.track(range(first, learning.steps), learning.steps - first, learning.name):
+        optimiser.param_groups[0]["lr"] = rate(run, step)
+        optimiser.zero_grad()
+        with drawing(learning.seed, "step", step):
+            finite(learning.loss(model, step), f"at step {step} of {learning.name}").backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        done = step + 1
+        if done % every == 0 or done == learning.steps:
+            with torch.no_grad():
+                curve.append({"step": done, **learning.look(model)})
+            now = {"step": done, "curve": curve, "model": model.state_dict(), "optimiser": optimiser.state_dict()}
+            place.save(learning.name, now)
+    return curve

@@ -1,0 +1,70 @@
+"""A result as text for the screen and as Markdown for a page, made of what its JSON holds and nothing else."""
+
+import shlex
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._utils.tables import aligned
+from .provenance import MISSING
+
+if TYPE_CHECKING:
+    from .experiment import Experiment, Result
+
+
+# key of the JSON, its title, what an empty one means
+FACTS = (("versions", "Versions", ""), ("data", "Data, sha256", "none, the seed makes all of it"))
+
+
+def show(experiment: "Experiment", result: "Result") -> str:
+    """The result as text: its tables, the command, the settings and where it was had."""
+    settings = "; ".join(f"{name} {words(value)}" for name, value in result["settings"].items())
+    notes = [f"Reproduces: {result['source']}.", f"Command: {command(experiment, result)}", f"Settings: {settings}."]
+    commit = {"": "none, outside a checkout", None: MISSING}.get(result.get("commit"), result.get("commit"))
+    notes.append(f"Scale: {result.get('scale', MISSING)}. Commit: {commit}.")
+    notes += [f"{title}: {_facts(result.get(key), empty)}." for key, title, empty in FACTS]
+    notes += [f"Machine: {_facts(machine)}." for machine in result["machines"]]
+    clock = f", {result['clock_seconds']:.0f} s by the clock" if result.get("clock_seconds") else ""
+    notes.append(f"Took {result['cpu_seconds']:.0f} s of processor time{clock}, with longspan {result['longspan']}.")
+    return "\n\n".join([*(aligned(table) for table in experiment.tables(result)), "\n".join(notes)])
+
+
+def fragment(experiment: "Experiment", result: "Result", images: Iterable[str]) -> str:
+    """Markdown: the pictures at these addresses, what ``show`` has, and what differs from the publication."""
+    shown = "\n\n".join(f"![{Path(image).stem}]({image})" for image in images)
+    differs = f"What differs from the publication, and why: {experiment.differs}"
+    return f"{shown}\n\n```text\n{show(experiment, result)}\n```\n\n{differs}\n"
+
+
+def pictures(folder: Path, name: str) -> list[str]:
+    """The names of an experiment's pictures in a folder: ``NAME.png`` first, then ``NAME-*.png``."""
+    found = [folder / f"{name}.png", *sorted(folder.glob(f"{name}-*.png"))]
+    return [path.name for path in found if path.exists()]
+
+
+def command(experiment: "Experiment", result: "Result") -> str:
+    """The line that has the result again: the scale, and what differs from it.
+
+    A result of before there were scales is told from the laptop's settings.
+    """
+    scale = result.get("scale", "laptop")
+    parts = ["longspan", "reproduce", result["experiment"]]
+    parts += ["--quick"] if scale == "quick" else ["--scale", scale]
+    usual = experiment.settings(scale)
+    usual = {field.name: words(getattr(usual, field.name)) for field in fields(usual)}
+    for name, value in result["settings"].items():
+        if words(value) != usual.get(name):
+            parts += [f"--{name.replace('_', '-')}", words(value)]
+    return shlex.join(parts)
+
+
+def words(value: Any) -> str:
+    """A setting as it is typed: several values with commas between."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _facts(facts: Any, empty: str = "") -> str:
+    if facts is None:
+        return MISSING
+    return "; ".join(f"{name} {value}" for name, value in facts.items()) or empty

@@ -1,0 +1,268 @@
+"""How time and memory of one attention layer grow with the length of the sequence, forward and backward."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .._utils import plots, spec
+from .._utils.spec import known
+from .._utils.tables import Table
+from ..attention import build, plugins
+from ..bench import case, figures, local, worker
+from ..bench.worker import timed
+from . import paper
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, setting
+
+# Exponents are fitted from here on: below, what does not grow with the length still counts.
+FROM = 4096
+SHORT = 64
+LEAST = 1e-3  # ms and MB: nothing at all has no logarithm
+LONG = 5.0  # seconds
+ROOM = 0.8  # part of the free memory that may be expected to be taken
+
+
+def layer(name: str, dim: int, heads: int, seed: int) -> tuple[torch.nn.Module, str]:
+    """The attention of a name, and the backend that it forces, "" for none. Raises ValueError for what is not known."""
+    named = local.read(name)
+    if named.spec in ("sdpa", "kernel"):
+        raise ValueError(f"{name} is no layer; {'softmax' if named.spec == 'sdpa' else 'linear'} is")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build(named.spec, dim, heads), named.backend
+
+
+@dataclass(frozen=True)
+class Settings(Buildable):
+    """How large the experiment is; the defaults are those of a laptop."""
+
+    specs: str = setting(
+        f"softmax; softmax@reference; linear; {paper.LSH}",
+        "attentions, separated by semicolons, with @BACKEND where one is forced",
+    )
+    lengths: tuple[int, ...] = setting(tuple(2**power for power in range(9, 17)), "tokens of a sequence, N")
+    tokens: int = setting(2**13, "tokens of a batch: so many divided by N are its sequences, but one at least")
+    heads: int = setting(8, "heads of the layer")
+    size: int = setting(32, "channels of a head")
+    rounds: int = setting(3, "samples of each time, of which the median counts")
+    limit: float = setting(60.0, "seconds that one sequence may be expected to take, by the length before it")
+    device: str = setting("cpu", "cpu or cuda")
+    seed: int = setting(0, "of weights and inputs")
+
+    def __post_init__(self):
+        at_least(SHORT, lengths=self.lengths)
+        at_least(1, tokens=self.tokens, heads=self.heads, size=self.size, rounds=self.rounds)
+        if not self.limit > 0:
+            raise ValueError(f"limit={self.limit} must be positive")
+        known(self.device, DEVICES, "device")
+
+    def buildable(self) -> None:
+        """See the base."""
+        for name in spec.split(self.specs):
+            layer(name, self.heads * self.size, self.heads, self.seed)
+
+    def batch(self, length: int) -> int:
+        """Sequences of a batch."""
+        return max(self.tokens // length, 1)
+
+
+QUICK = Settings(specs="softmax; linear", lengths=(64, 67), tokens=128, heads=2, size=4, rounds=2)
+
+
+def points(settings: Settings) -> list[Row]:
+    """One for each attention; inside, each length is kept as soon as it is measured. Raises ValueError without a GPU
+    that is asked for.
+    """
+    check_device(settings.device)
+    return [{"spec": name} for name in spec.split(settings.specs)]
+
+
+def call(settings: Settings, name: str, length: int) -> Callable[[], tuple[Tensor | None, ...]]:
+    """Forward and backward of a batch of the layer -> gradients of the input and of all weights, None of a weight that
+    such a call does not read. Inputs are made now.
+    """
+    attention, backend = layer(name, settings.heads * settings.size, settings.heads, settings.seed)
+    attention = attention.to(settings.device)
+    random = torch.Generator().manual_seed(settings.seed)
+    shape = (settings.batch(length), length, settings.heads * settings.size)
+    x, upstream = (torch.randn(shape, generator=random).to(settings.device) for _ in range(2))
+    inputs = [x.requires_grad_(), *attention.parameters()]
+
+    def run() -> tuple[Tensor | None, ...]:
+        with ops.backend(backend) if backend else nullcontext():
+            found = torch.autograd.grad(attention(x)[0], inputs, upstream, allow_unused=True)
+        if settings.device == "cuda":
+            torch.cuda.synchronize()
+        return found
+
+    return run
+
+
+def weigh(settings: Settings, name: str, length: int) -> float:
+    """MB that one such call takes at its peak beyond its inputs and weights: on the CPU in a process that has made no
+    longer one.
+    """
+    # A short call first loads whatever is loaded once.
+    call(replace(settings, tokens=SHORT), name, SHORT)()
+    measured = call(settings, name, length)
+    if settings.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        measured()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    before = worker.highest()
+    measured()
+    return worker.highest() - before
+
+
+def weighed(settings: Settings, name: str, length: int) -> float:
+    """``weigh`` in a process of its own, with as many threads. Raises ValueError where that fails."""
+    if settings.device == "cuda":
+        return weigh(settings, name, length)
+    code = plugins.again() + f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
+    code += f"from longspan.experiments import scaling\nsettings = scaling.{settings!r}\n"
+    code += f"print(scaling.weigh(settings, {name!r}, {length}))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"code {done.returncode}, perhaps for want of memory"])[-1]
+        raise ValueError(f"the process that measures the memory of {name} at {length} tokens ended: {said}")
+    return float(done.stdout.split()[-1])
+
+
+def measure(settings: Settings, point: Row, place: Place) -> Row:
+    """Length by length -> ``cases``: length, batch, ms and MB of one sequence, how the samples were; ``stopped``: the
+    first length that was expected to take too long or too much memory, and why, None where there is none.
+    """
+    name = point["spec"]
+    # Its place instead of its name, which has characters that a file's may not have.
+    file = f"scaling-{spec.split(settings.specs).index(name)}"
+    kept = place.load(file) or {"cases": [], "stopped": None}
+    done = [one["length"] for one in kept["cases"]]
+    lengths = [length for length in sorted(settings.lengths) if length not in done]
+    for length in place.track(lengths, len(lengths), name):
+        if kept["stopped"] is None:
+            seconds, reason = expected(settings, name, kept["cases"], length)
+            if reason:
+                kept["stopped"] = {"length": length, "reason": reason}
+            else:
+                kept["cases"].append(one_length(settings, name, length, seconds))
+            place.save(file, kept)
+    return kept
+
+
+def one_length(settings: Settings, name: str, length: int, seconds: float) -> Row:
+    """Time and memory at one length, for one sequence of the batch, of which one is expected to take ``seconds``."""
+    batch = settings.batch(length)
+    megabytes = weighed(settings, name, length)
+    samplers = {name: partial(timed, call(settings, name, length))}
+    # What takes long needs no rehearsal.
+    warm = seconds * batch < LONG
+    found, _ = case.take(samplers, settings.rounds, name, lambda items, *_: items, warm=warm)
+    row = found[name].row()
+    return {
+        "length": length,
+        "batch": batch,
+        "ms": 1e3 * row["seconds"] / batch,
+        "mb": megabytes / batch,
+        **{key: row[key] for key in ("samples", "calls", "rejected", "disturbed")},
+    }
+
+
+def expected(settings: Settings, name: str, cases: list[Row], length: int) -> tuple[float, str]:
+    """Seconds that a sequence should take, by the length before it and the declared cost, 0 without one; and why it is
+    left out, "" where it is not.
+    """
+    if not cases:
+        return 0.0, ""
+    growth = length / cases[-1]["length"]
+    power = figures.declared(local.read(name).cost)
+    seconds = cases[-1]["ms"] / 1e3 * growth**power
+    # A matrix of all pairs grows with the square; other forms hold none.
+    megabytes = cases[-1]["mb"] * settings.batch(length) * growth ** (power if name.endswith("@reference") else 1)
+    if seconds > settings.limit:
+        return seconds, f"about {seconds:.0f} s a sequence, more than the limit of {settings.limit:g}"
+    if settings.device == "cpu" and megabytes > ROOM * case.available():
+        return seconds, f"about {megabytes:,.0f} MB; {case.available():,.0f} are free"
+    return seconds, ""
+
+
+def exponent(cases: list[Row], what: str) -> float | None:
+    """The growth exponent of ``ms`` or ``mb`` from FROM on; None for less than two lengths."""
+    found = {one["length"]: max(one[what], LEAST) for one in cases if one["length"] >= FROM}
+    return figures.exponent(found) if len(found) > 1 else None
+
+
+def tables(result: Result) -> list[Table]:
+    """Time and memory of one sequence by length, and how they grow."""
+    lengths, rows = result["settings"]["lengths"], result["rows"]
+    found = []
+    for what, title in (("ms", "ms of one sequence"), ("mb", "peak MB of one sequence")):
+        table = [[title, *(f"N {length}" for length in lengths), f"from N {FROM} on"]]
+        for row in rows:
+            at = {one["length"]: f"{one[what]:.3g}" for one in row["cases"]}
+            power = exponent(row["cases"], what)
+            table.append([row["spec"], *(at.get(n, "-") for n in lengths), f"N^{power:.2f}" if power else ""])
+        found.append(table)
+    stopped = [
+        [f"{row['spec']} from N {row['stopped']['length']} on: {row['stopped']['reason']}"]
+        for row in rows
+        if row["stopped"]
+    ]
+    return [*found, *([[["left out"], *stopped]] if stopped else [])]
+
+
+def draw(plt: Any, result: Result) -> Any:
+    """Time and memory of one sequence by length, both axes logarithmic; a cross where a length was left out."""
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    lengths, settings = result["settings"]["lengths"], result["settings"]
+    for axis, what, title in zip(axes, ("ms", "mb"), ("time", "peak memory beyond input and weights"), strict=True):
+        for i, row in enumerate(result["rows"]):
+            x = [one["length"] for one in row["cases"]]
+            y = [max(one[what], LEAST) for one in row["cases"]]
+            power = exponent(row["cases"], what)
+            label = row["spec"] + (f", N^{power:.2f}" if power else "")
+            axis.plot(x, y, marker=plots.MARKS[i % len(plots.MARKS)], markersize=5, color=f"C{i % 10}", label=label)
+            if row["stopped"] and y:
+                axis.plot(x[-1:], y[-1:], marker="x", markersize=12, color=f"C{i % 10}")
+        axis.set(xscale="log", yscale="log", xlabel="tokens N", ylabel=f"{what.replace('mb', 'MB')} of one sequence")
+        axis.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)
+        axis.minorticks_off()
+        axis.set_title(f"{title}, forward and backward")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=9, title=f"fitted from N {FROM} on; cross: left out beyond", title_fontsize=8)
+    figure.suptitle(
+        f"one layer: {settings['heads']} heads of {settings['size']} channels, causal, float32", fontsize=10
+    )
+    return figure
+
+
+EXPERIMENT = Experiment(
+    about="how time and memory of one attention layer grow with the length, forward and backward",
+    scales={
+        "laptop": Settings(),
+        "gpu": Settings(tokens=2**16, device="cuda", rounds=7),
+        "paper": Settings(tokens=2**16, limit=600.0),
+    },
+    quick=QUICK,
+    points=points,
+    measure=measure,
+    tables=tables,
+    draw=draw,
+    source="Katharopoulos et al. 2020 (2006.16236), section 4.1.2 and figure 1, of which no figures are published",
+    differs=(
+        "The publication measured on a GPU of 11 GB, where softmax ended at 4096 tokens; the machine here is named "
+        "above. `softmax` is torch's fused kernel of today, which computes as many products but holds no matrix of "
+        "N x N, so its memory grows with N alone; `softmax@reference` writes the matrix out, as programs of that "
+        "time did, and shows the published growth of memory. The layer is the attention with its projections, "
+        "without a feed-forward network. Reformer, the publication's lsh-1 and lsh-4, is ours, whose causal chunks are "
+        "counted inside a bucket, so that nothing leaks; a figure says which attentions it has."
+    ),
+    minutes=11.3,
+)

@@ -1,0 +1,230 @@
+"""Speech recognition with CTC: encoders of equal size, their errors on unseen speakers, and what training costs."""
+
+import re
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from .._utils import spec
+from ..attention import build
+from ..bench import case
+from ..models import checkpoint
+from ..models.config import TranscriberConfig
+from ..models.transcriber import Transcriber
+from ..speech import corpora
+from ..speech.corpus import Corpus
+from . import published, speech_report, speech_train
+from .experiment import DEVICES, Buildable, Experiment, Place, Row, at_least, check_device
+from .speech_train import LSTM, Training
+
+DIRECTIONS = ("bidirectional", "causal")
+
+
+def _setting(default: Any, what: str) -> Any:
+    return field(default=default, metadata={"help": what})
+
+
+def slug(encoder: str) -> str:
+    """An encoder as the name of a folder.
+
+    >>> slug("reformer(rounds=4)")
+    'reformer-rounds-4'
+    """
+    return re.sub(r"\W+", "-", encoder).strip("-")
+
+
+@dataclass(frozen=True)
+class Settings(Buildable):
+    """How large the experiment is; the defaults are those of a laptop."""
+
+    data: str = _setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones, which stand for speech")
+    units: str = _setting("letters", "what is told and counted: letters | phonemes | words")
+    speaker: str = _setting("", "of fsdd: who is held out of the training; empty: the last by name")
+    longest: int = _setting(24, "digits of a string at most; they are drawn from 1 on")
+    encoders: str = _setting(
+        "lstm; softmax; reformer(rounds=4); linear", "attentions and lstm, separated by semicolons; one a model"
+    )
+    direction: str = _setting("bidirectional", "of the encoders: bidirectional | causal, as --stream needs them")
+    dim: int = _setting(96, "width of the models")
+    depth: int = _setting(3, "blocks, and layers of the LSTM")
+    heads: int = _setting(4, "heads of each attention")
+    positions: str = _setting("sinusoidal", "of the attentions: sinusoidal | rotary | none")
+    stride: int = _setting(2, "frames, of 10 ms, from one token to the next")
+    context: int = _setting(8, "frames that a token reads")
+    epochs: int = _setting(40, "passes through the training, the same for each")
+    batch: int = _setting(4, "utterances of an update")
+    learning_rate: float = _setting(2e-3, "the highest learning rate")
+    evaluate_every: int = _setting(4, "epochs between two tests on validation utterances")
+    beams: int = _setting(8, "prefixes that the beam search follows at the end")
+    lengths: tuple[int, ...] = _setting((800, 1200, 1600, 2000, 2400), "frames of utterances where a step is timed")
+    step_stride: int = _setting(1, "frames of a token where a step is timed")
+    step_batch: int = _setting(2, "utterances of such a step")
+    rounds: int = _setting(3, "rounds of each timing")
+    device: str = _setting("cpu", "cpu or cuda")
+    seed: int = _setting(0, "of weights, strings of digits and order")
+
+    def __post_init__(self):
+        names = (
+            "longest",
+            "epochs",
+            "batch",
+            "evaluate_every",
+            "beams",
+            "lengths",
+            "step_stride",
+            "step_batch",
+            "rounds",
+        )
+        at_least(1, **{name: getattr(self, name) for name in names})
+        corpora.check(self.data, self.units)
+        spec.known(self.device, DEVICES, "device")
+        spec.known(self.direction, dict.fromkeys(DIRECTIONS), "direction")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate} must be positive")
+        if len(set(map(slug, self.names()))) < len(self.names()):
+            raise ValueError(f"encoders={self.encoders}: each of them must come once")
+
+    def buildable(self) -> None:
+        """See the base."""
+        for name in self.names():
+            config = self.config(name)
+            build(config.attention, self.dim, self.heads, causal=config.causal, positions=self.positions)
+
+    def names(self) -> list[str]:
+        """The encoders, one a model."""
+        return spec.split(self.encoders)
+
+    def config(self, encoder: str, corpus: Corpus | None = None) -> TranscriberConfig:
+        """A model's config; the LSTM has the size of softmax's. Raises ValueError where the sizes do not fit."""
+        names = ("dim", "depth", "heads", "positions", "stride", "context")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if corpus is not None:
+            given |= {"labels": corpus.labels, "features": corpus.features, "rate": corpus.rate}
+        attention = "softmax" if encoder == LSTM else encoder
+        return TranscriberConfig(
+            attention=attention, feedforward=4 * self.dim, causal=self.direction == "causal", **given
+        )
+
+    def corpus(self) -> Corpus:
+        """The data. Raises ValueError where they cannot be had."""
+        return _corpus(self.data, self.units, self.speaker, self.longest, self.seed)
+
+
+@lru_cache(maxsize=1)
+def _corpus(data: str, units: str, speaker: str, longest: int, seed: int) -> Corpus:
+    return corpora.load(data, units=units, speaker=speaker, longest=longest, seed=seed)
+
+
+QUICK = Settings(
+    data="tones",
+    encoders="lstm; softmax; linear",
+    longest=3,
+    dim=16,
+    depth=1,
+    heads=2,
+    epochs=2,
+    evaluate_every=1,
+    beams=2,
+    lengths=(200, 400),
+    rounds=1,
+)
+
+# Katharopoulos et al. 2020, section 4.3; their batches are as large as the GPU's memory.
+PAPER = Settings(
+    dim=192,
+    depth=9,
+    heads=6,
+    epochs=80,
+    batch=16,
+    learning_rate=1e-4,
+    step_batch=16,
+    device="cuda",
+)
+
+
+def points(settings: Settings) -> list[Row]:
+    """The trainings; then steps by length. Raises ValueError without a GPU that is asked for."""
+    check_device(settings.device)
+    trainings = [{"what": "training", "encoder": name} for name in settings.names()]
+    return [*trainings, *({"what": "step", "frames": count} for count in settings.lengths)]
+
+
+def measure(settings: Settings, point: Row, place: Place) -> Row:
+    """One training, or the steps of all encoders at one length.
+
+    Of a training: ``parameters``, what ``speech_train.learn`` tells, ``errors``: of each held-out part the error rates
+    of labels and words, greedily and by the beam. An attention's model is then a checkpoint in the experiment's folder,
+    for ``longspan transcribe``. Of steps: ``seconds`` by encoder, ``rejected`` and ``disturbed`` samples.
+    """
+    if point["what"] == "training":
+        return train(settings, point["encoder"], place)
+    return steps(settings, point["frames"], place)
+
+
+def train(settings: Settings, encoder: str, place: Place) -> Row:
+    """See ``measure``."""
+    corpus = settings.corpus()
+    model = speech_train.build(encoder, settings.config(encoder, corpus), settings.seed).to(settings.device)
+    same = ("epochs", "batch", "learning_rate", "evaluate_every", "seed")
+    training = Training(slug(encoder), **{name: getattr(settings, name) for name in same})
+    found = speech_train.learn(model, corpus, training, place)
+    if isinstance(model, Transcriber):
+        kind = settings.data.partition(":")[0]
+        run = {"data": kind, "units": settings.units, "seed": settings.seed, "epochs": settings.epochs}
+        checkpoint.save(model, place.folder / slug(encoder), extra={"run": run})
+    errors = {
+        part: {how: _rounded(speech_train.errors(model, held, corpus.labels, beams)) for how, beams in _ways(settings)}
+        for part, held in corpus.held.items()
+    }
+    return {"parameters": speech_train.size(model), **found, "errors": errors}
+
+
+def _ways(settings: Settings) -> list[tuple[str, int]]:
+    return [("greedy", 0), ("beam", settings.beams)]
+
+
+def _rounded(rates: dict[str, float]) -> dict[str, float]:
+    return {name: round(one, 5) for name, one in rates.items()}
+
+
+def steps(settings: Settings, frames: int, place: Place) -> Row:
+    """Seconds of a training step, of fresh models, which take turns."""
+    corpus = settings.corpus()
+    batch = speech_train.concatenated(corpus, frames, settings.step_batch)
+    samplers = {}
+    for name in settings.names():
+        config = replace(settings.config(name, corpus), stride=settings.step_stride)
+        model = speech_train.build(name, config, settings.seed).to(settings.device)
+        samplers[name] = case.bound(speech_train.stepper(model, batch))
+    figures, failed = case.take(samplers, settings.rounds, f"steps of {frames} frames", place.track)
+    if failed:
+        raise ValueError("; ".join(failed.values()))
+    return {
+        "seconds": {name: figure.seconds for name, figure in figures.items()},
+        "rejected": sum(figure.rejected for figure in figures.values()),
+        "disturbed": sum(figure.disturbed for figure in figures.values()),
+    }
+
+
+EXPERIMENT = Experiment(
+    about="speech recognition with CTC by encoders of equal size: errors on unseen speakers, seconds of training",
+    scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
+    quick=QUICK,
+    points=points,
+    measure=measure,
+    tables=speech_report.tables,
+    draw=speech_report.draw,
+    source=published.SPEECH_SOURCE,
+    differs=(
+        "The publication has the Wall Street Journal's 80 hours, which are not free: phonemes, and 40 filter banks of "
+        "utterances of 800 frames on average and 2400 at most, on a GPU. Here strings of digits are put together from "
+        "the Free Spoken Digit Dataset, up to the same lengths, with 40 filter banks, and letters are told; one "
+        "speaker is in no part of the training, and few others are, so that errors are those of a small data set. AN4 "
+        "(--data an4:FOLDER) has cepstra of 13 numbers. `tones`, the data of --quick, are no speech at all. The models "
+        "have 3 layers of width 96 instead of 9 of 6 heads, the LSTM as many parameters as they; all are trained "
+        "alike, by AdamW with a cosine for some minutes, and two frames make a token. Seconds of an epoch are those of "
+        "its updates on a CPU; steps by length are timed with a token for every frame."
+    ),
+    data=lambda settings: {settings.data.partition(":")[0]: settings.corpus().checksum},
+    minutes=30.0,
+)

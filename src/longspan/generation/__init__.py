@@ -1,0 +1,1 @@
+"""Generation from a decoder: sampling, beam search, and the native token step."""

@@ -1,0 +1,299 @@
+"""The decode engine: a decoder's token step without Python between its layers."""
+
+import ctypes
+import threading
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .. import ops
+from ..attention.linear import Linear, RotaryState, State
+from ..attention.softmax import Softmax
+from ..models.decoder import Decoder, DecoderState
+from ..models.embedding import Embedding, check_tokens
+from ..models.stacks import Stack
+from ..models.stacks.block import Block
+from ..models.stacks.gates import Add
+from ..models.stacks.plain import Plain
+from ..modules.feedforward import FeedForward
+from ..modules.positions import Sinusoidal
+from ..modules.sinusoidal import sinusoid
+from ..ops.native import decode
+from ..ops.native.call import MAPS, available
+from ..ops.operands import check_stored, in_memory, mark_overwritten, overlap, stored
+from ..states import kv_cache
+from ..states.counters import check_counts
+from ..states.kv_cache import KeyValues
+
+
+class Known(NamedTuple):
+    """A state that a call has returned, and where its numbers lie."""
+
+    state: DecoderState
+    addresses: ctypes.Array  # of the layers' states, as the kernel takes them
+    places: list[tuple[int, int]]  # address and size in bytes of each tensor's storage
+
+
+class Engine:
+    """``outputs, state = engine(tokens, state)``: as ``decoder(tokens, state, donate=True)`` for one token, but faster.
+
+    tokens (B,1) int64 -> outputs (B,1,likelihood.size) in the decoder's dtype; the state is the decoder's own, may go
+    from one to the other at any token, and is overwritten. Sums, norms and activations are float32, also where the
+    weights are bfloat16. The engine keeps a copy of the weights as they are now (later training does not reach it) and,
+    for each thread that calls it, the state that it returned last.
+
+    Threads may share an engine: calls with different states run at the same time and do not affect each other.
+
+    Serves decoders on the CPU, in float32 or bfloat16, of ``linear`` and ``softmax`` layers; ``why_not`` tells.
+    Raises ValueError for a decoder that it does not serve, for the tokens and positions that a decoder refuses, and for
+    a state of another decoder, or one that no decoder can have made: it is looked at when it is new to the engine.
+    """
+
+    def __init__(self, model: Decoder):
+        if reason := self.why_not(model):
+            raise ValueError(f"the decode engine does not serve this decoder: {reason}")
+        config, self.model = model.config, model
+        parts: Any = model  # whose modules torch types as tensors, perhaps
+        self.dtype: torch.dtype = next(model.parameters()).dtype
+        self.weights = decode.Weights(self.dtype)
+        self.sinusoidal = parts.embedding.positions if isinstance(parts.embedding.positions, Sinusoidal) else None
+        self.layers = (decode.Layer * config.depth)(*(self._layer(block) for block in parts.stack.blocks))
+        tokens = self.weights.table(parts.embedding.tokens.weight)
+        self.rows = self.weights.kept[-1]  # the copy that this has made
+        table = self.weights.table(parts.embedding.table.weight) if config.positions == "learned" else None
+        final = self._norm(parts.stack.norm) if config.prenorm else decode.Norm()
+        tied = config.tied
+        head = parts.embedding.tokens.weight[:-1] if tied else parts.head.weight
+        self.outputs = len(head)
+        self.local = threading.local()  # ``last``: what this thread's last call has returned
+        self.plan = decode.Model(
+            ctypes.addressof(self.layers),
+            tokens,
+            table,
+            final,
+            self.weights.linear([head], [None if tied else parts.head.bias]),
+            config.depth,
+            config.dim,
+            config.heads,
+            config.vocab + 1,
+            config.length,
+            decode.TYPES[self.dtype],
+            config.prenorm,
+        )
+
+    @staticmethod
+    def why_not(model: Decoder) -> str:
+        """Why the engine cannot serve a decoder as it is now; "" where it can. Compiles the kernels on first use."""
+        if ops.resolve_backend("a decoder's step", ("reference", "torch", "native"), "native") != "native":
+            return "another backend is forced"
+        if torch.is_autocast_enabled("cpu"):
+            return "autocast is on"
+        kinds = {p.dtype for p in model.parameters()}
+        if any(p.device.type != "cpu" for p in model.parameters()) or len(kinds) > 1 or not kinds <= set(decode.TYPES):
+            return "it takes weights on the CPU, all of them float32 or all bfloat16"
+        if model.training and (model.config.dropout or any(getattr(a, "dropout", 0) for a in model.stack.attentions())):
+            return "dropout is active; call model.eval()"
+        if odd := next(filter(None, (_odd(name, module) for name, module in model.named_modules())), ""):
+            return odd
+        return "" if available("decode") else "the native kernels could not be compiled"
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """See the class."""
+        # The state that the last call returned is nearly always the one that the next call brings.
+        last: Known | None = getattr(self.local, "last", None)
+        known = last is not None and state is last.state and _places(state) == last.places
+        if not known:
+            self._check(state)
+        batch = len(state.position)
+        if tokens.shape != (batch, 1) or tokens.dtype != torch.int64 or not tokens.is_cpu:
+            came = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
+            raise ValueError(f"tokens must be int64 {(batch, 1)} on the CPU, not {came}")
+        if known:
+            addresses = last.addresses  # type: ignore[union-attr]
+        else:
+            state = DecoderState(state.position.contiguous(), tuple(map(_whole, state.layers)))
+            if overlap(*(t for layer in state.layers for t in layer if t.is_floating_point())):
+                raise ValueError("the engine overwrites the state, parts of which share memory; give a clone of it")
+            addresses = _addresses(state)
+        self.local.last, embedded = None, None
+        if self.sinusoidal:
+            check_tokens(tokens, self.model.start, None)
+            embedded = self._embedded(tokens, state.position)
+        given = None if self.sinusoidal else tokens.contiguous()
+        # What the kernel fills, whatever the process's default type and device are.
+        out = torch.empty(batch, 1, self.outputs, dtype=torch.float32, device="cpu")
+        code = decode.step(self.plan, addresses, given, state.position, embedded, out)
+        if code == decode.NO_ROOM:
+            state = state._replace(layers=tuple(map(_with_room, state.layers)))
+            addresses = _addresses(state)
+            code = decode.step(self.plan, addresses, given, state.position, embedded, out)
+        if code != decode.FINE:
+            # It has overwritten nothing. Whoever holds a state can have changed it since the last call.
+            _check_counters(state)
+            check_tokens(tokens, self.model.start, None)
+            self.model.embedding(tokens, state.position)
+            raise AssertionError(f"the kernel refused with code {code} what the decoder accepts")
+        mark_overwritten(*(t for layer in state.layers for t in layer))
+        state = _advance(state, addresses)
+        self.local.last = Known(state, addresses, _places(state))
+        return (out if self.dtype == torch.float32 else out.to(self.dtype)), state
+
+    def _embedded(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """(B,1,dim) float32, by the copy of the weights: what ``Embedding`` gives in evaluation."""
+        x = nn.functional.embedding(tokens, self.rows)
+        kind = self.sinusoidal
+        assert kind is not None
+        x = x + sinusoid(position[:, None], x.shape[-1], x.dtype, layout=kind.layout, base=kind.base)
+        return x.float().contiguous()
+
+    def _check(self, state: Any) -> None:
+        """Raise ValueError for a state that the kernel, which trusts what it is given, must not read."""
+        size, layers = self.model.config.dim // self.model.config.heads, self.layers
+        fits = isinstance(state, DecoderState) and isinstance(state.layers, tuple) and len(state.layers) == len(layers)
+        fits = fits and isinstance(state.position, Tensor) and state.position.dim() == 1
+        for given, layer in zip(state.layers, layers, strict=False) if fits else ():
+            batch, heads = len(state.position), layer.groups
+            match given:
+                case KeyValues(keys, values, length):
+                    slots = (batch, heads, keys.shape[2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0, size)
+                    fits &= layer.kind == decode.SOFTMAX and _is(length, torch.int64, batch)
+                    fits &= _is(keys, self.dtype, *slots) and _is(values, self.dtype, *slots)
+                case State(sums) | RotaryState(sums, _):
+                    fits &= layer.kind == decode.LINEAR and isinstance(given, RotaryState) == bool(layer.rates)
+                    fits &= _is(sums, torch.float32, batch, heads, size, size + 1)
+                    fits &= not isinstance(given, RotaryState) or _is(given.position, torch.int64, batch)
+                case _:
+                    fits = False
+        if not fits or not _is(state.position, torch.int64, len(state.position)):
+            if isinstance(state, DecoderState):
+                check_stored("the state", *pytree.tree_leaves(state))
+            raise ValueError("the state does not fit this decoder; take it from its init_state, or from its calls")
+        _check_counters(state)
+
+    def _layer(self, block: Any) -> decode.Layer:
+        attention, forward, weights = block.attention, block.feedforward, self.weights
+        parts = (attention.query, attention.key, attention.value)
+        linear = isinstance(attention, Linear)
+        rates = None
+        if attention.rotary:
+            half = attention.dim // attention.heads // 2
+            # As layers.rotate has them, so that the angles are the same to the last bit.
+            rates = weights.numbers(attention.rotary ** (torch.arange(half, dtype=torch.float32) / -half))
+        return decode.Layer(
+            self._norm(block.norm1),
+            self._norm(block.norm2),
+            weights.linear([p.weight for p in parts], [p.bias for p in parts]),
+            *(weights.linear([p.weight], [p.bias]) for p in (attention.out, forward.expand, forward.contract)),
+            rates,
+            decode.LINEAR if linear else decode.SOFTMAX,
+            attention.heads if linear else attention.groups,
+            MAPS[str(attention.feature_map)] if linear else 0,
+            decode.ACTIVATIONS[forward.activation],
+            attention.eps if linear else 0.0,
+        )
+
+    def _norm(self, norm: Any) -> decode.Norm:
+        return self.weights.norm(norm.weight, getattr(norm, "bias", None), norm.eps)
+
+
+# What the engine can read the weights of; anything else, such as an adapter in place of a linear map, it would miss.
+PLAIN = (
+    Decoder,
+    Embedding,
+    Stack,
+    Plain,
+    Block,
+    Add,
+    FeedForward,
+    Linear,
+    Softmax,
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.Dropout,
+    nn.Identity,
+    nn.ModuleList,
+)
+
+
+def _odd(name: str, module: nn.Module) -> str:
+    """What keeps the engine from serving this part of a decoder; "" for nothing."""
+    if type(module) not in PLAIN:
+        return f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
+        return f"{name or 'it'} has a forward or hooks of its own"
+    if isinstance(module, Linear) and not isinstance(module.feature_map, str):
+        return f"{name}'s feature map is a Python callable"
+    if isinstance(module, Linear | Softmax) and module.rotary_layout != "halves":
+        return f"{name} turns interleaved pairs of channels"
+    return ""
+
+
+def _is(t: Any, dtype: torch.dtype, *shape: int) -> bool:
+    """Whether it is a tensor of this type and shape with numbers in the memory of the CPU."""
+    fits = isinstance(t, Tensor) and in_memory(t) and t.is_cpu and t.dtype == dtype and t.shape == shape
+    return fits and stored(t)
+
+
+def _check_counters(state: DecoderState) -> None:
+    """Raise ValueError where a layer counts fewer tokens than none, or more than its cache holds."""
+    check_counts("position", state.position)
+    for layer in state.layers:
+        if isinstance(layer, KeyValues):
+            check_counts("length", layer.length, layer.keys.shape[2])
+        elif isinstance(layer, RotaryState):
+            check_counts("position", layer.position)
+
+
+def _whole(layer: Any) -> Any:
+    """The state in one piece, as it nearly always is."""
+    return type(layer)(*(t.resolve_neg().contiguous() for t in layer))
+
+
+def _addresses(state: DecoderState) -> ctypes.Array:
+    """Where the kernel finds the layers' states."""
+    return (decode.State * len(state.layers))(*map(_address, state.layers))
+
+
+def _places(state: DecoderState) -> list[tuple[int, int]]:
+    """Address and size of what each tensor of a state lies in; another one was freed or replaced since."""
+    tensors = {id(t): t for t in (state.position, *(t for layer in state.layers for t in layer))}
+    return [(t.data_ptr(), t.untyped_storage().nbytes()) for t in tensors.values()]
+
+
+def _address(layer: Any) -> decode.State:
+    match layer:
+        case KeyValues(keys, values, length):
+            return decode.State(keys.data_ptr(), values.data_ptr(), length.data_ptr(), keys.shape[2])
+        case RotaryState(sums, position):
+            return decode.State(sums.data_ptr(), None, position.data_ptr(), 0)
+    return decode.State(layer.sums.data_ptr(), None, None, 0)
+
+
+def _with_room(layer: Any) -> Any:
+    return kv_cache.with_room(layer, int(layer.length.max()) + 1) if isinstance(layer, KeyValues) else layer
+
+
+def _advance(state: DecoderState, addresses: ctypes.Array) -> DecoderState:
+    """The state one token later; ``addresses`` follow. Layers that shared a count of tokens share the next one."""
+    counts: dict[int, Tensor] = {}
+
+    def later(count: Tensor) -> Tensor:
+        if id(count) not in counts:
+            counts[id(count)] = count + 1
+        return counts[id(count)]
+
+    layers = list(state.layers)
+    for i, layer in enumerate(layers):
+        match layer:
+            case KeyValues(keys, values, length):
+                layers[i] = KeyValues(keys, values, later(length))
+                addresses[i].position = layers[i].length.data_ptr()
+            case RotaryState(sums, position):
+                layers[i] = RotaryState(sums, later(position))
+                addresses[i].position = layers[i].position.data_ptr()
+    return DecoderState(later(state.position), tuple(layers))

@@ -1,0 +1,40 @@
+"""The trial of newly compiled decode kernels: importing this module adds it to the trials of kernels."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..ops.backends import backend
+from ..ops.native.build.selftest import COMPARISONS, Comparisons
+from .native_decoder import Engine
+
+
+def _decoders() -> Comparisons:
+    """Steps of whole decoders, in both types that the weights may have."""
+    for attention, dtype in (("linear", torch.float32), ("softmax", torch.float32), ("linear", torch.bfloat16)):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = Decoder(DecoderConfig(vocab=9, length=8, dim=96, heads=3, depth=2, attention=attention))
+        model, tokens = model.to(dtype).eval(), torch.arange(1, 9) % 9
+        tokens = torch.stack([tokens, tokens.flip(0)])
+        found = _stepped(Engine(model), model.init_state(2), tokens)
+        model.double()
+        with backend("reference"), torch.no_grad():
+            right = _stepped(model, model.init_state(2), tokens)
+        yield f"a decoder's step with {attention} attention in {dtype}", found, right
+
+
+def _stepped(decoder: Callable[..., Any], state: Any, tokens: Tensor) -> Tensor:
+    """The outputs for tokens (B,N), one after the other."""
+    outputs = []
+    for token in tokens.split(1, dim=1):
+        output, state = decoder(token, state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1)
+
+
+COMPARISONS["decode"] = _decoders

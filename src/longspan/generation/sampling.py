@@ -1,0 +1,324 @@
+"""Generation, one call per token on the same state; and the log-likelihood of given sequences."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from .._utils import model_memory
+from .._utils.aliases import hinted
+from .._utils.typecheck import check_type, format_value
+from ..attention.validation import check_mask
+from ..models.decoder import Decoder, DecoderState
+from ..models.seq2seq import Seq2Seq
+from ..ops.buffers import reuse_pages
+from ..states import nbytes
+from .native_decoder import Engine
+
+FEW = 8  # tokens for which the decode engine is not worth its preparation
+
+
+@torch.no_grad()
+def prefill(
+    model: Decoder, prompt: Tensor, mask: Tensor | None = None, capacity: int = 0, *, prefix: bool = False
+) -> tuple[Tensor, DecoderState]:
+    """Read the start token and a prompt in one call: prompt (B,P), mask (B,P) -> outputs (B,size), state.
+
+    The outputs are those of each row's last real token, so rows may differ in length, padded on either side.
+    ``prefix=True`` reads them in both directions, as ``generate`` does.
+    """
+    begin = prompt.new_full((len(prompt), 1), model.start)
+    tokens = torch.cat([begin, prompt], 1)
+    if mask is not None:
+        mask = torch.cat([torch.ones_like(begin, dtype=torch.bool), mask], 1)
+    lengths = None
+    if prefix:
+        lengths = mask.sum(1) if mask is not None else begin.new_full((len(begin),), tokens.shape[1])
+    outputs, state = model(tokens, model.init_state(len(prompt), capacity), mask=mask, prefix=lengths, donate=True)
+    if mask is None:
+        return outputs[:, -1], state  # type: ignore[return-value]
+    last = mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
+    return outputs[torch.arange(len(last), device=last.device), last], state  # type: ignore[return-value]
+
+
+@overload
+def generate(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    batch: int = 1,
+    mask: Tensor | None = None,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    prefix: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: int | None = None,
+    stream: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def generate(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    batch: int = 1,
+    mask: Tensor | None = None,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    prefix: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: int | None = None,
+    stream: Literal[True],
+) -> Iterator[Tensor]: ...
+
+
+@overload
+def generate(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    batch: int = 1,
+    mask: Tensor | None = None,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    prefix: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: int | None = None,
+    stream: bool,
+) -> Tensor | Iterator[Tensor]: ...
+
+
+@hinted
+def generate(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor | None = None,
+    *,
+    max_new_tokens: int,
+    batch: int = 1,
+    mask: Tensor | None = None,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    prefix: bool = False,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: int | None = None,
+    stream: bool = False,
+) -> Tensor | Iterator[Tensor]:
+    """Generate up to ``max_new_tokens`` tokens for every sequence.
+
+    Args:
+        model: A ``Decoder``, or a ``Seq2Seq``, which writes the target of each ``source``.
+        prompt: (B, P) int64. Without a prompt, ``batch`` sequences start from nothing.
+        max_new_tokens: Number of tokens to generate.
+        batch: Number of sequences where there is no prompt.
+        mask: (B, P) bool, True on real tokens, where prompts differ in length; either side may be padded.
+        source: (B, M) int64, the source of a ``Seq2Seq``.
+        source_mask: (B, M) bool, where sources differ in length.
+        prefix: The start token and the prompt all see each other, for models that were trained so.
+        temperature: Sharpens the distribution below 1 and flattens it above; 0 takes the most likely token.
+        top_k: Samples from the k most likely tokens; None or 0 samples from all.
+        top_p: Samples from the most likely tokens that reach this probability; 1 samples from all.
+        seed: Makes the samples repeatable, independent of the global generator.
+        stop: A row that has drawn this token repeats it; generation ends when every row has drawn it.
+        stream: Return an iterator that yields the next token of every sequence, (B,) int64, as it is drawn.
+
+    Returns:
+        The new tokens, (B, T) int64 with T at most ``max_new_tokens``; with ``stream=True`` an iterator of (B,) int64.
+
+    Raises:
+        ValueError: At the call, for a prompt, source or sampling option out of range, and for ``prefix=True`` without a
+            prompt or with an attention that has no prefix mode.
+
+    Example:
+        >>> import torch, longspan
+        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+        >>> prompt = torch.tensor([[3, 1, 4]])
+        >>> longspan.generate(model, prompt, max_new_tokens=7, seed=0).shape
+        torch.Size([1, 7])
+
+    The prompt is read in one call, and each token costs one more call on a state that only this function holds. Where
+    the native decoder serves the model, it makes these steps with the weights as they were at the call.
+    """
+    check_source(model, prompt, mask, source, source_mask)
+    device = model.device
+    reuse_pages()
+    for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch)):
+        check_type(name, value, int)
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        check_type(name, value, float)
+    check_type("top_k", top_k, int | None)
+    check_type("stop", stop, int | None)
+    check_type("seed", seed, int | None)
+    if source is not None:
+        if prefix or batch != 1:
+            raise ValueError("prefix= and batch= are for a decoder; a Seq2Seq writes one target for each source")
+        prompt = source.new_zeros(len(source), 0) if prompt is None else prompt
+    elif prompt is None:
+        if batch < 1:
+            raise ValueError(f"batch={batch} must be at least 1")
+        if prefix:
+            raise ValueError("prefix=True reads a prompt in both directions, but no prompt came")
+        prompt = torch.zeros(batch, 0, dtype=torch.long, device=device)
+    elif mask is not None:
+        check_mask("mask", mask, tuple(prompt.shape))
+    tokens = max_new_tokens
+    if tokens < 0:
+        raise ValueError(f"max_new_tokens={tokens} must not be negative")
+    if model.config.positions == "learned" and prompt.shape[1] + tokens > model.config.length:
+        raise ValueError(
+            f"{prompt.shape[1]} tokens of prompt and {tokens} new ones need {prompt.shape[1] + tokens} positions; "
+            f"the table of learned positions has {model.config.length}"
+        )
+    if stop is not None and not 0 <= stop < model.start:
+        raise ValueError(f"stop={stop} is no token; this model has 0 to {model.start - 1}")
+    options = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
+    if source is None and isinstance(model, Decoder):
+        afford_rows(model, len(prompt), prompt.shape[1] + tokens, f"the states of {len(prompt)} sequences")
+    # Draw once from a flat distribution, so that wrong options are refused now and not at the first token.
+    model.likelihood.sample(
+        torch.zeros(1, model.likelihood.size), **options, generator=torch.Generator().manual_seed(0)
+    )
+    outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens, prefix=prefix)
+    # Packing the weights takes as long as a few tokens.
+    if isinstance(model, Decoder) and tokens > FEW and not Engine.why_not(model):
+        step = Engine(model)
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+    drawn = _tokens(model, step, outputs, state, tokens, options, generator, stop)
+    if stream:
+        return drawn
+    columns = list(drawn)
+    return torch.stack(columns, 1) if columns else prompt.new_zeros(len(prompt), 0)
+
+
+def check_source(
+    model: Any, prompt: Tensor | None, mask: Tensor | None, source: Tensor | None, source_mask: Tensor | None
+) -> None:
+    """Raise ValueError for a model that generates nothing, or is not given what it reads."""
+    for name, ids in (("prompt", prompt), ("source", source)):
+        if ids is not None:
+            check_ids(name, ids)
+    if isinstance(model, Seq2Seq):
+        if source is None:
+            raise ValueError("a Seq2Seq writes the target of a source; give source=(B,M) int64")
+        if mask is not None:
+            raise ValueError("mask= is for a decoder's prompts of different lengths; the source's is source_mask=")
+        if source_mask is not None:
+            check_mask("source_mask", source_mask, tuple(source.shape))
+        if prompt is not None and len(prompt) != len(source):
+            raise ValueError(f"prompt has {len(prompt)} rows, source {len(source)}; give a prompt for each source")
+    elif not isinstance(model, Decoder):
+        raise ValueError(f"what continues sequences is a Decoder or a Seq2Seq, not {type(model).__name__}")
+    elif source is not None or source_mask is not None:
+        raise ValueError("a Decoder reads no source; it continues a prompt")
+
+
+def afford_rows(model: Decoder, rows: int, capacity: int, what: str) -> None:
+    """Raise ValueError where the states of so many sequences would not fit into this machine's memory."""
+    if rows > FEW and model.device.type == "cpu":
+        model_memory.check_fits_in_memory(rows * nbytes(model.init_state(1, capacity)), what)
+
+
+def check_ids(name: str, ids: Any) -> None:
+    """Raise ValueError unless these are tokens, int64 (B,N); for a text, with how to make some of it."""
+    if isinstance(ids, str):
+        raise ValueError(
+            f"{name} must be int64 (B, N), not the text {format_value(ids)}; for a model of bytes pass "
+            f"torch.tensor([list(text.encode())])"
+        )
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
+        came = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"{name} must be int64 (B, N), not {came}")
+
+
+@torch.no_grad()
+def begun(
+    model: Decoder | Seq2Seq,
+    prompt: Tensor,
+    mask: Tensor | None,
+    source: Tensor | None,
+    source_mask: Tensor | None,
+    tokens: int,
+    *,
+    prefix: bool = False,
+) -> tuple[Tensor, DecoderState, Callable]:
+    """Outputs (B,size) about the first new token, the state before it, and what makes a step of its own state."""
+    if isinstance(model, Decoder):
+        outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens, prefix=prefix)
+        return outputs, state, lambda token, state: model(token, state, donate=True)
+    assert source is not None
+    state = model.init_state(source, source_mask=source_mask, capacity=prompt.shape[1] + tokens)
+    begin = prompt.new_full((len(prompt), 1), model.start)
+    outputs, state = model.step(torch.cat([begin, prompt], 1), state, donate=True)
+    return outputs[:, -1], state, lambda token, state: model.step(token, state, donate=True)
+
+
+def _tokens(model, step, outputs, state, tokens, options, generator, stop) -> Iterator[Tensor]:
+    done = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
+    for i in range(tokens):
+        token = model.likelihood.sample(outputs, **options, generator=generator)
+        if stop is not None:
+            token = token.masked_fill(done, stop)
+            done = done | (token == stop)
+        yield token
+        if i + 1 == tokens or (stop is not None and bool(done.all())):
+            return
+        # Entered anew for each token: a generator must not hold a context open while its caller runs.
+        with torch.no_grad():
+            outputs, state = step(token[:, None], state)
+            outputs = outputs[:, 0]
+
+
+@hinted
+@torch.no_grad()
+def log_likelihood(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: int = 0) -> Tensor:
+    """Log-likelihood of each sequence in nats: tokens (B,N) int64, mask (B,N) -> (B,) float64, summed in float64.
+
+    >>> import torch, longspan
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+    >>> tokens = torch.tensor([[3, 1, 4, 1]])
+    >>> whole, by_token = longspan.log_likelihood(model, tokens), longspan.log_likelihood(model, tokens, chunk=1)
+    >>> torch.allclose(whole, by_token, atol=1e-4)
+    True
+
+    ``chunk=0`` reads the whole sequence in one call; ``chunk=n`` reads n tokens a call, carrying the state
+    (n = 1: as an RNN). The answer is the same to rounding.
+    """
+    check_ids("tokens", tokens)
+    check_type("chunk", chunk, int)
+    if chunk < 0:
+        raise ValueError(f"chunk={chunk} must be 0 (all at once) or a number of tokens")
+    if mask is not None:
+        check_mask("mask", mask, tuple(tokens.shape))
+        # Each token is predicted from the real one before it, which need not be its neighbour.
+        tokens, mask = _left_aligned(tokens, mask)
+    inputs = model.shift(tokens)
+    state = model.init_state(len(tokens), tokens.shape[1]) if chunk else None
+    total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+    for start in range(0, tokens.shape[1], chunk or max(tokens.shape[1], 1)):
+        part = slice(start, start + (chunk or tokens.shape[1]))
+        real = None if mask is None else mask[:, part]
+        outputs, state = model(inputs[:, part], state, mask=real, donate=bool(chunk))
+        nats = model.likelihood.log_prob(outputs, tokens[:, part]).double()
+        total += (nats if real is None else nats.masked_fill(~real, 0.0)).sum(1)
+    return total
+
+
+def _left_aligned(tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    order = torch.argsort(~mask, dim=1, stable=True)
+    return tokens.gather(1, order), mask.gather(1, order)

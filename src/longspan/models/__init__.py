@@ -1,0 +1,1 @@
+"""Decoder, Encoder, Seq2Seq and Transcriber: configs, stacks of blocks, likelihoods, checkpoints."""

@@ -1,0 +1,376 @@
+"""Checkpoints: a folder with the weights, the config and, to go on training, the optimiser's state.
+
+=====================  =============================================================================================
+``model.safetensors``  the weights; of tied weights one copy
+``training.pt``        only to resume training: plain values and tensors, read with ``weights_only=True``
+``config.json``        ``{"format": 2, "kind": "decoder", "config": {...}, "longspan": "0.1.0", "files": {...}, ...}``
+=====================  =============================================================================================
+
+A folder appears under its name complete or not at all, whoever is killed and however many save there at once, and no
+file of it can change or be exchanged for another checkpoint's unnoticed: see ``sealed``.
+"""
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from .._utils import atomic_io, sealed_dir
+from .._utils.sealed_dir import CONFIG
+from .._utils.spec import known
+from .._utils.typecheck import format_value
+from .._utils.version import VERSION
+from .config import DecoderConfig, EncoderConfig, Seq2SeqConfig, TranscriberConfig
+from .decoder import Decoder
+from .encoder import Encoder
+from .seq2seq import Seq2Seq
+from .stacks import estimate_bytes
+from .transcriber import Transcriber
+
+MODEL_CLASSES: dict[str, tuple[Any, Any]] = {
+    "decoder": (DecoderConfig, Decoder),
+    "encoder": (EncoderConfig, Encoder),
+    "seq2seq": (Seq2SeqConfig, Seq2Seq),
+    "transcriber": (TranscriberConfig, Transcriber),
+}
+WEIGHTS, TRAINING = "model.safetensors", "training.pt"
+
+
+def save(
+    model: Decoder | Encoder | Seq2Seq | Transcriber,
+    folder: str | os.PathLike,
+    *,
+    training: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``model`` as the checkpoint ``folder``; an older one there is replaced at once.
+
+    >>> import tempfile, longspan
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.save(model, f"{folder}/model")
+    ...     again = longspan.load(f"{folder}/model")
+    >>> again.config == model.config
+    True
+
+    ``training``: plain values and tensors that :func:`load_training` gives back. ``extra``: plain values, further
+    entries of config.json.
+
+    Raises ValueError for a folder that is no path, a model of another kind, weights that are NaN, an ``extra`` that
+    hides an entry of the format or is not plain, a folder that holds something other than a checkpoint, and a place
+    that cannot be written or is full; an older checkpoint then stays.
+    """
+    if not isinstance(folder, str | os.PathLike):
+        swapped = isinstance(folder, nn.Module) and isinstance(model, str | os.PathLike)
+        hint = "; longspan.save(model, folder) takes the model first, as torch.save does" if swapped else ""
+        raise ValueError(f"folder must be a path, not {type(folder).__name__}{hint}")
+    folder = _place(folder)
+    header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
+    entries = ("format", *header, "files", "sha256")
+    if taken := [name for name in extra or {} if name in entries]:
+        raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(entries)}")
+    weights = _weights(model)
+    refuse_nan("the model", weights)
+    try:
+        _refuse_foreign(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_io.new_folder(folder) as temporary:
+            safetensors.torch.save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
+            if training is not None:
+                _save_training(dict(training), temporary / TRAINING)
+            sealed_dir.seal(temporary, header | dict(extra or {}))
+            sealed_dir.swap(temporary, folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or _first_line(error)
+        raise ValueError(f"cannot write the checkpoint {folder}: {reason}") from error
+
+
+def load(folder: str | Path) -> Any:
+    """Build the model of a checkpoint, or of a training run's best one, with its weights, in eval mode on the CPU.
+
+    >>> import tempfile, longspan
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.save(model, f"{folder}/model")
+    ...     again = longspan.load(f"{folder}/model")
+    >>> again.config == model.config
+    True
+
+    It is a ``Decoder``, an ``Encoder``, a ``Seq2Seq`` or a ``Transcriber``; ``model.config`` is its config. The global
+    random number generator is left alone.
+
+    Raises ValueError for a folder that is missing or no checkpoint, another format or kind, a file that was changed or
+    damaged or is another checkpoint's, and weights that do not fit the config, have other kinds of numbers or are NaN.
+    """
+    folder, header, weights = _read(folder)
+    config_class, model_class = MODEL_CLASSES[header["kind"]]
+    try:
+        config = config_class.from_dict(header["config"])
+        _look(weights, estimate_bytes(model_class, config))
+        with torch.random.fork_rng(devices=[]):
+            model = model_class(config)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} does not describe a {header['kind']}: {error}") from error
+    _fill(model, weights, folder / WEIGHTS)
+    return model.eval()
+
+
+def load_training(folder: str | Path) -> dict[str, Any]:
+    """What :func:`save` was given as ``training``; nothing but plain values and tensors is ever unpickled.
+
+    Raises ValueError for a checkpoint without it, and for a file that was changed or damaged.
+    """
+    with _opened(folder, TRAINING) as (folder, _, content):
+        return _training(folder, content(TRAINING))
+
+
+def restore(folder: str | Path, model: nn.Module) -> dict[str, Any]:
+    """Copy a checkpoint's weights into ``model``, which takes over their dtype -> its training, of the same moment.
+
+    Raises ValueError as :func:`load` and :func:`load_training` do.
+    """
+    with _opened(folder, TRAINING, WEIGHTS) as (folder, _, content):
+        training = _training(folder, content(TRAINING))
+        _fill(model, _tensors(folder, content(WEIGHTS)), folder / WEIGHTS)
+    return training
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The content of a checkpoint's config.json: format, kind, config, longspan, files, sha256, what ``extra`` held.
+
+    Raises ValueError for a folder that is missing or no checkpoint, for a format or kind that is not ours, and for a
+    config.json that was changed or damaged.
+    """
+    with _opened(folder) as (_, header, _):
+        return header
+
+
+def resolve(folder: str | Path, prefer: str = "best") -> Path:
+    """The checkpoint that ``folder`` means: itself, or of a training run the ``best`` or the ``last`` one.
+
+    A run that has no pointer of the preferred name answers with the other one. It is a name: where a kill has left the
+    files under another one, which only this module knows, :func:`load` and the others find them.
+
+    Raises ValueError for a missing folder, one that is neither, and a pointer that is damaged or whose checkpoint is
+    gone.
+    """
+    place = _place(folder)
+    with atomic_io.reading(place):
+        if sealed_dir.there(place):
+            return place
+        if not place.is_dir():
+            raise ValueError(f"no checkpoint at {place}: there is no such folder")
+        for name in dict.fromkeys((prefer, "best", "last")):
+            pointer = place / "checkpoints" / name
+            if pointer.is_file():
+                return _target(pointer)
+    raise ValueError(f"{place} is no checkpoint (no {CONFIG}) and no training run (no checkpoints/last)")
+
+
+def tidy(folder: str | Path) -> None:
+    """Remove what saves that were killed have left beside the checkpoint ``folder``; what is being written stays."""
+    sealed_dir.tidy(_place(folder))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file so that it has its old content or the new one, never a part of it; no link is followed.
+
+    Raises OSError, which names the file, where it cannot be written; its old content then stays.
+    """
+    atomic_io.write(path, text.encode())
+
+
+def _place(folder: str | os.PathLike) -> Path:
+    return atomic_io.check(Path(os.path.abspath(folder)))
+
+
+def _look(weights: Mapping[str, Tensor], size: int) -> None:
+    """Raise ValueError where a model of ``size`` bytes cannot have these weights, before it is built for them."""
+    found = sum(t.nbytes for t in weights.values())
+    # Even bytes instead of float64 are an eighth.
+    if size > 8 * found + (1 << 20):
+        raise ValueError(f"its weights would take {size:,} bytes, and {WEIGHTS} has {found:,}")
+
+
+def kind_of(config: Any) -> str:
+    """The kind of model that a config describes. Raises ValueError for anything else."""
+    for kind, (config_class, _) in MODEL_CLASSES.items():
+        if type(config) is config_class:
+            return kind
+    names = ", ".join(config_class.__name__ for config_class, _ in MODEL_CLASSES.values())
+    raise ValueError(f"a {type(config).__name__} describes no model; known: {names}")
+
+
+def config_of(fields: Mapping[str, Any]) -> Any:
+    """The config that a recipe's model describes: its fields and ``kind``, without which it is a decoder.
+
+    Raises ValueError for an unknown kind, a field that it does not have, and values that fit none.
+    """
+    values = dict(fields)
+    return MODEL_CLASSES[known(values.pop("kind", "decoder"), MODEL_CLASSES, "kind of model")][0].from_dict(values)
+
+
+def _kind(model: nn.Module) -> str:
+    for kind, (_, model_class) in MODEL_CLASSES.items():
+        if type(model) is model_class:
+            return kind
+    raise ValueError(
+        f"cannot save a {type(model).__name__}; known: {', '.join(c.__name__ for _, c in MODEL_CLASSES.values())}"
+    )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Each name in the state dict and the first name of the same tensor, which is another one only for tied weights."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    state, names = model.state_dict(), _first_names(model)
+    return {name: state[name].detach().contiguous() for name, first in names.items() if name == first}
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise ValueError where something is that is neither a checkpoint nor an empty folder."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        if not folder.exists():
+            raise
+        names = [folder.name]
+    if names and CONFIG not in names:
+        raise ValueError(f"{folder} exists and is no checkpoint (it has no {CONFIG}); it will not be replaced")
+
+
+def refuse_nan(owner: str | Path, weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for weights that are NaN."""
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and (count := int(tensor.isnan().sum())):
+            raise ValueError(f"{owner} has NaN among its weights: {count} of {tensor.numel()} in {name}")
+
+
+def _save_training(training: dict[str, Any], path: Path) -> None:
+    with open(path, "xb") as file:
+        try:
+            torch.save(training, file)
+        except RuntimeError as error:
+            # torch's writer hides the system's error behind one of its own.
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+@contextlib.contextmanager
+def _opened(folder: str | Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], sealed_dir.Content]]:
+    with sealed_dir.opened(_place(folder), *names) as (folder, header, content):
+        if not isinstance(header.get("kind"), str) or header["kind"] not in MODEL_CLASSES:
+            raise ValueError(
+                f"{folder / CONFIG} has kind {format_value(header.get('kind'))}; known: {', '.join(MODEL_CLASSES)}"
+            )
+        if not isinstance(header.get("config"), dict):
+            raise ValueError(f"{folder / CONFIG} is corrupt: it has no config")
+        yield folder, header, content
+
+
+def _training(folder: Path, content: bytes | None) -> dict[str, Any]:
+    if content is None:
+        raise ValueError(f"{folder} has no {TRAINING}: the model can be loaded, but its training cannot be resumed")
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder / TRAINING} is corrupt or foreign: {_first_line(error)}") from error
+
+
+def _tensors(folder: Path, content: bytes | None) -> dict[str, Tensor]:
+    if content is None:
+        raise ValueError(f"{folder} is no complete checkpoint: it has no {WEIGHTS}")
+    try:
+        return safetensors.torch.load(content)
+    except (safetensors.SafetensorError, KeyError) as error:
+        raise ValueError(f"{folder / WEIGHTS} is corrupt: {_first_line(error)}") from error
+
+
+def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    own, names = model.state_dict(), _first_names(model)
+    weights |= {name: weights[first] for name, first in names.items() if name not in weights and first in weights}
+    _compare(path, weights, own)
+    refuse_nan(path, weights)
+    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        model.to(dtypes.pop())
+    model.load_state_dict(weights)
+
+
+def _compare(path: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    both = [name for name in wanted if name in found]
+    parts = {
+        "missing": [name for name in wanted if name not in found],
+        "unexpected": [name for name in found if name not in wanted],
+        "of another shape": [
+            f"{name} {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
+            for name in both
+            if found[name].shape != wanted[name].shape
+        ],
+        # Precisions may differ, but integers in the place of real numbers were made by no training.
+        "of another kind": [
+            f"{name} {found[name].dtype} instead of {wanted[name].dtype}"
+            for name in both
+            if not same_kind(found[name].dtype, wanted[name].dtype)
+        ],
+    }
+    said = [f"{len(p)} {what}: {', '.join(p[:3])}{', ...' if len(p) > 3 else ''}" for what, p in parts.items() if p]
+    if said:
+        raise ValueError(f"{path} does not fit the model; weights {'; '.join(said)}")
+
+
+def same_kind(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether weights of one dtype may take the place of another's: both real numbers, or the same dtype."""
+    return found == wanted or (found.is_floating_point and wanted.is_floating_point)
+
+
+def _read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
+    """Where what ``folder`` means is, its config.json and its weights, of one moment. Raises ValueError."""
+    name = resolve(folder)
+    while True:
+        try:
+            with _opened(name, WEIGHTS) as (at, header, content):
+                return at, header, _tensors(at, content(WEIGHTS))
+        except ValueError:
+            # A training that goes on removes the checkpoint that its pointer has left.
+            before, name = name, resolve(folder)
+            if name == before:
+                raise
+
+
+def _target(pointer: Path) -> Path:
+    """The checkpoint beside it that a pointer names. Raises ValueError for a pointer that is damaged or to nothing."""
+    name = _pointed(pointer)
+    while not sealed_dir.there(target := pointer.with_name(name)):
+        before, name = name, _pointed(pointer)
+        if name == before:
+            raise ValueError(f"{pointer} points to {name!r}, and there is no such checkpoint beside it")
+    return target
+
+
+def _pointed(pointer: Path) -> str:
+    content = atomic_io.read(pointer)
+    try:
+        name = Path(content.decode().strip()).name
+    except UnicodeDecodeError:
+        name = ""
+    if name in ("", "..") or "\0" in name:
+        raise ValueError(f"{pointer} is damaged: it holds no name of a checkpoint beside it, but {content[:40]!r}")
+    return name
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,87 @@
+"""Token embeddings with positions, and the checks of what a model reads."""
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.validation import check_mask, check_segments, real_segments
+from ..modules.positions import Learned, Sinusoidal, parse
+from ..modules.sinusoidal import sinusoid
+from ..ops.operands import check_stored, same_device
+from ..ops.tensors import positions
+from ..states.counters import check_counts
+from .config import DecoderConfig, EncoderConfig
+
+
+class Embedding(nn.Module):
+    """Tokens to vectors, plus their positions (none, sinusoidal or learned; others are the attention's)."""
+
+    def __init__(self, tokens: int, config: DecoderConfig | EncoderConfig):
+        super().__init__()
+        self.positions, self.length = parse(config.positions), config.length
+        self.tokens = nn.Embedding(tokens, config.dim) if tokens else nn.Identity()
+        if isinstance(self.positions, Learned):
+            self.table = nn.Embedding(config.length, config.dim)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, start=None, *, mask=None, segments=None) -> tuple[Tensor, Tensor]:
+        """tokens (B,N) or vectors (B,N,dim), start (B,) positions -> (B,N,dim), next positions (B,)."""
+        # A masked token's id would be a border between its neighbours, and its position is nobody's.
+        segments = None if segments is None else real_segments(segments, mask)
+        at, end = positions(tokens, start, mask=mask, segments=segments)
+        x = self.tokens(tokens)
+        if isinstance(self.positions, Learned):
+            at = at if mask is None else at.masked_fill(~mask, 0)
+            if not torch.compiler.is_compiling() and at.numel() and (last := int(at.max())) >= self.length:
+                raise ValueError(
+                    f"position {last} is beyond the table of {self.length} learned positions; "
+                    f"shorten the sequence, or train with a larger length= or with other positions"
+                )
+            x = x + self.table(at)
+        elif isinstance(self.positions, Sinusoidal):
+            kind = self.positions
+            x = x + sinusoid(at, x.shape[-1], x.dtype, layout=kind.layout, base=kind.base)
+        return self.dropout(x), end
+
+
+def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None, segments: Tensor | None = None) -> None:
+    """Raise ValueError unless tokens are int64 (B,N) in 0..highest, and mask and segments fit."""
+    if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2:
+        came = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"tokens must be int64 (B, N), not {came}")
+    _check_own(tokens, mask, segments)
+    if torch.compiler.is_compiling() or not tokens.numel():
+        return
+    low, high = (int(t) for t in tokens.aminmax())
+    if low < 0 or high > highest:
+        raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {highest}")
+
+
+def _check_own(x: Tensor, mask: Tensor | None, segments: Tensor | None) -> None:
+    batch, n = x.shape[:2]
+    if mask is not None:
+        check_mask("mask", mask, (batch, n))
+    if segments is not None:
+        check_segments(segments, (batch, n))
+
+
+def check_position(position: Tensor, tokens: Tensor) -> None:
+    """Raise ValueError unless these are counts of tokens, int64 (B,), as a decoder's state has them."""
+    batch = tokens.shape[0]
+    if not isinstance(position, Tensor) or position.dtype != torch.int64 or tuple(position.shape) != (batch,):
+        came = f"{position.dtype} {tuple(position.shape)}" if isinstance(position, Tensor) else type(position).__name__
+        raise ValueError(f"the position of this decoder's state must be int64 {(batch,)}, not {came}")
+    same_device(tokens=tokens, state=position)
+    check_stored("the state", position)
+    check_counts("position", position)
+
+
+def initialise(model: nn.Module, depth: int) -> None:
+    """Normal weights of deviation 0.02, smaller by sqrt(2 depth) where they write into the residual (GPT-2's rule)."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.Linear):
+            residual = name.endswith(("attention.out", "feedforward.contract"))
+            nn.init.normal_(module.weight, std=0.02 / (2 * depth) ** 0.5 if residual else 0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

@@ -1,0 +1,119 @@
+"""Encoder: reads whole sequences of tokens or vectors, with pooling and a head."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Never
+
+import torch
+from torch import Tensor, nn
+
+from .._utils.aliases import refuse
+from ..attention.validation import check_x
+from ..modules.positions import Learned
+from ..ops.tensors import upcast_half
+from .config import EncoderConfig
+from .embedding import Embedding, _check_own, check_tokens, initialise
+from .stacks import Stack, check_fits_in_memory
+
+
+class Classes(NamedTuple):
+    """What a classifier says of texts."""
+
+    labels: list[str]  # the likeliest one of each text
+    probabilities: Tensor  # (B, labels), float32 at least
+
+
+class Encoder(nn.Module):
+    """Sees whole sequences: tokens (B,N) or vectors (B,N,dim) -> features (B,N,dim), or outputs of a linear head.
+
+    >>> import torch, longspan
+    >>> config = longspan.EncoderConfig(dim=8, depth=2, heads=2, feedforward=16, outputs=3, pool="mean")
+    >>> longspan.Encoder(config)(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 3])
+
+    With ``pool="mean"`` the result is one per sequence, (B,dim) or (B,outputs): the mean over its real tokens;
+    with ``pool="first"`` it is that of the first real token. With ``labels``, names of the outputs, it is a classifier:
+    the outputs are logits, and ``classify`` reads texts. Building it raises what ``Stack`` raises.
+    """
+
+    def __init__(self, config: EncoderConfig):
+        super().__init__()
+        check_fits_in_memory(config, Encoder)
+        self.config = config
+        self.embedding = Embedding(config.vocab, config)
+        self.stack = Stack(config, causal=False, positions=config.positions)
+        self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
+        initialise(self, config.depth)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict | None = None,
+        **unknown: Never,
+    ) -> Tensor:
+        """See the class; mask and segments as in ``Attention.forward``, record as in ``Stack``.
+
+        Raises ValueError for input of a wrong kind.
+        """
+        if unknown:
+            refuse("Encoder", unknown, ("x", "mask", "segments", "record"))
+        if self.config.vocab:
+            check_tokens(x, self.config.vocab - 1, mask, segments)
+        else:
+            check_x(self, self.config.dim, x)
+            _check_own(x, mask, segments)
+        if segments is not None and self.config.pool != "none":
+            raise ValueError(f"pool={self.config.pool!r} gives one output per row, so it cannot serve packed segments=")
+        x, _ = self.embedding(x, mask=mask, segments=segments)
+        x, _ = self.stack(x, mask=mask, segments=segments, record=record)
+        if self.config.pool != "none":
+            real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+            if self.config.pool == "first":
+                real = real & (real.cumsum(1) == 1)
+            weights = real.to(x.dtype)
+            x = (x * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
+        return self.head(x)
+
+    @torch.no_grad()
+    def classify(self, texts: Sequence[str], *, length: int = 0, batch: int = 64) -> Classes:
+        """The labels of ``texts``, by a classifier of UTF-8 bytes such as ``longspan train`` trains on ``labels:FILE``.
+
+        >>> import longspan
+        >>> sizes = {"dim": 8, "depth": 1, "heads": 2, "feedforward": 16}
+        >>> config = longspan.EncoderConfig(**sizes, vocab=256, outputs=2, labels="bad good", pool="mean")
+        >>> labels, probabilities = longspan.Encoder(config).eval().classify(["a fine film", "dull"])
+        >>> len(labels), probabilities.shape
+        (2, torch.Size([2, 2]))
+
+        Returns the likeliest label of each text, and the probabilities (B, labels) in the order of ``config.labels``.
+        ``length``: bytes of a text that are read; 0: all, or with learned positions as many as their table has. Pass
+        the ``run.length`` of the training to read as much of a text as it did. ``batch``: texts per call, which changes
+        speed and memory only.
+
+        Raises ValueError for a model without labels, with one output per token or another vocabulary than bytes, for
+        texts that are no strings or empty, for a negative length and a batch below 1.
+        """
+        config = self.config
+        names = config.labels.split()
+        if not names or config.pool == "none" or config.vocab != 256:
+            raise ValueError(
+                "classify needs a model of bytes with labels and one output per text: vocab=256, labels and "
+                f"pool='mean' or 'first', not vocab={config.vocab}, labels={config.labels!r}, pool={config.pool!r}"
+            )
+        if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError("texts must be a list of strings that are not empty")
+        if length < 0 or batch < 1:
+            raise ValueError(f"length={length} must not be negative, and batch={batch} must be at least 1")
+        if isinstance(self.embedding.positions, Learned):
+            length = min(length or config.length, config.length)
+        device = next(self.parameters()).device
+        found = []
+        for begin in range(0, len(texts), batch):
+            rows = [torch.tensor(list(text.encode()[: length or None])) for text in texts[begin : begin + batch]]
+            tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+            mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+            found.append(upcast_half(self(tokens.to(device), mask=mask.to(device))).softmax(-1))
+        probabilities = torch.cat(found) if found else torch.zeros(0, len(names), device=device)
+        return Classes([names[i] for i in probabilities.argmax(-1).tolist()], probabilities)

@@ -1,0 +1,231 @@
+"""Likelihoods: what the numbers that a model puts out say about the next token."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .._utils import spec, typecheck
+
+
+@dataclass(frozen=True)
+class Likelihood(ABC):
+    """A distribution over the tokens 0 ... levels-1 whose parameters are the last dimension of a model's outputs.
+
+    Raises ValueError when built with fewer than two levels, and for fields of another kind than annotated.
+    """
+
+    levels: int
+
+    def __post_init__(self):
+        typecheck.check_fields(self)
+        if self.levels < 2:
+            raise ValueError(f"levels={self.levels!r}: a likelihood needs at least two levels, e.g. 256 for bytes")
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Outputs per token."""
+
+    def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Natural logarithm of each target's probability, in fp32 (fp64 for fp64 outputs).
+
+        ``outputs (..., size), targets (...) int64 -> (...)`` in nats; divide by ln 2 for bits.
+
+        Raises ValueError for outputs of another size, and for targets of another shape, another dtype or outside
+        0 ... levels-1. The range is not looked at while the call is being compiled.
+        """
+        outputs = self._outputs(outputs)
+        if targets.dtype != torch.int64 or targets.shape != outputs.shape[:-1]:
+            raise ValueError(
+                f"targets are int64 of shape {tuple(outputs.shape[:-1])}, one per row of outputs; "
+                f"got {targets.dtype} of shape {tuple(targets.shape)}"
+            )
+        if not torch.compiler.is_compiling() and targets.numel():
+            low, high = (int(end) for end in targets.aminmax())
+            if low < 0 or high >= self.levels:
+                raise ValueError(f"targets lie in 0 ... {self.levels - 1} (levels={self.levels}); got {low} ... {high}")
+        return self._log_prob(outputs, targets)
+
+    def log_probs(self, outputs: Tensor) -> Tensor:
+        """Natural logarithms of all levels' probabilities: ``outputs (..., size) -> (..., levels)``, in fp32 at least.
+
+        Raises ValueError for outputs of another size.
+        """
+        return self._table(self._outputs(outputs)).log_softmax(-1)
+
+    def sample(
+        self,
+        outputs: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draw one token per row: ``outputs (..., size) -> (...) int64``.
+
+        The options act in this order on the probabilities p of the levels, for every likelihood alike:
+
+        1. ``temperature``: p to the power 1/temperature, renormalised; 0 means the mode.
+        2. ``top_k``: the k most probable levels, renormalised; 0, or anything from ``levels`` on, means all.
+        3. ``top_p``: the smallest set of most probable levels whose mass reaches top_p, at least one; 1 means all
+           (Holtzman et al., 1904.09751, section 3.1).
+
+        Among equally probable levels the lower one counts as the more probable. ``generator`` lives on the device of
+        ``outputs``; without it the device's global one is used.
+
+        Raises ValueError for outputs of another size, temperature < 0 or not finite, top_k < 0, top_p outside (0, 1].
+        """
+        outputs = self._outputs(outputs)
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature={temperature}: must be a finite number >= 0; 0 picks the mode")
+        if top_k < 0:
+            raise ValueError(f"top_k={top_k}: must be >= 0; 0 keeps all levels")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p={top_p}: must lie in (0, 1]; 1 keeps all levels")
+        if temperature == 0:
+            return self._table(outputs).argmax(-1)
+        if temperature == 1 and (top_k == 0 or top_k >= self.levels) and top_p == 1:
+            return self._sample(outputs, generator)
+        scores = self._table(outputs)
+        keep = _kept(scores, temperature, top_k, top_p) if top_k or top_p < 1 else None
+        return _draw(scores, temperature, keep, generator)
+
+    def _outputs(self, outputs: Tensor) -> Tensor:
+        if outputs.ndim < 1 or outputs.shape[-1] != self.size or not outputs.is_floating_point():
+            raise ValueError(
+                f"{self} reads {self.size} floating-point outputs per token in the last dimension; "
+                f"got {outputs.dtype} of shape {tuple(outputs.shape)}"
+            )
+        return outputs if outputs.dtype == torch.float64 else outputs.float()
+
+    @abstractmethod
+    def _log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """``log_prob`` after the checks."""
+
+    @abstractmethod
+    def _table(self, outputs: Tensor) -> Tensor:
+        """Log-probabilities of all levels, up to a constant per row: ``(..., size) -> (..., levels)``."""
+
+    @abstractmethod
+    def _sample(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+        """One exact draw per row, with every option off."""
+
+
+@dataclass(frozen=True)
+class Categorical(Likelihood):
+    """One logit per level; knows nothing of the order of the levels."""
+
+    @property
+    def size(self) -> int:
+        return self.levels
+
+    def _log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+
+    def _table(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def _sample(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+        return _draw(outputs, 1.0, None, generator)
+
+
+@dataclass(frozen=True)
+class Logistics(Likelihood):
+    """A mixture of logistic densities cut into one bin per level: near levels share probability.
+
+    Level x lies at 2x/(levels-1) - 1 in [-1, 1], its bin reaches 1/(levels-1) to either side, and the outermost bins
+    reach to infinity, so that the levels' probabilities sum to 1 (Salimans et al., 1701.05517, section 2.1, eq. 2).
+    The outputs of a token are ``mixtures`` logits, then as many means, then as many natural logarithms of scales
+    (taken as at least -7, as the paper's code does).
+
+    Raises ValueError when built with mixtures < 1.
+    """
+
+    mixtures: int = 10
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.mixtures < 1:
+            raise ValueError(f"mixtures={self.mixtures!r}: a mixture has at least one part")
+
+    @property
+    def size(self) -> int:
+        return 3 * self.mixtures
+
+    def _split(self, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, means, log_scales = outputs.chunk(3, -1)
+        # exp(-40) is far from underflow even in fp32, and a logistic that wide is flat over [-1, 1] to rounding.
+        return logits.log_softmax(-1), means, log_scales.clamp(-7.0, 40.0)
+
+    def _log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        log_weights, means, log_scales = self._split(outputs)
+        half, targets = 1 / (self.levels - 1), targets[..., None]
+        x = targets.to(outputs.dtype) * (2 * half) - 1
+        rate = (-log_scales).exp()
+        upper, lower = (x + half - means) * rate, (x - half - means) * rate
+        # With sigma the logistic function, sigma(u) - sigma(l) = sigma(u) sigma(-l) (1 - exp(l - u)): no difference of
+        # near-equal numbers, so that bins of any mass are exact, and every branch below is finite with its gradient.
+        below, above = F.logsigmoid(upper), F.logsigmoid(-lower)
+        inside = below + above + (-torch.expm1(-2 * half * rate)).log()
+        log_bins = torch.where(targets == 0, below, torch.where(targets == self.levels - 1, above, inside))
+        return (log_weights + log_bins).logsumexp(-1)
+
+    def _table(self, outputs: Tensor) -> Tensor:
+        levels = torch.arange(self.levels, device=outputs.device).expand(*outputs.shape[:-1], self.levels)
+        return self._log_prob(outputs[..., None, :], levels)
+
+    def _sample(self, outputs: Tensor, generator: torch.Generator | None) -> Tensor:
+        log_weights, means, log_scales = self._split(outputs)
+        part = _draw(log_weights, 1.0, None, generator)[..., None]
+        mean, log_scale = (values.gather(-1, part)[..., 0] for values in (means, log_scales))
+        uniform = torch.rand(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
+        # The bins' borders lie half-way between levels, so rounding a draw of the density draws from the bins' masses;
+        # a uniform of exactly 0 gives minus infinity, which the clamp takes to level 0.
+        x = mean + log_scale.exp() * torch.logit(uniform)
+        return ((x + 1) * ((self.levels - 1) / 2)).round().clamp(0, self.levels - 1).long()
+
+
+LIKELIHOODS: Mapping[str, type[Likelihood]] = {"categorical": Categorical, "logistics": Logistics}
+
+
+def build(text: str, levels: int) -> Likelihood:
+    """Build the likelihood named by a spec, ``"categorical"`` or ``"logistics(mixtures=10)"``, over ``levels`` levels.
+
+    Raises ValueError for an unknown name or option, levels < 2, mixtures < 1, or text that names no likelihood.
+
+    >>> build("logistics(mixtures=5)", 256).size
+    15
+    """
+    made = spec.parse(text, {name: partial(kind, levels) for name, kind in LIKELIHOODS.items()})
+    if not isinstance(made, Likelihood):
+        raise ValueError(f"{text!r} names no likelihood; known: {', '.join(sorted(LIKELIHOODS))}")
+    return made
+
+
+def _draw(scores: Tensor, temperature: float, keep: Tensor | None, generator: torch.Generator | None) -> Tensor:
+    """Draw from softmax(scores / temperature) over the kept entries: ``(..., levels) -> (...)``."""
+    # argmax(scores / T + Gumbel noise) is such a draw, and so is argmax(scores + T noise), which no small T overflows.
+    # The logarithm of an exponential variable is minus a Gumbel one.
+    race = torch.empty_like(scores).exponential_(generator=generator)
+    keys = scores - temperature * race.clamp_(min=torch.finfo(race.dtype).tiny).log_()
+    return (keys if keep is None else keys.masked_fill(~keep, -math.inf)).argmax(-1)
+
+
+def _kept(scores: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Which levels top_k and top_p leave: ``(..., levels) -> (..., levels) bool``."""
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    if top_k:
+        ordered[..., top_k:] = -math.inf
+    stays = ordered > -math.inf
+    if top_p < 1:
+        share = ((ordered - ordered[..., :1]) / max(temperature, torch.finfo(scores.dtype).tiny)).softmax(-1)
+        # A level stays while the mass before it is short of top_p; the first one always does.
+        stays &= share.cumsum(-1) - share < top_p
+    return torch.zeros_like(stays).scatter(-1, order, stays)

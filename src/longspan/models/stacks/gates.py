@@ -1,0 +1,105 @@
+"""Residual gates: how a sub-layer's output joins the stream that it read, by addition or by a learned gate."""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..._utils import spec
+
+
+class Add(nn.Module):
+    """x + y, the residual path of every transformer (Vaswani et al. 2017, section 3.1)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class Gate(nn.Module):
+    """A gate of GTrXL: ``gate(x, y)``, x the stream and y what a sub-layer makes of it, both (B,N,dim).
+
+    ``bias``: how far the gate leans towards the stream at first. The sub-layer's output goes through a relu before the
+    gate: two linear maps would otherwise meet on the path of x.
+
+    Source: Parisotto et al. 2019 (1910.06764), section 3.2.
+    """
+
+    maps: tuple[str, ...] = ()
+
+    def __init__(self, dim: int, *, bias: float = 2.0):
+        super().__init__()
+        self.linear = nn.ModuleDict({name: nn.Linear(dim, dim, bias=False) for name in self.maps})
+        # A number for each channel, which no initialisation of linear maps sets to zero.
+        self.lean = nn.Parameter(torch.full((dim,), float(bias)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.join(x, F.relu(y))
+
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
+        """See the class; of what the relu leaves."""
+        raise AssertionError(f"{type(self).__name__} joins nothing")
+
+
+class Input(Gate):
+    """sigmoid(W x + b) * x + y."""
+
+    maps = ("stream",)
+
+    def join(self, x, y):
+        return torch.sigmoid(self.linear["stream"](x) + self.lean) * x + y
+
+
+class Output(Gate):
+    """x + sigmoid(W x - b) * y."""
+
+    maps = ("stream",)
+
+    def join(self, x, y):
+        return x + torch.sigmoid(self.linear["stream"](x) - self.lean) * y
+
+
+class Highway(Gate):
+    """s * x + (1 - s) * y with s = sigmoid(W x + b)."""
+
+    maps = ("stream",)
+
+    def join(self, x, y):
+        return torch.lerp(y, x, torch.sigmoid(self.linear["stream"](x) + self.lean))
+
+
+class SigTanh(Gate):
+    """x + sigmoid(W y - b) * tanh(U y)."""
+
+    maps = ("gate", "value")
+
+    def join(self, x, y):
+        return x + torch.sigmoid(self.linear["gate"](y) - self.lean) * torch.tanh(self.linear["value"](y))
+
+
+class GRU(Gate):
+    """(1 - z) x + z h: h = tanh(W_h y + U_h (r x)), r = sigmoid(W_r y + U_r x), z = sigmoid(W_z y + U_z x - b)."""
+
+    maps = ("reset_y", "reset_x", "update_y", "update_x", "new_y", "new_x")
+
+    def join(self, x, y):
+        r = torch.sigmoid(self.linear["reset_y"](y) + self.linear["reset_x"](x))
+        z = torch.sigmoid(self.linear["update_y"](y) + self.linear["update_x"](x) - self.lean)
+        return torch.lerp(x, torch.tanh(self.linear["new_y"](y) + self.linear["new_x"](r * x)), z)
+
+
+GATES = {"add": Add, "gru": GRU, "input": Input, "output": Output, "highway": Highway, "sigtanh": SigTanh}
+
+
+def build(text: str, dim: int) -> nn.Module:
+    """A gate from its spec, such as ``add``, ``gru`` or ``gru(bias=1.0)``.
+
+    Raises ValueError for an unknown one, an unknown option, or a value of another kind.
+    """
+    made = spec.parse(text, {name: functools.partial(gate, dim) for name, gate in GATES.items()})
+    if not isinstance(made, Add | Gate):
+        raise ValueError(f"{text!r} names no residual gate; known: {', '.join(sorted(GATES))}")
+    return made

@@ -1,0 +1,189 @@
+"""Reversible blocks: what a block read is computed again from what it gave, so memory does not grow with the depth."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ...ops.operands import transformed
+from ...ops.tensors import upcast_half
+from .block import Block
+from .gates import Add
+from .plain import LayerCall, Plain
+
+
+class Reversible(nn.Module):
+    r"""Two streams: $y_1 = x_1 + F(x_2)$, $y_2 = x_2 + G(y_1)$, F the attention and G the feed-forward network.
+
+    Both streams begin as the input, and their mean is the output. In training without a state the backward has
+    $x_2 = y_2 - G(y_1)$ and $x_1 = y_1 - F(x_2)$ for its activations, which takes one more forward; random numbers and
+    autocast are as they were. The streams are float32 at least, so that what is computed again differs from what was by
+    rounding alone. Elsewhere, with a state and while a compiler traces, the same answer comes by the plain way.
+
+    Source: Gomez et al. 2017 (1707.04585), eqs. 6 to 8; Kitaev et al. 2020 (2001.04451), section 3. Raises ValueError
+    for blocks that are not prenorm, for a residual gate, and for an attention that hands something to the next layer.
+    """
+
+    steps = 1
+    penalty = ""
+    exempt: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, dim: int):
+        super().__init__()
+
+    start = Plain.start
+
+    def forward(
+        self, blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: LayerCall
+    ) -> tuple[Tensor, tuple | None]:
+        """x (B,N,dim), the state -> both after all blocks."""
+        wide = upcast_half(x)
+        parameters = [p for p in blocks.parameters() if p.requires_grad]
+        graph = torch.is_grad_enabled() and (x.requires_grad or parameters)
+        if state is None and graph and not torch.compiler.is_compiling() and not transformed():
+            given = {name: value for name, value in call.arguments.items() if not _learned(value)}
+            extra = {name: value for name, value in call.arguments.items() if _learned(value)}
+            run = _Run(list(blocks), x.dtype, given, tuple(extra), call)  # type: ignore[arg-type]
+            one, two, penalties = _Reversed.apply(run, wide, *extra.values(), *parameters)  # type: ignore[misc]
+            for layer, penalty in zip(call.layers, penalties, strict=True):
+                if "penalty" in layer:
+                    layer["penalty"] = penalty
+            return ((one + two) / 2).to(x.dtype), None
+        one = two = wide
+        new: list = []
+        for i, block in enumerate(blocks):
+            told = call.asks(block)  # type: ignore[arg-type]
+            before = None if state is None else state[i]
+            add, after = block.attended(two.to(x.dtype), before, record=told, donate=call.donate, **call.arguments)  # type: ignore
+            one = one + add
+            two = two + block.fed(one.to(x.dtype))  # type: ignore[operator]
+            call.layers.append(told or {})
+            new.append(after)
+        return ((one + two) / 2).to(x.dtype), None if state is None else tuple(new)
+
+
+def check(blocks: nn.ModuleList) -> None:
+    """Raise ValueError for blocks that cannot be run backwards."""
+    for block in blocks:
+        assert isinstance(block, Block)
+        if not block.prenorm:
+            raise ValueError("a reversible stack adds to streams that no norm changes, so it needs prenorm=True")
+        if not isinstance(block.join1, Add):
+            raise ValueError("a reversible stack takes its sums apart again, which gates do not allow: residual='add'")
+        if block.attention.samples:
+            raise ValueError(f"{block.attention.name} draws what it reads, which no reversible stack draws again")
+        if block.attention.has_layer_carry:
+            raise ValueError(
+                f"{block.attention.name} hands something to the next layer, which no reversible stack keeps"
+            )
+
+
+class _Run(NamedTuple):
+    """What both directions need besides tensors with gradients."""
+
+    blocks: list[Block]
+    dtype: torch.dtype
+    given: dict[str, Any]
+    names: tuple[str, ...]
+    call: LayerCall
+
+
+class _Reversed(torch.autograd.Function):
+    """(streams after all blocks, penalties) from the input, of which nothing but the end is kept."""
+
+    @staticmethod
+    def forward(ctx, run: _Run, x: Tensor, *tensors: Tensor):
+        arguments = run.given | dict(zip(run.names, tensors, strict=False))
+        one = two = x
+        ctx.run, ctx.generators, ctx.autocast, penalties = run, [], _autocast(x), []
+        for block in run.blocks:
+            told, before = run.call.asks(block), _generators(x, block)
+            one = one + block.attended(two.to(run.dtype), None, record=told, **arguments)[0]
+            ctx.generators.append((before, _generators(x, block)))
+            two = two + block.fed(one.to(run.dtype))
+            run.call.layers.append(told or {})
+            penalties.append((told or {}).get("penalty", x.new_zeros(())))
+        ctx.asked = ["penalty" in layer for layer in run.call.layers]
+        ctx.save_for_backward(one, two, *tensors)
+        return one, two, torch.stack(penalties)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_one: Tensor, grad_two: Tensor, grad_penalties: Tensor):
+        run: _Run = ctx.run
+        one, two, *tensors = ctx.saved_tensors
+        wanted = [t for t in tensors if t.requires_grad]
+        arguments = run.given | dict(zip(run.names, tensors, strict=False))
+        found: dict[int, Tensor] = {}
+
+        def pull(outs: list[Tensor], grads: list[Tensor], read: Tensor) -> Tensor:
+            """The gradient of what was read; those of weights and arguments are added to what was found of them."""
+            first, *others = torch.autograd.grad(outs, [read, *wanted], grads, allow_unused=True)
+            for tensor, grad in zip(wanted, others, strict=True):
+                if grad is not None:
+                    found[id(tensor)] = found[id(tensor)] + grad if id(tensor) in found else grad
+            return torch.zeros_like(read) if first is None else first
+
+        with _replayed(one, ctx.autocast):
+            for i in reversed(range(len(run.blocks))):
+                block, (before, between) = run.blocks[i], ctx.generators[i]
+                read = one.detach().requires_grad_()
+                with torch.enable_grad():
+                    _set(one, between)
+                    fed = block.fed(read.to(run.dtype))
+                two = two - fed.detach()
+                grad_one = grad_one + pull([fed], [grad_two.to(fed.dtype)], read)
+                read = two.detach().requires_grad_()
+                told: dict[str, Any] | None = {"penalty": None} if ctx.asked[i] else None
+                with torch.enable_grad():
+                    _set(one, before)
+                    add = block.attended(read.to(run.dtype), None, record=told, **arguments)[0]
+                one = one - add.detach()
+                outs, grads = [add], [grad_one.to(add.dtype)]
+                if told and told["penalty"].requires_grad:
+                    outs, grads = [*outs, told["penalty"]], [*grads, grad_penalties[i].to(told["penalty"].dtype)]
+                grad_two = grad_two + pull(outs, grads, read)
+        return None, grad_one + grad_two, *(found.get(id(t)) for t in tensors)
+
+
+def _learned(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _generators(x: Tensor, block: Block) -> tuple[Tensor, ...]:
+    """Where the generators stand from which dropout draws; nothing where nothing is drawn."""
+    if not block.training:
+        return ()
+    return (
+        torch.get_rng_state(),
+        *([torch.get_device_module(x.device).get_rng_state(x.device)] if not x.is_cpu else []),
+    )
+
+
+def _set(x: Tensor, generators: tuple[Tensor, ...]) -> None:
+    if generators:
+        torch.set_rng_state(generators[0])
+    if len(generators) > 1:
+        torch.get_device_module(x.device).set_rng_state(generators[1], x.device)
+
+
+def _autocast(x: Tensor) -> dict[str, Any]:
+    kind = x.device.type
+    return {
+        "device_type": kind,
+        "enabled": torch.is_autocast_enabled(kind),
+        "dtype": torch.get_autocast_dtype(kind),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+
+@contextmanager
+def _replayed(x: Tensor, autocast: dict[str, Any]) -> Iterator[None]:
+    """With autocast as it was, and the generators afterwards as they are now."""
+    devices = [] if x.is_cpu else [x.device]
+    with torch.random.fork_rng(devices=devices, device_type=x.device.type if devices else "cuda"):
+        with torch.amp.autocast(**autocast):
+            yield

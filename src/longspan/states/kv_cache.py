@@ -1,0 +1,221 @@
+"""Keys and values kept for later calls: the state of every mechanism that looks back at single tokens."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.prefix import join
+from ..ops.tensors import positions, visible
+from .counters import check_counts, counted
+
+
+class KeyValues(NamedTuple):
+    """Slot j of a row holds the key and the value of its j-th real token, so slots are positions."""
+
+    keys: Tensor  # (B,H,capacity,D)
+    values: Tensor  # (B,H,capacity,E)
+    length: Tensor  # (B,) int64, slots in use
+
+
+class CachedContext(NamedTuple):
+    """Keys and values of a context, for cross attention."""
+
+    keys: Tensor  # (B,H,M,D)
+    values: Tensor  # (B,H,M,E)
+    mask: Tensor  # (B,M) bool, True on real tokens
+
+    def view(self) -> "CacheView":
+        return CacheView(self.keys, self.values, self.mask[:, None, None, :], False)
+
+
+def of_context(k: Tensor, v: Tensor, mask: Tensor | None) -> CachedContext:
+    """k (B,H,M,D), v (B,H,M,E), mask (B,M) bool or None where every token is real."""
+    if mask is None:
+        mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+    return CachedContext(k, v, mask.clone())  # the caller's own may change later
+
+
+class CacheView(NamedTuple):
+    """What the queries of one call may see: keys (B,H,M,D), values (B,H,M,E), mask bool (B,1,N,M) or None, causal."""
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    causal: bool
+
+    def allowed(self, queries: int) -> Tensor:
+        """The mask written out, for ``queries`` of them: bool, broadcast to (B,1,N,M)."""
+        if self.mask is not None:
+            return self.mask
+        allowed = torch.ones(1, 1, queries, self.keys.shape[2], dtype=torch.bool, device=self.keys.device)
+        return allowed.tril() if self.causal else allowed
+
+
+def empty(batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> KeyValues:
+    """No tokens yet, room for ``capacity``; dtype and device of ``like``."""
+    slots = like.new_zeros(batch, heads, capacity, dim)
+    return KeyValues(slots, slots.clone(), torch.zeros(batch, dtype=torch.long, device=like.device))
+
+
+def within(
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    prefix: Tensor | None = None,
+) -> CacheView:
+    """Self-attention within one call: k (B,H,N,D), v (B,H,N,E), mask, segments (B,N), prefix (B,N) that sees itself."""
+    if mask is None and segments is None and prefix is None:
+        return CacheView(k, v, None, causal)
+    allowed = visible(k.transpose(1, 2), causal=causal, mask=mask, segments=segments)
+    return CacheView(k, v, allowed if prefix is None else join(allowed, prefix), False)
+
+
+def view(
+    project: Callable[[Tensor], tuple[Tensor, Tensor]],
+    x: Tensor,
+    state: KeyValues | CachedContext | None,
+    *,
+    causal: bool,
+    context: Tensor | None = None,
+    context_mask: Tensor | None = None,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    prefix: Tensor | None = None,
+    donate: bool = False,
+) -> tuple[CacheView, KeyValues | CachedContext | None]:
+    """What the queries of x see, and the state after: of a context, given now or kept, of x alone, or of all so far.
+
+    ``project`` makes keys (B,H,M,D) and values (B,H,M,E) of x (B,N,dim) or of the context (B,M,context_dim). The rest
+    is as in ``Attention.forward``.
+    """
+    if context is not None:
+        state = of_context(*project(context), context_mask)
+    if isinstance(state, CachedContext):
+        return state.view(), state
+    k, v = project(x)
+    if state is None:
+        return within(k, v, causal=causal, mask=mask, segments=segments, prefix=prefix), None
+    return extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
+
+
+def extend(
+    cache: KeyValues,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+    prefix: Tensor | None = None,
+    donate: bool = False,
+) -> tuple[CacheView, KeyValues]:
+    """Causal attention that continues ``cache``: what the new tokens may see, and the cache with them added.
+
+    k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, prefix (B,N) bool: new tokens that see each other,
+    which does not go with segments. Without ``donate`` the given cache is left as it is and the new one is exactly as
+    long as it must be; with it, free slots are written in place, and when they run out the slots are doubled.
+    Raises ValueError for a cache that counts fewer tokens than none or more than it has slots, except while a compiler
+    traces, and for packed sequences on a GPU.
+    """
+    k, v = k.to(cache.keys.dtype), v.to(cache.values.dtype)  # they differ under autocast
+    if prefix is not None:
+        view, added = extend(cache, k, v, mask=mask, donate=donate)
+        # Slots are positions, so the prefix ends at one; up to there its tokens see every slot.
+        end = (cache.length + prefix.sum(1))[:, None, None, None]
+        slots = torch.arange(view.keys.shape[2], device=k.device)
+        allowed = view.allowed(k.shape[2]) | (prefix[:, None, :, None] & (slots < end))
+        return CacheView(view.keys, view.values, allowed, False), added
+    if segments is not None:
+        check_counts("length", cache.length, cache.keys.shape[2])
+        return _extend_packed(cache, k, v, mask, segments)
+    lengths = None if torch.compiler.is_compiling() else counted("length", cache.length, cache.keys.shape[2])
+    if mask is None and lengths is not None and lengths[0] == lengths[1]:
+        return _extend_even(cache, k, v, lengths[0], donate)
+    at, length = positions(k.transpose(1, 2), cache.length, mask=mask)
+    if donate and lengths is not None:
+        added = _scatter_in_place(cache, k, v, at, mask, length)
+    else:
+        used = cache.keys.shape[2] if lengths is None else lengths[1]
+        added = KeyValues(*_scatter(cache, k, v, mask, used), length)
+    used = added.keys.shape[2] if lengths is None else int(length.max())
+    slots = torch.arange(used, device=k.device)
+    last = at if mask is None else at - (~mask).long()
+    allowed = slots <= last[:, None, :, None]  # (B,1,N,used)
+    return CacheView(added.keys[:, :, :used], added.values[:, :, :used], allowed, False), added
+
+
+def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool) -> tuple[CacheView, KeyValues]:
+    """Every row has as many tokens and gets as many: slots are slices, and only the causal mask is needed."""
+    n, total = k.shape[2], used + k.shape[2]
+    if donate:
+        cache = with_room(cache, total)
+        cache.keys[:, :, used:total] = k
+        cache.values[:, :, used:total] = v
+        added = KeyValues(cache.keys, cache.values, cache.length + n)
+        keys, values = cache.keys[:, :, :total], cache.values[:, :, :total]
+    else:
+        keys, values = torch.cat([cache.keys[:, :, :used], k], 2), torch.cat([cache.values[:, :, :used], v], 2)
+        added = KeyValues(keys, values, cache.length + n)
+    if n == 1:
+        return CacheView(keys, values, None, False), added
+    if used == 0:
+        return CacheView(keys, values, None, True), added
+    allowed = torch.ones(n, total, dtype=torch.bool, device=k.device).tril(used)[None, None]
+    return CacheView(keys, values, allowed, False), added
+
+
+def with_room(cache: KeyValues, slots: int) -> KeyValues:
+    """The cache with at least so many slots: itself, or a copy with twice as many."""
+    capacity = cache.keys.shape[2]
+    if slots <= capacity:
+        return cache
+    more = max(slots, 2 * capacity) - capacity
+    pad = (0, 0, 0, more)
+    return KeyValues(torch.nn.functional.pad(cache.keys, pad), torch.nn.functional.pad(cache.values, pad), cache.length)
+
+
+def _scatter_in_place(cache: KeyValues, k: Tensor, v: Tensor, at: Tensor, mask: Tensor | None, length: Tensor):
+    cache = with_room(cache, int(length.max()))
+    real = torch.ones_like(at, dtype=torch.bool) if mask is None else mask
+    rows, tokens = real.nonzero(as_tuple=True)
+    slots = at[rows, tokens]
+    cache.keys[rows, :, slots] = k[rows, :, tokens]
+    cache.values[rows, :, slots] = v[rows, :, tokens]
+    return KeyValues(cache.keys, cache.values, length)
+
+
+def _scatter(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, used: int) -> tuple[Tensor, Tensor]:
+    """New slots: the first ``used`` old ones, and room for all new tokens, real ones first in their order."""
+    batch, heads, n, _ = k.shape
+    order = torch.arange(n, device=k.device).expand(batch, n)
+    if mask is not None:
+        order = torch.argsort(~mask, dim=1, stable=True)
+    slots = cache.length[:, None] + torch.arange(n, device=k.device)
+    out = []
+    for old, new in ((cache.keys, k), (cache.values, v)):
+        shape = (batch, heads, n, new.shape[-1])
+        sorted_new = new.gather(2, order[:, None, :, None].expand(shape))
+        padded = torch.cat([old[:, :, :used], torch.zeros_like(new)], 2)
+        out.append(padded.scatter(2, slots[:, None, :, None].expand(shape), sorted_new))
+    return out[0], out[1]
+
+
+def _extend_packed(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor):
+    """The first segment goes on with the cache; the last one's tokens become the new cache."""
+    real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
+    new = within(k, v, causal=True, mask=mask, segments=segments)
+    slots = torch.arange(cache.keys.shape[2], device=k.device)
+    first = segments == segments[:, :1]
+    old = (slots < cache.length[:, None])[:, None, None, :] & first[:, None, :, None]
+    assert new.mask is not None
+    allowed = torch.cat([old.expand(-1, 1, k.shape[2], -1), new.mask.expand(len(k), -1, -1, -1)], -1)
+    view = CacheView(torch.cat([cache.keys, k], 2), torch.cat([cache.values, v], 2), allowed, False)
+    last = segments == segments[:, -1:]
+    kept = KeyValues(cache.keys, cache.values, torch.where(first[:, -1], cache.length, 0))
+    ending = real & last
+    added = _scatter(kept, k, v, ending, cache.keys.shape[2])
+    return view, KeyValues(*added, kept.length + ending.sum(1))

@@ -1,0 +1,233 @@
+"""What can be done with any state: a pytree of NamedTuples of tensors, batch first in every one."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialize
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .._utils import atomic_io
+from ..ops.operands import check_stored
+
+# Names that mean one thing in every state: counters, what says that every token is kept, and the axis of tokens then.
+COUNTERS = (".length", ".position")
+PER_TOKEN = {"length", "mask"}
+TOKENS = {"keys": 2, "values": 2, "mask": 1}
+
+S = TypeVar("S")
+
+
+def clone(state: S) -> S:
+    """A copy that shares no memory with ``state``.
+
+    >>> import torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> state = attention.init_state(1)
+    >>> copy = longspan.states.clone(state)
+    >>> copy.sums.data_ptr() == state.sums.data_ptr()
+    False
+    """
+    check_stored("the state", *pytree.tree_leaves(state))
+    return pytree.tree_map(torch.clone, state)
+
+
+def detach(state: S) -> S:
+    """The same values, cut off from the graph that made them: for training over segments of a long sequence.
+
+    >>> import torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> y, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+    >>> state.sums.requires_grad, longspan.states.detach(state).sums.requires_grad
+    (True, False)
+    """
+    return pytree.tree_map(torch.detach, state)
+
+
+def select(state: S, rows: Tensor | Sequence[int]) -> S:
+    """The given rows of the batch, in the given order, repeats allowed (beam search). Shares no memory with ``state``.
+
+    >>> import torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> state = longspan.states.select(attention.init_state(2), [1, 1, 0])
+    >>> len(state.sums)
+    3
+
+    ``rows`` (R,) integers. Raises IndexError for a row that does not exist.
+    """
+    check_stored("the state", *pytree.tree_leaves(state))
+    return pytree.tree_map(lambda t: t.index_select(0, torch.as_tensor(rows, device=t.device)), state)
+
+
+def nbytes(state: Any) -> int:
+    """Bytes of all tensors in ``state``.
+
+    >>> import longspan
+    >>> longspan.states.nbytes(longspan.build("linear", dim=64, heads=4).init_state(1))
+    4352
+    """
+    return sum(t.nbytes for t in pytree.tree_leaves(state))
+
+
+def check_values(state: Any) -> None:
+    """Raise ValueError for a state whose counters cannot be: no int64, below zero, or a length beyond its slots."""
+    leaves = _named(state)
+    _refuse_meta(leaves)
+    for name, leaf in leaves.items():
+        plain = leaf.is_floating_point() or leaf.dtype == torch.bool
+        if leaf.dtype != torch.int64 and (not plain or name.endswith(COUNTERS)):
+            raise ValueError(f"{name} counts in {leaf.dtype}; a state counts in torch.int64")
+        if not plain and leaf.numel() and (least := int(leaf.min())) < 0:
+            raise ValueError(f"{name} holds {least}; a state counts from 0")
+    for name, fields in _parts(state):
+        slots = {f: fields[f].shape[axis] if fields[f].dim() > axis else 0 for f, axis in _token_axes(fields).items()}
+        if len(set(slots.values())) > 1:
+            raise ValueError(f"{name} has unequal numbers of tokens: {slots}")
+        if slots and "length" in fields and fields["length"].numel():
+            most, room = int(fields["length"].max()), min(slots.values())
+            if most > room:
+                raise ValueError(f"{name}.length holds {most}, and there are {room} slots")
+
+
+def save(state: Any, path: str | os.PathLike) -> None:
+    """Write ``state`` to one safetensors file, with its sha256: whole or not at all.
+
+    >>> import tempfile, torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.states.save(state, f"{folder}/state.safetensors")
+    ...     again = longspan.states.load(f"{folder}/state.safetensors", like=attention.init_state(1))
+    >>> torch.equal(again.sums, state.sums)
+    True
+
+    Raises ValueError for a state without values (on the meta device), and for a place that cannot be written or is
+    full; an older file then stays.
+    """
+    path, leaves = atomic_io.check(Path(path)), _named(state)
+    _refuse_meta(leaves)
+    check_stored("the state", *leaves.values())
+    leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
+    metadata = {"longspan": "state", "tree": _shape(state), "sha256": _digest(leaves)}
+    try:
+        atomic_io.write(path, serialize(leaves, metadata))
+    except OSError as error:
+        raise ValueError(f"cannot write a state to {str(path)!r}: {error.strerror or error}") from error
+
+
+def load(path: str | os.PathLike, like: S) -> S:
+    """Read a state written by ``save``; ``like`` is any state of the same mechanism or stack, e.g. a fresh one.
+
+    >>> import tempfile, torch, longspan
+    >>> attention = longspan.build("linear", dim=8, heads=2)
+    >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.states.save(state, f"{folder}/state.safetensors")
+    ...     again = longspan.states.load(f"{folder}/state.safetensors", like=attention.init_state(1))
+    >>> torch.equal(again.sums, state.sums)
+    True
+
+    The tensors take the device of ``like``. The file may have another number of rows, and of tokens where a state keeps
+    every token.
+
+    Raises ValueError where the file is missing, was changed or damaged, holds the state of something else, or of
+    another size or precision than ``like``, and for what ``check_values`` refuses.
+    """
+    path, wanted = atomic_io.check(Path(path)), _named(like)
+    _refuse_meta(wanted)
+    try:
+        # It maps the file by its name, and would wait for a FIFO.
+        with atomic_io.open_regular(path), safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("tree") != _shape(like):
+                raise ValueError(f"{str(path)!r} does not hold the state of this mechanism or stack: {sorted(wanted)}")
+            leaves = {name: file.get_tensor(name) for name in wanted}
+    except FileNotFoundError as error:
+        raise ValueError(f"no state file {str(path)!r}") from error
+    except (SafetensorError, OSError, KeyError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{str(path)!r} is not a readable state file: {reason}") from error
+    if metadata.get("sha256") != (found := _digest(leaves)):
+        raise ValueError(
+            f"{str(path)!r} was changed or damaged since it was written: its sha256 is {found}, and it names "
+            f"{metadata.get('sha256')}; restore it from a copy, or read its text again"
+        )
+    state = pytree.tree_unflatten(list(leaves.values()), pytree.tree_structure(like))
+    try:
+        _check_fit(leaves, like)
+        check_values(state)
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} cannot be continued: {error}") from error
+    return pytree.tree_map(lambda leaf, t: leaf.to(t.device), state, like)
+
+
+def _check_fit(leaves: dict[str, Tensor], like: Any) -> None:
+    grown = {f"{name}.{field}": axis for name, fields in _parts(like) for field, axis in _token_axes(fields).items()}
+    (first, rows), *_ = ((name, leaf.shape[:1]) for name, leaf in leaves.items())
+    for (name, leaf), wanted in zip(leaves.items(), _named(like).values(), strict=True):
+        # As in arguments.check_state, a dimension that starts at zero grows.
+        free = {0, grown.get(name, 0)} | {axis for axis, size in enumerate(wanted.shape) if not size}
+        fits = leaf.dim() == wanted.dim() and all(
+            axis in free or leaf.shape[axis] == size for axis, size in enumerate(wanted.shape)
+        )
+        if not fits or leaf.dtype != wanted.dtype:
+            raise ValueError(
+                f"{name} is {leaf.dtype} {tuple(leaf.shape)} where this mechanism or stack has {wanted.dtype} "
+                f"{tuple(wanted.shape)}, of any number of rows"
+            )
+        if leaf.shape[:1] != rows:
+            raise ValueError(f"{name} has {leaf.shape[0]} rows, and {first} has {rows[0]}")
+
+
+def _refuse_meta(leaves: dict[str, Tensor]) -> None:
+    for name, leaf in leaves.items():
+        if leaf.is_meta:
+            raise ValueError(f"{name} is on the meta device, where tensors have no values")
+
+
+def _digest(leaves: dict[str, Tensor]) -> str:
+    """The sha256 of tensors on the CPU: names, dtypes, shapes and values."""
+    digest = hashlib.sha256()
+    for name, leaf in leaves.items():
+        digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
+        digest.update(leaf.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _named(state: Any, name: str = "state") -> dict[str, Tensor]:
+    """Leaves by name, e.g. ``state.layers.0.sums``, in the order of the tree."""
+    if isinstance(state, Tensor):
+        return {name: state}
+    return {n: t for field, part in _fields(state).items() for n, t in _named(part, f"{name}.{field}").items()}
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    return dict(zip(map(str, getattr(state, "_fields", range(len(state)))), state, strict=True))
+
+
+def _parts(state: Any, name: str = "state") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every tuple of a state by name, with its fields."""
+    if isinstance(state, Tensor):
+        return
+    yield name, _fields(state)
+    for field, part in _fields(state).items():
+        yield from _parts(part, f"{name}.{field}")
+
+
+def _token_axes(fields: dict[str, Any]) -> dict[str, int]:
+    """Field -> axis of tokens, of a part that keeps every token, which is one with their number or their mask."""
+    return {field: axis for field, axis in TOKENS.items() if field in fields} if PER_TOKEN & fields.keys() else {}
+
+
+def _shape(state: Any) -> str:
+    """The nesting of a state in words, e.g. ``DecoderState(Tensor, tuple(linear.State(Tensor)))``."""
+    if isinstance(state, Tensor):
+        return "Tensor"
+    kind = type(state)
+    module = "" if kind is tuple else f"{kind.__module__.rsplit('.', 1)[-1]}."
+    return f"{module}{kind.__name__}({', '.join(_shape(part) for part in state)})"

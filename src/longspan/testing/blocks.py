@@ -1,0 +1,64 @@
+"""The law of lengths at which blocks, tiles and buffers matter: sequences that fill several and end inside one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.backends import backend
+from .gauge import BATCH, SEVERAL, Gauge, Subject, derivatives, off_kinks
+from .recurrent import run
+
+LENGTHS = (SEVERAL, 300)  # the second is beyond the windows that are the defaults
+SINGLE = 61, 67  # tokens of the first packed sequences; the last one has the others
+
+
+def blocks(subject: Subject, gauge: Gauge) -> None:
+    """Over several blocks, whole, cut, packed and padded rows have the outputs and gradients of single runs."""
+    for n in LENGTHS:
+        for causal in (True, False):
+            if subject.why_not(("causal" if causal else "bidirectional",)):
+                continue
+            module, x = off_kinks(subject.make(causal=causal)), subject.data(n=n).requires_grad_()
+            for form, (arguments, pieces) in _forms(subject, n).items():
+                _equal(module, x, arguments, pieces, f"{n} tokens, {form}", gauge)
+
+
+def _forms(subject: Subject, n: int) -> dict[str, tuple[dict[str, Tensor], list[list[Tensor]]]]:
+    """A call's arguments, and of each row which tokens would be single runs."""
+    everything = torch.arange(n)
+    forms: dict[str, tuple[dict[str, Tensor], list[list[Tensor]]]] = {"whole": ({}, [[everything]] * BATCH)}
+    if not subject.why_not(("segments",)):
+        first = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([*SINGLE, n - sum(SINGLE)]))
+        segments = torch.stack([first, torch.zeros_like(first)])
+        forms["packed"] = {"segments": segments}, [[*everything.split([*SINGLE, n - sum(SINGLE)])], [everything]]
+    if not subject.why_not(("mask",)):
+        mask = torch.rand(BATCH, n, generator=torch.Generator().manual_seed(3)) < 0.7
+        forms["padded"] = {"mask": mask}, [[everything[row]] for row in mask]
+    return forms
+
+
+def _equal(module: Any, x: Tensor, arguments: dict[str, Tensor], pieces: list, what: str, gauge: Gauge) -> None:
+    # Whole rows say whether the backend is right; others, whether what it does to them is what it does to whole ones.
+    with backend("auto" if arguments else "reference"):
+        y = torch.stack([_alone(module, x[i : i + 1], pieces[i]) for i in range(BATCH)])
+    expected = [y, *derivatives([y], [x], module)]
+    outputs = {"from nothing": lambda: module(x, **arguments)[0]}
+    if module.causal:
+        outputs["with a state"] = lambda: module(x, module.init_state(BATCH), **arguments)[0]
+        if "segments" not in arguments:
+            cuts = [x.shape[1] - 61, 1, 60]
+            outputs["in calls"] = lambda: run(module, x, cuts, module.init_state(BATCH), **arguments)[0]
+    for how, output in outputs.items():
+        y = output()
+        gauge.close([y, *derivatives([y], [x], module)], expected, f"{what}, {how}")
+        with torch.no_grad():
+            gauge.close(output(), expected[0], f"{what}, {how}, without gradients")
+
+
+def _alone(module: Any, row: Tensor, pieces: list[Tensor]) -> Tensor:
+    """Outputs (N,dim) of single runs of one row's (1,N,dim) tokens of these numbers; zeros for others."""
+    y = row.new_zeros(row.shape[1:])
+    for piece in pieces:
+        y = y.index_copy(0, piece, module(row[:, piece])[0][0])
+    return y

@@ -1,0 +1,137 @@
+"""The law of what masked tokens and packed neighbours hold: none of it, NaN and infinity included, reaches others."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..ops.backends import backend
+from .gauge import BATCH, EXACT, TOKENS, Gauge, Subject, derivatives
+
+LARGEST = torch.finfo(torch.float64).max
+# What masked tokens hold: in each some of these.
+CONTENTS = torch.tensor([float("nan"), float("inf"), -float("inf"), LARGEST, -LARGEST, 1.0], dtype=torch.float64)
+# Forms that packed sequences take, the native kernels among them where there are some, and what float32 allows.
+FORMS = (("auto", torch.float32), ("torch", torch.float64), ("reference", torch.float32))
+SINGLE = 1e-4
+
+
+def content(subject: Subject, gauge: Gauge) -> None:
+    """No output, state or gradient gets what masked tokens and packed neighbours hold, NaN and infinity included."""
+    segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * TOKENS])
+    forms: dict[str, dict[str, Any]] = {"a mask": {}}
+    forms |= {} if subject.why_not(("segments",)) else {"segments": {"segments": segments}}
+    forms |= {} if subject.why_not(("causal", "prefix")) else {"a prefix": {"prefix": torch.tensor([5, 11])}}
+    for plain in (False, True):
+        for causal in (True, False):
+            if subject.why_not(("causal" if causal else "bidirectional",)):
+                continue
+            module = _module(subject, causal, plain)
+            for place, mask in _masks().items():
+                for form, arguments in forms.items():
+                    if form == "a prefix" and not causal:
+                        continue
+                    what = f"padding {place}, with {form}"
+                    _moves_nothing(module, subject.data(), mask, {"mask": mask, **arguments}, what, gauge)
+    if not subject.why_not(("context",)) and not (module := _module(subject, subject.causal, True)).positional:
+        for place, mask in _masks().items():
+            _moves_nothing_across(module, subject.data(), subject.data(2), mask, f"a context padded {place}", gauge)
+    if not subject.why_not(("segments",)):
+        for causal in (True, False):
+            if not subject.why_not(("causal" if causal else "bidirectional",)):
+                for name, dtype in FORMS:
+                    with backend(name):
+                        _neighbours(subject, causal, dtype, f"backend {name!r}, {dtype}", gauge)
+
+
+def _neighbours(subject: Subject, causal: bool, dtype: torch.dtype, what: str, gauge: Gauge) -> None:
+    """A sequence that is not finite, or whose gradient is not, leaves the others of its row what they are."""
+    segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * 13 + [1] * 16])
+    spoilt = torch.stack([segments[0] == 1, segments[1] == 0])
+    module = subject.make(causal=causal, dtype=dtype)
+    x, more = subject.data(dtype=dtype), subject.data(2, 5, dtype=dtype)
+    generator = torch.Generator().manual_seed(9)
+
+    def outcome(x: Tensor, factor: float = 1.0) -> list[Tensor]:
+        """Of the tokens of other sequences; ``factor`` scales the gradients of the spoilt ones' outputs."""
+        x = x.clone().requires_grad_()
+        carry = {"carry": module.init_carry(x, None)} if getattr(module, "has_layer_carry", False) else {}
+        outputs, after = [module(x, segments=segments, **carry)[0]], []
+        if causal:
+            y, state = module(x, module.init_state(BATCH), segments=segments)
+            outputs.append(y)
+            after.append(module(more, state)[0])
+        generator.manual_seed(4)
+        upstream = [torch.randn(y.shape, generator=generator).to(dtype) for y in (*outputs, *after)]
+        for grad in upstream[: len(outputs)]:
+            grad[spoilt] *= factor
+        (of_x,) = torch.autograd.grad([*outputs, *after], [x], upstream)
+        return [*after, *(t[~spoilt] for t in (*outputs, of_x))]
+
+    large = x.clone()
+    large[0, 9], large[1, 4] = torch.finfo(dtype).max / 2, -torch.finfo(dtype).max / 2
+    expected, tolerance = outcome(x), EXACT if dtype == torch.float64 else SINGLE
+    gauge.close(outcome(_spoilt(x, ~spoilt)), expected, f"{what}: NaN and infinity in a packed neighbour", tolerance)
+    gauge.close(outcome(large), expected, f"{what}: the largest numbers in a packed neighbour", tolerance)
+    gauge.close(outcome(x, torch.nan), expected, f"{what}: NaN in the gradients of a packed neighbour", tolerance)
+
+
+def _module(subject: Subject, causal: bool, plain: bool) -> Any:
+    """``plain``: with biases of zero, as in a new model, so that a row of zeros stays one through projections."""
+    module: nn.Module = subject.make(causal=causal)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if plain and name.endswith("bias"):
+                weight.zero_()
+    return module
+
+
+def _masks() -> dict[str, Tensor]:
+    """Where one row's masked tokens are, which has at least 11 real ones, beside a row of real tokens."""
+    between = torch.rand(TOKENS, generator=torch.Generator().manual_seed(7)) < 0.6
+    masks = {}
+    for place, kept in {"left": slice(9, TOKENS), "right": slice(0, 20), "in between": between}.items():
+        masks[place] = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+        masks[place][0, kept], masks[place][1] = True, True
+    return masks
+
+
+def _spoilt(x: Tensor, mask: Tensor) -> Tensor:
+    which = torch.randint(len(CONTENTS), x.shape, generator=torch.Generator().manual_seed(8))
+    return torch.where(mask[..., None], x, CONTENTS[which].to(x.dtype))
+
+
+def _moves_nothing(module: Any, x: Tensor, mask: Tensor, arguments: dict[str, Any], what: str, gauge: Gauge) -> None:
+    def outcome(x: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        if getattr(module, "has_layer_carry", False):
+            y, _, handed = module(x, carry=module.init_carry(x, mask), **arguments)
+            outputs = [y, handed]
+        else:
+            outputs = [module(x, **arguments)[0]]
+        if module.causal:
+            _, state = module(x, module.init_state(BATCH), **arguments)
+            y, state = module(x, state, **arguments)
+            outputs += [y, *pytree.tree_leaves(state)]
+        of_x, *of_weights = derivatives(outputs, [x], module)
+        return [*outputs, *of_weights, of_x]
+
+    _same(outcome(_spoilt(x, mask)), outcome(x), mask, what, gauge)
+
+
+def _moves_nothing_across(module: Any, x: Tensor, context: Tensor, mask: Tensor, what: str, gauge: Gauge) -> None:
+    def outcome(context: Tensor) -> list[Tensor]:
+        context = context.clone().requires_grad_()
+        y, state = module(x, context=context, context_mask=mask)
+        outputs = [y, module(x, state)[0]]
+        of_context, *of_weights = derivatives(outputs, [context], module)
+        return [*outputs, *of_weights, of_context]
+
+    _same(outcome(_spoilt(context, mask)), outcome(context), mask, what, gauge)
+
+
+def _same(found: list[Tensor], expected: list[Tensor], mask: Tensor, what: str, gauge: Gauge) -> None:
+    """Outputs, states and gradients are those of ordinary content; none, of what comes last, goes to a masked token."""
+    gauge.close(found, expected, f"{what}: NaN and infinity in masked tokens")
+    gauge.require(not found[-1][~mask].any(), f"{what}: a masked token's gradient is not zero")

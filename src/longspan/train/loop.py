@@ -1,0 +1,369 @@
+"""The engine: Lightning's loop, with our checkpoints, our order of examples and our reports in place of its own."""
+
+import contextlib
+import itertools
+import logging
+import math
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+from .._utils import atomic_io, signals
+from ..models import checkpoint as checkpoints
+from . import run_dir as runs
+from .config import TrainConfig, rate, step_seed
+from .groups import parameter_groups
+from .learned import Diary, scalars, summary
+from .objectives import Objective
+from .report import EVERY, Bar, Clock, Events, Table
+
+# Lightning 2.6 on torch 2.13; each is a regular expression for the beginning of a message.
+REMARKS = ((r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),)
+
+# What a task knows beside its weights, and a checkpoint of it holds.
+KEPT = ("micro", "best", "evaluated", "best_step")
+
+
+class Batches:
+    """An endless row of (index, batch), each a function of its index: all that is to be known of it is one integer."""
+
+    def __init__(self, objective: Objective, start: int, rank: int, world: int):
+        self.objective, self.start, self.rank, self.world = objective, start, rank, world
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        for index in itertools.count(self.start):
+            yield index, self.objective.batch(index, self.rank, self.world)
+
+
+class Task(LightningModule):
+    """What is to be minimised: the loss of an objective, with a model's weights and the objective's own."""
+
+    def __init__(self, model: nn.Module, run: TrainConfig, objective: Objective):
+        super().__init__()
+        self.model, self.run, self.objective = model, run, objective
+        # Micro-batches, not steps: a loader that looks ahead or a step that accumulates cannot shift it.
+        self.micro = 0
+        self.best, self.evaluated, self.best_step = math.inf, 0, 0
+        self.parts: list[dict[str, Tensor]] = []
+        self.norm = math.nan
+
+    def train_dataloader(self) -> Batches:
+        return Batches(self.objective, self.micro, self.global_rank, self.trainer.world_size)
+
+    def on_train_batch_start(self, batch: tuple[int, Any], batch_idx: int) -> None:
+        torch.manual_seed(step_seed(self.run.seed, batch[0], self.global_rank))
+
+    def training_step(self, batch: tuple[int, Any], batch_idx: int) -> Tensor:
+        index, examples = batch
+        loss, parts = self.objective.loss(self.model, examples)
+        self.parts.append(parts)
+        self.micro = index + 1
+        return loss
+
+    def means(self) -> dict[str, Tensor]:
+        """The mean of each part of the loss over the micro-batches since ``parts`` was emptied."""
+        return {name: torch.stack([one[name] for one in self.parts]).double().mean() for name in self.parts[0]}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = parameter_groups(self, self.run.weight_decay)
+        if self.run.optimizer == "radam":
+            return torch.optim.RAdam(groups, lr=self.run.learning_rate, decoupled_weight_decay=True)
+        return torch.optim.AdamW(groups, lr=self.run.learning_rate, betas=(0.9, 0.95))
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        # The gradient is the ranks' mean, so that all of them stop here together.
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.run.clip or math.inf)
+        self.norm = float(norm)
+        if not math.isfinite(self.norm):
+            loss = float(self.means()["loss"])
+            what = f"the gradient's norm became {self.norm}" if math.isfinite(loss) else f"the loss became {loss}"
+            raise ValueError(self.broken(what))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(self.run, self.trainer.global_step)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["longspan"] = {name: getattr(self, name) for name in KEPT}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name, value in checkpoint["longspan"].items():
+            setattr(self, name, value)
+
+    def broken(self, what: str) -> str:
+        return (
+            f"{what} at step {self.trainer.global_step}; {runs.kept(Path(self.run.out))}; "
+            "a lower learning_rate, clip or precision=32 may help"
+        )
+
+
+class FolderIO(CheckpointIO):
+    """Lightning's checkpoints as our folders; no pickle of its own is ever written or read."""
+
+    def __init__(self, model: Any, extra: dict[str, Any]):
+        self.model, self.extra = model, extra
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        training = {name: value for name, value in checkpoint.items() if name != "state_dict"}
+        own = {name: value for name, value in checkpoint["state_dict"].items() if name.startswith("objective.")}
+        training |= {"objective": own} if own else {}
+        extra = self.extra | {"step": checkpoint["global_step"]}
+        checkpoints.save(self.model, path, training=training, extra=extra)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
+        training = checkpoints.restore(path, self.model)
+        if set(training.get("longspan", ())) != set(KEPT):
+            raise ValueError(f"{path} holds no state of a run, as training writes it; it cannot be resumed")
+        weights = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        return training | {"state_dict": weights | training.get("objective", {})}
+
+    def remove_checkpoint(self, path: Any) -> None:
+        shutil.rmtree(path)
+
+
+class Keeper(Callback):
+    """After each step: report, evaluate, save, stop."""
+
+    def __init__(self, run: TrainConfig, interrupt: "Interrupt", bar: Bar | None):
+        self.run, self.interrupt, self.bar = run, interrupt, bar
+        self.folder = Path(run.out) / "checkpoints"
+        self.window: list[dict[str, float]] = []
+        self.stopped = ""
+        self.opened = contextlib.ExitStack()
+
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:  # type: ignore[override]
+        run, step = self.run, trainer.global_step
+        self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.objective.tokens)
+        # Lightning has put its own in their place by now, whose SIGTERM would end the run without a checkpoint.
+        self.interrupt.take()
+        if trainer.is_global_zero:
+            self.table = Table(Path(run.out) / "metrics.csv", step)
+            self.diary = Diary(Path(run.out), step)
+            self.events = self.opened.enter_context(contextlib.closing(Events(Path(run.out) / "tensorboard", step)))
+            self._point(task.best_step, step)
+        if self.bar:
+            self.bar.start(step)
+            self.opened.callback(self.bar.stop)
+        if step and step % run.evaluate_every == 0 and task.evaluated < step:
+            _, improved = self._evaluate(trainer, task)
+            if improved:
+                self._save(trainer, step, improved)
+        self.clock.resume()
+
+    def on_train_batch_end(self, trainer: Trainer, task: Task, *_: Any) -> None:  # type: ignore[override]
+        if task.micro % self.run.accumulate:
+            return
+        run, step, speed = self.run, trainer.global_step, self.clock.lap()
+        parts, pressed, late = self._agree(trainer, task)
+        # An infinite loss can have a finite gradient: that of a term that does not depend on the weights.
+        if not math.isfinite(loss := parts["loss"]):
+            raise ValueError(task.broken(f"the loss became {loss}"))
+        task.objective.update(task.model)
+        self.window.append(parts)
+        last = step >= run.steps
+        if self.bar:
+            recent = self._recent()
+            self.bar.step(step, recent["loss"], recent["loss"] / math.log(2), speed, recent.get("penalty"))
+        evaluated, improved = None, False
+        # Who interrupts does not want to wait for an evaluation: on_train_start of the resumed run makes up for it.
+        if last or (not pressed and (late or step % run.evaluate_every == 0)):
+            evaluated, improved = self._evaluate(trainer, task)
+        if step % EVERY == 0 or evaluated is not None:
+            self._report(trainer, task, speed, evaluated, improved)
+        if last or pressed or late or improved or step % run.save_every == 0:
+            self._save(trainer, step, improved)
+        if pressed or (late and not last):
+            self.stopped = "interrupted" if pressed else "out of time"
+            trainer.should_stop = True
+        self.clock.resume()
+
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:  # type: ignore[override]
+        self.opened.close()
+
+    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:  # type: ignore[override]
+        self.opened.close()
+
+    def _recent(self) -> dict[str, float]:
+        """Mean parts of the loss since the last report."""
+        return {name: sum(parts[name] for parts in self.window) / len(self.window) for name in self.window[0]}
+
+    def _agree(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool, bool]:
+        """The ranks' mean parts of the loss, and whether any of them is to stop: all must take the same decisions."""
+        means = task.means()
+        task.parts.clear()
+        late = 0 < self.run.seconds <= self.clock.seconds
+        flags = torch.tensor([len(self.interrupt.came) > 0, late], dtype=torch.float64, device=means["loss"].device)
+        values = trainer.strategy.reduce(torch.cat([torch.stack([*means.values()]), flags]), reduce_op="sum")
+        *shares, pressed, late = values.tolist()
+        return {name: x / trainer.world_size for name, x in zip(means, shares, strict=True)}, pressed > 0, late > 0
+
+    def _evaluate(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool]:
+        """The figures of the validation split, and whether their bits are the fewest so far."""
+        share = task.objective.sums(task.model, "validation", trainer.global_rank, trainer.world_size)
+        sums = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum")
+        evaluated = task.objective.figures(sums)
+        improved = evaluated["bits"] < task.best
+        task.evaluated = trainer.global_step
+        if improved:  # not by min(), which takes a NaN where it comes first
+            task.best, task.best_step = evaluated["bits"], trainer.global_step
+        return evaluated, improved
+
+    def _report(
+        self, trainer: Trainer, task: Task, speed: float, evaluated: dict[str, float] | None, improved: bool
+    ) -> None:
+        parts = self._recent()
+        self.window.clear()
+        if not trainer.is_global_zero:
+            return
+        step, bits = trainer.global_step, parts["loss"] / math.log(2)
+        row = {"loss": parts["loss"], "bits": bits, "learning_rate": rate(self.run, step - 1)}
+        row |= {"gradient_norm": task.norm, "tokens_per_second": speed, "seconds": self.clock.seconds}
+        row |= parts | {f"validation_{name}": value for name, value in (evaluated or {}).items()}
+        chosen = {} if evaluated is None else task.objective.learned(task.model)
+        row |= summary(chosen)
+        self.diary.write(step, chosen)
+        self.table.write({"step": step, **row})
+        self.events.write(row | scalars(chosen), step)
+        if self.bar and evaluated is not None:
+            star = "  (best so far)" if improved else ""
+            train = f"training {bits:.3f}, validation {evaluated['bits']:.3f} bits/{task.objective.dataset.unit}"
+            own = f", exact {evaluated['exact']:.1%}" if "exact" in evaluated else ""
+            own += f", accuracy {evaluated['accuracy']:.1%}" if "accuracy" in evaluated else ""
+            own += f", penalty {parts['penalty']:.4g}" if "penalty" in parts else ""
+            self.bar.line(f"step {step}: {train}{own}{star}")
+
+    def _save(self, trainer: Trainer, step: int, improved: bool) -> None:
+        try:
+            trainer.save_checkpoint(self.folder / _name(step))
+        except ValueError as error:
+            raise ValueError(f"{error}; {runs.kept(Path(self.run.out))}") from error
+        if trainer.is_global_zero:
+            self._point(step if improved else 0, step)
+            self._prune()
+
+    def _point(self, best: int, last: int) -> None:
+        """Let the pointers name the checkpoints of these steps; what is there already, and step 0, stays unnamed."""
+        # The best first: a run killed in between goes on from the older `last`, and meets this step again.
+        for pointer, step in (("best", best), ("last", last)):
+            path, text = self.folder / pointer, f"{_name(step)}\n"
+            if (
+                step
+                and (self.folder / _name(step)).is_dir()
+                and not (path.exists() and atomic_io.read(path) == text.encode())
+            ):
+                checkpoints.write_text(path, text)
+
+    def _prune(self) -> None:
+        pointed = {runs.pointer(self.folder / p) for p in ("best", "last") if (self.folder / p).exists()}
+        names = sorted(path.name for path in self.folder.glob("step-*"))
+        for name in names[: -self.run.keep]:
+            if name not in pointed:
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in {path.name.split(".")[1] for path in self.folder.glob(".step-*")}:
+            checkpoints.tidy(self.folder / name)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+class Interrupt:
+    """Ctrl-C and its kin: at the first the step in hand is finished and saved, at the second all ends at once."""
+
+    def __init__(self, say: Callable[[str], None]):
+        self.came: list[int] = []
+        self.say = say
+
+    def __enter__(self) -> "Interrupt":
+        self.stack = contextlib.ExitStack()
+        self.take = self.stack.enter_context(signals.handled(self._press))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.stack.close()
+
+    def _press(self, number: int) -> None:
+        self.came.append(number)
+        if len(self.came) > 1:
+            raise signals.Interrupted(number=number)
+        name = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
+        again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+        self.say(f"{name}: finishing the step and saving; {again} to stop at once")
+
+
+class End(NamedTuple):
+    """How a training ended in one of its processes."""
+
+    steps: int
+    """done since the very beginning"""
+    why: str
+    """it stopped early; "" for its last step"""
+    signal: int
+    """that stopped it; 0 for none"""
+    first: bool
+    """whether this process is rank 0"""
+
+
+def train(
+    model: nn.Module, run: TrainConfig, objective: Objective, extra: dict[str, Any], start: Path | None, bar: Bar | None
+) -> End:
+    """Train ``model`` in place, from the checkpoint ``start`` if there is one; ``extra`` goes into each config.json."""
+    gpu = torch.cuda.is_available()
+    distributed = DDPStrategy(process_group_backend="nccl" if gpu else "gloo")
+    with quiet(), Interrupt(bar.line if bar else lambda text: None) as interrupt:
+        keeper = Keeper(run, interrupt, bar)
+        trainer = Trainer(
+            accelerator="gpu" if gpu else "cpu",
+            devices=run.devices,
+            strategy=distributed if run.devices > 1 else "auto",
+            precision="bf16-mixed" if run.precision == "bf16" else "32-true",
+            max_steps=run.steps,
+            max_epochs=-1,
+            accumulate_grad_batches=run.accumulate,
+            logger=False,
+            callbacks=[keeper],
+            plugins=[FolderIO(model, extra)],
+            default_root_dir=run.out,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_autolog_hparams=False,
+        )
+        why = ""
+        try:
+            trainer.fit(Task(model, run, objective), ckpt_path=start)
+        # At the second signal anything may come out: Lightning's own exit, or a process group that has lost its others.
+        except BaseException as error:
+            if len(interrupt.came) < 2 and not (interrupt.came and isinstance(error, SystemExit)):
+                raise
+            why = "stopped at once"
+        why = why or ("interrupted" if interrupt.came else keeper.stopped)
+        # One that came to another process only, of those that share the training, must have been meant for all.
+        number = interrupt.came[0] if interrupt.came else signal.SIGTERM if why == "interrupted" else 0
+        return End(trainer.global_step, why, number, trainer.is_global_zero)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Lightning's advertisements and its remarks on what we do on purpose stay unsaid; errors do not."""
+    loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            for message, category in REMARKS:
+                warnings.filterwarnings("ignore", message, category)
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,147 @@
+"""A run's folder: whose it is, what of it is there already, and where it goes on."""
+
+import contextlib
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .._utils import atomic_io
+from .._utils.locks import exclusive_lock
+from ..models import checkpoint
+from .config import TrainConfig
+
+CONFIG, LOCK = "config.yaml", ".lock"
+# A resumed run may change these: they say where and how long, not what.
+FREE = ("steps", "devices", "out", "seconds", "save_every", "keep")
+# With streams the number of rows is that of all devices, and each has a state.
+FREE_OF_STREAMS = tuple(name for name in FREE if name != "devices")
+
+
+def begun(folder: str | Path) -> bool:
+    """Whether a run has begun in ``folder``, so that it can be resumed."""
+    return (Path(folder) / CONFIG).exists()
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make the folder and let nobody else write into it; what was made in vain is removed again.
+
+    Raises ValueError where another process has it, and where it cannot be written.
+    """
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, made)
+        with _named(f"cannot write the run's folder {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(exclusive_lock(folder / LOCK, f"into {folder}"))
+        stack.callback(_tidy, folder)
+        yield
+
+
+def claim(folder: Path, recipe: dict[str, Any], resume: bool) -> None:
+    """See that the folder, which is held, can be ours. Raises ValueError where it is another run's, or has none."""
+    with _named(f"cannot read the run's folder {folder}"):
+        taken = bool(_content(folder))
+        if resume and not taken:
+            raise ValueError(f"nothing to resume in {folder}; start the run without resume")
+        if taken and not resume:
+            if not begun(folder):
+                raise ValueError(f"{folder} is not empty and holds no run; choose another folder with out")
+            recipe_file = shlex.quote(str(folder / CONFIG))
+            raise ValueError(
+                f"{folder} holds a run; resume it with `longspan train --config {recipe_file} --resume`, in Python "
+                f"with resume=True and the settings of that file, or choose another folder with out"
+            )
+        if resume:
+            _same(folder, recipe)
+
+
+def start(folder: Path) -> tuple[Path | None, str]:
+    """The checkpoint from which a run goes on, None for its beginning; and a remark where it is not ``last``.
+
+    Raises ValueError for a ``last`` that is no pointer.
+    """
+    at = folder / "checkpoints"
+    if (at / "last").exists():
+        pointer(at / "last")
+        return checkpoint.resolve(folder, prefer="last"), ""
+    found = sorted(path for path in at.glob("step-*") if (path / checkpoint.TRAINING).exists())
+    if not found:
+        return None, ""
+    return found[-1], f"{at / 'last'} is missing; going on from {found[-1].name}, the newest checkpoint beside it"
+
+
+def pointer(path: Path) -> str:
+    """The name of the checkpoint that ``checkpoints/last`` or ``checkpoints/best`` holds. Raises ValueError."""
+    try:
+        return atomic_io.read_text(path).strip()
+    except ValueError as error:
+        raise ValueError(f"{path} is corrupt: it does not hold the name of a checkpoint ({error})") from error
+
+
+def kept(folder: Path) -> str:
+    """What there is to go on from, for a message."""
+    last = folder / "checkpoints" / "last"
+    return f"the last good checkpoint is {pointer(last)}" if last.exists() else "nothing was saved yet"
+
+
+def _content(folder: Path) -> list[str]:
+    """Names in the folder that are somebody's: not those of a run that ended before it had begun."""
+    return [path.name for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(f".{CONFIG}.")]
+
+
+def _tidy(folder: Path) -> None:
+    """Remove what is left of a run that ended before it had begun."""
+    with contextlib.suppress(OSError):
+        for path in [] if _content(folder) else folder.iterdir():
+            if path.name != LOCK:
+                path.unlink()
+
+
+def _remove(made: list[Path]) -> None:
+    """Remove these folders, the innermost first, as far as they are empty."""
+    with contextlib.suppress(OSError):
+        for one in made:
+            one.rmdir()
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """The system's errors as ValueErrors that say what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{what}: {error.strerror or error}") from error
+
+
+def _same(folder: Path, recipe: dict[str, Any]) -> None:
+    path = folder / CONFIG
+    if not path.exists():
+        raise ValueError(f"{folder} holds no run: it has no {CONFIG}; choose another folder by out")
+    try:
+        before = yaml.safe_load(atomic_io.read_text(path))
+        # A field that an older version did not have was as its default is.
+        kind = recipe["model"].get("kind", "decoder")
+        usual = {
+            "model": {"kind": "decoder"} | asdict(checkpoint.MODEL_CLASSES[kind][0]()),
+            "run": asdict(TrainConfig()),
+        }
+        now = {"model": {"kind": kind} | recipe["model"], "run": recipe["run"]}
+        free = FREE_OF_STREAMS if recipe["run"].get("stream") else FREE
+        differ = [
+            f"{part}.{name} ({old.get(name, 'absent')} -> {new.get(name, 'absent')})"
+            for part, old, new in ((part, usual[part] | before[part], now[part]) for part in ("model", "run"))
+            for name in dict.fromkeys((*old, *new))
+            if old.get(name) != new.get(name) and not (part == "run" and name in free)
+        ]
+        fewer = recipe["run"]["steps"] < before["run"]["steps"]
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is corrupt: it holds no model and run") from error
+    if fewer:
+        differ.append(f"run.steps ({before['run']['steps']} -> {recipe['run']['steps']}; it may only grow)")
+    if differ:
+        raise ValueError(f"cannot resume {folder} with other settings: {', '.join(differ)}")

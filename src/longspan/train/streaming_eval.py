@@ -1,0 +1,124 @@
+"""Evaluation along a text: states that are carried from window to window, or windows that slide and begin anew."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data import Dataset
+from ..data.streams import Stream, stretches
+from ..models.decoder import Decoder
+from ..states.utils import select
+from . import tbptt
+from .evaluate import default_batch_size
+
+Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
+
+
+def rows(dataset: Dataset, split: str, examples: int = 0) -> int:
+    """Number of stretches read in parallel: ``default_batch_size``, with 16 windows or more each."""
+    count = Stream(dataset, split).count
+    return max(1, min(default_batch_size(dataset.length), min(examples or count, count) // 16))
+
+
+@torch.no_grad()
+def carried(
+    model: Decoder,
+    dataset: Dataset,
+    split: str,
+    rows: int,
+    examples: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    track: Track = lambda items, total, label: items,
+) -> Tensor:
+    """Negative log-likelihood in nats and number of tokens, ``-> (2,) float64``, of ``rank``'s part of the rows.
+
+    The split is cut into ``rows`` stretches of whole windows, of which about ``examples`` are read (0: all). A row
+    begins with nothing, and goes on with the state in which the window before has left the model; a document resets it.
+    So each token is computed once, with as much context as the state holds (Dai et al. 2019, section 3.2).
+
+    Raises ValueError for more rows than windows, and what ``carry.check`` raises.
+    """
+    tbptt.check(model.config)
+    stream = Stream(dataset, split)
+    # The longest first, so that those that still read are the first ones.
+    parts = sorted(_stretches(stream, rows, examples)[rank::world], key=len, reverse=True)
+    nats, tokens, state = torch.zeros((), dtype=torch.float64, device=model.device), 0, None
+    steps = len(parts[0]) if parts else 0
+    with _evaluating(model):
+        for step in track(range(steps), steps, "windows"):
+            windows = torch.tensor([part[step] for part in parts if step < len(part)])
+            stretch = stream.take(windows, fresh=step == 0)
+            new = model.init_state(len(windows))
+            if state is None:
+                state = new
+            elif len(windows) < len(state.position):
+                state = select(state, range(len(windows)))
+            state = tbptt.renewed(state, new, stretch.fresh.to(model.device))
+            segments = None if stretch.segments is None else stretch.segments.to(model.device)
+            outputs, state = model(stretch.inputs.to(model.device), state, segments=segments)
+            nats -= model.likelihood.log_prob(outputs, stretch.targets.to(model.device)).double().sum()
+            tokens += stretch.targets.numel()
+    return torch.tensor([nats.item(), tokens], dtype=torch.float64)
+
+
+@torch.no_grad()
+def sliding(
+    model: Decoder,
+    dataset: Dataset,
+    split: str,
+    stride: int,
+    rows: int,
+    examples: int = 0,
+    track: Track = lambda items, total, label: items,
+) -> Tensor:
+    """Negative log-likelihood in nats and number of tokens, ``-> (2,) float64``, of the tokens that ``carried`` reads.
+
+    A window moves on by ``stride`` tokens and is computed anew from nothing; all tokens of the first one in a stretch
+    count, and the last ``stride`` of every other one. With a stride of 1 each token has a whole window as context, at
+    the price of a window (Al-Rfou et al. 2018, section 4).
+
+    Raises ValueError for a stride outside 1 ... length and for more rows than windows.
+    """
+    if not 1 <= stride <= dataset.length:
+        raise ValueError(f"stride={stride} must be from 1 to {dataset.length}, the tokens of a window")
+    stream, n = Stream(dataset, split), dataset.length
+    begins, skips = [], []
+    for part in _stretches(stream, rows, examples):
+        begin = torch.arange(0, len(part) * n - n + stride, stride).clamp(max=len(part) * n - n)
+        begins.append(begin + part.start * n)
+        # What the window before has had.
+        skips.append(torch.cat([begin[:1], begin[:-1] + n - begin[1:]]))
+    batches = list(
+        zip(torch.cat(begins).split(default_batch_size(n)), torch.cat(skips).split(default_batch_size(n)), strict=True)
+    )
+    nats, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
+    at = torch.arange(n)
+    with _evaluating(model):
+        for begin, skip in track(batches, len(batches), "windows"):
+            targets = stream.text[begin[:, None] + at].long().to(model.device)
+            outputs, _ = model(model.shift(targets))
+            counts = (at >= skip[:, None]).to(model.device)
+            nats -= model.likelihood.log_prob(outputs, targets).double()[counts].sum()
+            tokens += int(counts.sum())
+    return torch.tensor([nats.item(), tokens], dtype=torch.float64)
+
+
+def _stretches(stream: Stream, rows: int, examples: int) -> list[range]:
+    chosen = min(examples or stream.count, stream.count)
+    if not 1 <= rows <= chosen:
+        raise ValueError(f"rows={rows} must be from 1 to {chosen}, the windows that are read")
+    return stretches(stream.count, rows, chosen)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Decoder) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

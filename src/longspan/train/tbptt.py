@@ -1,0 +1,103 @@
+"""States that go from one stretch of a text to the next: in training, whose gradients stop between, and evaluation."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .._utils import spec
+from ..attention import build
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder, DecoderState
+from ..models.stacks.universal import UniversalState
+from ..states.utils import detach, nbytes
+
+
+class Carry:
+    """The states of the rows of a training over streams, between its micro-batches: truncated backpropagation.
+
+    The gradient of a micro-batch ends where it begins (Williams and Peng 1990; for attention, Dai et al. 2019, section
+    3.2): what comes in is a value.
+    """
+
+    def __init__(self, model: Decoder, batch: int):
+        self.model, self.batch = model, batch
+        self.state: DecoderState | None = None
+
+    def begin(self, fresh: Tensor) -> DecoderState:
+        """The state with which a micro-batch begins; rows that are ``fresh`` (B,) bool have read nothing."""
+        if self.state is not None and not bool(fresh.any()):
+            return self.state
+        new = first(self.model, self.batch)
+        return new if self.state is None else renewed(self.state, new, fresh)
+
+    def end(self, state: DecoderState) -> None:
+        """The state with which it ended."""
+        self.state = detach(state)
+
+    def leaves(self, world: int = 1) -> list[Tensor]:
+        """The tensors of the state, with the rows of all ranks in the order of ``row_windows``; all ranks must call."""
+        found = [leaf.contiguous() for leaf in pytree.tree_leaves(self.state)]
+        if world == 1:
+            return found
+        every = []
+        for leaf in found:
+            parts = [torch.empty_like(leaf) for _ in range(world)]
+            torch.distributed.all_gather(parts, leaf)
+            # Row r of rank k is row k + r * world of all.
+            every.append(torch.stack(parts, 1).flatten(0, 1))
+        return every
+
+    def restore(self, leaves: list[Tensor], rank: int = 0, world: int = 1) -> None:
+        """Go on with what ``leaves`` gave. Raises ValueError for tensors of another number or of other rows."""
+        new = first(self.model, self.batch)
+        like, tree = pytree.tree_flatten(new)
+        if len(leaves) != len(like) or any(len(leaf) != self.batch * world for leaf in leaves):
+            raise ValueError(
+                f"the states of the checkpoint are {len(leaves)} tensors of {len(leaves[0]) if leaves else 0} rows, "
+                f"and this run has {len(like)} of {self.batch * world}"
+            )
+        own = [leaf[rank::world].to(t.device).clone() for leaf, t in zip(leaves, like, strict=True)]
+        self.state = pytree.tree_unflatten(own, tree)
+
+
+def first(model: Decoder, batch: int) -> DecoderState:
+    """The state before the first token, which serves whatever a training makes of the weights."""
+    state, attentions = model.init_state(batch), model.stack.attentions()
+    steps = isinstance(state.layers, UniversalState)
+    count = len(state.layers.layers) if steps else len(state.layers)  # type: ignore[attr-defined]
+    layers = tuple(attentions[i % len(attentions)].init_trainable_state(batch) for i in range(count))
+    return state._replace(layers=state.layers._replace(layers=layers) if steps else layers)  # type: ignore
+
+
+def renewed(state: DecoderState, new: DecoderState, fresh: Tensor) -> DecoderState:
+    """``state`` with the rows of ``new`` where ``fresh`` (B,) bool."""
+
+    def row(old: Tensor, other: Tensor) -> Tensor:
+        return torch.where(fresh.view(-1, *(1,) * (old.dim() - 1)), other.to(old.dtype), old)
+
+    return pytree.tree_map(row, state, new) if bool(fresh.any()) else state
+
+
+def check(config: DecoderConfig) -> None:
+    """Raise ValueError for a model that cannot read without end: one of learned positions, or whose state grows."""
+    if config.positions == "learned":
+        raise ValueError(
+            f"positions='learned' has a table of {config.length}, and a stream has no end; choose none, sinusoidal or "
+            "rotary positions"
+        )
+    for one in dict.fromkeys(spec.split(config.attention)):
+        with torch.random.fork_rng(devices=[]):
+            attention = build(one, config.dim, config.heads)
+        if "segments" not in attention.supported_args:
+            raise ValueError(f"{one} has no segments=, so that no document could begin within a stretch of a stream")
+        if _bytes(attention, 64) > _bytes(attention, 0):
+            raise ValueError(
+                f"the state of {one} keeps every token, and a stream has no end; choose a mechanism with a bounded "
+                "state, such as transformer_xl, local or linear"
+            )
+
+
+def _bytes(attention: Any, capacity: int) -> int:
+    return nbytes(attention.init_state(1, capacity))

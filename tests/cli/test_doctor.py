@@ -1,0 +1,100 @@
+"""The doctor: tells whether the kernels are there, why not, and clears what it may."""
+
+import ctypes
+import hashlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longspan.cli import doctor
+from longspan.cli.entry import main
+from longspan.ops.native import build
+from longspan.ops.native.build import openmp
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_tells_of_kernels_that_are_there(cache, capsys, monkeypatch):
+    kernels = build.Kernels(ctypes.CDLL(None), "compiled here by c++ 12", "-O3 -g", "/some/where.so", "none prebuilt")
+    monkeypatch.setattr(build, "find", lambda family: kernels)
+    monkeypatch.setattr(openmp, "share", lambda: "/torch/libgomp.so")
+    (cache / "mnist").mkdir()
+    (cache / "mnist" / "images").write_bytes(bytes(1234))
+    assert main(["doctor"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert [line for line in told if line.startswith(("native", " "))] == [
+        "native kernels  compiled here by c++ 12",
+        "  flags         -O3 -g",
+        *(f"  {family:<14}/some/where.so" for family in build.FAMILIES),
+        "  why these     none prebuilt",
+        "  OpenMP        /torch/libgomp.so",
+        "  compiled      nothing",
+    ]
+    assert f"cache           {cache} (mnist: 1,234 bytes)" in told
+    assert "lightning: there" in told[-1]
+
+
+def test_tells_what_was_compiled(cache, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (cache / "native").mkdir()
+    library, good, bad = (cache / "native" / name for name in ("0a.so", "0.json", "1.json"))
+    library.write_bytes(b"code")
+    digest = hashlib.sha256(b"code").hexdigest()
+    seal = {"compiler": "c++ 12", "flags": "-O3", "library": "0a.so", "sha256": digest, "family": "linear"}
+    good.write_text(json.dumps(seal))
+    bad.write_text(json.dumps({"compiler": "c++ 13", "failed": "it does not end", "family": "gated"}))
+    for path in (library, good, bad):
+        path.chmod(0o600)
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("  compiled      gated, c++ 13: it does not end")
+    assert lines[at + 1] == "                linear, c++ 12: 0a.so"
+
+
+def test_tells_why_they_are_not(cache, capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["doctor"]) == 0
+    assert (
+        "not here, since the C++ compiler that CXX='no-such-compiler' names was not found; install it, or unset CXX"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.25, 6.0])
+def test_tells_whether_half_the_precision_is_worth_it(ratio, cache, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "bfloat16_ratio", lambda: ratio)
+    # Nothing is compiled for this.
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["doctor"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bfloat16 "))
+    assert f"{ratio:.2g} times as long as in float32" in line
+    assert line.endswith("float32 is the better choice here") is (ratio > 1)
+
+
+def test_products_of_both_precisions_are_timed(monkeypatch):
+    """The shortest of each counts: the first one sets up what the others find."""
+    now, taken = [0.0], {torch.bfloat16: [50.0, 8.0, 9.0], torch.float32: [70.0, 3.0, 2.0]}
+
+    def product(x, weight):
+        now[0] += taken[x.dtype].pop(0)
+
+    monkeypatch.setattr(F, "linear", product)
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert doctor.bfloat16_ratio() == 4.0
+
+
+def test_clears_the_kernels_and_nothing_else(cache, capsys):
+    for name in ("native", "mnist"):
+        (cache / name).mkdir()
+        (cache / name / "file").write_bytes(bytes(7))
+    assert main(["doctor", "--clear"]) == 0
+    assert [path.name for path in cache.iterdir()] == ["mnist"]
+    assert "7 bytes" in capsys.readouterr().out
+    assert main(["doctor", "--clear"]) == 0

@@ -1,0 +1,200 @@
+"""Learning to copy: the sequences, the loss on their second half, and trainings that go on where they stopped."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
+pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
+
+from longspan._utils import plots
+from longspan.experiments import copying
+from longspan.experiments.experiment import Place
+from longspan.models.decoder import Decoder
+from mistaken import refused
+
+SMALL = replace(copying.QUICK, steps=13, drop_at=7)
+
+
+@pytest.fixture
+def plt():
+    return plots.pyplot()
+
+
+def unwatched(items, *_):
+    return items
+
+
+MISTAKES = {
+    "copy --specs lniear": "unknown name 'lniear' (did you mean 'linear'?); known: ",
+    "copy --heads 3": "dim=128 is not a multiple of heads=3",
+    "copy --length 127": "length=127 must be even: a separator and the symbols come twice",
+    "copy --length 2": "length=2 must be at least 4",
+    "copy --symbols 0": "symbols=0 must be at least 1",
+    "copy --seeds -1": "seeds=-1 must not be negative",
+    "copy --seeds x": "--seeds=x: expected numbers, separated by commas: 0",
+    "copy --rate 0": "rate=0.0 must be positive",
+    "copy --steps 0": "steps=0 must be at least 1",
+    "copy --drop_at 0": "drop_at=0 must be at least 1",
+    "copy --positions absolute": "unknown positions 'absolute'; known: ",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
+    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
+
+
+def test_a_sequence_is_a_separator_and_symbols_twice():
+    settings = replace(SMALL, length=128, symbols=10)
+    drawn = copying.draw(settings, 300, 0, "train", 1)
+    assert drawn.shape == (300, 128)
+    assert (drawn[:, :64] == drawn[:, 64:]).all()
+    assert (drawn[:, 0] == 0).all()
+    symbols = drawn[:, 1:64]
+    shares = torch.bincount(symbols.flatten(), minlength=11)[1:] / symbols.numel()
+    assert symbols.min() == 1
+    # Four standard deviations of a share.
+    assert (shares - 0.1).abs().max() < 4 * (0.1 * 0.9 / symbols.numel()) ** 0.5
+
+
+def test_sequences_depend_on_seed_and_update_alone():
+    def drawn(*names):
+        return tuple(copying.draw(SMALL, 5, *names).flatten().tolist())
+
+    assert drawn(0, "train", 3) == drawn(0, "train", 3)
+    assert len({drawn(*names) for names in ((0, "train", 3), (1, "train", 3), (0, "train", 4), (0, "test"))}) == 4
+
+
+def test_the_loss_counts_the_second_half_alone():
+    torch.manual_seed(0)
+    model = Decoder(SMALL.config("softmax")).double()
+    tokens = copying.draw(SMALL, 3, 0, "test")
+    outputs, _ = model(model.shift(tokens))
+    logs = outputs.log_softmax(-1)
+    # Of ten tokens the last four; each is predicted from those before it.
+    expected = -sum(logs[b, i, tokens[b, i]] for b in range(3) for i in range(6, 10)) / 12
+    torch.testing.assert_close(copying.loss(model, tokens), expected)
+
+
+def test_first_weights_are_those_of_pytorch():
+    model = copying.fresh(copying.Settings(), "linear", 0)
+    layer = model.stack.blocks[0].feedforward.expand
+    # Uniform up to 1 / sqrt(columns).
+    assert layer.weight.abs().max().item() == pytest.approx(128**-0.5, rel=1e-3)
+    assert model.embedding.tokens.weight.std().item() == pytest.approx(1, abs=0.1)
+    again, other = (copying.fresh(copying.Settings(), "linear", seed).head.weight for seed in (0, 1))
+    assert torch.equal(model.head.weight, again)
+    assert not torch.equal(again, other)
+
+
+def test_an_untrained_model_guesses():
+    model, tokens = copying.fresh(SMALL, "linear", 0), copying.draw(SMALL, 50, 0, "test")
+    assert copying.test(model, tokens) == pytest.approx(math.log(4), abs=0.3)
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Tests every 2 updates, and something to go on with after every 4."""
+    monkeypatch.setattr(copying, "EVERY", 2)
+    monkeypatch.setattr(copying, "KEEP", 4)
+
+
+def test_every_attention_gets_the_same_sequences_and_weights(often, tmp_path, monkeypatch):
+    draw, fresh, drawn, born = copying.draw, copying.fresh, {}, {}
+
+    def watched(settings, count, *names):
+        drawn.setdefault(point["spec"], []).append((count, names))
+        return draw(settings, count, *names)
+
+    def watched_fresh(*args):
+        model = fresh(*args)
+        born[point["spec"]] = {name: weight.clone() for name, weight in model.state_dict().items()}
+        return model
+
+    monkeypatch.setattr(copying, "draw", watched)
+    monkeypatch.setattr(copying, "fresh", watched_fresh)
+    for name in ("softmax", "linear"):
+        point = {"spec": name, "seed": 1}
+        copying.measure(SMALL, point, Place(tmp_path, unwatched))
+    assert drawn["softmax"] == drawn["linear"]
+    assert drawn["linear"] == [(2, (1, "test")), *((3, (1, "train", step)) for step in range(13))]
+    assert all(torch.equal(born["linear"][name], weight) for name, weight in born["softmax"].items())
+
+
+def test_a_training_that_is_interrupted_goes_on_bit_by_bit(often, tmp_path):
+    point = {"spec": "linear", "seed": 0}
+    whole = copying.measure(SMALL, point, Place(tmp_path / "whole", unwatched))
+    assert [step for step, _ in whole["curve"]] == [0, 2, 4, 6, 8, 10, 12, 13]
+    assert whole["test"] == whole["curve"][-1][1]
+    updates = []
+
+    def interrupted(items, *_):
+        for item in items:
+            if item == 10:
+                raise KeyboardInterrupt
+            updates.append(item)
+            yield item
+
+    def counted(items, *_):
+        for item in items:
+            updates.append(item)
+            yield item
+
+    with pytest.raises(KeyboardInterrupt):
+        copying.measure(SMALL, point, Place(tmp_path / "parts", interrupted))
+    assert copying.measure(SMALL, point, Place(tmp_path / "parts", counted)) == whole
+    # What came after the eighth update was made twice, and nothing else.
+    assert updates == [*range(10), *range(8, 13)]
+    # Another training keeps its own.
+    updates.clear()
+    copying.measure(SMALL, {"spec": "linear", "seed": 1}, Place(tmp_path / "parts", counted))
+    assert updates == list(range(13))
+
+
+def test_the_learning_rate_drops_to_a_tenth(often, tmp_path, monkeypatch):
+    rates = []
+
+    class Watched(torch.optim.RAdam):
+        def step(self, closure=None):
+            rates.append(self.param_groups[0]["lr"])
+            return super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "RAdam", Watched)
+    copying.measure(SMALL, {"spec": "linear", "seed": 0}, Place(tmp_path, unwatched))
+    assert rates == pytest.approx([1e-3] * 7 + [1e-4] * 6)
+
+
+@pytest.mark.parametrize("name", ["softmax", "linear"])
+def test_what_is_short_is_learned(name, tmp_path):
+    settings = copying.Settings(
+        length=6, symbols=3, dim=16, depth=2, heads=2, feedforward=32, steps=300, drop_at=250, rate=1e-2
+    )
+    row = copying.measure(settings, {"spec": name, "seed": 0}, Place(tmp_path, unwatched))
+    assert row["test"] < copying.GOAL
+    reached = dict(row["curve"])[row["reached"]]
+    assert reached < copying.GOAL
+    assert all(value >= copying.GOAL for step, value in row["curve"] if step < row["reached"])
+
+
+def test_tables_and_picture_have_every_training(plt):
+    def row(spec, seed, last, reached):
+        return {"spec": spec, "seed": seed, "curve": [[0, 2.3], [50, last]], "test": last, "reached": reached}
+
+    rows = [row("linear", 1, 0.001, 50), row("softmax", 0, 0.5, None), row("linear", 0, 0.002, 50)]
+    result = {"settings": {"specs": "softmax; linear", "drop_at": 40, "length": 128}, "rows": rows}
+    (table,) = copying.tables(result)
+    assert table[1:] == [
+        ["softmax", "0", "0.5", "not reached"],
+        ["linear", "0", "0.002", "50"],
+        ["linear", "1", "0.001", "50"],
+    ]
+    figure = copying.draw_curves(plt, result)
+    (axis,) = figure.axes
+    assert axis.get_yscale() == "log"
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["softmax, seed 0", "linear, seed 1, 0"]
+    # Three trainings, the goal and the drop of the learning rate.
+    assert len(axis.lines) == 5
+    plt.close(figure)

@@ -1,0 +1,257 @@
+"""Forecasts: what a model sees of the hours to come, what costs next to nothing, and what is told of it all."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
+
+import torch
+
+from longspan.cli.entry import OK, WRONG, main
+from longspan.data import series
+from longspan.experiments import forecast, published
+from longspan.experiments.experiment import Place
+from longspan.experiments.forecaster import PENALTIES, Distilling, Forecaster, Ridge, last_day, last_value
+from mistaken import refused
+
+MISTAKES = {
+    "forecast --data etth": "unknown series data 'etth' (did you mean 'ett'?)",
+    "forecast --specs linaer": "unknown name 'linaer' (did you mean 'linear'?)",
+    "forecast --horizons 25": "horizons=25: nothing is published for it, so --reads and --label must say it",
+    "forecast --reads 24 --label 48": "label=48 hours are more than the 24 that are read for horizon 24",
+    "forecast --steps 0": "steps=0 must be at least 1",
+    "forecast --tests -1": "tests=-1 must not be negative",
+    "forecast --rate 0": "rate=0.0 must be positive",
+    "forecast --heads 3": "dim=64 is not a multiple of heads=3",
+    "forecast --quick --seeds 0,1": "data=synthetic is made from the seed, so that several seeds would have several",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
+    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--series OIL", "unknown series 'OIL'; known: HUFL, HULL, LUFL"),
+        ("--horizons 300", "validation of synthetic ends after 960 hours, too few for 300 of them behind 24 that are"),
+        ("--data ett:nowhere.csv", "nowhere.csv"),
+    ],
+)
+def test_what_the_data_do_not_have_is_told_before_anything_is_measured(line, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "forecast", "--quick", *line.split()]) == WRONG
+    assert message in capsys.readouterr().err
+    assert not list(Path("reproduce").glob("*.*"))
+
+
+def model(attention="linear", channels=3):
+    torch.manual_seed(0)
+    return Forecaster(attention, channels, dim=8, heads=2, depth=2, feedforward=16).double()
+
+
+@pytest.mark.parametrize("attention", ["informer(factor=1)", "softmax", "gla"])
+def test_a_forecast_has_every_hour_to_come_and_knows_what_is_read(attention):
+    one = model(attention)
+    known = torch.randn(2, 20, 3, dtype=torch.float64, requires_grad=True)
+    times = torch.rand(2, 27, 4, dtype=torch.float64)
+    foretold = one(known, times, 5)
+    assert foretold.shape == (2, 7, 3)
+    # Every hour that is read has a part in the last one, those before the label through the encoder alone.
+    (gradient,) = torch.autograd.grad(foretold[:, -1].sum(), known)
+    assert (gradient.abs().sum(-1) > 0).all()
+    assert torch.equal(one(known, times, 5), foretold)
+    # And so have the dates of the hours to come.
+    later = times.clone()
+    later[:, 20:] += 0.25
+    assert not torch.allclose(one(known, later, 5), foretold)
+
+
+def test_the_decoder_begins_with_the_label_and_zeros(monkeypatch):
+    one, seen = model(), []
+    embed = one.target.forward
+    monkeypatch.setattr(
+        one.target, "forward", lambda values, times: (seen.append((values, times)), embed(values, times))[1]
+    )
+    known, times = torch.randn(1, 20, 3, dtype=torch.float64), torch.rand(1, 27, 4, dtype=torch.float64)
+    one(known, times, 5)
+    ((values, dates),) = seen
+    assert torch.equal(values[:, :5], known[:, 15:])
+    assert values.shape == (1, 12, 3)
+    assert not values[:, 5:].any()
+    assert torch.equal(dates, times[:, 15:])
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 8])
+def test_distilling_halves(length):
+    found = Distilling(4)(torch.randn(2, length, 4))
+    assert found.shape == (2, (length + 1) // 2, 4)
+
+
+def test_the_last_value_and_the_last_day():
+    known = torch.arange(60.0).view(1, 30, 2)
+    assert torch.equal(last_value(known, 3), torch.tensor([[[58.0, 59.0]] * 3]))
+    day = last_day(known, 50)
+    # A day before each hour: 6 is the first of the last 24.
+    assert torch.equal(day[:, :24], known[:, 6:])
+    assert torch.equal(day[:, 24:48], known[:, 6:])
+    assert torch.equal(day[:, 48:], known[:, 6:8])
+    assert torch.equal(last_day(known[:, :2], 3), known[:, [0, 1, 0]])
+
+
+def test_ridge_finds_what_is_linear():
+    """x_t = 2 x_{t-1} - x_{t-2} + 1, a parabola, whose next values follow from two and a constant."""
+    hours = torch.arange(60, dtype=torch.float64)
+    values = torch.stack([hours * (hours + 1) / 2, hours * (hours - 9) / 2 + 4], 1)
+    ridge = Ridge(values, range(10, 50), 4, 3)
+    assert ridge.count == 2 * 40
+    foretold = ridge.foretold(ridge.weights(1e-12), values[None, 40:44])
+    torch.testing.assert_close(foretold, values[None, 44:47], atol=1e-3, rtol=1e-5)
+
+
+def test_ridge_is_the_least_of_what_it_minimises():
+    random = torch.Generator().manual_seed(0)
+    values = torch.randn(80, 2, generator=random, dtype=torch.float64).cumsum(0)
+    reads, horizon, penalty = 5, 2, 0.3
+    begins = range(11, 70)
+    ridge = Ridge(values, begins, reads, horizon)
+    found = ridge.weights(penalty).requires_grad_()
+    known = torch.stack([values[at - reads : at] for at in begins])
+    targets = torch.stack([values[at : at + horizon] for at in begins])
+    loss = (Ridge.foretold(found, known) - targets).square().sum() + penalty * 2 * len(begins) * found[
+        :-1
+    ].square().sum()
+    (gradient,) = torch.autograd.grad(loss, found)
+    torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-8, rtol=0)
+
+
+def test_ridge_learns_from_training_alone_and_validation_chooses():
+    settings, point = forecast.QUICK, {"model": forecast.LINEAR, "horizon": 6}
+    found = series.load("synthetic", 0)
+    row = forecast.measure(settings, point, Place(Path("nowhere"), lambda items, *_: items))
+    ridge = Ridge(found.values, found.windows("train", 24, 6), 24, 6)
+    errors = {}
+    for penalty in PENALTIES:
+        weights = ridge.weights(penalty)
+        values = [found.values[at - 24 : at + 6] for at in found.windows("validation", 24, 6)]
+        off = torch.stack([ridge.foretold(weights, one[None, :24])[0] - one[24:] for one in values])
+        errors[penalty] = float(off.square().mean())
+    assert row["penalty"] == min(errors, key=errors.__getitem__)
+    changed = series.Series("", found.names, found.values.clone(), found.times, found.ends, "")
+    changed.values[720:] = 9.0
+    same = Ridge(changed.values, changed.windows("train", 24, 6), 24, 6)
+    assert torch.equal(same.weights(0.1), ridge.weights(0.1))
+
+
+def test_errors_are_means_over_hours_and_series(monkeypatch):
+    found = series.load("synthetic", 0)
+    windows = torch.tensor([720, 800, 901])
+    _, _, targets = forecast.taken(found, windows, 24, 6)
+    assert torch.equal(targets[1], found.values[800:806])
+    expected = {"mse": targets.square().mean().item(), "mae": targets.abs().mean().item()}
+    for most in (1, 60, 10_000):
+        monkeypatch.setattr(forecast, "TESTED", most)
+        got = forecast.errors(lambda known, times: torch.zeros(len(known), 6, 7), found, windows, 24, 6)
+        assert got == pytest.approx(expected, abs=1e-5)
+
+
+def test_windows_are_the_published_ones():
+    settings = forecast.Settings()
+    assert [settings.window(horizon) for horizon in settings.horizons] == [
+        (48, 48),
+        (96, 48),
+        (168, 168),
+        (168, 168),
+        (336, 336),
+    ]
+    one = replace(settings, series="OT")
+    assert [one.window(horizon) for horizon in (24, 720)] == [(720, 168), (720, 336)]
+    assert replace(settings, reads=30, label=10).window(24) == (30, 10)
+
+
+def test_the_weights_that_are_tested_are_the_best_of_validation(tmp_path):
+    """With a rate that ruins the model, the first look is the best."""
+    place = Place(tmp_path, lambda items, *_: items)
+    settings = replace(forecast.QUICK, rate=1000.0, steps=6)
+    row = forecast.measure(settings, {"model": "linear", "horizon": 6, "seed": 0}, place)
+    best = min(row["curve"], key=lambda look: look["mse"])
+    assert row["best"] == best["step"] < 6
+    assert row["mse"] < row["curve"][-1]["mse"] / 2
+
+
+def test_what_was_interrupted_within_a_training_goes_on(tmp_path):
+    point = {"model": "linear", "horizon": 6, "seed": 0}
+    whole = forecast.measure(forecast.QUICK, point, Place(tmp_path / "whole", lambda items, *_: items))
+
+    def stopped(items, *_):
+        for step in items:
+            if step == 3:
+                raise KeyboardInterrupt
+            yield step
+
+    with pytest.raises(KeyboardInterrupt):
+        forecast.measure(forecast.QUICK, point, Place(tmp_path / "part", stopped))
+    steps = []
+    place = Place(tmp_path / "part", lambda items, *_: (steps.append(step) or step for step in items))
+    assert forecast.measure(forecast.QUICK, point, place) == whole
+    assert steps == [2, 3]
+
+
+def test_seeds_make_other_models_and_the_tables_have_their_means(tmp_path):
+    rows = [
+        {"model": forecast.VALUE, "horizon": 6, "mse": 2.0, "mae": 1.0},
+        *(
+            {
+                "model": "linear",
+                "horizon": 6,
+                "seed": i,
+                "mse": 1.0 + i,
+                "mae": 0.5,
+                "best": 2,
+                "parameters": 1234,
+                "curve": [{"step": 2, "mse": 3.0}, {"step": 4, "mse": 4.0}],
+            }
+            for i in (0, 1)
+        ),
+    ]
+    settings = {"horizons": [6], "series": "all", "data": "synthetic"}
+    first, told = forecast.tables({"settings": settings, "rows": rows})
+    assert first[1:] == [[forecast.VALUE, "2.000 / 1.000"], ["linear", "1.500 / 0.500"]]
+    assert told[2] == ["linear", "6", "1", "1,234", "2", "3.000", "4.000"]
+    one, two = (forecast.QUICK.model("linear", 7, seed).state_dict() for seed in (0, 1))
+    assert not torch.equal(one["head.weight"], two["head.weight"])
+
+
+def test_published_figures_stand_beside_the_published_data_alone():
+    for settings in (forecast.Settings(), forecast.Settings(series="OT")):
+        found = forecast.of_the_paper({"settings": {"data": "ett:x.csv", "series": settings.series}})
+        assert found is published.FORECAST[settings.series]
+        assert all(set(errors) == set(settings.horizons) for errors in found.values())
+    assert forecast.of_the_paper({"settings": {"data": "synthetic", "series": "all"}}) == {}
+    assert forecast.of_the_paper({"settings": {"data": "ett", "series": "HUFL"}}) == {}
+
+
+def test_evenly_spaced_windows():
+    assert forecast.spaced(range(5, 9), 0).tolist() == [5, 6, 7, 8]
+    assert forecast.spaced(range(5, 9), 7).tolist() == [5, 6, 7, 8]
+    assert forecast.spaced(range(5, 106), 3).tolist() == [5, 55, 105]
+    assert forecast.spaced(range(5, 9), 1).tolist() == [5]
+
+
+def test_a_run_says_which_data_it_used(capsys, tmp_path):
+    assert (
+        main(["reproduce", "forecast", "--quick", "--out", str(tmp_path), "--specs", "linear", "--horizons", "6"]) == OK
+    )
+    out = capsys.readouterr().out
+    assert "Data, sha256: none, the seed makes all of it." in out
+    assert "data synthetic;" in out
+    rows = json.loads((tmp_path / "forecast.json").read_text(encoding="utf-8"))["rows"]
+    assert [row["model"] for row in rows] == [*forecast.BASELINES, "linear"]
+    # A day's wave is foretold by a day before it, and by no single value.
+    value, day, linear, _ = (row["mse"] for row in rows)
+    assert linear < day < value

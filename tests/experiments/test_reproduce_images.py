@@ -1,0 +1,390 @@
+"""Images drawn pixel by pixel: what the experiment trains, keeps, times and shows is what it says."""
+
+import json
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
+pytest.importorskip("lightning", reason="the experiment trains: pip install longspan[train]")
+
+from PIL import Image
+
+from longspan import build, data
+from longspan.bench import case, throughput
+from longspan.cli.entry import WRONG, main
+from longspan.experiments import images, images_report, images_speed, paper
+from longspan.experiments.experiment import Place
+from longspan.generation.sampling import log_likelihood
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
+from longspan.train import objectives
+
+SMALL = replace(images.QUICK, steps=6, evaluate_every=2, schedule="constant", samples=7, top=0.3)
+LINEAR, SOFTMAX = ({"what": "training", "attention": name} for name in ("linear", "softmax"))
+
+
+def unwatched(items, total, label):
+    return items
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Where both trainings have been."""
+    return Place(tmp_path_factory.mktemp("images") / "images-work", unwatched)
+
+
+@pytest.fixture(scope="module")
+def trainings(place):
+    return [images.measure(SMALL, point, place) for point in (LINEAR, SOFTMAX)]
+
+
+@pytest.fixture(scope="module")
+def models():
+    torch.manual_seed(0)
+    return {name: Decoder(SMALL.config(name, 17, 64)).eval() for name in SMALL.names()}
+
+
+MISTAKES = {
+    "--data text:stdlib": "unknown data set of images 'text'; known: cifar10, digits, mnist",
+    "--attentions lniear": "unknown name 'lniear' (did you mean 'linear'?)",
+    "--attentions linear;linear": "attentions=linear;linear: each of them must come once",
+    "--heads 3": "dim=128 is not a multiple of heads=3",
+    "--likelihood logistic": "unknown name 'logistic' (did you mean 'logistics'?)",
+    "--steps 0": "steps=0 must be at least 1",
+    "--learning_rate 0": "learning_rate=0.0 must be positive",
+    "--schedule linear": "unknown schedule 'linear'",
+    "--top 1": "top=1.0 must lie between 0 and 1: the part of each image that is given",
+    "--samples 0": "samples=0 must be at least 1",
+    "--tests -1": "tests=-1 must not be negative",
+    "--batches 1,0": "batches=1,0 must be at least 1",
+    "--lengths 0": "lengths=0 must be at least 1",
+    "--rounds 0": "rounds=0 must be at least 1",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "images", *line.split()]) == WRONG
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.count("\n") == 1
+    assert MISTAKES[line] in err
+    assert not Path("reproduce").exists()
+
+
+def test_scales_are_those_of_the_publication_where_they_say_so():
+    one = images.EXPERIMENT
+    published, laptop = one.scales["paper"], one.scales["laptop"]
+    config = published.config("linear")
+    assert (config.depth, config.dim, config.heads, config.feedforward) == (8, 256, 8, 1024)
+    assert (config.likelihood, config.length) == ("logistics(mixtures=10)", 784)
+    run = published.run(Path("x"))
+    assert (run.optimizer, run.learning_rate, run.schedule, run.batch) == ("radam", 1e-4, "constant", 10)
+    assert run.steps * run.batch == 250 * 55_000
+    with torch.device("meta"):
+        size = sum(p.numel() for p in Decoder(laptop.config("linear")).parameters())
+    assert 0.8e6 < size < 1.2e6
+    kinds = [point["what"] for point in images.points(laptop)]
+    assert kinds == ["training"] * 4 + ["images"] * 2 + ["token"] * 10
+    # The publication's four methods; at its own scale Reformer has 64 buckets, and 27 chunks of 29 for 783 pixels.
+    for scale in one.scales.values():
+        assert [paper.called(name) for name in scale.names()] == ["linear", "softmax", "lsh-1", "lsh-4"]
+    for name in published.names()[2:]:
+        reformer = build(name, 256, 8)
+        assert (reformer.buckets, reformer.chunk, -(-783 // reformer.chunk)) == (64, 29, 27)
+
+
+# Trainings
+
+
+def test_a_training_reports_its_curve_and_the_bits_of_its_best_checkpoint(trainings, place):
+    dataset = data.load("digits")
+    for row, name in zip(trainings, SMALL.names(), strict=True):
+        folder = place.folder / name
+        model = checkpoint.load(folder)
+        assert model.config == SMALL.config(name, 17, 64)
+        assert row["parameters"] == sum(p.numel() for p in model.parameters())
+        assert [step for step, _, _ in row["curve"]] == [2, 4, 6]
+        seconds = [seconds for _, seconds, _ in row["curve"]]
+        assert seconds == sorted(seconds)
+        assert seconds[0] > 0
+        assert row["validation"] == min(bits for _, _, bits in row["curve"])
+        # SMALL.tests images, evenly spaced.
+        tokens = dataset.take("test", torch.tensor([0, 58, 117]))
+        bits = -log_likelihood(model, tokens).mean().item() / 64 / math.log(2)
+        assert row["test"] == pytest.approx(bits, abs=1e-5)
+
+
+def test_an_interrupted_training_goes_on_to_the_same_figures(trainings, tmp_path, monkeypatch):
+    place, evaluate, calls = Place(tmp_path / "images-work", unwatched), objectives.total, []
+
+    def interrupting(*arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(objectives, "total", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        images.measure(SMALL, LINEAR, place)
+    assert checkpoint.read_config(checkpoint.resolve(place.folder / "linear", prefer="last"))["step"] < SMALL.steps
+    row, (whole, _) = images.measure(SMALL, LINEAR, place), trainings
+    assert [(step, bits) for step, _, bits in row["curve"]] == [(step, bits) for step, _, bits in whole["curve"]]
+    assert (row["test"], row["validation"]) == (whole["test"], whole["validation"])
+
+
+def test_seconds_of_all_processes_are_summed(tmp_path):
+    lines = [
+        "step,loss,validation_bits,seconds",
+        "10,1,,5.0",
+        "20,1,2.5,11.0",
+        "30,1,2.25,3.0",
+        "40,1,,4",
+        "50,1,2.0,9.5",
+    ]
+    (tmp_path / "metrics.csv").write_text("\n".join(lines))
+    assert images.curve(tmp_path) == [[20, 11.0, 2.5], [30, 14.0, 2.25], [50, 20.5, 2.0]]
+
+
+def canvas(path: Path) -> np.ndarray:
+    """Every picture of a grid of 8x8 pixels, each enlarged eight times with gaps of four: (rows, columns, 8, 8)."""
+    with Image.open(path) as image:
+        array = np.asarray(image)
+    high, wide = (size // 68 for size in array.shape)
+    cells = [
+        [array[4 + 68 * i : 68 + 68 * i : 8, 4 + 68 * j : 68 + 68 * j : 8] for j in range(wide)] for i in range(high)
+    ]
+    return np.array(cells)
+
+
+@pytest.mark.parametrize("name", ["linear", "softmax"])
+def test_completions_keep_what_was_given(name, trainings, place):
+    samples = canvas(place.folder.parent / f"images-samples-{name}.png")
+    assert samples.shape == (3, 3, 8, 8)
+    cells = canvas(place.folder.parent / f"images-completions-{name}.png")[0]
+    digits = data.load("digits")
+    originals = digits.picture(digits.take("test", torch.tensor([0, 58, 117]))).numpy()
+    # 0.3 of eight rows are two.
+    for given, completed, shown, original in zip(cells[::3], cells[1::3], cells[2::3], originals, strict=True):
+        np.testing.assert_array_equal(shown, original)
+        np.testing.assert_array_equal(completed[:2], original[:2])
+        np.testing.assert_array_equal(given[:2], original[:2])
+        assert len(np.unique(given[2:])) == 1
+        assert (completed[2:] != original[2:]).any()
+
+
+def test_speed_is_that_of_the_trained_models_and_without_them_there_is_none(trainings, place, tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(images_speed, "images", lambda models, *_: asked.update(models) or {})
+    images.measure(SMALL, {"what": "images", "batch": 2}, place)
+    for name, model in asked.items():
+        best = checkpoint.load(place.folder / name).state_dict()
+        assert all(torch.equal(tensor, best[key]) for key, tensor in model.state_dict().items())
+    assert list(asked) == ["linear", "softmax"]
+    with pytest.raises(ValueError, match="no checkpoint at .*; delete the experiment's JSON, too, so that"):
+        images.measure(SMALL, {"what": "images", "batch": 2}, Place(tmp_path / "none", unwatched))
+
+
+# Speed
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Figures as a clock in our hands would give them: seconds by candidate; every sampler runs once."""
+    taken = {}
+
+    def take(samplers, rounds, label, watch, *, warm=True):
+        for sampler in samplers.values():
+            assert sampler(1) > 0
+        taken.update(rounds=rounds, names=list(samplers))
+        return {name: case.Figure(taken["seconds"](name), 0, rounds, 1, 1, 2) for name in samplers}, {}
+
+    monkeypatch.setattr(case, "take", take)
+    return taken
+
+
+def test_whole_images_by_a_state_and_recomputing_integrated(models, clock):
+    # A step at position p takes p + 1 ms: 64 of them 64 * 65 / 2.
+    clock["seconds"] = lambda name: (
+        (int(name.split()[1]) + 1) / 1000 if " " in name else {"linear": 2, "softmax": 3}[name]
+    )
+    found = images_speed.images(models, 64, 6, 5, unwatched)
+    recomputed = "softmax, prefix recomputed"
+    assert clock["rounds"] == 5
+    # What does not grow is not recomputed.
+    assert list(found["seconds"]) == ["linear", "softmax", recomputed]
+    assert found["seconds"][recomputed] == pytest.approx(2.080)
+    assert found["images"] == {"linear": 6, "softmax": 6, recomputed: 4}
+    assert found["images_per_second"] == pytest.approx({"linear": 3, "softmax": 2, recomputed: 4 / 2.080})
+    # One of each kind from every candidate: two whole ones, five positions.
+    assert (found["rejected"], found["disturbed"]) == (7, 14)
+
+
+def test_recomputing_reads_the_prefix_of_few_images_at_most(models, clock, monkeypatch):
+    asked = []
+    real = throughput.recomputer
+    monkeypatch.setattr(
+        throughput, "recomputer", lambda model, *rest: asked.append((model, *rest)) or real(model, *rest)
+    )
+    clock["seconds"] = lambda name: 1.0
+    images_speed.images(models, 64, 3, 1, unwatched)
+    assert asked == [(models["softmax"], 3, position) for position in (0, 16, 32, 47, 63)]
+
+
+def test_a_token_is_timed_behind_others_beside_the_bytes_that_they_need(models, clock):
+    clock["seconds"] = lambda name: {"linear": 1.0, "softmax": 2.0}[name]
+    found = images_speed.token(models, 70, 3, 2, unwatched)
+    assert found["seconds"] == {"linear": 1.0, "softmax": 2.0}
+    # Two heads of four channels, fp32: keys and values of each token, and a length; sums with one more column.
+    assert found["bytes"] == {"linear": 3 * 4 * 2 * 4 * 5, "softmax": 3 * (4 * 2 * 2 * 4 * 70 + 8)}
+    assert found["left_out"] == {}
+
+
+def test_states_too_large_for_the_memory_are_left_out(models, clock, monkeypatch):
+    monkeypatch.setattr(case, "available", lambda: 0.02)
+    clock["seconds"] = lambda name: 1.0
+    found = images_speed.token(models, 500, 1, 1, unwatched)
+    assert list(found["seconds"]) == ["linear"]
+    assert list(found["bytes"]) == ["linear", "softmax"]
+    assert found["left_out"]["softmax"].startswith("its states would need 0 MB of memory, and 0 are free")
+
+
+def test_what_the_publication_draws_without_a_state_is_recomputed_too(clock):
+    torch.manual_seed(0)
+    name = "reformer(chunk=4, buckets=4, rounds=1)"
+    models = {one: Decoder(SMALL.config(one, 17, 64)).eval() for one in ("linear", name)}
+    assert not images_speed.grows(models[name])
+    clock["seconds"] = lambda name: 1.0
+    found = images_speed.images(models, 64, 2, 1, unwatched)
+    assert list(found["seconds"]) == ["linear", name, f"{name}, prefix recomputed"]
+
+
+def test_only_states_that_grow_are_said_to():
+    torch.manual_seed(0)
+    specs = {"linear": False, "softmax": True, "linear; softmax": True, "gla": False}
+    for spec, expected in specs.items():
+        assert images_speed.grows(Decoder(replace(SMALL.config("linear", 17, 64), attention=spec, depth=2))) == expected
+
+
+def test_a_longer_model_is_the_same_at_every_position_that_the_short_one_has(models):
+    for model in models.values():
+        longer = images_speed.extended(model, 150)
+        tokens = torch.randint(0, 17, (2, 64), generator=torch.Generator().manual_seed(0))
+        assert torch.equal(longer(tokens)[0], model(tokens)[0])
+        table, short = longer.embedding.table.weight, model.embedding.table.weight
+        assert torch.equal(table, short[torch.arange(150) % 64])
+        assert images_speed.extended(model, 64) is model
+    free = Decoder(DecoderConfig(dim=8, depth=1, heads=2, positions="none"))
+    assert images_speed.extended(free, 999) is free
+
+
+# Tables
+
+
+def test_published_gains_are_those_that_the_paper_speaks_of():
+    gains = {}
+    for name, rows in paper.IMAGES.items():
+        by = {(row.name, row.state): row for row in rows}
+        linear, kept, again = by["linear", True], by["softmax", True], by["softmax", False]
+        gains[name] = [
+            linear.images_per_second / again.images_per_second,
+            linear.images_per_second / kept.images_per_second,
+            kept.cpu / linear.cpu,
+            again.cpu / linear.cpu,
+        ]
+    assert gains["mnist"] == pytest.approx([317, 18.9, 1.3, 13.2], rel=0.04)
+    assert gains["cifar10"] == pytest.approx([4462, 55.8, 1.6, 191.8], rel=0.01)
+    assert paper.methods("mnist:somewhere") == paper.IMAGES["mnist"]
+    assert paper.methods("digits") == ()
+
+
+RESULT = {
+    "settings": {"data": "mnist:x", "attentions": "linear; softmax", "batches": [1, 8]},
+    "rows": [
+        {**LINEAR, "parameters": 1234, "curve": [[2, 1.0, 2.0], [4, 2.5, 1.5]], "validation": 1.5, "test": 1.6},
+        {**SOFTMAX, "parameters": 1234, "curve": [[2, 2.0, 1.9], [4, 4.0, 1.4]], "validation": 1.4, "test": 1.45},
+        {
+            "what": "images",
+            "batch": 8,
+            "seconds": {"linear": 2.0, "softmax": 4.0, "softmax, prefix recomputed": 8.0},
+            "images_per_second": {"linear": 4.0, "softmax": 2.0, "softmax, prefix recomputed": 0.5},
+        },
+        *(
+            {
+                "what": "token",
+                "batch": 8,
+                "tokens": tokens,
+                "bytes": {"linear": 10, "softmax": 5 * tokens},
+                "seconds": {"linear": 0.001, **({"softmax": 0.004} if tokens < 9 else {})},
+            }
+            for tokens in (10, 4)
+        ),
+    ],
+}
+
+
+def test_ours_stand_beside_what_was_published():
+    bits, speed, alone, together = images_report.tables(RESULT)
+    assert bits[0][5:] == ["after 2.5 s", "test", "published"]
+    assert bits[1:3] == [
+        ["linear", "1,234", "4", "2.5 s", "1.500", "1.500", "1.600", "0.644"],
+        # At that time softmax had made two steps.
+        ["softmax", "1,234", "4", "4 s", "1.400", "1.900", "1.450", "0.621"],
+    ]
+    assert bits[3:] == [
+        ["lsh-1", *[""] * 5, "not in this run", "0.745"],
+        ["lsh-4", *[""] * 5, "not in this run", "0.676"],
+    ]
+    assert speed == [
+        ["images per second", "8 at once", "published, GPU", "published, CPU, one at once"],
+        ["linear", "4", "142.8", "0.182"],
+        ["softmax", "2 (2x)", "7.56", "0.135"],
+        ["softmax, prefix recomputed", "0.5 (8x)", "0.45", "0.0138"],
+        ["lsh-1", "not in this run", "0.68", "0.0217"],
+        ["lsh-4", "not in this run", "0.27", "0.00893"],
+    ]
+    assert len(alone) == 1
+    assert together[0][0] == "one token, 8 at once, after"
+    assert together[1:] == [["4", "1 ms", "4 ms", "4.00", "2.00"], ["10", "1 ms", "left out", "", "5.00"]]
+
+
+def test_nothing_published_is_shown_beside_other_data():
+    result = {**RESULT, "settings": {**RESULT["settings"], "data": "digits"}}
+    bits, speed, *_ = images_report.tables(result)
+    assert [row[0] for row in bits[1:]] == ["linear", "softmax"]
+    assert all(len(row) == 2 for row in speed)
+    # What has not been measured yet is not there, either.
+    assert [len(table) for table in images_report.tables({**result, "rows": []})] == [1, 1, 1, 1]
+
+
+@pytest.mark.full
+def test_the_experiment_in_whole(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "images", "--quick", "--debug"]) == 0
+    out, err = capsys.readouterr()
+    # What the trainings say where nobody watches.
+    assert err.count("steps; best checkpoint: ") == 2
+    assert "error" not in err
+    kinds = {f"images-{kind}-{name}.png" for kind in ("samples", "completions") for name in ("linear", "softmax")}
+    assert {path.name for path in Path("reproduce").iterdir()} == {
+        "images.json",
+        "images.md",
+        "images.png",
+        "images-work",
+        *kinds,
+    }
+    assert all(name in out for name in kinds)
+    result = json.loads(Path("reproduce/images.json").read_text())
+    assert result["data"] == {"digits": data.load("digits").checksum}
+    assert [row["what"] for row in result["rows"]] == ["training"] * 2 + ["images"] * 2 + ["token"] * 4
+    with Image.open("reproduce/images.png") as image:
+        assert min(image.size) > 600

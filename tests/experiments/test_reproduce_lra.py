@@ -1,0 +1,331 @@
+"""The Long Range Arena: every mechanism has a size that fits, one model is around all, and results tell the truth."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
+pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
+
+import longspan
+from longspan.bench.candidates import Refused
+from longspan.cli.entry import WRONG, main
+from longspan.data.arena import Batch
+from longspan.experiments import lra, lra_cost, lra_models, lra_published, lra_report
+from longspan.experiments.experiment import Place
+from longspan.experiments.lra_models import Classifier, Shape
+from mistaken import refused
+
+NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
+
+
+def small(spec: str = "softmax", length: int = 24, towers: int = 1, **sizes: int) -> Shape:
+    return Shape(
+        **{
+            "spec": spec,
+            "dim": 8,
+            "depth": 2,
+            "heads": 2,
+            "feedforward": 8,
+            "vocab": 11,
+            "length": length,
+            "towers": towers,
+            "classes": 3,
+            **sizes,
+        }
+    )
+
+
+def batch(length: int = 24, towers: int = 1, rows: int = 3) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(11, (rows, towers, length), generator=generator)
+    return Batch(tokens, None, torch.arange(rows) % 3)
+
+
+@pytest.mark.parametrize("name", longspan.list_mechanisms())
+@pytest.mark.parametrize("length", [24, 90])
+def test_every_mechanism_fits_and_learns_from_a_step(name, length):
+    model = Classifier(small(lra_models.sized(name, length), length), 0)
+    mask = torch.arange(length) < torch.tensor([length, length - 5, 2])[:, None, None]
+    loss = model.loss(batch(length)._replace(mask=mask))
+    loss.backward()
+    model.update()
+    assert loss.isfinite()
+    assert model.embedding.tokens.weight.grad.abs().sum() > 0
+    assert model.stack.causal == ("bidirectional" not in longspan.attention.registry.mechanism(name).directions)
+
+
+def test_sizes_are_parts_of_the_length():
+    assert set(lra_models.SIZES) <= set(longspan.list_mechanisms())
+    assert lra_models.sized("linformer", 256) == "linformer(length=256, slots=32)"
+    assert lra_models.sized("axial", 256) == "axial(width=16)"
+    # What is spelled out stays.
+    assert lra_models.sized("linformer(length=9)", 256) == "linformer(length=9)"
+
+
+def test_weights_depend_on_the_seed_alone():
+    torch.manual_seed(5)
+    one = Classifier(small(), 3).state_dict()
+    torch.manual_seed(6)
+    two, other = Classifier(small(), 3).state_dict(), Classifier(small(), 4).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not torch.equal(one["head.0.weight"], other["head.0.weight"])
+
+
+def test_padding_plays_no_part():
+    model = Classifier(small(), 0).double().eval()
+    whole = batch(16)
+    padded = torch.cat([whole.tokens, torch.full((3, 1, 8), 7)], 2)
+    mask = (torch.arange(24) < 16).expand(3, 1, 24)
+    torch.testing.assert_close(model(padded, mask), model(whole.tokens), rtol=1e-12, atol=1e-12)
+
+
+def test_two_sequences_are_read_alone_and_compared():
+    model = Classifier(small(towers=2), 0).double().eval()
+    tokens = batch(towers=2).tokens
+    seen = {}
+    model.head.register_forward_hook(lambda _, inputs, __: seen.update(pooled=inputs[0]))
+    model(tokens)
+    one = Classifier(small(), 0).double().eval()
+    one.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("head")}, strict=False)
+    one.head = torch.nn.Identity()
+    e, f = (one(tokens[:, i : i + 1]) for i in range(2))
+    torch.testing.assert_close(seen["pooled"], torch.cat([e, f, e * f, e - f], 1), rtol=1e-12, atol=1e-12)
+
+
+def test_centres_of_routing_move_and_picks_of_sac_earn_the_likelihood():
+    model = Classifier(small("routing(clusters=2, window=8)"), 0)
+    before = model.stack.attentions()[0].sums.clone()
+    model.loss(batch()).backward()
+    assert torch.equal(model.stack.attentions()[0].sums, before)
+    model.update()
+    assert not torch.equal(model.stack.attentions()[0].sums, before)
+    assert not model.counted
+    sac = Classifier(small("sac(edges=2)", towers=2), 0)
+    sac.loss(batch(towers=2)).backward()
+    assert all(p.grad.abs().sum() > 0 for p in sac.stack.attentions()[0].predictor.parameters())
+
+
+class TestTrainings:
+    settings = replace(lra.QUICK, examples=40, tests=20, image_steps=150, dim=16, heads=2, batch=20, rate=1e-2)
+    point = {"what": "training", "task": "image", "mechanism": "softmax"}  # noqa: RUF012
+
+    def test_something_is_learned(self, tmp_path):
+        # Of forty digits, which are learned by heart, and tested on themselves.
+        place = Place(tmp_path / "work", NOWHERE.track)
+        task = self.settings.load("image")
+        same = replace(task, splits=dict.fromkeys(task.splits, task.splits["train"]))
+        settings = replace(self.settings, seed=1)
+        object.__setattr__(settings, "load", lambda _: same)
+        row = lra.measure(settings, self.point, place)
+        assert row["accuracy"] > 0.8
+        assert row["majority"] == 0.1
+        assert row["tests"] == 40
+        assert [look["step"] for look in row["curve"]] == [100, 150]
+        assert lra_report.learned(row)
+        assert not [*place.folder.iterdir()]
+
+    def test_an_interrupted_training_goes_on_as_it_would_have(self, tmp_path, monkeypatch):
+        point = self.point | {"mechanism": "routing"}
+        settings = replace(self.settings, image_steps=6)
+        monkeypatch.setattr(lra_models, "SIZES", {"routing": "clusters=2, window=8"})
+        monkeypatch.setattr("longspan.experiments.learning.KEEP", 2)
+        models: list[Classifier] = []
+        monkeypatch.setattr(lra, "Classifier", lambda *sizes: models.append(Classifier(*sizes)) or models[-1])
+        whole = lra.measure(settings, point, Place(tmp_path / "whole", NOWHERE.track))
+
+        def interrupted(items, *_):
+            for item in items:
+                if item == 4:
+                    raise KeyboardInterrupt
+                yield item
+
+        with pytest.raises(KeyboardInterrupt):
+            lra.measure(settings, point, Place(tmp_path / "cut", interrupted))
+        assert lra.measure(settings, point, Place(tmp_path / "cut", NOWHERE.track)) == whole
+        # Centres move so little in six updates that no accuracy tells.
+        one, _, other = (model.state_dict() for model in models)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+    def test_points_end_with_what_wants_a_quiet_machine(self):
+        found = lra.points(lra.LAPTOP)
+        kinds = [point["what"] for point in found]
+        assert kinds == sorted(kinds, reverse=True)
+        assert {p["mechanism"] for p in found if p["what"] == "cost"} == set(longspan.list_mechanisms())
+        trained = {p["mechanism"] for p in found if p["what"] == "training" and p["task"] == "listops"}
+        assert trained == set(longspan.list_mechanisms())
+        assert {p["mechanism"] for p in found if p.get("task") == "text"} == set(lra.FEW)
+        assert {row.mechanism for row in lra_published.TABLE} <= trained
+
+
+class TestCosts:
+    @pytest.mark.slow
+    def test_memory_grows_with_the_matrix(self):
+        """Of two heads and two blocks at 1024 tokens: 4 MB a head and block for the weights alone."""
+        sizes = {"length": 1024, "dim": 8, "vocab": 256}
+        found = {
+            name: lra_cost.weighed(small(lra_models.sized(name, 1024), **sizes), 1, "cpu")
+            for name in ("talking_heads", "linear")
+        }
+        assert found["talking_heads"] > 16
+        assert found["linear"] < found["talking_heads"] / 2
+
+    @pytest.mark.full
+    def test_memory_is_told_by_two_threads(self):
+        """Not as in a child of a process whose threads have computed, which waits for them for ever."""
+        code = (
+            "import torch; torch.set_num_threads(2); from longspan.experiments import lra_cost, lra_models;"
+            "print(lra_cost.weighed(lra_models.Shape('linear', 32, 1, 2, 64, 256, 512, 1, 2), 4, 'cpu'))"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200, check=True
+        )
+        assert float(done.stdout) > 0
+
+    def test_a_step_moves_the_weights(self):
+        made = []
+        original = lra_cost.Classifier
+
+        def kept(*arguments):
+            made.append(original(*arguments))
+            return made[-1]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lra_cost, "Classifier", kept)
+            step = lra_cost.stepping(small(), 2, 24, "cpu")
+        before = made[0].head[0].weight.clone()
+        step()
+        assert not torch.equal(made[0].head[0].weight, before)
+
+    def test_what_cannot_be_had_is_told(self, monkeypatch):
+        def fails(*_):
+            raise Refused("its process ended with code -9: killed, perhaps for want of memory")
+
+        monkeypatch.setattr(lra_cost, "weighed", fails)
+        row = lra.measure(lra.QUICK, {"what": "cost", "mechanism": "softmax"}, NOWHERE)
+        assert row["refused"].startswith("its process ended")
+        monkeypatch.setattr(lra_cost, "weighed", lambda *_: 2.5)
+        row = lra.measure(lra.QUICK, {"what": "cost", "mechanism": "softmax"}, NOWHERE)
+        assert row["mb"] == 2.5
+        assert row["steps_per_second"] > 0
+
+
+def made_up() -> dict:
+    """A result with figures that are easy to follow."""
+    rows = []
+    for i, row in enumerate(lra_published.TABLE):
+        for task in ("listops", "image"):
+            # In the published order for listops, in the opposite one for images.
+            theirs = row.accuracies[lra_published.TASKS.index(task)]
+            accuracy = theirs / 100 if task == "listops" else 1 - theirs / 100
+            rows.append(
+                {
+                    "what": "training",
+                    "task": task,
+                    "mechanism": row.mechanism,
+                    "accuracy": accuracy,
+                    "majority": 0.17,
+                    "tests": 1000,
+                    "parameters": 1234,
+                    "curve": [],
+                }
+            )
+        cost = {"steps_per_second": 10.0 + i, "mb": 100.0 * (i + 1)} if i < 10 else {"refused": "no memory"}
+        rows.append({"what": "cost", "mechanism": row.mechanism, "spec": row.mechanism, **cost})
+    settings = {"tasks": ["listops", "image"], "cost_batch": 1, "cost_length": 2048}
+    return {"settings": settings, "rows": rows}
+
+
+class TestReport:
+    def test_accuracies_say_what_is_no_better_than_a_guess(self):
+        first, *_ = lra_report.tables(made_up())
+        rows = {row[0]: row for row in first[1:]}
+        assert first[0][3:5] == ["listops", "image"]
+        assert rows["a guess: the most frequent class"][3] == "17.0"
+        assert rows["softmax"][1:] == ["all", "softmax", "36.4", "57.6", "1,234", ""]
+        assert rows["linear"][-1] == "listops"
+        assert rows["local"][-1] == "listops"
+        # 18.01 is less than two standard errors above 17.
+        assert rows["performer"][-1] == "listops"
+
+    def test_ours_stand_beside_the_published_with_both_places(self):
+        _, beside, _ = lra_report.tables(made_up())
+        rows = {row[0]: row for row in beside[1:]}
+        assert beside[0][1:] == ["listops", "image"]
+        assert rows["Reformer, reformer"][1] == "37.3 (1) | 37.27 (1)"
+        assert rows["Reformer, reformer"][2] == "61.9 (1) | 38.07 (11)"
+        assert rows["rank correlation"][1:] == ["+1.00", "-1.00"]
+
+    def test_costs_are_those_of_softmax_and_reasons(self):
+        *_, costs = lra_report.tables(made_up())
+        rows = {row[0]: row for row in costs[1:]}
+        assert rows["local"][2:] == ["11.00", "1.10", "200", "2.00"]
+        assert rows["performer"][-1] == "no memory"
+
+    def test_ranks_that_are_shared(self):
+        assert lra_report.agreement([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1.0)
+        assert lra_report.agreement([1.0, 2.0, 2.0], [3.0, 1.0, 2.0]) == pytest.approx(-0.8660254)
+
+    def test_the_published_averages(self):
+        means = {row.model: round(row.mean, 2) for row in lra_published.TABLE}
+        printed = {
+            "Transformer": 54.39,
+            "Local": 46.06,
+            "Sparse": 51.24,
+            "Longformer": 53.46,
+            "Linformer": 51.36,
+            "Reformer": 50.67,
+            "Sinkhorn": 51.48,
+            "Synthesizer": 52.88,
+            "BigBird": 55.01,
+            "Linear": 50.55,
+            "Performer": 51.41,
+        }
+        assert means == pytest.approx(printed, abs=0.011)
+
+    def test_the_picture_has_speed_accuracy_and_memory(self):
+        plt = pytest.importorskip("longspan._utils.plots").pyplot()
+        figure = lra_report.draw(plt, made_up())
+        left = figure.axes[0]
+        marks = [c for c in left.collections if len(c.get_offsets())]
+        speeds = [float(c.get_offsets()[0][0]) for c in marks]
+        sizes = [float(c.get_sizes()[0]) for c in marks]
+        plt.close(figure)
+        # What has no figures for its cost has no mark.
+        assert speeds == [10.0 + i for i in range(10)]
+        assert sizes == sorted(sizes)
+        assert sizes[-1] - sizes[0] == pytest.approx(0.9 * (lra_report.MARKS[1] - lra_report.MARKS[0]))
+
+
+MISTAKES = {
+    "lra --specs sofmax": "unknown attention 'sofmax' (did you mean 'softmax'?)",
+    "lra --few linear(x=1)": "linear has no option 'x'; it has feature_map",
+    "lra --tasks listop": "unknown task 'listop' (did you mean 'listops'?)",
+    "lra --more image": "more=image: image is a task of all attentions already",
+    "lra --heads 3": "dim=8 is not a multiple of heads=3",
+    "lra --rate 0": "rate=0.0 must be positive",
+    "lra --rounds 0": "rounds=0 must be at least 1",
+    "lra --image-steps 0": "image_steps=0 must be at least 1",
+    "lra --device tpu": "unknown device 'tpu'",
+    "lra --seed=-1": "seed=-1 must not be negative",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line(line, capsys, tmp_path, monkeypatch):
+    refused(f"{line} --quick", MISTAKES[line], capsys, tmp_path, monkeypatch)
+
+
+def test_data_that_is_not_there_is_a_line_too(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["reproduce", "lra", "--quick", "--listops", "listops:nowhere"]) == WRONG
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "there is no such folder" in err
+    assert not [*Path("reproduce").iterdir()]

@@ -1,0 +1,125 @@
+"""Ponder time by difficulty, and copying beyond the lengths of the training: tasks, measures, and what is told."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
+pytest.importorskip("lightning", reason="training lends its learning rates: pip install longspan[train]")
+
+from longspan.experiments import learning, lengths, ponder
+from longspan.experiments.experiment import Place
+from mistaken import refused
+
+MISTAKES = {
+    "ponder --penalties 0": "penalties must be positive",
+    "ponder --attention linaer": "unknown name 'linaer'",
+    "ponder --cap 0": "cap=0 must be at least 1",
+    "ponder --rate 0": "rate=0.0 must be positive",
+    "lengths --positions relativ": "unknown positions 'relativ'",
+    "lengths --positions alibi --attention gla": "gla has no alibi positions",
+    "lengths --tests 0": "tests=0 must be at least 1",
+    "lengths --dim 63": "dim=63 is not a multiple of heads=4",
+    "lengths --rate 0": "rate=0.0 must be positive",
+}
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
+    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
+
+
+def unwatched(items, *_):
+    return items
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("module", [ponder, lengths])
+def test_a_training_goes_on_where_it_was_killed(module, tmp_path, monkeypatch):
+    monkeypatch.setattr(learning, "KEEP", 2)
+    settings = replace(module.QUICK, **{"steps" if module is ponder else "updates": 5})
+
+    def killed(items, *_):
+        for i, item in enumerate(items):
+            if i == 3:
+                raise Killed
+            yield item
+
+    for point in module.points(settings):
+        whole = module.measure(settings, point, Place(tmp_path / "whole", unwatched))
+        assert [row["step"] for row in whole["curve"]] == [2, 4, 5]
+        with pytest.raises(Killed):
+            module.measure(settings, point, Place(tmp_path / "cut", killed))
+        assert module.measure(settings, point, Place(tmp_path / "cut", unwatched)) == whole
+
+
+class TestPonder:
+    def test_parities(self):
+        bits, parity = ponder.draw_bits(replace(ponder.QUICK, bits=6), 50, "test")
+        assert parity.tolist() == [[sum(row[: t + 1]) % 2 for t in range(6)] for row in bits.tolist()]
+        assert 0.3 < bits.double().mean() < 0.7
+        assert not torch.equal(bits, ponder.draw_bits(replace(ponder.QUICK, bits=6), 50, "train", 0)[0])
+
+    def test_a_bit_reaches_as_far_as_there_are_steps(self):
+        """With a window of two, which is what makes t bits need t steps."""
+        settings = replace(ponder.QUICK, bits=8, cap=3)
+        model = learning.fresh(settings.config(0.0), 0)
+        bits = torch.zeros(1, 8, dtype=torch.long)
+        other = bits.clone()
+        other[0, 1] = 1
+        moved = (model(bits)[0] - model(other)[0]).abs().amax(-1)[0]
+        assert (moved > 1e-7).tolist() == [False, *[True] * 4, *[False] * 3]
+
+    def test_by_bits(self):
+        settings = replace(ponder.QUICK, bits=5, cap=4)
+        bits, parity = ponder.draw_bits(settings, 30, "test")
+        model = learning.fresh(settings.config(0.01), 0)
+        found = ponder.by_bits(model, bits, parity)
+        record = {"penalty": None}
+        outputs, _ = model(bits, record=record)
+        assert sum(found["ponders"]) / 5 == pytest.approx(record["penalty"].item(), abs=1e-3)
+        right = [(outputs[:, t].argmax(-1) == parity[:, t]).double().mean().item() for t in range(5)]
+        assert found["errors"] == pytest.approx([1 - r for r in right], abs=1e-4)
+        fixed = ponder.by_bits(learning.fresh(settings.config(0.0), 0), bits, parity)
+        assert fixed["ponders"] == fixed["steps"] == [4.0] * 5
+
+
+class TestLengths:
+    def test_sequences(self):
+        tokens = lengths.sequences(lengths.QUICK, 5, 3, "test")
+        assert tokens.shape == (5, 8)
+        assert torch.equal(tokens[:, :4], tokens[:, 4:])
+        assert (tokens[:, 0] == 0).all()
+        assert tokens[:, 1:4].min() >= 1
+
+    def test_plain_models_are_as_large_or_as_wide(self):
+        settings = lengths.Settings()
+        models = {kind: learning.fresh(settings.config(kind, "sinusoidal"), 0) for kind in lengths.VARIANTS}
+        weights = {kind: sum(p.numel() for p in model.parameters()) for kind, model in models.items()}
+        assert weights[lengths.TIED] == pytest.approx(weights[lengths.UNIVERSAL], rel=0.1)
+        assert weights[lengths.DEEP] > 3 * weights[lengths.UNIVERSAL]
+
+    @pytest.mark.parametrize("kind", lengths.VARIANTS)
+    def test_offsets_move_the_positions_of_every_model(self, kind):
+        """Against the outputs after so many tokens that nobody sees, at the places where these are."""
+        settings = replace(lengths.QUICK, longest=2)
+        model = learning.fresh(settings.config(kind, "sinusoidal"), 0).double().eval()
+        tokens = lengths.sequences(settings, 2, 2, "test")
+        plain = lengths.outputs_of(model, tokens, None)
+        zero = lengths.outputs_of(model, tokens, torch.tensor([0, 0]))
+        moved = lengths.outputs_of(model, tokens, torch.tensor([0, 9]))
+        torch.testing.assert_close(zero, plain, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(moved[0], plain[0], rtol=1e-9, atol=1e-9)
+        assert (moved[1] - plain[1]).abs().max() > 1e-3
+
+    def test_what_is_counted(self, monkeypatch):
+        settings = replace(lengths.QUICK, count=2)
+        tokens = lengths.sequences(settings, 2, 4, "test", 4)
+        said = torch.nn.functional.one_hot(tokens[:, -4:], 5).double()
+        said[1, 2] = said[1, 2].roll(1)
+        monkeypatch.setattr(lengths, "outputs_of", lambda *_: said)
+        assert lengths.copied(None, settings, 4) == [4, 0.875, 0.5]

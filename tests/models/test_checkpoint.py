@@ -1,0 +1,409 @@
+"""Checkpoints: what is saved comes back, whatever is killed when; what is not ours is refused in one line."""
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from longspan._utils import sealed_dir
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig, EncoderConfig
+from longspan.models.decoder import Decoder
+from longspan.models.encoder import Encoder
+
+SMALL = DecoderConfig(dim=10, depth=2, heads=2, feedforward=14, vocab=17, length=13)
+
+
+def decoder(seed=0, config=SMALL):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Decoder(config)
+
+
+def same(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    checkpoint.save(decoder(), tmp_path / "a", training={"step": 7, "moment": torch.arange(3.0)}, extra={"step": 7})
+    return tmp_path / "a"
+
+
+class TestRoundTrip:
+    def test_decoder(self, folder):
+        model = checkpoint.load(folder)
+        assert isinstance(model, Decoder)
+        assert model.config == SMALL
+        assert not model.training
+        assert same(model, decoder())
+
+    def test_encoder(self, tmp_path):
+        config = EncoderConfig(dim=10, depth=1, heads=2, feedforward=14, vocab=5, outputs=3)
+        model = Encoder(config)
+        checkpoint.save(model, tmp_path / "e")
+        again = checkpoint.load(tmp_path / "e")
+        assert isinstance(again, Encoder)
+        assert again.config == config
+        assert same(again, model)
+
+    def test_training_state(self, folder):
+        training = checkpoint.load_training(folder)
+        assert training["step"] == 7
+        assert torch.equal(training["moment"], torch.arange(3.0))
+
+    def test_header(self, folder):
+        header = checkpoint.read_config(folder)
+        assert (header["format"], header["kind"], header["step"]) == (2, "decoder", 7)
+        assert DecoderConfig.from_dict(header["config"]) == SMALL
+
+    def test_global_random_numbers_are_left_alone(self, folder):
+        before = torch.get_rng_state()
+        checkpoint.load(folder)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_dtype(self, tmp_path):
+        checkpoint.save(decoder().double(), tmp_path / "b")
+        assert {p.dtype for p in checkpoint.load(tmp_path / "b").parameters()} == {torch.float64}
+
+    def test_tied_weights_are_one_in_the_file_and_stay_tied(self, tmp_path, monkeypatch):
+        class Tied(nn.Module):
+            config = SMALL
+
+            def __init__(self, config):
+                super().__init__()
+                self.first, self.second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+                self.second.weight = self.first.weight
+                self.blocks = nn.ModuleList()
+
+        monkeypatch.setitem(checkpoint.MODEL_CLASSES, "decoder", (DecoderConfig, Tied))
+        model = Tied(SMALL)
+        checkpoint.save(model, tmp_path / "t")
+        assert list(load_file(tmp_path / "t" / "model.safetensors")) == ["first.weight"]
+        again = checkpoint.load(tmp_path / "t")
+        assert again.first.weight is again.second.weight
+        assert same(again, model)
+
+    def test_weights_are_as_readable_as_the_config(self, folder):
+        modes = {stat.S_IMODE((folder / name).stat().st_mode) for name in ("model.safetensors", "config.json")}
+        assert len(modes) == 1
+
+    def test_an_empty_folder_may_be_used(self, tmp_path):
+        (tmp_path / "a").mkdir()
+        checkpoint.save(decoder(), tmp_path / "a")
+        assert same(checkpoint.load(tmp_path / "a"), decoder())
+
+
+STEPPED_ASIDE = ".c.0123456789abcdef.old"
+
+
+class Killed(BaseException):
+    """A kill in the middle of a system call: nothing of the process runs after it."""
+
+
+def kill_at(monkeypatch, number, after):
+    """Make the ``number``-th change to the disk the last one: it does not happen, or (``after``) only just."""
+    count = [0]
+
+    def fatal(function):
+        def call(*arguments, **keywords):
+            count[0] += 1
+            if count[0] > number or (count[0] == number and not after):
+                raise Killed
+            result = function(*arguments, **keywords)
+            if count[0] == number:
+                raise Killed
+            return result
+
+        return call
+
+    for module, name in (
+        (os, "rename"),
+        (os, "replace"),
+        (os, "fsync"),
+        (os, "unlink"),
+        (os, "rmdir"),
+        (os, "mkdir"),
+        (torch, "save"),
+    ):
+        monkeypatch.setattr(module, name, fatal(getattr(module, name)))
+    return count
+
+
+class TestKilled:
+    @pytest.mark.full
+    @pytest.mark.parametrize("after", [False, True])
+    @pytest.mark.parametrize("again", [False, True], ids=["first kill", "second kill"])
+    def test_a_kill_at_any_point_leaves_the_old_or_the_new_one_whole(self, tmp_path, monkeypatch, after, again):
+        old, new, newest = decoder(1), decoder(2), decoder(3)
+        seen = set()
+        for number in range(1, 100):
+            folder = tmp_path / str(number) / "c"
+            checkpoint.save(old, folder, training={"of": 1})
+            if again:
+                os.rename(folder, folder.with_name(STEPPED_ASIDE))
+            with monkeypatch.context() as patch:
+                kill_at(patch, number, after)
+                try:
+                    checkpoint.save(new, folder, training={"of": 2})
+                    finished = True
+                except Killed:
+                    finished = False
+            model, training = checkpoint.load(folder), checkpoint.load_training(folder)
+            assert same(model, {1: old, 2: new}[training["of"]]), number
+            seen.add(training["of"])
+            checkpoint.save(newest, folder, training={"of": 3})
+            assert same(checkpoint.load(folder), newest)
+            assert [path.name for path in folder.parent.iterdir()] == ["c"]
+            if finished:
+                break
+        assert finished
+        assert seen == {1, 2}
+
+    def test_a_kill_between_the_renames_does_not_lose_the_old_one(self, folder):
+        os.rename(folder, folder.with_name(".a.0123456789abcdef.old"))
+        assert same(checkpoint.load(folder), decoder())
+
+    def test_each_file_is_synced_before_the_rename(self, tmp_path, monkeypatch):
+        synced, events, fsync, rename = set(), [], os.fsync, os.rename
+
+        def watched(descriptor):
+            synced.add(os.fstat(descriptor).st_ino)
+            events.append(os.fstat(descriptor).st_ino)
+            fsync(descriptor)
+
+        def checked(source, target):
+            assert {source.stat().st_ino, *(path.stat().st_ino for path in source.iterdir())} <= synced
+            events.append("rename")
+            rename(source, target)
+
+        monkeypatch.setattr(os, "fsync", watched)
+        monkeypatch.setattr(os, "rename", checked)
+        checkpoint.save(decoder(), tmp_path / "a", training={})
+        assert events[-2:] == ["rename", tmp_path.stat().st_ino]
+
+    def test_small_files_are_replaced_whole(self, tmp_path, monkeypatch):
+        path = tmp_path / "last"
+        checkpoint.write_text(path, "old")
+        with monkeypatch.context() as patch:
+            kill_at(patch, 2, False)
+            with pytest.raises(Killed):
+                checkpoint.write_text(path, "new")
+        assert path.read_text() == "old"
+        checkpoint.write_text(path, "new")
+        assert path.read_text() == "new"
+
+
+class TestResolve:
+    @pytest.fixture
+    def run(self, tmp_path):
+        for name in ("step-1", "step-2"):
+            checkpoint.save(decoder(), tmp_path / "run" / "checkpoints" / name)
+        (tmp_path / "run" / "checkpoints" / "best").write_text("step-1\n")
+        (tmp_path / "run" / "checkpoints" / "last").write_text("step-2\n")
+        return tmp_path / "run"
+
+    def test_a_checkpoint_means_itself(self, folder):
+        assert checkpoint.resolve(folder) == folder
+
+    def test_a_run_means_its_best(self, run):
+        assert checkpoint.resolve(run).name == "step-1"
+        assert same(checkpoint.load(run), decoder())
+
+    def test_or_its_last_where_that_is_preferred(self, run):
+        assert checkpoint.resolve(run, prefer="last").name == "step-2"
+
+    def test_or_its_last_where_there_is_no_best(self, run):
+        (run / "checkpoints" / "best").unlink()
+        assert checkpoint.resolve(run).name == "step-2"
+
+    def test_a_pointer_cannot_lead_elsewhere(self, run, folder):
+        (run / "checkpoints" / "best").write_text(f"../../{folder.name}")
+        with pytest.raises(ValueError, match=r"points to 'a', and there is no such checkpoint beside it"):
+            checkpoint.resolve(run)
+
+    def test_missing(self, tmp_path):
+        with pytest.raises(ValueError, match=r"no checkpoint at .*: there is no such folder"):
+            checkpoint.resolve(tmp_path / "nowhere")
+
+    def test_neither(self, tmp_path):
+        with pytest.raises(ValueError, match=r"no checkpoint \(no config.json\) and no training run"):
+            checkpoint.load(tmp_path)
+
+
+def edit(folder, **entries):
+    """As somebody does it who knows how to: the digests are those of what is there now."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+        if path.name != "config.json"
+    }
+    path = folder / "config.json"
+    header = json.loads(path.read_text()) | {"files": files} | entries
+    path.write_text(json.dumps(header | {"sha256": sealed_dir.digest(header)}))
+
+
+class TestRefused:
+    def test_missing_folder(self, tmp_path):
+        with pytest.raises(ValueError, match=r"there is no such folder"):
+            checkpoint.read_config(tmp_path / "nowhere")
+
+    def test_no_config(self, folder):
+        (folder / "config.json").unlink()
+        with pytest.raises(ValueError, match=r"is no checkpoint: it has no config.json"):
+            checkpoint.read_config(folder)
+
+    def test_broken_config(self, folder):
+        (folder / "config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"config.json is corrupt"):
+            checkpoint.load(folder)
+
+    def test_config_of_another_program(self, folder):
+        (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        with pytest.raises(ValueError, match=r"belongs to another program"):
+            checkpoint.load(folder)
+
+    def test_another_format(self, folder):
+        edit(folder, format=1)
+        with pytest.raises(ValueError, match=r"has format 1; this longspan .* reads format 2"):
+            checkpoint.load(folder)
+
+    def test_another_kind(self, folder):
+        edit(folder, kind="vocoder")
+        with pytest.raises(ValueError, match=r"has kind 'vocoder'; known: decoder, encoder"):
+            checkpoint.load(folder)
+
+    def test_header_without_config(self, folder):
+        edit(folder, config=None)
+        with pytest.raises(ValueError, match=r"is corrupt: it has no config"):
+            checkpoint.load(folder)
+
+    @pytest.mark.parametrize("entries", [{"width": 3}, {"heads": 3}, {"dim": "wide"}])
+    def test_config_that_describes_no_model(self, folder, entries):
+        edit(folder, config=SMALL.to_dict() | entries)
+        with pytest.raises(
+            ValueError, match=r"config.json does not describe a decoder: .*(width|heads|a whole number|integer|int)"
+        ):
+            checkpoint.load(folder)
+
+    def test_no_weights(self, folder):
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"it has no model.safetensors"):
+            checkpoint.load(folder)
+
+    @pytest.mark.parametrize("keep", [0, 5, 100, -1])
+    def test_truncated_weights(self, folder, keep):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=r"model.safetensors was changed or damaged since it was written: it has"):
+            checkpoint.load(folder)
+        edit(folder)
+        with pytest.raises(ValueError, match=r"model.safetensors is corrupt"):
+            checkpoint.load(folder)
+
+    def test_weights_that_do_not_fit_are_named(self, folder):
+        path = folder / "model.safetensors"
+        weights = load_file(path)
+        del weights["head.bias"]
+        save_file(weights | {"tail": torch.zeros(2), "head.weight": torch.zeros(2, 3)}, path)
+        edit(folder)
+        with pytest.raises(ValueError, match=r"does not fit the model") as error:
+            checkpoint.load(folder)
+        for part in ("1 missing: head.bias", "1 unexpected: tail", r"head.weight (2, 3) instead of (17, 10)"):
+            assert part in str(error.value)
+
+    def test_many_misfits_stay_one_line(self, folder):
+        save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+        edit(folder)
+        with pytest.raises(ValueError, match=r"\d\d missing: [^,]+, [^,]+, [^,]+, \.\.\.; 1 unexpected: x$"):
+            checkpoint.load(folder)
+
+    def test_no_training_state(self, tmp_path):
+        checkpoint.save(decoder(), tmp_path / "a")
+        with pytest.raises(ValueError, match=r"can be loaded, but its training cannot be resumed"):
+            checkpoint.load_training(tmp_path / "a")
+
+    @pytest.mark.parametrize("keep", [0, 50, -9])
+    def test_truncated_training_state(self, folder, keep):
+        path = folder / "training.pt"
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=r"training.pt was changed or damaged since it was written: it has"):
+            checkpoint.load_training(folder)
+        edit(folder)
+        with pytest.raises(ValueError, match=r"training.pt is corrupt or foreign"):
+            checkpoint.load_training(folder)
+
+    def test_code_in_the_training_state_is_not_run(self, folder):
+        class Attack:
+            def __reduce__(self):
+                return (os.mkdir, (str(folder / "owned"),))
+
+        torch.save({"a": Attack()}, folder / "training.pt")
+        edit(folder)
+        with pytest.raises(ValueError, match=r"training.pt is corrupt or foreign"):
+            checkpoint.load_training(folder)
+        assert not (folder / "owned").exists()
+
+    def test_another_model(self, tmp_path):
+        with pytest.raises(ValueError, match=r"cannot save a Linear; known: Decoder, Encoder"):
+            checkpoint.save(nn.Linear(2, 2), tmp_path / "a")
+
+    def test_extra_that_hides_an_entry(self, tmp_path):
+        with pytest.raises(ValueError, match=r"extra must not hold 'kind'"):
+            checkpoint.save(decoder(), tmp_path / "a", extra={"kind": "mine"})
+
+    @pytest.mark.parametrize("file", [True, False])
+    def test_anything_else_is_not_replaced(self, tmp_path, file):
+        if file:
+            (tmp_path / "a").write_text("precious")
+        else:
+            (tmp_path / "a").mkdir()
+            (tmp_path / "a" / "thesis.tex").write_text("precious")
+        with pytest.raises(ValueError, match=r"exists and is no checkpoint .* will not be replaced"):
+            checkpoint.save(decoder(), tmp_path / "a")
+        assert (tmp_path / "a" if file else tmp_path / "a" / "thesis.tex").read_text() == "precious"
+
+    def test_place_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ValueError, match=r"cannot write the checkpoint .*: Not a directory"):
+            checkpoint.save(decoder(), tmp_path / "file" / "a")
+
+    def test_disk_that_fills_up_leaves_the_old_one(self, folder, monkeypatch):
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(ValueError, match=r"cannot write the checkpoint .*: No space left on device"):
+            checkpoint.save(decoder(1), folder)
+        assert same(checkpoint.load(folder), decoder())
+
+
+def test_a_copied_checkpoint_is_a_checkpoint(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "elsewhere" / "b")
+    shutil.rmtree(folder)
+    assert same(checkpoint.load(tmp_path / "elsewhere" / "b"), decoder())
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"kind": []}, r"has kind \[\]; known: decoder, encoder"),
+        ({"config": {"depth": 10**9}}, "does not describe a decoder: depth=1000000000 must be at most 10000"),
+        ({"config": {"dim": 10**6}}, r"its weights would take .* bytes, and model.safetensors has "),
+        ({"config": {"dim": 64, "depth": 10**4}}, r"its weights would take .* bytes, and model.safetensors has "),
+        ({"config": {"positions": None}}, "does not describe a decoder: positions=None must be a string"),
+    ],
+)
+def test_a_config_is_looked_at_before_a_model_is_built(tmp_path, entry, message):
+    folder = tmp_path / "m"
+    checkpoint.save(Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7)), folder)
+    edit(folder, **entry)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(folder)

@@ -1,0 +1,214 @@
+"""Stacks, decoders and encoders: shapes, options, positions, errors."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from longspan import testing
+from longspan.models.config import ACTIVATIONS, NORMS, DecoderConfig, EncoderConfig, StackConfig
+from longspan.models.decoder import Decoder
+from longspan.models.encoder import Encoder
+from longspan.models.stacks import Stack
+
+POSITIONS = ("none", "sinusoidal", "learned", "rotary")
+SMALL = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 12}
+TOKENS = torch.randint(0, 7, (2, 13), generator=torch.Generator().manual_seed(0))
+
+
+def decoder(**fields):
+    torch.manual_seed(0)
+    return Decoder(DecoderConfig(**SMALL | {"vocab": 7, "length": 20} | fields)).double().eval()
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax", "linear; softmax(kv_heads=1)"])
+@pytest.mark.parametrize("positions", POSITIONS)
+def test_any_cut_gives_one_answer(attention, positions):
+    model = decoder(attention=attention, positions=positions)
+    whole, none = model(TOKENS)
+    assert none is None
+    assert whole.shape == (2, 13, 7)
+    for cuts in ([1] * 13, [5, 8], [12, 1]):
+        state, outputs = model.init_state(2), []
+        for part in TOKENS.split(cuts, 1):
+            y, state = model(part, state)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-10, rtol=0)
+        assert state.position.tolist() == [13, 13]
+
+
+@pytest.mark.parametrize(("prenorm", "norm", "activation"), list(itertools.product([True, False], NORMS, ACTIVATIONS)))
+def test_every_kind_of_block_learns(prenorm, norm, activation):
+    model = decoder(prenorm=prenorm, norm=norm, activation=activation, dropout=0.1).train()
+    outputs, _ = model(model.shift(TOKENS))
+    (-model.likelihood.log_prob(outputs, TOKENS).mean()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_post_norm_normalises_after_the_sum():
+    config = StackConfig(**SMALL, prenorm=False)
+    torch.manual_seed(0)
+    stack = Stack(config)
+    y, _ = stack(torch.randn(2, 13, 8))
+    torch.testing.assert_close(y.mean(-1), torch.zeros(2, 13), atol=1e-5, rtol=0)
+    assert isinstance(stack.norm, nn.Identity)
+
+
+def test_specs_are_tiled_over_the_depth():
+    stack = Stack(StackConfig(**SMALL | {"depth": 5}, attention="linear; linear(eps=0.5); softmax"))
+    assert [a.spec for a in stack.attentions()] == ["linear", "linear(eps=0.5)", "softmax", "linear", "linear(eps=0.5)"]
+
+
+def test_tied_embeddings_are_one_matrix():
+    model = decoder(tied=True)
+    assert not hasattr(model, "head")
+    torch.testing.assert_close(model(TOKENS)[0].shape, torch.Size([2, 13, 7]))
+    hidden = model.stack(model.embedding(TOKENS)[0])[0]
+    torch.testing.assert_close(model(TOKENS)[0], hidden @ model.embedding.tokens.weight[:7].T)
+
+
+def test_the_start_token_stands_in_front():
+    model = decoder()
+    assert model.shift(torch.tensor([[3, 4, 5]])).tolist() == [[7, 3, 4]]
+    assert model.shift(TOKENS[:, :0]).shape == (2, 0)
+
+
+def test_packed_rows_equal_separate_ones():
+    for positions in POSITIONS:
+        model = decoder(positions=positions, attention="linear; softmax")
+        segments = torch.tensor([[0] * 5 + [1] * 8, [0] * 13])
+        y, _ = model(TOKENS, segments=segments)
+        torch.testing.assert_close(y[:1, 5:], model(TOKENS[:1, 5:])[0], atol=1e-10, rtol=0)
+
+
+def test_weights_into_the_residual_begin_smaller_by_the_root_of_their_number():
+    for name, weight in Decoder(DecoderConfig(dim=96, depth=8, heads=2, feedforward=96, vocab=300)).named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            assert (weight == float(name.endswith("weight"))).all()
+            continue
+        residual = name.endswith(("attention.out.weight", "feedforward.contract.weight"))
+        assert weight.std().item() == pytest.approx(0.02 / (4 if residual else 1), rel=0.05)
+
+
+def test_dropout_is_seeded_and_for_training_only():
+    model = decoder(dropout=0.5)
+    assert torch.equal(model(TOKENS)[0], model(TOKENS)[0])
+    model.train()
+    torch.manual_seed(1)
+    first = model(TOKENS)[0]
+    assert not torch.equal(model(TOKENS)[0], first)
+    torch.manual_seed(1)
+    assert torch.equal(model(TOKENS)[0], first)
+
+
+class TestEncoder:
+    def test_sees_both_ways_and_is_equivariant_without_positions(self):
+        torch.manual_seed(0)
+        model = Encoder(EncoderConfig(**SMALL, positions="none")).double().eval()
+        x, order = torch.randn(2, 13, 8, dtype=torch.float64), torch.randperm(13)
+        torch.testing.assert_close(model(x[:, order]), model(x)[:, order], atol=1e-10, rtol=0)
+
+    @pytest.mark.parametrize("positions", POSITIONS)
+    def test_pools_real_tokens_only(self, positions):
+        torch.manual_seed(0)
+        config = EncoderConfig(**SMALL, vocab=7, outputs=3, pool="mean", positions=positions, length=20)
+        model = Encoder(config).double().eval()
+        mask = torch.arange(13).expand(2, -1) < torch.tensor([[13], [6]])
+        y = model(TOKENS, mask=mask)
+        assert y.shape == (2, 3)
+        torch.testing.assert_close(y[1:], model(TOKENS[1:, :6]), atol=1e-10, rtol=0)
+
+    def test_errors(self):
+        model = Encoder(EncoderConfig(**SMALL))
+        with pytest.raises(ValueError, match=r"x must be floating-point \(B, N, 8\), not torch.float32 \(2, 3, 7\)"):
+            model(torch.zeros(2, 3, 7))
+        pooled = Encoder(EncoderConfig(**SMALL, vocab=7, pool="mean"))
+        with pytest.raises(ValueError, match="cannot serve packed segments="):
+            pooled(TOKENS, segments=torch.zeros(2, 13, dtype=torch.long))
+        with pytest.raises(ValueError, match="tokens run from 0 to 7; this model knows 0 to 6"):
+            pooled(torch.tensor([[0, 7]]))
+
+
+class TestErrors:
+    model = decoder()
+
+    @pytest.mark.parametrize(
+        ("tokens", "message"),
+        [
+            (torch.zeros(2, 3), r"tokens must be int64 \(B, N\), not torch.float32 \(2, 3\)"),
+            (torch.zeros(3, dtype=torch.long), r"tokens must be int64 \(B, N\), not torch.int64 \(3,\)"),
+            ([[1]], "tokens must be int64 .* not list"),
+            (torch.tensor([[-1, 3]]), "tokens run from -1 to 3; this model knows 0 to 7"),
+            (torch.zeros(1, 21, dtype=torch.long), "position 20 is beyond the table of 20 learned positions"),
+        ],
+    )
+    def test_tokens(self, tokens, message):
+        with pytest.raises(ValueError, match=message):
+            self.model(tokens)
+
+    def test_positions_run_out_on_the_way(self):
+        with torch.no_grad():
+            _, state = self.model(torch.zeros(1, 20, dtype=torch.long), self.model.init_state(1))
+        with pytest.raises(ValueError, match="position 20 is beyond the table of 20 learned positions"):
+            self.model(torch.zeros(1, 1, dtype=torch.long), state)
+
+    def test_states(self):
+        with pytest.raises(ValueError, match="a decoder continues a DecoderState, not tuple"):
+            self.model(TOKENS, (1, 2))
+        with pytest.raises(ValueError, match="the state of this stack is a tuple of 2 states, not 1"):
+            self.model.stack(torch.zeros(2, 3, 8).double(), self.model.init_state(2).layers[:1])
+
+    def test_mask(self):
+        with pytest.raises(ValueError, match=r"mask must be bool \(2, 13\)"):
+            self.model(TOKENS, mask=torch.ones(2, 12, dtype=torch.bool))
+        with pytest.raises(ValueError, match=r"mask must be bool \(2, 3\)"):
+            self.model.stack(torch.zeros(2, 3, 8).double(), mask=torch.ones(2, 2, dtype=torch.bool))
+
+    def test_rotary_where_there_is_none(self):
+        with pytest.raises(ValueError, match="kernel has no rotary positions"):
+            decoder(attention="kernel", positions="rotary")
+
+
+@pytest.mark.parametrize("prenorm", [True, False])
+@pytest.mark.parametrize("pool", ["none", "mean"])
+@pytest.mark.parametrize("positions", ["sinusoidal", "learned"])
+def test_what_a_masked_vector_holds_moves_nothing(prenorm, pool, positions):
+    torch.manual_seed(0)
+    config = EncoderConfig(**SMALL, positions=positions, length=20, pool=pool, prenorm=prenorm, outputs=3)
+    model = Encoder(config).double()
+    vectors = torch.randn(2, 13, 8, dtype=torch.float64)
+    mask = torch.arange(13) < torch.tensor([[13], [9]])
+
+    def outcome(vectors):
+        vectors = vectors.clone().requires_grad_()
+        y = model(vectors, mask=mask)
+        return [y, *torch.autograd.grad(y.square().sum(), [vectors, *model.parameters()])]
+
+    for value in (float("nan"), float("inf"), 1e300):
+        spoilt = outcome(vectors.masked_fill(~mask[..., None], value))
+        torch.testing.assert_close(spoilt, outcome(vectors), atol=0, rtol=0)
+        assert not spoilt[1][~mask].any()
+
+
+@pytest.mark.parametrize("kind", ["realformer", "etc(globals=3, radius=5, clip=2)"])
+def test_what_a_masked_token_holds_is_not_handed_on(kind):
+    row = testing.check("content", f"{kind}; {kind}")
+    assert row.status == "passed", row.note
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_what_writes_into_the_residual_begins_smaller(depth):
+    """Deviation 0.02, by sqrt(2 depth) less for the last map of attentions and feed-forward networks; biases are 0."""
+    torch.manual_seed(0)
+    model = Decoder(
+        DecoderConfig(dim=64, depth=depth, heads=2, feedforward=96, vocab=50, length=64, positions="learned")
+    )
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            continue
+        if name.endswith("bias"):
+            assert not p.any(), name
+        else:
+            residual = name.endswith(("attention.out.weight", "feedforward.contract.weight"))
+            assert p.std().item() == pytest.approx(0.02 / (2 * depth) ** 0.5 if residual else 0.02, rel=0.06), name

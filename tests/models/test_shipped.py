@@ -1,0 +1,294 @@
+"""The models inside the package: small, honest about their making, equal in parallel and as RNNs, recognisable."""
+
+import importlib.util
+import json
+import math
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from data_files import mnist_folder, shared
+from longspan import data
+from longspan.cli import generate as command
+from longspan.cli import trained, transcribe
+from longspan.cli.entry import WRONG, main
+from longspan.data import images as sources
+from longspan.generation.native_decoder import Engine
+from longspan.generation.sampling import log_likelihood
+from longspan.models import checkpoint, pretrained
+from longspan.models.config import DecoderConfig
+from longspan.models.decoder import Decoder
+from longspan.train import TrainConfig, fit, recipes
+
+ROOT = Path(__file__).parents[2]
+MEGABYTES = 5
+TINY = DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=256, length=784)
+
+
+@pytest.fixture(scope="module")
+def script():
+    """``tools/shipped.py``, as a module."""
+    pytest.importorskip("lightning", reason="the script reads training runs: pip install longspan[train]")
+    found = importlib.util.spec_from_file_location("shipped_script", ROOT / "tools" / "shipped.py")
+    assert found
+    assert found.loader
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def mnist():
+    return data.load(f"mnist:{shared('mnist')}")
+
+
+@pytest.fixture(scope="module")
+def some(mnist):
+    """100 evenly spaced test images (100,784)."""
+    return mnist.take("test", torch.arange(100) * 100)
+
+
+# What is in the package
+
+
+@pytest.mark.parametrize("name", pretrained.names("decoder"))
+def test_a_model_is_small_and_says_how_it_was_made(name, script):
+    folder = pretrained.path(name)
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, pretrained.RECORD}
+    assert sum(files.values()) < MEGABYTES * 1e6
+    record, header = pretrained.record(name), checkpoint.read_config(folder)
+    assert record["command"] == script.command(header["config"], header["run"], name)
+    assert (record["seed"], record["steps"]) == (header["run"]["seed"], header["step"])
+    steps, seconds, bits = zip(*record["curve"], strict=True)
+    assert (list(steps), list(seconds)) == (sorted(steps), sorted(seconds))
+    unit = data.unit(header["run"]["data"])
+    assert record[f"bits_per_{unit}"]["validation"] == min(bits) == bits[steps.index(record["steps"])]
+    assert record["seconds"] == seconds[steps.index(record["steps"])]
+    assert record["parameters"] == sum(p.numel() for p in pretrained.load(name).parameters())
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", record["commit"])
+    assert {"processor", "cores", "threads"} <= set(record["machine"])
+    assert {"longspan", "torch"} <= set(record["versions"])
+    # No folder of the machine that made it.
+    assert header["run"]["data"] in command.HELP
+    assert not any(
+        re.search(r'"(/|~|\w:\\)', (folder / file).read_text()) for file in (checkpoint.CONFIG, pretrained.RECORD)
+    )
+
+
+def test_models_are_there_and_every_one_is_in_the_wheel_and_in_the_help():
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
+    packed = {file.distribution_path for file in builder.recurse_included_files()}
+    assert pretrained.names() == ("digits", "mnist", "text")
+    assert command.HELP.endswith(f": {', '.join(pretrained.names(*trained.WRITERS))}")
+    assert transcribe.HELP.endswith(f": {', '.join(pretrained.names(trained.TRANSCRIBER))}")
+    for name in pretrained.names():
+        files = {path.relative_to(ROOT / "src").as_posix() for path in pretrained.path(name).iterdir()}
+        assert len(files) == 3
+        assert files <= packed
+
+
+@pytest.mark.parametrize("name", pretrained.names())
+def test_weights_are_float32_of_bfloat16_values(name):
+    stored = checkpoint.load(pretrained.path(name)).state_dict()
+    loaded = pretrained.load(name)
+    assert not loaded.training
+    for key, tensor in loaded.state_dict().items():
+        assert (stored[key].dtype, tensor.dtype) == (torch.bfloat16, torch.float32)
+        assert torch.equal(tensor, stored[key].float())
+
+
+def by_engine(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Nats per image as generation steps: tokens (B,N) -> (B,) float64."""
+    engine, inputs = Engine(model), model.shift(tokens)
+    state, total = model.init_state(len(tokens)), torch.zeros(len(tokens), dtype=torch.float64)
+    for i in range(tokens.shape[1]):
+        outputs, state = engine(inputs[:, i : i + 1], state)
+        total += model.likelihood.log_prob(outputs, tokens[:, i : i + 1])[:, 0].double()
+    return total
+
+
+def test_one_parallel_pass_is_stepping_on_test_images(some):
+    model = pretrained.load("mnist")
+    whole, served = log_likelihood(model, some), not Engine.why_not(model)
+    # The decoder's own steps take longer; where generation has the engine, some images are enough for them.
+    few = some[:10] if served else some
+    assert (whole[: len(few)] - log_likelihood(model, few, chunk=1)).abs().max() < 1e-3
+    if served:
+        assert (whole - by_engine(model, some)).abs().max() < 1e-3
+
+
+def test_the_record_holds_the_data_and_the_bits_that_these_images_have(mnist, some):
+    record = pretrained.record("mnist")
+    assert record["data"] == {"mnist": mnist.checksum}
+    found = -log_likelihood(pretrained.load("mnist"), some) / mnist.length / math.log(2)
+    # 100 of 10,000 images: four standard errors.
+    assert abs(found.mean() - record["bits_per_dim"]["test"]) < 4 * found.std() / 10
+    assert record["bits_per_dim"]["test"] < 1.0
+
+
+def seen(found: dict) -> None:
+    """What a classifier must see in the samples."""
+    assert found["recognised"]["samples"] >= 0.8
+    assert sum(found["classes"]) == found["count"] == 500
+    assert min(found["classes"]) > 0
+
+
+def test_the_recorded_samples_are_recognisable():
+    found = pretrained.record("mnist")["samples"]
+    seen(found)
+    # The strict judge tells digits from broken ones, and takes the samples for the former more often.
+    strict = found["recognised_strictly"]
+    assert strict["digits"] > 0.9
+    assert strict["broken"] < 0.2 < strict["samples"]
+
+
+@pytest.mark.slow
+def test_samples_are_recognisable(mnist, script):
+    model, count = pretrained.load("mnist"), script.SAMPLES
+    drawn = script.generate(model, max_new_tokens=mnist.length, batch=count, seed=script.SEED)
+    seen({"count": count, **script.recognised(drawn, mnist)})
+
+
+# Finding them
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A package with one model, untrained, in a folder of its own to work in."""
+    monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
+    torch.manual_seed(0)
+    checkpoint.save(Decoder(TINY).bfloat16(), pretrained.FOLDER / "toy", extra={"run": {"data": "mnist"}})
+    monkeypatch.chdir(tmp_path)
+    return pretrained.load("toy")
+
+
+def test_models_are_found_by_name(toy):
+    assert pretrained.names() == ("toy",)
+    assert pretrained.path("toy") == pretrained.FOLDER / "toy"
+    assert toy.config == TINY
+    assert {parameter.dtype for parameter in toy.parameters()} == {torch.float32}
+    checkpoint.write_text(pretrained.FOLDER / "toy" / pretrained.RECORD, '{"seed": 7}')
+    assert pretrained.record("toy") == {"seed": 7}
+    for what in (pretrained.path, pretrained.load, pretrained.record):
+        with pytest.raises(
+            ValueError, match=r"unknown model inside longspan 'tyo' \(did you mean 'toy'\?\); known: toy"
+        ):
+            what("tyo")
+
+
+def refused(capsys, *words: str) -> str:
+    assert main(words) == WRONG
+    return capsys.readouterr().err
+
+
+def test_a_folder_comes_before_a_model_of_its_name(toy, capsys):
+    assert pretrained.is_pretrained_name("toy")
+    Path("toy").mkdir()
+    assert not pretrained.is_pretrained_name("toy")
+    assert "toy is no checkpoint" in refused(capsys, "generate", "toy")
+    assert "there is no such folder, nor is it a model inside longspan: toy\n" in refused(capsys, "eval", "tyo")
+    assert refused(capsys, "eval", "a/b").endswith("there is no such folder\n")
+
+
+def test_without_the_data_a_command_says_where_to_name_them(toy, capsys, monkeypatch):
+    def offline(urls, *_):
+        raise ValueError(f"cannot download {urls[0].rpartition('/')[2]}")
+
+    monkeypatch.setattr(sources, "fetch", offline)
+    for line in (("generate", "toy", "--complete", "test"), ("eval", "toy")):
+        said = refused(capsys, *line)
+        assert "cannot download train-images-idx3-ubyte.gz; where its files are at hand, name their folder: " in said
+        assert said.endswith("--data mnist:FOLDER\n")
+    # A folder that was named and is wrong needs no such hint.
+    assert "name their folder" not in refused(capsys, "eval", "toy", "--data", "mnist:none")
+
+
+def test_generate_and_eval_take_a_model_by_its_name(toy, capsys):
+    assert main(["generate", "toy", "--count", "2"]) == 0
+    assert re.fullmatch(r"samples\.png: 2 samples, [\d.e+]+ images/s\n", capsys.readouterr().out)
+    folder = mnist_folder(Path("noise"))
+    assert main(["eval", "toy", "--data", f"mnist:{folder}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    tokens = data.load(f"mnist:{folder}").take("test", torch.arange(7))
+    assert found["bits"] == pytest.approx(-log_likelihood(toy, tokens).mean().item() / 784 / math.log(2))
+
+
+def test_completions_keep_the_given_half(toy, capsys):
+    from PIL import Image
+
+    folder = mnist_folder(Path("noise"))
+    words = ["generate", "toy", "--complete", "test", "--top", "0.5", "--count", "2", "--data", f"mnist:{folder}"]
+    assert main(words) == 0
+    assert re.search(r"as it was; [\d.e+]+ images/s\n$", capsys.readouterr().out)
+    with Image.open("samples.png") as image:
+        canvas = np.asarray(image)
+    originals = data.load(f"mnist:{folder}").splits["test"][[0, 3]].reshape(2, 28, 28).numpy()
+    # Enlarged three times, with gaps of four pixels.
+    for i, original in enumerate(originals):
+        given, completed, shown = (canvas[4 + 88 * i : 88 + 88 * i : 3, 4 + 88 * j : 88 + 88 * j : 3] for j in range(3))
+        np.testing.assert_array_equal(shown, original)
+        np.testing.assert_array_equal(given[:14], original[:14])
+        np.testing.assert_array_equal(completed[:14], original[:14])
+        assert len(np.unique(given[14:])) == 1
+        assert (completed[14:] != original[14:]).mean() > 0.9
+
+
+# Making them
+
+
+def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
+    source = f"mnist:{mnist_folder(tmp_path / 'noise')}"
+    monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
+    for name, value in {"BROKEN": 7, "STEPPED": 3}.items():
+        monkeypatch.setattr(script, name, value)
+    monkeypatch.setattr(recipes, "FOLDER", tmp_path)
+    (tmp_path / "mnist.yaml").write_text(
+        "model: {dim: 6, depth: 1, heads: 2, feedforward: 7, length: 784}\nrun: {steps: 3}\n"
+    )
+    run = TrainConfig(
+        data=source, steps=3, batch=2, evaluate_every=2, evaluate_examples=3, seed=5, out=str(tmp_path / "run")
+    )
+    fit(TINY, run, progress=False)
+    record = script.ship(tmp_path / "run", source, samples=4)
+    assert record == pretrained.record("mnist")
+    header = checkpoint.read_config(pretrained.path("mnist"))
+    assert (header["run"]["data"], header["run"]["out"], header["step"]) == ("mnist", "runs/mnist", record["steps"])
+    flags = "--run.batch 2 --run.seed 5 --run.evaluate_every 2 --run.evaluate_examples 3"
+    assert record["command"] == f"longspan train --config mnist {flags}"
+    assert str(tmp_path) not in (pretrained.path("mnist") / checkpoint.CONFIG).read_text()
+    dataset, best, loaded = data.load(source), checkpoint.load(tmp_path / "run"), pretrained.load("mnist")
+    assert record["data"] == {"mnist": dataset.checksum}
+    for key, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, best.state_dict()[key].bfloat16().float())
+    # The bits are those of the rounded weights.
+    bits = -log_likelihood(loaded, dataset.take("test", torch.arange(7))).mean().item() / 784 / math.log(2)
+    assert record["bits_per_dim"]["test"] == pytest.approx(bits, abs=1e-5)
+    assert (record["seed"], record["parameters"]) == (5, sum(p.numel() for p in best.parameters()))
+    assert record["seconds"] > 0
+    assert sum(record["samples"]["classes"]) == record["samples"]["count"] == 4
+    with pytest.raises(ValueError, match=r"was trained on 'mnist:.*', not on digits"):
+        script.ship(tmp_path / "run", "digits")
+
+
+def test_the_script_says_what_is_wrong_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["shipped.py", str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "tools" / "shipped.py"), run_name="__main__")
+    assert stop.value.code == f"shipped: no checkpoint at {tmp_path / 'none'}: there is no such folder"
+
+
+def test_broken_images_are_pieces_at_their_places(script):
+    rows = np.arange(5)[:, None] * 1000 + np.arange(784)
+    broken = script.in_pieces(rows, 6, seed=0).reshape(6, 28, 28)
+    assert (broken % 1000 == np.arange(784).reshape(28, 28)).all()
+    for i, size in enumerate((1, 4, 7, 1, 4, 7)):
+        which = broken[i] // 1000
+        assert (which == which[::size, ::size].repeat(size, 0).repeat(size, 1)).all()
+        assert len(np.unique(which[0])) > 1
+        assert len(np.unique(which[:, 0])) > 1

@@ -1,0 +1,332 @@
+"""Positions, rotations, short convolutions, norms and the feed-forward network."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longspan import causal_convolution
+from longspan.models.config import ACTIVATIONS
+from longspan.modules.feedforward import FeedForward
+from longspan.modules.init import time_steps
+from longspan.modules.norms import HeadNorm, norm
+from longspan.modules.rotary import rotate
+from longspan.modules.short_conv import ShortConvolution
+from longspan.modules.sinusoidal import sinusoid
+from longspan.ops.backends import watch
+from longspan.ops.tensors import merge, positions, split, unit, visible
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+class TestPositions:
+    x = torch.zeros(2, 5, 3)
+
+    def test_plain(self):
+        at, end = positions(self.x, torch.tensor([0, 7]))
+        assert at.tolist() == [[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]]
+        assert end.tolist() == [5, 12]
+
+    def test_masked_tokens_take_none(self):
+        mask = torch.tensor([[False, True, False, True, True], [True, True, True, True, False]])
+        at, end = positions(self.x, torch.tensor([0, 7]), mask=mask)
+        assert at[mask].tolist() == [0, 1, 2, 7, 8, 9, 10]
+        assert end.tolist() == [3, 11]
+
+    def test_segments_start_anew(self):
+        segments = torch.tensor([[0, 0, 1, 1, 1], [4, 4, 4, 4, 4]])
+        at, end = positions(self.x, torch.tensor([2, 7]), segments=segments)
+        assert at.tolist() == [[2, 3, 0, 1, 2], [7, 8, 9, 10, 11]]
+        assert end.tolist() == [3, 12]
+
+    def test_segments_with_padding(self):
+        segments = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])
+        mask = torch.tensor([[True, False, True, False, True], [True, True, True, True, False]])
+        at, end = positions(self.x, mask=mask, segments=segments)
+        assert at[mask].tolist() == [0, 0, 1, 0, 1, 2, 0]
+        assert end.tolist() == [2, 1]
+
+    def test_no_tokens(self):
+        at, end = positions(self.x[:, :0], torch.tensor([3, 4]), segments=torch.zeros(2, 0, dtype=torch.long))
+        assert (at.shape, end.tolist()) == ((2, 0), [3, 4])
+
+
+class TestRotary:
+    def test_products_depend_on_the_distance_only(self):
+        q, k = randn(1, 1, 1, 8), randn(1, 1, 1, 8, seed=1)
+        at = lambda x, p: rotate(x, torch.tensor([[p]]), 100.0)  # noqa: E731
+        near = (at(q, 3) * at(k, 1)).sum()
+        torch.testing.assert_close((at(q, 1003) * at(k, 1001)).sum(), near, atol=1e-10, rtol=0)
+        assert abs((at(q, 4) * at(k, 1)).sum() - near) > 1e-3
+
+    def test_keeps_norms_and_position_zero(self):
+        x = randn(2, 3, 5, 8)
+        at = torch.arange(5).expand(2, -1)
+        turned = rotate(x, at, 10000.0)
+        torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+        torch.testing.assert_close(turned[:, :, 0], x[:, :, 0])
+
+    def test_pairs_turn_by_their_own_rates(self):
+        """Pair j, channels j and j + D/2, turns by position * base^(-2j/D): (1, 0) becomes (cos, sin)."""
+        x = torch.zeros(1, 1, 1, 4, dtype=torch.float64)
+        x[..., 1] = 1
+        turned = rotate(x, torch.tensor([[3]]), 100.0).flatten()
+        angle = torch.tensor(3 * 100.0 ** (-2 / 4), dtype=torch.float64)
+        torch.testing.assert_close(turned, torch.stack([angle * 0, angle.cos(), angle * 0, angle.sin()]))
+
+
+class TestSinusoid:
+    @pytest.mark.parametrize("dim", [6, 7])
+    def test_values(self, dim):
+        at = torch.tensor([[0, 5]])
+        table = sinusoid(at, dim, torch.float64)
+        assert table.shape == (1, 2, dim)
+        assert table[0, 0, 0::2].eq(0).all()
+        assert table[0, 1, 3].item() == pytest.approx(torch.tensor(5 * 10000 ** (-2 / dim)).cos().item())
+
+    def test_norm_is_half_the_width(self):
+        table = sinusoid(torch.arange(50)[None], 8, torch.float64)
+        torch.testing.assert_close(table.square().sum(-1), torch.full((1, 50), 4.0, dtype=torch.float64))
+
+
+def test_split_and_merge():
+    x = randn(2, 5, 12)
+    assert split(x, 3).shape == (2, 3, 5, 4)
+    torch.testing.assert_close(split(x, 3)[:, 1], x[..., 4:8])
+    torch.testing.assert_close(merge(split(x, 3)), x)
+
+
+def test_visible():
+    mask = torch.tensor([[True, False, True, True]])
+    allowed = visible(torch.zeros(1, 4), causal=True, mask=mask, segments=torch.tensor([[0, 0, 0, 1]]))
+    assert allowed.int().tolist() == [[[[1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 1]]]]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_feed_forward(activation):
+    torch.manual_seed(0)
+    layer, x = FeedForward(5, 7, activation).double(), randn(2, 3, 5)
+    hidden = F.linear(x, layer.expand.weight, layer.expand.bias)
+    first, second = hidden[..., :7], hidden[..., 7:]
+    expected = {
+        "relu": lambda: hidden.clamp(min=0),
+        "gelu": lambda: hidden * torch.special.ndtr(hidden),
+        "silu": lambda: hidden * hidden.sigmoid(),
+        "squared_relu": lambda: hidden.clamp(min=0) ** 2,
+        "geglu": lambda: first * torch.special.ndtr(first) * second,
+        "swiglu": lambda: first * first.sigmoid() * second,
+    }[activation]()
+    torch.testing.assert_close(layer(x), F.linear(expected, layer.contract.weight, layer.contract.bias))
+
+
+@pytest.mark.parametrize(("kind", "centred"), [("layer", True), ("rms", False)])
+def test_norms(kind, centred):
+    x = randn(3, 64)
+    y = norm(kind, 64).double()(x)
+    expected = (x - x.mean(-1, keepdim=True)) if centred else x
+    expected = expected / expected.square().mean(-1, keepdim=True).sqrt()
+    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def convolution():
+    torch.manual_seed(0)
+    return ShortConvolution(3, 4).double()
+
+
+class TestShortConvolution:
+    def test_by_hand(self):
+        layer = ShortConvolution(1, 3)
+        layer.weight.data = torch.tensor([[100.0, 10.0, 1.0]])
+        y, state = layer(torch.tensor([[[1.0], [2.0], [3.0], [4.0]]]))
+        assert y.flatten().tolist() == [1, 12, 123, 234]
+        assert state.flatten().tolist() == [3, 4]
+        y, state = layer(torch.tensor([[[5.0]]]), state)
+        assert (y.item(), state.flatten().tolist()) == (345, [4, 5])
+
+    @pytest.mark.parametrize("n", [1, 2, 13])
+    def test_is_torchs_own(self, convolution, n):
+        x = randn(2, n, 3)
+        expected = F.conv1d(F.pad(x.mT, (3, 0)), convolution.weight[:, None], groups=3).mT
+        torch.testing.assert_close(convolution(x)[0], expected)
+
+    def test_starts_as_torchs_own(self):
+        torch.manual_seed(0)
+        ours = ShortConvolution(500, 4).weight
+        theirs = torch.nn.Conv1d(500, 500, 4, groups=500).weight
+        assert ours.abs().max() <= 0.5
+        assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+
+    @pytest.mark.parametrize("cuts", [[1] * 13, [2, 11], [5, 0, 8], [12, 1]])
+    def test_any_cut_gives_one_answer(self, convolution, cuts):
+        x, state, outputs = randn(2, 13, 3), None, []
+        whole, after = convolution(x)
+        for part in x.split(cuts, 1):
+            y, state = convolution(part, state)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-14, rtol=0)
+        assert torch.equal(state, after)
+
+    def test_masked_tokens_do_not_exist(self, convolution):
+        x, state = randn(3, 13, 3), randn(3, 3, 3, seed=1)
+        mask = torch.rand(3, 13, generator=torch.Generator().manual_seed(2)) < 0.5
+        mask[2] = False
+        y, after = convolution(x, state, mask=mask)
+        for row in (0, 1):
+            alone, end = convolution(x[row : row + 1, mask[row]], state[row : row + 1])
+            torch.testing.assert_close(y[row, mask[row]], alone[0], atol=1e-14, rtol=0)
+            assert torch.equal(after[row], end[0])
+        assert torch.equal(after[2], state[2])
+
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_segments_are_separate(self, convolution, masked):
+        x, state = randn(2, 13, 3), randn(2, 3, 3, seed=1)
+        segments = torch.tensor([[0] * 2 + [3] * 6 + [4] * 5, [1] * 12 + [2]])
+        mask = torch.ones(2, 13, dtype=torch.bool)
+        if masked:
+            mask[0, [0, 3, 8]] = mask[1, [4, 5]] = False
+        y, after = convolution(x, state, mask=mask if masked else None, segments=segments)
+        for row, borders in ((0, [0, 2, 8, 13]), (1, [0, 12, 13])):
+            for start, end in itertools.pairwise(borders):
+                real = mask[row, start:end]
+                before = None if start else state[row : row + 1]
+                alone, last = convolution(x[row : row + 1, start:end][:, real], before)
+                torch.testing.assert_close(y[row, start:end][real], alone[0], atol=1e-14, rtol=0)
+            assert torch.equal(after[row], last[0])
+
+    def test_one_token_of_one_segment(self, convolution):
+        x, state, mask = randn(2, 1, 3), randn(2, 3, 3, seed=1), torch.tensor([[True], [False]])
+        y, after = convolution(x, state)
+        again, rest = convolution(x, state, mask=mask, segments=torch.tensor([[5], [5]]))
+        torch.testing.assert_close(again[0], y[0])
+        assert torch.equal(rest, torch.stack([after[0], state[1]]))
+
+    def test_the_state_is_a_value(self, convolution):
+        x, state = randn(2, 5, 3), randn(2, 3, 3, seed=1)
+        copy = state.clone()
+        _, after = convolution(x, state)
+        assert torch.equal(state, copy)
+        # Not a view, which would keep a whole prompt in memory.
+        assert after.untyped_storage().nbytes() == after.nbytes
+
+    def test_half_precision_is_summed_in_single(self, convolution):
+        x, layer = randn(2, 5, 3).bfloat16(), convolution.bfloat16()
+        y, state = layer(x)
+        assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
+        exact = F.conv1d(F.pad(x.double().mT, (3, 0)), layer.weight.double()[:, None], groups=3).mT
+        assert torch.equal(y, exact.bfloat16())
+
+    def test_no_tokens(self, convolution):
+        state, none = randn(2, 3, 3), torch.zeros(2, 0, dtype=torch.long)
+        y, after = convolution(randn(2, 0, 3), state, mask=none.bool(), segments=none)
+        assert y.shape == (2, 0, 3)
+        assert torch.equal(after, state)
+
+    def test_gradients(self, convolution):
+        mask = torch.tensor([[True, False, True, True, True], [False, True, True, False, True]])
+        segments = torch.tensor([[0, 0, 0, 1, 1], [0] * 5])
+        x, state = randn(2, 5, 3).requires_grad_(), randn(2, 3, 3, seed=1).requires_grad_()
+
+        def call(x, state, weight):
+            arguments = ((x, state), {"mask": mask, "segments": segments})
+            y, after = torch.func.functional_call(convolution, {"weight": weight}, *arguments)
+            return y * mask[..., None], after
+
+        assert torch.autograd.gradcheck(call, (x, state, convolution.weight))
+
+    def test_widths_that_reach_nothing_are_refused(self):
+        with pytest.raises(ValueError, match="a convolution of width=1 reaches no earlier token; 2 is the least"):
+            ShortConvolution(3, 1)
+
+    def test_is_the_public_operation_and_says_what_ran(self):
+        layer = ShortConvolution(6, 4)
+        x, mask = torch.randn(2, 9, 6), torch.rand(2, 9) > 0.3
+        with watch() as seen:
+            y, state = layer(x, activation="silu")
+        assert [served.op for served in seen] == ["the causal convolution"]
+        expected, last = causal_convolution(x, layer.weight, activation="silu")
+        assert y.equal(expected)
+        assert state.equal(last)
+        for row in range(2):
+            y, state = layer(x, mask=mask)
+            alone, last = layer(x[row, mask[row]][None])
+            torch.testing.assert_close(y[row, mask[row]][None], alone)
+            torch.testing.assert_close(state[row][None], last)
+
+
+class TestHeadNorm:
+    x, gate = 3 * randn(2, 3, 5, 7) + 2, randn(2, 3, 5, 7, seed=1)
+
+    def test_rms_has_unit_scale(self):
+        layer = HeadNorm(7).double()
+        layer.weight.data = torch.arange(1.0, 8.0).double()
+        y = layer(self.x)
+        torch.testing.assert_close(
+            (y / layer.weight).square().mean(-1), torch.ones(2, 3, 5).double(), atol=1e-4, rtol=0
+        )
+        torch.testing.assert_close(y, F.rms_norm(self.x, (7,), layer.weight, eps=1e-5))
+
+    def test_group_is_torchs_group_norm_token_by_token(self):
+        y = HeadNorm(7, kind="group").double()(self.x)
+        tokens = self.x.transpose(1, 2).reshape(10, 21)
+        expected = F.group_norm(tokens, 3).unflatten(0, (2, 5)).unflatten(-1, (3, 7)).transpose(1, 2)
+        torch.testing.assert_close(y, expected)
+
+    @pytest.mark.parametrize("kind", ["rms", "group"])
+    def test_gates(self, kind):
+        plain = HeadNorm(7, kind=kind).double()(self.x)
+        silu, sigmoid = (HeadNorm(7, kind=kind, gate=gate).double()(self.x, self.gate) for gate in ("silu", "sigmoid"))
+        torch.testing.assert_close(sigmoid, plain / (1 + (-self.gate).exp()))
+        torch.testing.assert_close(silu, plain * self.gate / (1 + (-self.gate).exp()))
+
+    def test_half_precision_is_summed_in_single(self):
+        x = (1e3 * self.x).half()
+        y = HeadNorm(7).half()(x)
+        assert y.dtype == torch.float16
+        torch.testing.assert_close(y.double(), F.rms_norm(x.double(), (7,)), atol=2e-3, rtol=1e-3)
+
+    def test_unknown_names_are_refused(self):
+        with pytest.raises(ValueError, match="unknown head norm 'layer'; known: group, rms"):
+            HeadNorm(7, kind="layer")
+        with pytest.raises(ValueError, match="unknown gate of a head norm 'swish'; known: none, sigmoid, silu"):
+            HeadNorm(7, gate="swish")
+
+
+def test_unit():
+    torch.testing.assert_close(unit(torch.tensor([3.0, 4.0])), torch.tensor([0.6, 0.8]))
+    zero = torch.zeros(3, requires_grad=True)
+    unit(zero).sum().backward()
+    assert zero.grad.isfinite().all()
+    assert unit(torch.tensor([600.0, 800.0]).half()).tolist() == pytest.approx([0.6, 0.8], abs=1e-3)
+
+
+def test_angles_of_half_precision_are_those_of_single_precision():
+    """At 3000 tokens an angle in bfloat16 would be off by radians; only what is turned may be rounded."""
+    x, at = randn(1, 2, 3000, 32), torch.arange(3000)[None]
+    exact = rotate(x.bfloat16().double(), at, 10000.0)
+    error = (rotate(x.bfloat16(), at, 10000.0).double() - exact).abs().max()
+    assert error < 4 * torch.finfo(torch.bfloat16).eps * x.abs().max()
+
+
+def test_weights_of_a_head_norm():
+    """One for each channel where the kind has weights, and they begin as 1."""
+    assert [name for name, _ in HeadNorm(6, kind="group").named_parameters()] == []
+    module, x = HeadNorm(6, kind="rms").double(), randn(2, 3, 5, 6)
+    assert module.weight is not None
+    assert torch.equal(module.weight, torch.ones(6, dtype=torch.float64))
+    before = module(x)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(6.0))
+    torch.testing.assert_close(module(x), before * torch.arange(6.0))
+
+
+def test_time_steps_are_log_uniform():
+    torch.manual_seed(0)
+    steps = F.softplus(time_steps(4000).double())
+    assert 0.001 * (1 - 1e-4) < steps.min()
+    assert steps.max() < 0.1 * (1 + 1e-4)
+    quarters = (steps.log10() + 3).mul(2).long().bincount(minlength=4)
+    assert (quarters - 1000).abs().max() < 150

@@ -1,0 +1,66 @@
+"""Measure what the published causal forms leak, and write the table into docs/lab.md.
+
+    python tools/leaks.py
+
+A leak is the share of outputs before t that change when the tokens from t on are drawn anew, over cuts t of random
+sequences. An output is one token's row: it counts as changed where any of its heads reads something else, so that more
+heads leak more. ``tests/attention/test_leaks.py`` compares the docstrings with the same figures.
+"""
+
+from pathlib import Path
+
+import torch
+
+import longspan
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab.md"
+BLOCK = "<!-- leaks:begin -->\n\n{}\n\n<!-- leaks:end -->"
+HEADS = (1, 4, 8)
+TOKENS, WIDTH, ROWS, STEP = 64, 32, 32, 3
+SPECS = (
+    "reformer(chunk=8, rounds=1, buckets=16, published=True)",
+    "reformer(chunk=8, rounds=1, buckets=4, published=True)",
+    "reformer(chunk=8, rounds=1, buckets=16, published=True, cross=True)",
+    "routing(clusters=8, window=8, published=True)",
+    "informer(factor=5, published=True)",
+)
+
+
+@torch.no_grad()
+def leak(spec: str, heads: int) -> float:
+    """The share of outputs before t that move when the tokens from t on are drawn anew, over all cuts t."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        attention = longspan.build(spec, WIDTH, heads).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    x, other = torch.randn(2, ROWS, TOKENS, WIDTH, dtype=torch.float64, generator=generator)
+    y, moved, total = attention(x)[0], 0, 0
+    for t in range(1, TOKENS, STEP):
+        changed = (attention(torch.cat([x[:, :t], other[:, t:]], 1))[0] - y)[:, :t].abs().amax(-1) > 1e-9
+        moved, total = moved + int(changed.sum()), total + changed.numel()
+    return moved / total
+
+
+def shares(spec: str) -> list[str]:
+    """The leak with each number of heads, in per cent: whole ones from 1 % on, else with one digit."""
+    found = [100 * leak(spec, heads) for heads in HEADS]
+    return [f"{share:.0f}" if share >= 1 else f"{share:.1f}" for share in found]
+
+
+def table() -> str:
+    """Markdown: a row for each spec, a column for each number of heads."""
+    titles = ("published form", *(f"{heads} head{'s' * (heads > 1)}" for heads in HEADS))
+    rows = [(f"`{spec}`", *(f"{share} %" for share in shares(spec))) for spec in SPECS]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
+
+
+def written(text: str, found: str) -> str:
+    """The page with this table between its markers. Raises ValueError for a page without them."""
+    begin, end = BLOCK.split("\n\n{}\n\n")
+    if begin not in text or end not in text:
+        raise ValueError(f"the page has no block between {begin} and {end}")
+    return text[: text.index(begin)] + BLOCK.format(found) + text[text.index(end) + len(end) :]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
