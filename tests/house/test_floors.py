@@ -57,24 +57,16 @@ def unit(path: Path, package: Path) -> str:
     return first.removesuffix(".py")
 
 
-def imports(path: Path, package: Path, types: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import in a file, wherever it stands; of those for type checkers if ``types``."""
+def imports(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, wherever it stands, those for type checkers included."""
     here = (package.name, *path.relative_to(package).parent.parts)
     tree = parsed(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree) if types else _running(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join((*here[: len(here) + 1 - node.level], node.module or "")) if node.level else node.module
             yield from ((node.lineno, f"{str(base).rstrip('.')}.{alias.name}") for alias in node.names)
-
-
-def _running(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from _running(child)
 
 
 def imported_units(path: Path, package: Path, known: set[str]) -> Iterator[tuple[int, str]]:
@@ -114,15 +106,12 @@ def circles(package: Path) -> list[str]:
 
 
 def rings(package: Path) -> list[str]:
-    """Files that import each other when they run, directly or around a corner; a folder counts as its __init__."""
+    """Files that import each other, directly or around a corner; a folder counts as its __init__."""
     files = {".".join((package.name, *p.relative_to(package).with_suffix("").parts)): p for p in sources(package)}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
     needs = {}
     for name, path in files.items():
-        found = {
-            dotted if dotted in files else dotted.rpartition(".")[0]
-            for _, dotted in imports(path, package, types=False)
-        }
+        found = {dotted if dotted in files else dotted.rpartition(".")[0] for _, dotted in imports(path, package)}
         needs[name] = {other for other in found if other in files and other != name}
     # Whoever needs nothing that is left is in no circle; what remains, taken from both sides, is.
     while free := [name for name, others in needs.items() if not others]:

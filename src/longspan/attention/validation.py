@@ -1,6 +1,7 @@
 """The arguments of a call, checked once: what came, what would be right."""
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,26 @@ from ..ops.operands import check_donation, check_stored, same_device
 from ..ops.prefix import inside
 from ..states.counters import check_counts
 
-if TYPE_CHECKING:
-    from .base import Attention
-
 # What a record can be asked for; all but those of OWN cost O(N M). Each of OWN is there where the class says so.
 RECORDED = ("matrix", "mask", "lse", "carried", "penalty", "statistics", "log_prob")
 OWN = {"penalty": "penalty", "statistics": "statistics", "log_prob": "samples"}
+
+
+class Contract(Protocol):
+    """The facts of an attention that decide which arguments a call may have."""
+
+    name: Any
+    dim: int
+    heads: int
+    causal: bool
+    supported_args: Any
+    states: Any
+    contexts: Any
+    _modules: dict[str, Any]
+
+    def state_sizes(self) -> Any: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
 class Settled(NamedTuple):
@@ -28,7 +43,7 @@ class Settled(NamedTuple):
     """whether the stack itself keeps what packed sequences hold apart"""
 
 
-def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) -> None:
+def check(attention: Contract, x: Tensor, state: Any, given: dict[str, Any]) -> None:
     """Raise ValueError for an argument of a wrong kind or shape, or one that this attention does not support."""
     refuse_tracing()
     check_x(attention, attention.dim, x)
@@ -54,7 +69,7 @@ def check(attention: "Attention", x: Tensor, state: Any, given: dict[str, Any]) 
         _check_donate(attention, x, state)
 
 
-def _check_own(attention: "Attention", x: Tensor, given: dict[str, Any]) -> None:
+def _check_own(attention: Contract, x: Tensor, given: dict[str, Any]) -> None:
     """What is asked of a sequence's own tokens. Values, which a device would be waited for, are looked at once."""
     for name in given:
         if name not in attention.supported_args:
@@ -82,7 +97,7 @@ def packing_arguments(given: dict[str, Any], n: int) -> dict[str, Any]:
 
 
 def validate_for_layers(
-    attention: "Attention", x: Tensor, given: dict[str, Any], *, isolated: bool = False
+    attention: Contract, x: Tensor, given: dict[str, Any], *, isolated: bool = False
 ) -> dict[str, Any]:
     """Arguments of a stack for all its layers, whose first attention this is: checked here instead of in each layer."""
     given = {name: value for name, value in given.items() if value is not None}
@@ -104,7 +119,7 @@ def check_record(record: Any) -> None:
         known(str(name), dict.fromkeys(RECORDED), "entry of a record")
 
 
-def requested_outputs(attention: "Attention", record: dict) -> dict[str, Any]:
+def requested_outputs(attention: Contract, record: dict) -> dict[str, Any]:
     """The record that ``attend`` gets, with those of the keys "matrix" and of OWN that it can fill in."""
     names = record or RECORDED
     whole = {"matrix": None} if any(name not in OWN for name in names) else {}
@@ -118,7 +133,7 @@ def fill_record(record: dict, told: dict) -> None:
     record.update(found)
 
 
-def check_x(module: nn.Module, dim: int, x: Tensor) -> None:
+def check_x(module: nn.Module | Contract, dim: int, x: Tensor) -> None:
     """Raise ValueError unless x is (B, N, dim) in the dtype of the module's weights (any under autocast)."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
         raise ValueError(f"x must be floating-point (B, N, {dim}), not {_what(x)}")
@@ -127,7 +142,7 @@ def check_x(module: nn.Module, dim: int, x: Tensor) -> None:
         raise ValueError(f"x is {x.dtype} and the weights are {weight.dtype}; convert one, or use torch.autocast")
 
 
-def weight_of(module: nn.Module) -> Tensor | None:
+def weight_of(module: nn.Module | Contract) -> Tensor | None:
     """Some floating-point parameter, found quickly: a token step cannot afford the walk of ``parameters()``.
 
     None where there is none, as in a module whose weights are quantised: its linear maps keep theirs packed, or as
@@ -156,7 +171,7 @@ def _check_order(segments: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"segments must never decrease along a row; row {int(falls.any(1).nonzero()[0])} does")
 
 
-def _check_prefix(attention: "Attention", prefix: Tensor, given: dict[str, Any], shape: tuple[int, int]) -> None:
+def _check_prefix(attention: Contract, prefix: Tensor, given: dict[str, Any], shape: tuple[int, int]) -> None:
     batch, n = shape
     if not isinstance(prefix, Tensor) or prefix.dtype != torch.int64 or tuple(prefix.shape) != (batch,):
         raise ValueError(
@@ -178,7 +193,7 @@ def _check_prefix(attention: "Attention", prefix: Tensor, given: dict[str, Any],
         )
 
 
-def _check_context(attention: "Attention", context: Tensor, x: Tensor, state: Any, segments: Tensor | None) -> None:
+def _check_context(attention: Contract, context: Tensor, x: Tensor, state: Any, segments: Tensor | None) -> None:
     if state is not None:
         raise ValueError("context= and state came together; the state of cross attention already keeps its context")
     if segments is not None:
@@ -190,7 +205,7 @@ def _check_context(attention: "Attention", context: Tensor, x: Tensor, state: An
         raise ValueError(f"context is {context.dtype} and x is {x.dtype}; they must agree")
 
 
-def check_state(attention: "Attention", state: Any, batch: int) -> None:
+def check_state(attention: Contract, state: Any, batch: int) -> None:
     """Raise ValueError unless ``state`` is one of this attention's, for ``batch`` sequences."""
     if not isinstance(state, attention.states + attention.contexts):
         raise ValueError(
@@ -226,7 +241,7 @@ def check_state(attention: "Attention", state: Any, batch: int) -> None:
             check_counts("counter", leaf)
 
 
-def _shapes(attention: "Attention") -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _shapes(attention: Contract) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each part of a new state."""
     found = attention.__dict__.get("_state_shapes")
     if found is None:
@@ -235,7 +250,7 @@ def _shapes(attention: "Attention") -> list[tuple[tuple[int, ...], torch.dtype]]
     return found
 
 
-def _check_donate(attention: "Attention", x: Tensor, state: Any) -> None:
+def _check_donate(attention: Contract, x: Tensor, state: Any) -> None:
     if state is None:
         raise ValueError("donate=True gives a state away, but no state came")
     for leaf in pytree.tree_leaves(state):

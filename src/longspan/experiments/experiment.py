@@ -13,7 +13,6 @@ import torch
 
 from .._utils import atomic_io
 from .._utils.tables import Table
-from . import page
 
 Result = dict[str, Any]
 
@@ -141,12 +140,17 @@ def drawing(seed: int, *names: object) -> Iterator[None]:
         yield
 
 
+def words(value: Any) -> str:
+    """A setting as it is typed: several values with commas between."""
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def at_least(least: int, **values: int | tuple[int, ...]) -> None:
     """Raise ValueError unless each of these numbers, or each of several, is that large."""
     for name, value in values.items():
         numbers = value if isinstance(value, tuple) else (value,)
         if not numbers or min(numbers) < least:
-            raise ValueError(f"{name}={page.words(value)} must be at least {least}")
+            raise ValueError(f"{name}={words(value)} must be at least {least}")
 
 
 def check_device(name: str) -> None:

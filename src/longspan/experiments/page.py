@@ -4,20 +4,17 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._utils.tables import aligned
+from .experiment import Experiment, Result, words
 from .provenance import MISSING
-
-if TYPE_CHECKING:
-    from .experiment import Experiment, Result
-
 
 # key of the JSON, its title, what an empty one means
 FACTS = (("versions", "Versions", ""), ("data", "Data, sha256", "none, the seed makes all of it"))
 
 
-def show(experiment: "Experiment", result: "Result") -> str:
+def show(experiment: Experiment, result: Result) -> str:
     """The result as text: its tables, the command, the settings and where it was had."""
     settings = "; ".join(f"{name} {words(value)}" for name, value in result["settings"].items())
     notes = [f"Reproduces: {result['source']}.", f"Command: {command(experiment, result)}", f"Settings: {settings}."]
@@ -30,7 +27,7 @@ def show(experiment: "Experiment", result: "Result") -> str:
     return "\n\n".join([*(aligned(table) for table in experiment.tables(result)), "\n".join(notes)])
 
 
-def fragment(experiment: "Experiment", result: "Result", images: Iterable[str]) -> str:
+def fragment(experiment: Experiment, result: Result, images: Iterable[str]) -> str:
     """Markdown: the pictures at these addresses, what ``show`` has, and what differs from the publication."""
     shown = "\n\n".join(f"![{Path(image).stem}]({image})" for image in images)
     differs = f"What differs from the publication, and why: {experiment.differs}"
@@ -43,7 +40,7 @@ def pictures(folder: Path, name: str) -> list[str]:
     return [path.name for path in found if path.exists()]
 
 
-def command(experiment: "Experiment", result: "Result") -> str:
+def command(experiment: Experiment, result: Result) -> str:
     """The line that has the result again: the scale, and what differs from it.
 
     A result of before there were scales is told from the laptop's settings.
@@ -57,11 +54,6 @@ def command(experiment: "Experiment", result: "Result") -> str:
         if words(value) != usual.get(name):
             parts += [f"--{name.replace('_', '-')}", words(value)]
     return shlex.join(parts)
-
-
-def words(value: Any) -> str:
-    """A setting as it is typed: several values with commas between."""
-    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def _facts(facts: Any, empty: str = "") -> str:

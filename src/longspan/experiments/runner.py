@@ -12,7 +12,7 @@ from .._utils import atomic_io, optional_deps, plots, png, signals
 from .._utils.locks import exclusive_lock
 from ..models import checkpoint
 from . import page, provenance
-from .experiment import Experiment, Place, Result, Row, Track
+from .experiment import Experiment, Place, Result, Row, Track, words
 
 # What the points took together. Results of earlier days do not have the clock's.
 NOTHING_YET = {"cpu_seconds": 0.0, "clock_seconds": 0.0}
@@ -120,9 +120,7 @@ def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: 
         raise ValueError(f"{path} holds no {name} experiment; choose another folder with --out") from error
     new = {"longspan": version, **asked, **{f"data.{key}": value for key, value in data.items()}}
     for fact, value in _differences(new, found | old):
-        raise ValueError(
-            f"{path} was made with {fact}={page.words(value)}; choose another folder with --out or delete it"
-        )
+        raise ValueError(f"{path} was made with {fact}={words(value)}; choose another folder with --out or delete it")
     return {**NOTHING_YET, **result, "source": experiment.source}
 
 
