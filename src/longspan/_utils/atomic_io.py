@@ -125,7 +125,7 @@ def _too_large(path: Path, size: int, most: int, why: str) -> str:
     return f"{path} has {size:,} bytes or more, and {most:,} are allowed" + (f": {why}" if why else "")
 
 
-def without_mark(content: bytes) -> bytes:
+def without_mark(content: bytes | bytearray) -> bytes | bytearray:
     """The content of a text file without the byte order mark of UTF-8, with which editors on Windows begin files."""
     return content.removeprefix(codecs.BOM_UTF8)
 

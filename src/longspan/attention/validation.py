@@ -1,7 +1,7 @@
 """The arguments of a call, checked once: what came, what would be right."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ OWN = {"penalty": "penalty", "statistics": "statistics", "log_prob": "samples"}
 class Contract(Protocol):
     """The facts of an attention that decide which arguments a call may have."""
 
-    name: Any
+    name: ClassVar[str]
     dim: int
     heads: int
     causal: bool
     supported_args: Any
-    states: Any
-    contexts: Any
+    states: ClassVar[tuple[type, ...]]
+    contexts: ClassVar[tuple[type, ...]]
     _modules: dict[str, Any]
 
     def state_sizes(self) -> Any: ...

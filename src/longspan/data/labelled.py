@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._utils.cache_dirs import expanded
 from .._utils.spec import known
 from .._utils.typecheck import format_value
 from . import text
@@ -114,7 +115,7 @@ def load(source: str, length: int) -> Labelled:
         contents.append("".join(f"{words}\t{label}\n" for words, label in given["train"]).encode())
     else:
         given = {}
-        for split, path in _files(Path(source).expanduser()).items():
+        for split, path in _files(expanded(Path(source))).items():
             contents.append(text.unpacked(path))
             given[split] = list(_rows(contents[-1], path))
     rows: dict[str, list[Row]] = {split: given.get(split, []) if split != "train" else [] for split in SPLITS}

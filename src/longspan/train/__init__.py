@@ -227,7 +227,7 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -
         weights.check_fits_in_memory(run.batch * dataset.length * _activations(config), what)
 
 
-def _activations(config: DecoderConfig) -> int:
+def _activations(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> int:
     """The least bytes that a step keeps for each token, in bfloat16 where it may: more is kept, but never less."""
     if config.checkpointing or config.stack != "plain" or config.feedforward_chunk:
         return 2 * config.dim

@@ -31,6 +31,8 @@ class Auxiliary(nn.Module):
 
     steps_done: Tensor
 
+    made: Tensor  # () int64, updates made so far
+
     def __init__(self, model: Decoder, *, intermediate: bool, targets: int, steps: int, seed: int = 0):
         super().__init__()
         config = model.config
