@@ -20,7 +20,7 @@ import stat
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from . import memory
 
@@ -30,6 +30,7 @@ except ImportError:  # Windows, where what was left stays until somebody removes
     fcntl = None
 
 
+B = TypeVar("B", bytes, bytearray)
 # Attempts to make a temporary file or folder that stays there until it is locked.
 TRIES = 1000
 # Bytes that a config, a recipe, a table or another text of a run may have.
@@ -125,7 +126,7 @@ def _too_large(path: Path, size: int, most: int, why: str) -> str:
     return f"{path} has {size:,} bytes or more, and {most:,} are allowed" + (f": {why}" if why else "")
 
 
-def without_mark(content: bytes | bytearray) -> bytes | bytearray:
+def without_mark(content: B) -> B:
     """The content of a text file without the byte order mark of UTF-8, with which editors on Windows begin files."""
     return content.removeprefix(codecs.BOM_UTF8)
 

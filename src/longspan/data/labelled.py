@@ -109,7 +109,7 @@ def load(source: str, length: int) -> Labelled:
         raise ValueError(
             f"labels need a source: labels:FILE, labels:FOLDER or, generated, labels:{', '.join(LABELLED)}"
         )
-    contents: list[bytes] = []
+    contents: list[bytes | bytearray] = []
     if source in LABELLED:
         given = {"train": list(LABELLED[source]())}
         contents.append("".join(f"{words}\t{label}\n" for words, label in given["train"]).encode())
@@ -170,7 +170,7 @@ def _kind(path: Path) -> str:
     return name.suffix if name.suffix in (".jsonl", *DIALECTS) else ""
 
 
-def _rows(content: bytes, path: Path) -> Iterator[Row]:
+def _rows(content: bytes | bytearray, path: Path) -> Iterator[Row]:
     """The rows of a file. Raises ValueError."""
     kind = _kind(path)
     if not kind:
