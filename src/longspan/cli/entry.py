@@ -27,7 +27,7 @@ COMMANDS = {
     "compare": ("compare", "training runs side by side: a table, and curves in one picture"),
     "cite": ("cite", "BibTeX of the papers behind a spec or a trained model"),
     "bench": ("bench", "time and memory, beside other libraries and against the machine's limits"),
-    "reproduce": ("reproduce", "published results, had again at the scale of a laptop"),
+    "reproduce": ("reproduce", "reproduce published results at laptop scale"),
     "doctor": ("doctor", "what runs here and why: backends, kernels, caches"),
     "check": ("check", "measure the laws that every attention keeps"),
 }

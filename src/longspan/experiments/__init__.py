@@ -1,4 +1,4 @@
-"""Published results, had again at the scale of a laptop: one module, one experiment."""
+"""Published results, reproduced at laptop scale: one module, one experiment."""
 
 from . import (
     approximation,
