@@ -1,7 +1,7 @@
 """Check and measure longspan on one CUDA GPU: ``python benchmarks/gpu.py``, or ``make gpu``.
 
 It needs PyTorch and what ``import longspan`` needs, but no installation of longspan and no network. Each part runs in a
-process of its own with a time limit, and together they end within 9 minutes:
+separate process with a time limit, and all parts together end within 9 minutes:
 
 * ``machine``: versions, bandwidth of a copy, rate of a bfloat16 matrix product;
 * ``laws``: laws of 12 mechanisms on the device, in float64, and their errors in lower precisions;
@@ -513,7 +513,7 @@ RUN = {"machine": machine, "laws": laws, "tests": tests, "bench": bench, "decode
 
 
 def part(name: str, device: str, quick: bool, file: Path) -> int:
-    """Run one part in this process: each row is printed and appended to the file at once."""
+    """Run one part in this process; print each row and append it to the file."""
     with file.open("a", encoding="utf-8") as out:
         for row in RUN[name](device, quick):
             line = json.dumps({"part": name, **row})
@@ -551,7 +551,7 @@ def drive(names: list[str], device: str, quick: bool, out: Path) -> int:
 
 
 def _ended(command: list[str], environment: dict[str, str], limit: float) -> str:
-    """Run a command in a process group of its own, which is killed at the limit -> how it ended."""
+    """Run a command in a separate process group, kill it at the limit, and return how it ended."""
     process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         code = process.wait(limit)
@@ -635,7 +635,7 @@ def main(argv: list[str] | None = None) -> int:
     names = args.parts.split(",")
     problem = ""
     if unknown := [name for name in names if name not in PARTS]:
-        problem = f"there is no part {unknown[0]!r}; the parts are {', '.join(PARTS)}"
+        problem = f"unknown part {unknown[0]!r}; the parts are {', '.join(PARTS)}"
     elif absent := missing():
         problem = f"missing: {', '.join(absent)}; install them with pip"
     elif args.device == "cpu" and not args.quick:

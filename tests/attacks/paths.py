@@ -260,7 +260,7 @@ def _dangling(path: Path) -> bool:
 
 
 def _kept(path: Path) -> None:
-    found = Place(path.parent, track=iter).load(path.stem) if path.suffix == ".pt" else None  # type: ignore[arg-type]
+    found = Place(path.parent, track=lambda items, *_: items).load(path.stem) if path.suffix == ".pt" else None
     if found is None:
         _refused()
 

@@ -100,7 +100,7 @@ def test_nan_is_an_error(gpu, monkeypatch):
     ("words", "said"),
     [
         (["--device", "cpu"], "--device cpu is only to try the script: add --quick"),
-        (["--parts", "laws,none"], "there is no part 'none'; the parts are machine, laws, tests, bench, decode"),
+        (["--parts", "laws,none"], "unknown part 'none'; the parts are machine, laws, tests, bench, decode"),
         pytest.param(
             [],
             f"torch {torch.__version__} finds no CUDA GPU; --device cpu --quick tries the script without one",

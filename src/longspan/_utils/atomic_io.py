@@ -3,7 +3,7 @@
 Only regular files are read, and only regular files are replaced: a FIFO would block, a device may have no end, and a
 file renamed over a device destroys it.
 
-What is to be called NAME is first written beside it as ``.NAME.TOKEN.tmp``, under a token that nobody else has, synced
+The file NAME is first written in the same folder as ``.NAME.TOKEN.tmp``, with a unique token, synced
 to the disk and then renamed. Its writer keeps it locked, where the system has such locks: that is how the next one
 tells what a killed process has left from what a living one is at.
 """

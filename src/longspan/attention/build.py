@@ -68,6 +68,7 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
             place, taken = {"causal": causal, "layer": layer, "depth": depth}, spec.options(kind.__init__)
             return kind(dim, heads, **options, **{name: value for name, value in place.items() if name in taken})
 
+        # ``inspect.signature`` reads it; the type of functions does not declare it.
         made.__signature__ = takes  # type: ignore[attr-defined]
         return made
 

@@ -28,6 +28,7 @@ def parts(text: str) -> list[tuple[str, type[Attention]]]:
                     parts(value)
             return cls
 
+        # ``inspect.signature`` reads it; the type of functions does not declare it.
         found.__signature__ = takes  # type: ignore[attr-defined]
         return found
 

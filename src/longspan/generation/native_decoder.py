@@ -104,15 +104,16 @@ class Engine:
         """See the class."""
         # The state that the last call returned is nearly always the one that the next call brings.
         last: Known | None = getattr(self.local, "last", None)
-        known = last is not None and state is last.state and _places(state) == last.places
-        if not known:
+        if last is not None and not (state is last.state and _places(state) == last.places):
+            last = None
+        if last is None:
             self._check(state)
         batch = len(state.position)
         if tokens.shape != (batch, 1) or tokens.dtype != torch.int64 or not tokens.is_cpu:
             came = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
             raise ValueError(f"tokens must be int64 {(batch, 1)} on the CPU, not {came}")
-        if known:
-            addresses = last.addresses  # type: ignore[union-attr]
+        if last is not None:
+            addresses = last.addresses
         else:
             state = DecoderState(state.position.contiguous(), tuple(map(_whole, state.layers)))
             if overlap(*(t for layer in state.layers for t in layer if t.is_floating_point())):

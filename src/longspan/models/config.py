@@ -27,6 +27,7 @@ def _choose(field: str, value: str, choices: tuple[str, ...]) -> None:
 class _Fields:
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """An argument that is no field is refused by name, with the field that was meant."""
+        # Every subclass is a dataclass, which this base does not show.
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         refuse(cls.__name__, options, names)
         return super().__new__(cls)

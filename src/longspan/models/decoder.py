@@ -93,5 +93,6 @@ class Decoder(nn.Module):
             check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
-        outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore
+        # Tokens are embedded here; Embedding allows vectors, too, whose map has no weight.
+        outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore[index]
         return outputs, None if layers is None else DecoderState(end, layers)

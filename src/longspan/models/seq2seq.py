@@ -135,7 +135,8 @@ class Seq2Seq(nn.Module):
         return nats.mean() if mask is None else nats.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
     def _outputs(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore
+        # Tokens are embedded here; Embedding allows vectors, too, whose map has no weight.
+        return F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore[index]
 
 
 def _encoder(config: Seq2SeqConfig) -> EncoderConfig:

@@ -49,6 +49,7 @@ def mark_dynamo_constant(call: Call) -> Call:
 
     That one imports the compiler to do so, which would take a second of every start.
     """
+    # The attribute by which torch's compiler knows such functions; no type declares it.
     call._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return call
 

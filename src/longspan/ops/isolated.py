@@ -82,10 +82,11 @@ def isolated(
     upstream: dict[int, Tensor] = {}
     inputs = list(given)
     if places:
-        views = _Enter.apply(packed, upstream, given, tree, places, *(given[i] for i in places))
-        for i, view in zip(places, views, strict=True):  # type: ignore[arg-type]
+        views: Any = _Enter.apply(packed, upstream, given, tree, places, *(given[i] for i in places))
+        for i, view in zip(places, views, strict=True):
             inputs[i] = view
-    found = packed.run(*pytree.tree_unflatten(inputs, tree), None)  # pyright: ignore[reportCallIssue]
+    own_tokens, own_state, own_carry = pytree.tree_unflatten(inputs, tree)
+    found = packed.run(own_tokens, own_state, own_carry, None)
     if not finite(found[:1], found[1]):
         return _alone(packed, *pytree.tree_unflatten(given, tree))
     if not places:

@@ -160,7 +160,8 @@ class Stack(nn.Module):
 
         packed = Packed(run, segments, 1, lambda: self.run.start(self.blocks, 1, 0), causal=self.causal)
         # A loss of the layers' own has gradients of which the outputs do not tell.
-        return isolated(packed, [x], state, gradients=call.record is None)  # type: ignore[return-value]
+        y, after = isolated(packed, [x], state, gradients=call.record is None)
+        return y, after
 
     def _check_state(self, state: Any, batch: int) -> None:
         # A state of steps has the layers' states beside a position.

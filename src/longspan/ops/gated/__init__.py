@@ -236,7 +236,8 @@ def _checked(query, key, value, log_decay, beta, state, *, mask, segments, donat
     # What masked tokens hold has no part in this, and -inf is a decay like others.
     tokens = zero_masked(mask, query, key, value, log_decay, beta)
     examined = [t if t is None or i != 3 else t.clamp(min=LOWEST) for i, t in enumerate(tokens)]
-    return isolated(Packed(run, segments, 2), tokens, state, examined=examined)  # type: ignore[return-value]
+    out, after = isolated(Packed(run, segments, 2), tokens, state, examined=examined)
+    return out, after
 
 
 def recur(
