@@ -82,26 +82,6 @@ def generate(
 ) -> Iterator[Tensor]: ...
 
 
-@overload
-def generate(
-    model: Decoder | Seq2Seq,
-    prompt: Tensor | None = None,
-    *,
-    max_new_tokens: int,
-    batch: int = 1,
-    mask: Tensor | None = None,
-    source: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    prefix: bool = False,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int | None = None,
-    stop: int | None = None,
-    stream: bool,
-) -> Tensor | Iterator[Tensor]: ...
-
-
 @hinted
 def generate(
     model: Decoder | Seq2Seq,
