@@ -31,7 +31,8 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 
 HERE = Path(__file__).parent
-MECHANISMS = HERE / "mechanisms"
+REFERENCE = HERE / "reference"
+MECHANISMS = REFERENCE / "mechanisms"
 # Small enough that each one is built, as ``longspan show`` builds it, with a picture that has room on a page.
 DIM, HEADS = 64, 2
 
@@ -138,7 +139,7 @@ def pages() -> None:
     )
     legend = "\n".join(f"* {words}." for words in LEGEND.values())
     toc = "\n".join(("```{toctree}", ":maxdepth: 1", "", *(f"mechanisms/{name}" for name in families), "```"))
-    HERE.joinpath("mechanisms.md").write_text(
+    REFERENCE.joinpath("mechanisms.md").write_text(
         "\n".join(
             (
                 "# Mechanisms",
@@ -199,4 +200,6 @@ def setup(app: Any) -> None:
 
 
 pages()
-HERE.joinpath("files.md").write_text(runpy.run_path(str(HERE.parent / "tools" / "tree.py"))["page"](), encoding="utf-8")
+for made, script in {"files.md": "tree.py", "cli.md": "cli_page.py"}.items():
+    text = runpy.run_path(str(HERE.parent / "tools" / script))["page"]()
+    REFERENCE.joinpath(made).write_text(text, encoding="utf-8")

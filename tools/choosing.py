@@ -1,4 +1,4 @@
-"""Put the figures of ``longspan bench members`` into docs/choosing.md.
+"""Put the figures of ``longspan bench members`` into docs/how-to/choose-a-mechanism.md.
 
     longspan bench members --lengths 1024,4096,16384,32768 --out FOLDER
     longspan bench members --members 'linformer(length=16384, slots=64); ...' --lengths 16384 --out OTHER
@@ -10,7 +10,7 @@ copies FOLDER's members.json, .csv and .png to ``benchmarks/results/MACHINE`` as
 AGAIN may be missing: a later run of lengths that something disturbed, whose figures take the place of FOLDER's there,
 with exponents fitted anew, which the page says. OTHER's become ``every_budget`` and stand beside each other in the
 table of that name. Without an argument it only writes them again. What tasks tell is from the JSON files in
-``docs/reproduction``.
+``docs/results/reproduction``.
 """
 
 import json
@@ -30,7 +30,11 @@ from longspan.bench import figures, members
 from longspan.bench.report import rows_csv
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, RESULTS, TASKS = DOCS / "choosing.md", DOCS.parent / "benchmarks" / "results", DOCS / "reproduction"
+PAGE, RESULTS, TASKS = (
+    DOCS / "how-to" / "choose-a-mechanism.md",
+    DOCS.parent / "benchmarks" / "results",
+    DOCS / "results" / "reproduction",
+)
 MACHINE, NAME = "epyc-2-cores", "every"
 BLOCK = "<!-- {0}:begin -->\n\n{1}\n\n<!-- {0}:end -->"
 AT = 16384  # tokens at which candidates are set beside each other
@@ -92,7 +96,7 @@ class Figures:
 def link(candidate: str) -> str:
     """A mechanism's name or spec, with the way to its own page."""
     name = head(candidate)
-    return f"[`{candidate}`](mechanisms/{REGISTRY[name].family}.md#{name.replace('_', '-')})"
+    return f"[`{candidate}`](../reference/mechanisms/{REGISTRY[name].family}.md#{name.replace('_', '-')})"
 
 
 def table(titles: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -258,7 +262,7 @@ def unmeasured(result: Result) -> list[str]:
 
 def picture(found: Figures) -> str:
     """The picture that the command drew."""
-    return f"![Time and memory of every mechanism by length](../benchmarks/results/{MACHINE}/{NAME}.png)"
+    return f"![Time and memory of every mechanism by length](../../benchmarks/results/{MACHINE}/{NAME}.png)"
 
 
 def where(found: Figures) -> str:

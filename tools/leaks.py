@@ -1,4 +1,4 @@
-"""Measure what the published causal forms leak, and write the table into docs/lab.md.
+"""Measure what the published causal forms leak, and write the table into docs/results/lab.md.
 
     python tools/leaks.py
 
@@ -13,7 +13,7 @@ import torch
 
 import longspan
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "lab.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "results" / "lab.md"
 BLOCK = "<!-- leaks:begin -->\n\n{}\n\n<!-- leaks:end -->"
 HEADS = (1, 4, 8)
 TOKENS, WIDTH, ROWS, STEP = 64, 32, 32, 3

@@ -1,4 +1,4 @@
-"""Put benchmarks' figures and pictures into docs/performance.md.
+"""Put benchmarks' figures and pictures into docs/results/performance.md.
 
     longspan bench KIND --out FOLDER
     python tools/performance.py FOLDER
@@ -18,7 +18,7 @@ from pathlib import Path
 from longspan.bench import report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, RESULTS = DOCS / "performance.md", DOCS.parent / "benchmarks" / "results"
+PAGE, RESULTS = DOCS / "results" / "performance.md", DOCS.parent / "benchmarks" / "results"
 MACHINES = ("xeon-amx-2-cores", "xeon-avx512-2-cores", "epyc-2-cores", "epyc-avx2-2-cores")
 # What is measured -> the module of longspan.bench that can tell it.
 KINDS = {
@@ -44,7 +44,7 @@ def block(name: str) -> str:
     result = json.loads(path.read_text(encoding="utf-8"))
     kind = result["benchmark"]
     text = report.show(result, importlib.import_module(f"longspan.bench.{KINDS[kind]}").text)
-    picture = f"../benchmarks/results/{machine}/{name}.png"
+    picture = f"../../benchmarks/results/{machine}/{name}.png"
     return f"\n![{name}]({picture})\n\n```text\n{text}\n```\n\n"
 
 

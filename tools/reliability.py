@@ -1,4 +1,4 @@
-"""Write the counts of the attacks into docs/reliability.md.
+"""Write the counts of the attacks into docs/reference/guarantees.md.
 
 cd tests && python -m attacks --json FILE
 python tools/reliability.py FILE
@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "guarantees.md"
 BEGIN, END = "<!-- attacks:begin -->", "<!-- attacks:end -->"
 
 

@@ -1,12 +1,12 @@
-"""Put experiments' figures and pictures into docs/reproduction.md.
+"""Put experiments' figures and pictures into docs/results/reproduction.md.
 
     longspan reproduce NAME --out FOLDER
     python tools/reproduction.py FOLDER
 
-copies the JSON and PNG files of the experiments that FOLDER has to ``docs/reproduction`` and writes what the JSON files
-hold between the page's markers. ``FOLDER=WORD`` keeps them beside those with other settings: of ``images`` come
-``images_WORD.json`` and its pictures, for the marker of that name. Without an argument the page is only written again.
-So is docs/choosing.md, which tells of the same files.
+copies the JSON and PNG files of the experiments that FOLDER has to ``docs/results/reproduction`` and writes what the
+JSON files hold between the page's markers. ``FOLDER=WORD`` keeps them apart from those with other settings: ``images``
+becomes ``images_WORD.json`` and its pictures, for the marker of that name. Without an argument it only writes the page
+again. docs/how-to/choose-a-mechanism.md reads the same files.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 from longspan.experiments import EXPERIMENTS, images_speed, page, paper, published, speech_report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, RESULTS = DOCS / "reproduction.md", DOCS / "reproduction"
+PAGE, RESULTS = DOCS / "results" / "reproduction.md", DOCS / "results" / "reproduction"
 BLOCK = "<!-- {0}:begin -->\n{1}<!-- {0}:end -->"
 OPEN = "open"
 

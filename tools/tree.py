@@ -50,7 +50,7 @@ def rows(folder: Path, depth: int = 0) -> list[str]:
 def page() -> str:
     """The whole tree, as Markdown."""
     opening = (
-        "Every file opens with the sentence that is repeated here; [](architecture.md) says how they work together."
+        "Every file with its first sentence. [](../explanation/architecture.md) shows how the files work together."
     )
     return "\n".join(("# The files", "", opening, "", *rows(SOURCE), ""))
 

@@ -26,7 +26,7 @@ from longspan.compat.fast_transformers.builders import (
 from longspan.compat.fast_transformers.feature_maps import Favor
 
 ROOT = Path(__file__).parents[2]
-PAGE = "docs/fast-transformers.md"
+PAGE = "docs/how-to/from-fast-transformers.md"
 
 
 @pytest.fixture

@@ -21,8 +21,12 @@ from longspan.models.decoder import Decoder
 
 ROOT = Path(__file__).parents[2]
 DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
-MADE = ("mechanisms.md", "files.md")  # by conf.py
-WRITTEN = [page for page in sorted(DOCS.glob("*.md")) if page.name not in ("encoder.md", *MADE)]
+MADE = ("mechanisms.md", "files.md", "cli.md")  # by conf.py
+WRITTEN = [
+    page
+    for page in sorted(DOCS.rglob("*.md"))
+    if page.name not in ("replace-transformer-encoder.md", *MADE) and page.parent.name != "mechanisms"
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +43,18 @@ def site(tmp_path_factory):
 
 @pytest.mark.full
 def test_every_mechanism_has_a_row_and_a_section(site):
-    table = (DOCS / "mechanisms.md").read_text(encoding="utf-8")
+    table = (DOCS / "reference" / "mechanisms.md").read_text(encoding="utf-8")
     for name in longspan.list_mechanisms():
         cls = REGISTRY[name]
         (row,) = [line for line in table.splitlines() if line.startswith(f"| [`{name}`]")]
         assert cls.paper in row
         assert all(form in row for form in cls.directions)
-        page = (DOCS / "mechanisms" / f"{cls.family}.md").read_text(encoding="utf-8")
+        page = (DOCS / "reference" / "mechanisms" / f"{cls.family}.md").read_text(encoding="utf-8")
         assert f"\n## {name}\n" in page
         assert f"mechanisms/{cls.family}.md#{name.replace('_', '-')}" in row
         assert all(f'longspan check "{spec}"' in page for spec in cls.examples)
         assert all(f"| `{option}` | `{p.default!r}` | " in page for option, p in own_options(cls).items())
-        html = (site / "mechanisms" / f"{cls.family}.html").read_text(encoding="utf-8")
+        html = (site / "reference" / "mechanisms" / f"{cls.family}.html").read_text(encoding="utf-8")
         for equation in cls.equations:
             assert all(part in page for part in equation.split(r" \quad "))
         assert f'id="{name.replace("_", "-")}"' in html
@@ -74,12 +78,12 @@ def test_formulas_are_set_by_the_browser_alone(site):
         assert elsewhere.findall(html) == [], page.name
         assert html.count('class="math notranslate') == html.count("<math "), page.name
     # TeX has a space between a function and what it is of.
-    html = (site / "mechanisms" / "linear.html").read_text(encoding="utf-8")
+    html = (site / "reference" / "mechanisms" / "linear.html").read_text(encoding="utf-8")
     assert re.search(r'<mi>cos</mi>\s*<mo lspace="0" rspace="0.1667em">&ApplyFunction;</mo>\s*<m(i|sub)>', html)
 
 
 def test_every_file_is_on_the_page_of_files(site):
-    page = (site / "files.html").read_text(encoding="utf-8")
+    page = (site / "reference" / "files.html").read_text(encoding="utf-8")
     source = ROOT / "src" / "longspan"
     for path in source.rglob("*"):
         if path.suffix in (".py", ".cpp", ".h") and path.name != "__init__.py":
@@ -106,14 +110,14 @@ def test_a_file_that_does_not_say_what_it_is_is_refused(tmp_path):
 
 
 def test_every_public_name_is_on_the_api_page(site):
-    page = (site / "api.html").read_text(encoding="utf-8")
+    page = (site / "reference" / "api.html").read_text(encoding="utf-8")
     names = [name for name in longspan.__all__ if not inspect.ismodule(getattr(longspan, name))]
     assert [name for name in names if f'id="longspan.{name}"' not in page] == []
 
 
 def test_every_page_is_in_the_site(site):
-    for page in DOCS.glob("*.md"):
-        assert (site / page.with_suffix(".html").name).exists()
+    for page in DOCS.rglob("*.md"):
+        assert (site / page.relative_to(DOCS).with_suffix(".html")).exists()
 
 
 @pytest.mark.full
@@ -124,7 +128,7 @@ def test_python_in_the_pages_runs(page, blocks):
         exec(compile(block, page.name, "exec"), namespace)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
 def test_the_pages_import_what_is_public(page, blocks):
     """The package itself, patterns, and other libraries' interfaces, which are modules that one imports."""
     for block in blocks(page, "python"):
@@ -138,7 +142,7 @@ def test_the_pages_import_what_is_public(page, blocks):
 
 
 def encoder(blocks) -> str:
-    (code,) = blocks(DOCS / "encoder.md", "python")
+    (code,) = blocks(DOCS / "how-to" / "replace-transformer-encoder.md", "python")
     assert "torch.rand(10, 4000, 768)" in code
     return code
 

@@ -29,7 +29,7 @@ def return_pages() -> None:
     """Have the C library give freed blocks back to the system at once, in this process, from now on: the opposite.
 
     It costs time, and is for what must fit: glibc keeps freed blocks in pieces that others do not fit, so that resident
-    memory grows with the depth of a model even where nothing is kept (docs/lab.md). Elsewhere this does nothing.
+    memory grows with the depth of a model even where nothing is kept (docs/results/lab.md). Does nothing elsewhere.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(THRESHOLD, MAPPED)

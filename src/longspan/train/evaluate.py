@@ -133,6 +133,6 @@ def default_batch_size(length: int) -> int:
     """Examples per batch of an evaluation: 64, fewer where they are long.
 
     At most 12,800 tokens: larger blocks of 256 fp32 outputs a token would be fresh pages in every call, even after
-    ``reuse_pages`` (docs/lab.md).
+    ``reuse_pages`` (docs/results/lab.md).
     """
     return max(1, min(64, 12_800 // length))

@@ -13,7 +13,7 @@ def refusal(what: str) -> NotImplementedError:
     """The error for a name of the original that is not carried over."""
     return NotImplementedError(
         f"{what} of fast-transformers is not carried over to longspan; "
-        f'docs/fast-transformers.md, section "What is not carried over", says what there is instead'
+        f'docs/how-to/from-fast-transformers.md, section "What is not carried over", says what there is instead'
     )
 
 

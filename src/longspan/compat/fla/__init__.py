@@ -50,7 +50,8 @@ class Shim(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         known = ", ".join(sorted(one for one in vars(self) if not one.startswith("_"))) or "nothing"
         raise AttributeError(
-            f"longspan's {self.__name__} has no {name!r}; it has {known}, and docs/fla.md says what is not carried over"
+            f"longspan's {self.__name__} has no {name!r}; it has {known}; "
+            "docs/how-to/from-fla.md lists what is not carried over"
         )
 
 

@@ -10,7 +10,7 @@ inline const float* upcoming(const float* row, const float* end) {
     return end - row > distance ? row + distance : row;
 }
 
-// Into the second cache, as for reading, although it will be written: see docs/lab.md for what the other ways cost.
+// Into the second cache, as for reading, although it will be written: see docs/results/lab.md for what the other ways cost.
 inline void fetch(const float* line) { __builtin_prefetch(line, 0, 2); }
 
 }  // namespace
