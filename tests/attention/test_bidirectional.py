@@ -82,7 +82,7 @@ def test_segments_never_decrease_in_the_reversed_run():
     module, x = seeded("bidirectional(gla)", causal=False)
     given = []
     module.backwards.register_forward_pre_hook(
-        lambda _, args, kwargs: given.append(kwargs["segments"].value), with_kwargs=True
+        lambda _, args, kwargs: given.append(kwargs["segments"]), with_kwargs=True
     )
     limits = torch.iinfo(torch.int64)
     segments = torch.tensor([[limits.min] * 4 + [0] * 4 + [limits.max] * 5, [3] * N])

@@ -22,7 +22,7 @@ from longspan.cli.entry import WRONG, main
 from longspan.patterns.picture import SEEN
 
 ROOT = Path(__file__).parents[2]
-PAGE, IMAGES = ROOT / "docs" / "patterns.md", ROOT / "docs" / "images"
+PAGE, IMAGES = ROOT / "docs" / "how-to" / "sparse-patterns.md", ROOT / "docs" / "images"
 HAVING = [name for name in longspan.list_mechanisms() if describe._has_pattern(name)]
 SPECS = [spec for name in HAVING for spec in REGISTRY[name].examples]
 
@@ -213,7 +213,7 @@ def test_the_pictures_of_the_page_are_what_its_commands_draw(at, capsys, blocks)
     commands = [line[2:] for block in blocks(PAGE, "console") for line in block.splitlines()]
     for command in commands:
         assert main(shlex.split(command)[1:]) == 0
-    shown = re.findall(r"!\[.*?\]\(images/(.*?)\)", PAGE.read_text(encoding="utf-8"))
+    shown = re.findall(r"!\[.*?\]\((?:\.\./)?images/(.*?)\)", PAGE.read_text(encoding="utf-8"))
     assert (
         sorted(shown) == sorted(path.name for path in at.iterdir()) == sorted(p.name for p in IMAGES.glob("pattern-*"))
     )

@@ -15,7 +15,7 @@ from longspan.experiments import EXPERIMENTS, every
 from longspan.experiments.experiment import Buildable, Experiment, setting
 from longspan.experiments.runner import missing
 
-DOCS = Path(__file__).parents[2] / "docs" / "reproduction"
+DOCS = Path(__file__).parents[2] / "docs" / "results" / "reproduction"
 REAL = dict(EXPERIMENTS)
 
 

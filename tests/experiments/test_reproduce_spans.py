@@ -99,7 +99,7 @@ def test_what_was_measured_shows_that_spans_shrink_under_the_penalty():
     import json
     from pathlib import Path
 
-    path = Path(__file__).parents[2] / "docs" / "reproduction" / "spans.json"
+    path = Path(__file__).parents[2] / "docs" / "results" / "reproduction" / "spans.json"
     free, priced, window = json.loads(path.read_text(encoding="utf-8"))["rows"]
     begin, end = ([z for layer in priced["spans"][i][1] for z in layer] for i in (0, -1))
     assert sum(end) < sum(begin) / 2

@@ -113,7 +113,7 @@ def test_a_text_model_is_measured_on_a_text_that_is_named(capsys, tmp_path):
 
 
 def test_the_page_has_the_figures_of_the_record():
-    page, record = (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), pretrained.record("text")
+    page, record = (ROOT / "docs" / "how-to" / "train-from-the-cli.md").read_text(encoding="utf-8"), pretrained.record("text")
     assert f"{record['bits_per_byte']['test']:.2f} bits per byte" in page
     assert f"{record['state_bytes']:,} bytes" in page
     batches = TrainConfig(**checkpoint.read_config(pretrained.path("text"))["run"])

@@ -10,7 +10,7 @@ from torch import nn
 
 from longspan import Decoder, DecoderConfig
 from longspan.models.stacks import STACKS
-from longspan.models.stacks.plain import LayerCall
+from longspan.models.stacks.plain import StackCall
 from longspan.models.stacks.universal import Act, UniversalState
 from longspan.modules.sinusoidal import sinusoid
 from longspan.ops.tensors import upcast_half
@@ -117,12 +117,12 @@ class TestAct:
                 act.bias.data.fill_(torch.logit(torch.tensor(next(chances), dtype=torch.float64)))
                 return iter(())
 
-        call, blocks = LayerCall({}), Steps()
+        call, blocks = StackCall({}), Steps()
         act.double()
         act.halt.data.zero_()
         blocks.__class__.__len__ = lambda self: 0
         y, _ = act(blocks, torch.ones(1, 1, 1, dtype=torch.float64), None, call)
-        return y.item(), call.told
+        return y.item(), call.own_record
 
     @pytest.mark.parametrize(
         ("chances", "steps", "count", "remainder"),

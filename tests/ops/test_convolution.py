@@ -393,3 +393,39 @@ def test_a_state_that_is_read_too_may_not_be_given_away():
     state = torch.zeros(1, 3, 5)
     with pytest.raises(ValueError, match="overwrites the state, which shares memory with x"):
         causal_convolution(state[:, :1], torch.zeros(5, 4), state=state, donate=True)
+
+
+@pytest.mark.parametrize("kind", ["plain", "segments", "cu_seqlens"])
+@pytest.mark.parametrize("rows", [3, 5])
+def test_masked_tokens_are_skipped(kind, rows):
+    """The real tokens alone, as a shorter call; what masked ones hold reaches nothing, and their outputs are 0."""
+    n = 29
+    packed = {} if kind == "plain" else packing(kind, n, 1)
+    states = len(packed["cu_seqlens"]) - 1 if kind == "cu_seqlens" else 1
+    given = arguments(n, 3, batch=1, rows=rows, states=states)
+    mask = torch.rand(1, n, generator=torch.Generator().manual_seed(1)) < 0.6
+    real = mask[0]
+    short = {**given, "x": given["x"][:, real]}
+    if kind == "segments":
+        shorter = {"segments": packed["segments"][:, real]}
+    elif kind == "cu_seqlens":
+        shorter = {"cu_seqlens": F.pad(real.cumsum(0), (1, 0))[packed["cu_seqlens"].long()]}
+    else:
+        shorter = {}
+    y, state = causal_convolution(**given, mask=mask, **packed)
+    expected, after = causal_convolution(**short, **shorter)
+    torch.testing.assert_close(y[:, real], expected)
+    torch.testing.assert_close(state, after)
+    assert y[:, ~real].eq(0).all()
+    x = given["x"].masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    again, after = causal_convolution(**{**given, "x": x}, mask=mask, **packed)
+    torch.testing.assert_close(again, y)
+    torch.testing.assert_close(after, state)
+    (grad,) = torch.autograd.grad(again.square().sum(), x)
+    assert grad.isfinite().all()
+    assert grad[:, ~real].eq(0).all()
+
+
+def test_a_mask_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"mask must be bool \(2, 29\)"):
+        causal_convolution(**arguments(), mask=torch.ones(2, 28, dtype=torch.bool))

@@ -15,6 +15,7 @@ from ..patterns import Pattern
 from ..states.utils import clone
 from . import validation
 from .families import FAMILIES
+from .validation import Trusted
 
 REGISTRY: dict[str, type["Attention"]] = {}
 
@@ -204,6 +205,7 @@ class Attention(nn.Module):
         carry: Any = None,
         record: dict | None = None,
         donate: bool = False,
+        _trusted: Trusted | None = None,
         **unknown: Never,
     ) -> Any:
         """x (B,N,dim), state -> y (B,N,dim), state; a class that ``has_layer_carry`` returns a given ``carry`` too.
@@ -227,29 +229,29 @@ class Attention(nn.Module):
         Raises ValueError where an argument has the wrong rank, shape or dtype, is not supported by the mechanism, or
         does not go with another one.
         """
+        # ``_trusted``: a stack has checked its arguments once for all layers. A keyword, and not a second method, since
+        # ``__call__`` runs hooks, by which profilers and sharding (FSDP) see each layer.
         if unknown:
             refuse(self.name, unknown, ("x", "state", *ARGUMENTS))
         given: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "context": context}
         given |= {"context_mask": context_mask, "carry": carry, "record": record, "donate": donate or None}
         given = {name: value for name, value in given.items() if value is not None}
-        validation.check(self, x, state, given)
+        if _trusted is None:
+            given = validation.checked_arguments(self, x, state, given)
         if state is not None and 0 in x.shape:
             # Nothing is read. The state is a copy, since one of the two may be given away later.
             validation.fill_record({} if record is None else record, {})
             return x.clone(), state if donate else clone(state), *([] if carry is None else [carry])
-        guarded = "segments" not in given or (isinstance(segments, validation.Settled) and segments.isolated)
-        given |= validation.packing_arguments(given, x.shape[1])
-        if context_mask is not None:
-            given["context"] = given["context"].masked_fill(~context_mask[..., None], 0.0)
         if record is not None:
-            told = validation.requested_outputs(self, given.pop("record"))
-            given |= {"record": told} if told else {}
+            requested = validation.requested_outputs(self, given.pop("record"))
+            given |= {"record": requested} if requested else {}
         # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
         absent = None if mask is None else ~mask[..., None]
         x = x if absent is None else x.masked_fill(absent, 0.0)
-        y, *rest = self.attend(x, state, **given) if guarded else self._attend_packed(x, state, given)
+        packed = segments is not None and _trusted is not Trusted.ISOLATED
+        y, *rest = self._attend_packed(x, state, given) if packed else self.attend(x, state, **given)
         if record is not None:
-            validation.fill_record(record, told)
+            validation.fill_record(record, requested)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
 
     def _attend_packed(self, x: Tensor, state: Any, given: dict[str, Any]) -> Any:

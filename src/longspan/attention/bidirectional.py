@@ -7,7 +7,7 @@ from .._utils import spec
 from .base import Attention
 from .build import make
 from .registry import mechanism
-from .validation import Settled
+from .validation import Trusted
 
 # Facts of mechanisms that return more than outputs, in words.
 _PASSED_ON = {
@@ -86,14 +86,14 @@ class Bidirectional(Attention):
         return True
 
     def attend(self, x, state, *, mask=None, segments=None):
-        kept = {"mask": mask, "segments": None if segments is None else Settled(segments)}
-        # ~id = -id - 1 turns the falling ids of a reversed row into rising ones.
+        # This call's arguments have been checked, and its packed sequences are kept apart.
+        y, _ = self.forwards(x, mask=mask, segments=segments, _trusted=Trusted.ISOLATED)
         turned = {
             "mask": None if mask is None else mask.flip(1),
-            "segments": None if segments is None else Settled(~segments.flip(1)),
+            # ~id = -id - 1 turns the falling ids of a reversed row into rising ones.
+            "segments": None if segments is None else ~segments.flip(1),
         }
-        y, _ = self.forwards(x, **kept)
-        reverse, _ = (self.backwards or self.forwards)(x.flip(1), **turned)
+        reverse, _ = (self.backwards or self.forwards)(x.flip(1), **turned, _trusted=Trusted.ISOLATED)
         return y + reverse.flip(1), None
 
 

@@ -134,13 +134,17 @@ class Linear(Attention):
         if self.rotary:
             o, sums = linear.attend(fq, fk, v, eps=self.eps, numerator=numerator, **arguments)
         else:
-            o, sums = self._read(q, k, v, **arguments)
+            o, sums = self._operation()(q, k, v, **arguments)
         return self.out(merge(o)), None if state is None else make(sums)
 
-    def _read(self, q, k, v, **arguments):
+    def _operation(self):
+        """Attention of raw queries and keys, with this feature map."""
         if isinstance(self.feature_map, str):
-            return linear.named(q, k, v, feature_map=self.feature_map, eps=self.eps, **arguments)
-        return linear.attend(self.phi(upcast_half(q)), self.phi(upcast_half(k)), v, eps=self.eps, **arguments)
+            return partial(linear.named, feature_map=self.feature_map, eps=self.eps)
+        phi = self.phi
+        return lambda q, k, v, **given: linear.attend(
+            phi(upcast_half(q)), phi(upcast_half(k)), v, eps=self.eps, **given
+        )
 
     def _cross(self, q, context, context_mask, record):
         if self.rotary:
@@ -150,5 +154,5 @@ class Linear(Attention):
             allowed = across(q.transpose(1, 2), context, context_mask)
             fq, fk = (self.phi(upcast_half(t)) for t in (q, k))
             record.update(mask=allowed, matrix=linear.matrix(fq, fk, allowed, eps=self.eps))
-        o, sums = self._read(q, k, v, causal=False, mask=context_mask)
+        o, sums = self._operation()(q, k, v, causal=False, mask=context_mask)
         return self.out(merge(o)), ContextSums(sums)

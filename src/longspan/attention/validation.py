@@ -1,21 +1,30 @@
 """The arguments of a call, checked once: what came, what would be right."""
 
-from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .._utils.spec import known
+from ..ops.arguments import check_mask, check_segments, describe
 from ..ops.backends import refuse_tracing
-from ..ops.operands import check_donation, check_stored, same_device
+from ..ops.operands import check_donation, check_stored
 from ..ops.prefix import inside
 from ..states.counters import check_counts
+from ..states.utils import tensors
 
 # What a record can be asked for; all but those of OWN cost O(N M). Each of OWN is there where the class says so.
 RECORDED = ("matrix", "mask", "lse", "carried", "penalty", "statistics", "log_prob")
 OWN = {"penalty": "penalty", "statistics": "statistics", "log_prob": "samples"}
+
+
+class Trusted(Enum):
+    """What a caller that is part of this library has done for the attentions that it calls."""
+
+    CHECKED = "the arguments have been checked, and are in the form that ``checked_arguments`` returns"
+    ISOLATED = "that, and packed sequences are kept apart, so that NaN and infinity stay in theirs"
 
 
 class Contract(Protocol):
@@ -35,80 +44,64 @@ class Contract(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
 
-class Settled(NamedTuple):
-    """``segments`` or ``prefix`` that a stack has checked for its layers, in the form that ``attend`` gets."""
+def checked_arguments(attention: Contract, x: Tensor, state: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of one call in the form that ``_forward`` takes.
 
-    value: Tensor
-    isolated: bool = False
-    """whether the stack itself keeps what packed sequences hold apart"""
-
-
-def check(attention: Contract, x: Tensor, state: Any, given: dict[str, Any]) -> None:
-    """Raise ValueError for an argument of a wrong kind or shape, or one that this attention does not support."""
+    ``segments`` get the ids of real neighbours at masked tokens, ``prefix`` becomes bool (B,N), and masked tokens of
+    ``context`` become zeros. Raises ValueError for an argument of a wrong kind or shape, or one that this attention
+    does not support.
+    """
     refuse_tracing()
     check_x(attention, attention.dim, x)
-    _check_own(attention, x, given)
-    batch, segments, prefix = x.shape[0], given.get("segments"), given.get("prefix")
+    check_supported(attention, given)
+    found = given | check_tokens(attention, x, given)
     if (context := given.get("context")) is not None:
-        _check_context(attention, context, x, state, segments)
+        _check_context(attention, context, x, state, given)
         if (seen := given.get("context_mask")) is not None:
             check_mask("context_mask", seen, tuple(context.shape[:2]))
+            found["context"] = context.masked_fill(~seen[..., None], 0.0)
     elif "context_mask" in given:
         raise ValueError("context_mask= came without context=; a state of cross attention keeps its own mask")
     if "record" in given:
         check_record(given["record"])
     if state is not None:
-        check_state(attention, state, batch)
-        for leaf in pytree.tree_leaves(state):
-            same_device(x=x, state=leaf)
-        if isinstance(state, attention.contexts) and segments is not None:
-            raise ValueError("segments= packs one sequence's own tokens; a state of cross attention has none")
-        if isinstance(state, attention.contexts) and prefix is not None:
-            raise ValueError("prefix= counts a sequence's own tokens; a state of cross attention has none")
+        check_state(attention, state, x)
+        if isinstance(state, attention.contexts):
+            for name, what in {"segments": "packs", "prefix": "counts"}.items():
+                if name in given:
+                    raise ValueError(f"{name}= {what} a sequence's own tokens; a state of cross attention has none")
     if "donate" in given:
-        _check_donate(attention, x, state)
+        check_donated(x, state, attention)
+    return found
 
 
-def _check_own(attention: Contract, x: Tensor, given: dict[str, Any]) -> None:
-    """What is asked of a sequence's own tokens. Values, which a device would be waited for, are looked at once."""
+def check_supported(attention: Contract, given: Iterable[str]) -> None:
+    """Raise ValueError for an argument that this attention does not support."""
     for name in given:
         if name not in attention.supported_args:
             raise ValueError(
                 f"{attention.name} does not support {name}=; it supports: {', '.join(sorted(attention.supported_args))}"
             )
-    batch, n = x.shape[:2]
-    if (mask := given.get("mask")) is not None:
-        check_mask("mask", mask, (batch, n))
-    if (segments := given.get("segments")) is not None and not isinstance(segments, Settled):
-        check_segments(segments, (batch, n))
-        _check_order(segments, mask)
-    if (prefix := given.get("prefix")) is not None and not isinstance(prefix, Settled):
-        _check_prefix(attention, prefix, given, (batch, n))
 
 
-def packing_arguments(given: dict[str, Any], n: int) -> dict[str, Any]:
-    """What ``attend`` gets for the ``segments`` and the ``prefix`` among arguments that have been checked."""
-    found, mask = {}, given.get("mask")
+def check_tokens(attention: Contract, x: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
+    """``segments`` and ``prefix`` of ``given`` in the form that ``_forward`` takes, for any attention of a stack.
+
+    Raises ValueError for them, or a mask, of a wrong kind or shape. Values, for which a device is waited for, are
+    looked at here alone.
+    """
+    found: dict[str, Tensor] = {}
+    shape, mask = (x.shape[0], x.shape[1]), given.get("mask")
+    if mask is not None:
+        check_mask("mask", mask, shape)
     if (segments := given.get("segments")) is not None:
-        found["segments"] = segments.value if isinstance(segments, Settled) else real_segments(segments, mask)
+        check_segments(segments, shape)
+        found["segments"] = real_segments(segments, mask)
+        _check_order(segments, found["segments"], mask)
     if (prefix := given.get("prefix")) is not None:
-        found["prefix"] = prefix.value if isinstance(prefix, Settled) else inside(prefix, n, mask)
+        _check_prefix(attention, prefix, given, shape)
+        found["prefix"] = inside(prefix, shape[1], mask)
     return found
-
-
-def validate_for_layers(
-    attention: Contract, x: Tensor, given: dict[str, Any], *, isolated: bool = False
-) -> dict[str, Any]:
-    """Arguments of a stack for all its layers, whose first attention this is: checked here instead of in each layer."""
-    given = {name: value for name, value in given.items() if value is not None}
-    _check_own(attention, x, given)
-    return given | {name: Settled(value, isolated) for name, value in packing_arguments(given, x.shape[1]).items()}
-
-
-def check_mask(name: str, mask: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``mask`` is bool of this shape."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or tuple(mask.shape) != shape:
-        raise ValueError(f"{name} must be bool {shape}, True on real tokens, not {_what(mask)}")
 
 
 def check_record(record: Any) -> None:
@@ -136,7 +129,7 @@ def fill_record(record: dict, told: dict) -> None:
 def check_x(module: nn.Module | Contract, dim: int, x: Tensor) -> None:
     """Raise ValueError unless x is (B, N, dim) in the dtype of the module's weights (any under autocast)."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
-        raise ValueError(f"x must be floating-point (B, N, {dim}), not {_what(x)}")
+        raise ValueError(f"x must be floating-point (B, N, {dim}), not {describe(x)}")
     weight = weight_of(module)
     if weight is not None and weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise ValueError(f"x is {x.dtype} and the weights are {weight.dtype}; convert one, or use torch.autocast")
@@ -155,16 +148,10 @@ def weight_of(module: nn.Module | Contract) -> Tensor | None:
     return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
-def check_segments(segments: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless ``segments`` is int64 of this shape."""
-    if not isinstance(segments, Tensor) or segments.dtype != torch.int64 or tuple(segments.shape) != shape:
-        raise ValueError(f"segments must be int64 {shape}, one id per token, not {_what(segments)}")
-
-
-def _check_order(segments: Tensor, mask: Tensor | None) -> None:
+def _check_order(segments: Tensor, real: Tensor, mask: Tensor | None) -> None:
     if torch.compiler.is_compiling():
         return  # the values are not known yet
-    falls = segments < real_segments(segments, mask).cummax(1).values
+    falls = segments < real.cummax(1).values
     if mask is not None:
         falls = falls & mask
     if falls.any():
@@ -175,7 +162,7 @@ def _check_prefix(attention: Contract, prefix: Tensor, given: dict[str, Any], sh
     batch, n = shape
     if not isinstance(prefix, Tensor) or prefix.dtype != torch.int64 or tuple(prefix.shape) != (batch,):
         raise ValueError(
-            f"prefix must be int64 {(batch,)}, so many leading real tokens of each row, not {_what(prefix)}"
+            f"prefix must be int64 {(batch,)}, so many leading real tokens of each row, not {describe(prefix)}"
         )
     if not attention.causal:
         raise ValueError(f"a bidirectional {attention.name} sees whole sequences already; prefix= is for causal=True")
@@ -193,46 +180,51 @@ def _check_prefix(attention: Contract, prefix: Tensor, given: dict[str, Any], sh
         )
 
 
-def _check_context(attention: Contract, context: Tensor, x: Tensor, state: Any, segments: Tensor | None) -> None:
+def _check_context(attention: Contract, context: Tensor, x: Tensor, state: Any, given: dict[str, Any]) -> None:
     if state is not None:
         raise ValueError("context= and state came together; the state of cross attention already keeps its context")
-    if segments is not None:
+    if "segments" in given:
         raise ValueError("segments= packs one sequence's own tokens; with context= give each sequence a row of its own")
     width = getattr(attention, "context_dim", 0) or attention.dim
     if not isinstance(context, Tensor) or context.dim() != 3 or len(context) != len(x) or context.shape[-1] != width:
-        raise ValueError(f"context must be ({len(x)}, M, {width}), not {_what(context)}")
+        raise ValueError(f"context must be ({len(x)}, M, {width}), not {describe(context)}")
     if context.dtype != x.dtype:
         raise ValueError(f"context is {context.dtype} and x is {x.dtype}; they must agree")
 
 
-def check_state(attention: Contract, state: Any, batch: int) -> None:
-    """Raise ValueError unless ``state`` is one of this attention's, for ``batch`` sequences."""
+def check_state(attention: Contract, state: Any, x: Tensor) -> None:
+    """Raise ValueError unless ``state`` is one of this attention's, for the rows of x (B,N,dim), on x's device.
+
+    It is looked at in every call, also where this attention has returned it: the caller holds it, and tensors may have
+    been changed, resized or freed in between.
+    """
     if not isinstance(state, attention.states + attention.contexts):
         raise ValueError(
             f"{attention.name} cannot continue {_kind(state)}; its states are "
             f"{', '.join(_kind(kind) for kind in attention.states + attention.contexts)}, made by init_state or a call"
         )
-    leaves = pytree.tree_leaves(state)
+    leaves, batch = tensors(state), x.shape[0]
     check_stored("the state", *leaves)
     if leaves[0].shape[0] != batch:
         raise ValueError(f"state is for {len(leaves[0])} sequences, x has {batch}")
+    for leaf in leaves:
+        if leaf.device != x.device:
+            raise ValueError(f"x is on {x.device} and state on {leaf.device}; move one of them")
     if isinstance(state, attention.contexts):
         return
     if not attention.causal:
         raise ValueError(f"a bidirectional {attention.name} sees whole sequences; it continues states of context= only")
-    shapes = _shapes(attention)
-    if len(leaves) != len(shapes):
+    expected = _parts(attention)
+    if len(leaves) != len(expected):
         raise ValueError(
             f"{attention.name} cannot continue {_kind(state)}, a state of {len(leaves)} tensors: with these options "
-            f"its own has {len(shapes)}; init_state makes one"
+            f"its own has {len(expected)}; init_state makes one"
         )
-    for leaf, (expected, dtype) in zip(leaves, shapes, strict=True):
-        # A dimension that starts at zero grows, so any size fits.
-        odd = leaf.dim() != len(expected) or leaf.shape[0] != batch
-        if odd or any(e not in (0, s) for s, e in zip(leaf.shape[1:], expected[1:], strict=True)):
+    for leaf, (shape, dtype) in zip(leaves, expected, strict=True):
+        if leaf.shape[0] != batch or (leaf.shape[1:] != shape and not _grown(leaf.shape[1:], shape)):
             raise ValueError(
                 f"state has a part of shape {tuple(leaf.shape)} where {attention.name} with dim={attention.dim}, "
-                f"heads={attention.heads} has {(batch, *expected[1:])}; it belongs to an attention of another size"
+                f"heads={attention.heads} has {(batch, *shape)}; it belongs to an attention of another size"
             )
         # Numbers may have another precision, after autocast for instance; what counts or chooses may not.
         if leaf.dtype != dtype and not (leaf.is_floating_point() and dtype.is_floating_point):
@@ -241,23 +233,28 @@ def check_state(attention: Contract, state: Any, batch: int) -> None:
             check_counts("counter", leaf)
 
 
-def _shapes(attention: Contract) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each part of a new state."""
-    found = attention.__dict__.get("_state_shapes")
+def _grown(shape: torch.Size, expected: torch.Size) -> bool:
+    """Whether a part has this shape, where a dimension that starts at zero grows."""
+    return len(shape) == len(expected) and all(e in (0, s) for s, e in zip(shape, expected, strict=True))
+
+
+def _parts(attention: Contract) -> list[tuple[torch.Size, torch.dtype]]:
+    """Shape of one row and dtype of each part of a new state."""
+    found = attention.__dict__.get("_state_parts")
     if found is None:
-        found = [(tuple(leaf.shape), leaf.dtype) for leaf in pytree.tree_leaves(attention.state_sizes())]
-        attention.__dict__["_state_shapes"] = found
+        found = [(leaf.shape[1:], leaf.dtype) for leaf in tensors(attention.state_sizes())]
+        attention.__dict__["_state_parts"] = found
     return found
 
 
-def _check_donate(attention: Contract, x: Tensor, state: Any) -> None:
+def check_donated(x: Tensor, state: Any, module: nn.Module | Contract) -> None:
+    """Raise ValueError where a state cannot be given away by a call with x to this module."""
     if state is None:
         raise ValueError("donate=True gives a state away, but no state came")
-    for leaf in pytree.tree_leaves(state):
+    leaves = tensors(state)
+    for leaf in leaves:
         check_donation(leaf, x=x)
-    if not torch.is_grad_enabled():
-        return
-    if any(t.requires_grad for t in (x, *pytree.tree_leaves(state), *attention.parameters())):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *leaves, *module.parameters())):
         raise ValueError(
             "donate=True overwrites the state, which gradients still need; use torch.no_grad() or donate=False"
         )
@@ -271,10 +268,6 @@ def real_segments(segments: Tensor, mask: Tensor | None) -> Tensor:
     ids = segments.masked_fill(~mask, limits.min).cummax(1).values
     first = segments.masked_fill(~mask, limits.max).amin(1, keepdim=True)
     return torch.where(ids == limits.min, first, ids)
-
-
-def _what(value: Any) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _kind(value: Any) -> str:

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from ..attention.validation import check_mask, check_segments, real_segments
+from ..attention.validation import real_segments
 from ..modules.positions import Learned, Sinusoidal, parse
 from ..modules.sinusoidal import sinusoid
+from ..ops.arguments import check_mask, check_segments
 from ..ops.operands import check_stored, same_device
 from ..ops.tensors import positions
 from ..states.counters import check_counts

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..ops.arguments import check_mask
 from ..ops.softmax import dense
 from ..ops.tensors import merge, split
 from .norms import norm as layer_norm
@@ -149,7 +150,5 @@ def _cleared(y: Tensor, mask: Tensor | None) -> Tensor:
 def _check(name: str, x: Tensor, dim: int, mask: Tensor | None) -> None:
     if x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
         raise ValueError(f"{name} must be floating-point (B, N, {dim}), not {x.dtype} {tuple(x.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
-        raise ValueError(
-            f"mask must be bool {tuple(x.shape[:2])}, True on real elements, not {mask.dtype} {tuple(mask.shape)}"
-        )
+    if mask is not None:
+        check_mask("mask", mask, tuple(x.shape[:2]), kept="real elements")

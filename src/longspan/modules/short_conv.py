@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.convolution import convolve
-from ..ops.rows import gather_valid, last_valid, scatter_back
 from ..ops.tensors import upcast_half
 
 
@@ -49,17 +48,5 @@ class ShortConvolution(nn.Module):
         only, the given state belongs to the first, the returned one to the last. bias (channels,), activation: silu.
         """
         past = self.start(x.shape[0]) if state is None else state
-        given = {"activation": activation, "segments": segments}
-        if mask is None or not x.shape[1]:
-            given["segments"] = segments if x.shape[1] else None
-            return convolve(x, self.weight, bias, past, donate=donate, **given)
-        # Real tokens side by side, in their order; the others after them, where no real one sees them.
-        (x,), earlier = gather_valid(mask, x), self.width - 1
-        if segments is not None:
-            (given["segments"],) = gather_valid(mask, segments)
-        y, _ = convolve(x, self.weight, bias, past, **given)
-        last = last_valid(torch.cat([past, x.to(past.dtype)], 1), mask, earlier)
-        if (ids := given["segments"]) is not None:
-            ids = last_valid(torch.cat([ids[:, :1].expand(-1, earlier), ids], 1), mask, earlier)
-            last = last * (ids == ids[:, -1:])[..., None]
-        return scatter_back(mask, y), last
+        options = {"activation": activation, "mask": mask, "segments": segments if x.shape[1] else None}
+        return convolve(x, self.weight, bias, past, donate=donate, **options)

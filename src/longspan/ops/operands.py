@@ -124,7 +124,16 @@ def stored(x: Tensor) -> bool:
     ``x.untyped_storage().resize_(0)`` frees the memory and leaves the shape as it was. Always True where there is no
     storage to look at: while a compiler traces, inside transforms of ``torch.func``, and for other kinds of tensors.
     """
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or transformed():
+    return _unreadable() or _holds(x)
+
+
+def _unreadable() -> bool:
+    """Whether no storage can be looked at."""
+    return torch.compiler.is_compiling() or transformed()
+
+
+def _holds(x: Tensor) -> bool:
+    if type(x) not in (Tensor, torch.nn.Parameter):
         return True
     if not in_memory(x) or not x.numel():
         return True
@@ -137,8 +146,10 @@ def stored(x: Tensor) -> bool:
 
 def check_stored(name: str, *tensors: Tensor | None) -> None:
     """Raise ValueError for a tensor whose storage was freed or is too small for its shape."""
+    if _unreadable():
+        return
     for x in tensors:
-        if x is not None and not stored(x):
+        if x is not None and not _holds(x):
             raise ValueError(
                 f"{name} has a tensor {tuple(x.shape)} whose storage holds {x.untyped_storage().nbytes()} bytes, not "
                 f"all of its elements: the memory was freed; restore it, or start from a new state"

@@ -23,6 +23,17 @@ TOKENS = {"keys": 2, "values": 2, "mask": 1}
 S = TypeVar("S")
 
 
+def tensors(state: Any) -> list[Tensor]:
+    """All tensors of a state, in the order of its fields: ``tree_leaves``, and faster where there are tuples alone."""
+    found: list[Tensor] = []
+    for part in state:
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += tensors(part) if isinstance(part, tuple) else pytree.tree_leaves(part)
+    return found
+
+
 def clone(state: S) -> S:
     """A copy that shares no memory with ``state``.
 

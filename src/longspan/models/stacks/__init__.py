@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Never
+from typing import Any, Never, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,24 @@ from ..._utils import model_memory, spec
 from ..._utils.aliases import refuse
 from ...attention import Attention
 from ...attention.build import make
-from ...attention.validation import Settled, check_mask, check_record, check_x, validate_for_layers
+from ...attention.validation import (
+    Trusted,
+    check_donated,
+    check_record,
+    check_state,
+    check_supported,
+    check_tokens,
+    check_x,
+)
 from ...modules.norms import norm
+from ...ops.arguments import describe
+from ...ops.backends import refuse_tracing
 from ...ops.isolated import Packed, Part, isolated
 from ...ops.operands import check_stored
 from ..config import Seq2SeqConfig, StackConfig
 from . import reversible
 from .block import Block, CrossState
-from .plain import LayerCall, Plain
+from .plain import Plain, StackCall
 from .reversible import Reversible
 from .universal import Act, Universal, UniversalState
 
@@ -65,12 +75,12 @@ class Stack(nn.Module):
         if type(self.run) not in STACKS.values():
             raise ValueError(f"{config.stack!r} names no stack; known: {', '.join(sorted(STACKS))}")
         if isinstance(self.run, Reversible):
-            reversible.check(self.blocks)
+            reversible.check(self._blocks())
         self.norm = norm(config.norm, config.dim) if config.prenorm else nn.Identity()
 
     def attentions(self) -> list[Attention]:
         """The attention of each block."""
-        return [block.attention for block in self.blocks]  # type: ignore[misc]
+        return [block.attention for block in self._blocks()]
 
     def init_state(
         self,
@@ -86,10 +96,10 @@ class Stack(nn.Module):
         """
         if self.crosses != (context is not None):
             raise ValueError(f"a context is {'needed' if self.crosses else 'read by nothing'} in this stack")
-        state = self.run.start(self.blocks, batch, capacity)
+        state = self.run.start(self._blocks(), batch, capacity)
         if context is None:
             return state
-        kept = [block.reads(context, context_mask) for block in self.blocks]  # type: ignore[operator]
+        kept = [block.reads(context, context_mask) for block in self._blocks()]
         layers = state.layers if isinstance(state, UniversalState) else state
         crossed = tuple(CrossState(own, kept[i % len(kept)]) for i, own in enumerate(layers))
         return state._replace(layers=crossed) if isinstance(state, UniversalState) else crossed
@@ -111,72 +121,88 @@ class Stack(nn.Module):
         """See the class; arguments as in ``Attention.forward``, context and context_mask for its cross attentions."""
         if unknown:
             refuse("Stack", unknown, STACKED)
-        check_x(self, self.dim, x)
-        if mask is not None:
-            check_mask("mask", mask, tuple(x.shape[:2]))
-        if state is not None:
-            self._check_state(state, x.shape[0])
-        elif donate:
-            raise ValueError("donate=True gives a state away, but no state came")
         if record is not None:
             check_record(record)
-        # Once for all layers: what one of them lets through, the outputs show.
-        isolating = segments is not None and not self.crosses
-        given = {"mask": mask, "segments": segments, "prefix": prefix}
-        arguments = validate_for_layers(self.attentions()[0], x, given, isolated=isolating)
+        given = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate or None}
+        arguments = self._checked_arguments(x, state, {k: v for k, v in given.items() if v is not None})
         if state is None and self.crosses != (context is not None):
             said = "reads a context, and none came" if self.crosses else "has no cross attention to read a context"
             raise ValueError(f"this stack {said}")
         if context is not None:
-            arguments |= {"context": context} | ({} if context_mask is None else {"context_mask": context_mask})
+            arguments |= {"context": context, "context_mask": context_mask}
         if mask is not None:
             # What a masked token holds must not go around the attentions either, by residuals into weights' gradients.
             x = x.masked_fill(~mask[..., None], 0.0)
-        call = LayerCall(arguments, record, donate and not isolating, self.checkpointing and self.training)
+        # Once for all layers: what one of them lets through, the outputs show. With a context each layer does it.
+        isolating = segments is not None and not self.crosses
+        arguments["_trusted"] = Trusted.ISOLATED if isolating else Trusted.CHECKED
+        call = StackCall(arguments, record, self.checkpointing and self.training)
         if isolating:
             x, state = self._isolated(x, state, call)
         else:
-            x, state = self.run(self.blocks, x, state, call)
+            x, state = self.run(self._blocks(), x, state, call)
         x = self.norm(x)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0.0)
         if record is not None:
-            _answer(record, call)
+            _fill_record(record, call)
         return x, state
 
-    def _isolated(self, x: Tensor, state: tuple | None, call: LayerCall) -> tuple[Tensor, tuple | None]:
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
+
+    def _checked_arguments(self, x: Tensor, state: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that every attention gets, checked once for all of them. Raises ValueError."""
+        refuse_tracing()
+        check_x(self, self.dim, x)
+        attentions = self.attentions()
+        if given:
+            for attention in attentions:
+                check_supported(attention, given)
+        if state is not None:
+            self._check_state(state, x)
+        if "donate" in given:
+            check_donated(x, state, self)
+        return given | check_tokens(attentions[0], x, given)
+
+    def _isolated(self, x: Tensor, state: tuple | None, call: StackCall) -> tuple[Tensor, tuple | None]:
         """The blocks on packed rows, where NaN and infinity stay in the sequence that holds them."""
-        segments = call.arguments["segments"].value
+        blocks, mask, segments = self._blocks(), call.mask, call.arguments["segments"]
+        # The state may be needed once more, so it is not given away.
+        call.arguments.pop("donate", None)
 
         def run(tokens: Any, state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Any]:
             if part is None:
-                y, state = self.run(self.blocks, tokens[0], state, call)
-                return (y if call.mask is None else y.masked_fill(~call.mask[..., None], 0.0)), state
-            own = {"segments": Settled(part.cut(segments), True)}
-            if call.mask is not None:
-                own["mask"] = part.cut(call.mask)
-            alone = LayerCall(own, checkpointing=call.checkpointing)
-            return self.run(self.blocks, tokens[0], state, alone)
+                y, state = self.run(blocks, tokens[0], state, call)
+                return (y if mask is None else y.masked_fill(~mask[..., None], 0.0)), state
+            own = {"segments": part.cut(segments), "_trusted": Trusted.ISOLATED}
+            if mask is not None:
+                own["mask"] = part.cut(mask)
+            return self.run(blocks, tokens[0], state, StackCall(own, checkpointing=call.checkpointing))
 
-        packed = Packed(run, segments, 1, lambda: self.run.start(self.blocks, 1, 0), causal=self.causal)
+        packed = Packed(run, segments, 1, lambda: self.run.start(blocks, 1, 0), causal=self.causal)
         # A loss of the layers' own has gradients of which the outputs do not tell.
         y, after = isolated(packed, [x], state, gradients=call.record is None)
         return y, after
 
-    def _check_state(self, state: Any, batch: int) -> None:
-        # A state of steps has the layers' states beside a position.
+    def _check_state(self, state: Any, x: Tensor) -> None:
+        # A state of steps has the layers' states and a position.
         layers = state.layers if isinstance(state, UniversalState) else state
-        count = len(self.blocks) * self.run.steps
-        steps = isinstance(self.run, Universal | Act)
+        blocks = self._blocks()
+        count = len(blocks) * self.run.steps
+        steps = isinstance(self.run, Universal)
         if isinstance(state, UniversalState) != steps or not isinstance(layers, tuple) or len(layers) != count:
             kind, named = "a UniversalState" if steps else "a tuple", isinstance(state, UniversalState)
             came = type(state).__name__ if named or not isinstance(state, tuple) else len(state)
             raise ValueError(f"the state of this stack is {kind} of {count} states, not {came}")
-        if steps and (state.position.dtype != torch.int64 or tuple(state.position.shape) != (batch,)):
-            came = f"{state.position.dtype} {tuple(state.position.shape)}"
-            raise ValueError(f"the position of this stack's state must be int64 {(batch,)}, not {came}")
         if steps:
+            if state.position.dtype != torch.int64 or tuple(state.position.shape) != (len(x),):
+                came = describe(state.position)
+                raise ValueError(f"the position of this stack's state must be int64 {(len(x),)}, not {came}")
             check_stored("the state", state.position)
+        for i, layer in enumerate(layers):
+            own, _ = layer if isinstance(layer, CrossState) else (layer, None)
+            check_state(blocks[i % len(blocks)].attention, own, x)
 
 
 def kind_of(text: str) -> type:
@@ -196,16 +222,15 @@ def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
     return made
 
 
-def _answer(record: dict, call: LayerCall) -> None:
-    """Tell what the layers and the stack have told; the sum of all penalties is one."""
-    wanted = not record or "penalty" in record
-    own = call.told if wanted else {}
+def _fill_record(record: dict, call: StackCall) -> None:
+    """Fill in what the layers and the stack have recorded; the sum of all penalties is one."""
+    own = call.own_record if not record or "penalty" in record else {}
     record.clear()
     record["layers"] = call.layers
     record.update(own)
     for name in ("penalty", "log_prob"):
-        if told := [one[name] for one in (*call.layers, own) if name in one]:
-            record[name] = torch.stack(told).sum(0)
+        if found := [one[name] for one in (*call.layers, own) if name in one]:
+            record[name] = torch.stack(found).sum(0)
 
 
 def estimate_bytes(make: Callable[[Any], nn.Module], config: StackConfig) -> int:

@@ -38,50 +38,67 @@ class Block(nn.Module):
         if cross is not None:
             self.norm3, self.join3 = norm(config.norm, config.dim), gates.build(config.residual, config.dim)
 
-    def forward(self, x: Tensor, state: Any = None, *, carry: Any = None, **arguments: Any) -> tuple[Tensor, Any, Any]:
-        """x (B,N,dim), the attention's state, carry and arguments -> x (B,N,dim), state, carry.
+    def forward(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        carry: Any = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, Any, Any]:
+        """x (B,N,dim), the attention's state, carry and checked arguments -> x (B,N,dim), state, carry.
 
         An attention that carries gets what the layer below handed on, or as the first one its own beginning. With cross
         attention the state is a ``CrossState``; where there is none, ``context`` (B,M,dim) and ``context_mask`` (B,M)
         come.
         """
-        given = _context(arguments)
         own, kept = state if isinstance(state, CrossState) else (state, None)
-        y, own, carry = self._attended(x, own, carry, arguments)
-        x = self.join1(x, y)
+        read = self.norm1(x) if self.prenorm else x
+        if self.attention.has_layer_carry:
+            arguments["carry"] = self.attention.init_carry(read, arguments.get("mask")) if carry is None else carry
+            y, own, carry = self.attention(read, own, **arguments)
+        else:
+            y, own = self.attention(read, own, **arguments)
+        x = self.join1(x, self.dropout(y))
         x = x if self.prenorm else self.norm1(x)
         if self.cross is not None:
-            y, kept = self._crossed(x, kept, given, arguments.get("mask"))
+            y, kept = self._crossed(self.cross, x, kept, context, context_mask, arguments.get("mask"))
             x = self.join3(x, y)
             x = x if self.prenorm else self.norm3(x)
         x = self.join2(x, self.fed(x))
         new = None if own is None else own if self.cross is None else CrossState(own, kept)
         return x if self.prenorm else self.norm2(x), new, carry
 
-    def attended(self, x: Tensor, state: Any = None, **arguments: Any) -> tuple[Tensor, Any]:
+    def attended(
+        self,
+        x: Tensor,
+        state: Any = None,
+        *,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, Any]:
         """What both attentions add to x (B,N,dim), and the state after, for blocks whose paths are summed, prenorm."""
-        given = _context(arguments)
         own, kept = state if isinstance(state, CrossState) else (state, None)
-        y, own, _ = self._attended(x, own, None, arguments)
+        y, own = self.attention(self.norm1(x), own, **arguments)
+        y = self.dropout(y)
         if self.cross is None:
             return y, own
-        more, kept = self._crossed(x + y, kept, given, arguments.get("mask"))
+        more, kept = self._crossed(self.cross, x + y, kept, context, context_mask, arguments.get("mask"))
         return y + more, None if own is None else CrossState(own, kept)
 
-    def _attended(self, x: Tensor, state: Any, carry: Any, arguments: dict[str, Any]) -> tuple[Tensor, Any, Any]:
-        read = self.norm1(x) if self.prenorm else x
-        if not self.attention.has_layer_carry:
-            y, state = self.attention(read, state, **arguments)
-        else:
-            if carry is None:
-                carry = self.attention.init_carry(read, arguments.get("mask"))
-            y, state, carry = self.attention(read, state, carry=carry, **arguments)
-        return self.dropout(y), state, carry
-
-    def _crossed(self, x: Tensor, kept: Any, given: dict[str, Any], mask: Tensor | None) -> tuple[Tensor, Any]:
-        assert self.cross is not None
-        read = self.norm3(x) if self.prenorm else x
-        y, kept = self.cross(read, kept, **given) if given else self.cross(read, kept)
+    def _crossed(
+        self,
+        cross: Attention,
+        x: Tensor,
+        kept: Any,
+        context: Tensor | None,
+        context_mask: Tensor | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Any]:
+        y, kept = cross(self.norm3(x) if self.prenorm else x, kept, context=context, context_mask=context_mask)
         return self.dropout(y if mask is None else y.masked_fill(~mask[..., None], 0.0)), kept
 
     def reads(self, context: Tensor, mask: Tensor | None) -> Any:
@@ -94,8 +111,3 @@ class Block(nn.Module):
         """What the feed-forward network adds to x (B,N,dim), ``feedforward_chunk`` tokens at a time."""
         read = self.norm2(x) if self.prenorm else x
         return self.dropout(self.feedforward(read, chunk=self.chunk))
-
-
-def _context(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Take what belongs to the cross attention out of the arguments of a call."""
-    return {name: arguments.pop(name) for name in ("context", "context_mask") if name in arguments}

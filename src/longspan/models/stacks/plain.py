@@ -11,50 +11,28 @@ from .block import Block
 
 
 @dataclass
-class LayerCall:
-    """What one call of a stack hands to its blocks, and what they have told so far."""
+class StackCall:
+    """The arguments of one call of a stack, checked for all its blocks, and what the blocks have recorded so far."""
 
     arguments: dict[str, Any]
-    """mask, segments, prefix, checked for all layers"""
+    """what every block gets: mask, segments, prefix, context, context_mask, donate"""
     record: dict | None = None
-    """what the caller wants to be told, or None"""
-    donate: bool = False
+    """what the caller wants to be recorded, or None"""
     checkpointing: bool = False
     carries: dict[str, Any] = field(default_factory=dict)
     """what the last layer of each mechanism has handed on"""
     layers: list[dict] = field(default_factory=list)
-    """what each layer has told"""
-    told: dict[str, Any] = field(default_factory=dict)
-    """what the stack itself tells, ``penalty`` among it"""
+    """what each layer has recorded"""
+    own_record: dict[str, Any] = field(default_factory=dict)
+    """what the stack itself records, such as a penalty"""
 
     @property
     def mask(self) -> Tensor | None:
         return self.arguments.get("mask")
 
-    def asks(self, block: Block) -> dict | None:
-        """The record for a block's attention: a copy of the caller's, or None where it can tell nothing."""
+    def record_for(self, block: Block) -> dict | None:
+        """A copy of the caller's record for a block's attention, or None where it records nothing."""
         return dict(self.record) if self.record is not None and "record" in block.attention.supported_args else None
-
-    def through(self, block: Block, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """x (B,N,dim) and the state of the block's attention -> both after it. What it hands on and tells is kept."""
-        kind = block.attention.name
-        given = {**self.arguments, "carry": self.carries.get(kind), "donate": self.donate}
-        if self.checkpointing and state is None and torch.is_grad_enabled():
-            x, carry, told = checkpoint(_whole, block, x, given, self.asks(block), use_reentrant=False)  # type: ignore
-        else:
-            told = self.asks(block)
-            x, state, carry = block(x, state, record=told, **given)
-        self.layers.append(told or {})
-        # What a layer hands on is for the next one of its own kind.
-        self.carries[kind] = carry
-        return x, state
-
-
-def _whole(block: Block, x: Tensor, given: dict[str, Any], record: dict | None) -> tuple[Tensor, Any, dict | None]:
-    """A block without a state, of which the backward may make all again: a record of its own each time."""
-    told = None if record is None else dict(record)
-    x, _, carry = block(x, None, record=told, **given)
-    return x, carry, told
 
 
 class Plain(nn.Module):
@@ -67,21 +45,31 @@ class Plain(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
 
-    def start(self, blocks: nn.ModuleList, batch: int, capacity: int | None) -> tuple:
+    def start(self, blocks: list[Block], batch: int, capacity: int | None) -> Any:
         """The states before the first token, one for each block."""
-        return tuple(block.attention.init_state(batch, capacity) for block in blocks)  # type: ignore[union-attr]
+        return tuple(block.attention.init_state(batch, capacity) for block in blocks)
 
-    def forward(
-        self, blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: LayerCall
-    ) -> tuple[Tensor, tuple | None]:
-        """x (B,N,dim), the state -> both after all blocks."""
-        return run_blocks(blocks, x, state, call)
+    def forward(self, blocks: list[Block], x: Tensor, state: Any, call: StackCall) -> tuple[Tensor, Any]:
+        """x (B,N,dim), one state for each block or None -> both after all blocks."""
+        recompute = call.checkpointing and state is None and torch.is_grad_enabled()
+        states = []
+        for i, block in enumerate(blocks):
+            record, kind = call.record_for(block), block.attention.name
+            if recompute:
+                given = {**call.arguments, "carry": call.carries.get(kind)}
+                x, carry, record = checkpoint(_recomputed, block, x, given, record, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues] (torch types it as Any | None)
+            else:
+                before = None if state is None else state[i]
+                x, after, carry = block(x, before, carry=call.carries.get(kind), record=record, **call.arguments)
+                states.append(after)
+            call.layers.append(record or {})
+            # The carry is for the next layer of the same mechanism.
+            call.carries[kind] = carry
+        return x, None if state is None else tuple(states)
 
 
-def run_blocks(blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: LayerCall) -> tuple[Tensor, tuple | None]:
-    """Every block in its turn: x (B,N,dim), one state for each block -> both after them."""
-    new = []
-    for i, block in enumerate(blocks):
-        x, after = call.through(block, x, None if state is None else state[i])  # type: ignore[arg-type]
-        new.append(after)
-    return x, None if state is None else tuple(new)
+def _recomputed(block: Block, x: Tensor, given: dict[str, Any], record: dict | None) -> tuple[Tensor, Any, dict | None]:
+    """A block without a state, which the backward pass may run again: with its own record each time."""
+    own = None if record is None else dict(record)
+    x, _, carry = block(x, None, record=own, **given)
+    return x, carry, own

@@ -2,20 +2,20 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...ops.operands import transformed
 from ...ops.tensors import upcast_half
 from .block import Block
 from .gates import Add
-from .plain import LayerCall, Plain
+from .plain import Plain, StackCall
 
 
-class Reversible(nn.Module):
+class Reversible(Plain):
     r"""Two streams: $y_1 = x_1 + F(x_2)$, $y_2 = x_2 + G(y_1)$, F the attention and G the feed-forward network.
 
     Both streams begin as the input, and their mean is the output. In training without a state the backward has
@@ -27,26 +27,15 @@ class Reversible(nn.Module):
     for blocks that are not prenorm, for a residual gate, and for an attention that hands something to the next layer.
     """
 
-    steps = 1
-    penalty = ""
-    exempt: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, dim: int):
-        super().__init__()
-
-    start = Plain.start
-
-    def forward(
-        self, blocks: nn.ModuleList, x: Tensor, state: tuple | None, call: LayerCall
-    ) -> tuple[Tensor, tuple | None]:
+    def forward(self, blocks: list[Block], x: Tensor, state: Any, call: StackCall) -> tuple[Tensor, Any]:
         """x (B,N,dim), the state -> both after all blocks."""
         wide = upcast_half(x)
-        parameters = [p for p in blocks.parameters() if p.requires_grad]
+        parameters = [p for block in blocks for p in block.parameters() if p.requires_grad]
         graph = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if state is None and graph and not torch.compiler.is_compiling() and not transformed():
             given = {name: value for name, value in call.arguments.items() if not _learned(value)}
             extra = {name: value for name, value in call.arguments.items() if _learned(value)}
-            run = _Run(list(blocks), x.dtype, given, tuple(extra), call)  # type: ignore[arg-type]
+            run = _Run(blocks, x.dtype, given, tuple(extra), call)
             one, two, penalties = _Reversed.apply(run, wide, *extra.values(), *parameters)  # type: ignore[misc]
             for layer, penalty in zip(call.layers, penalties, strict=True):
                 if "penalty" in layer:
@@ -55,20 +44,18 @@ class Reversible(nn.Module):
         one = two = wide
         new: list = []
         for i, block in enumerate(blocks):
-            told = call.asks(block)  # type: ignore[arg-type]
-            before = None if state is None else state[i]
-            add, after = block.attended(two.to(x.dtype), before, record=told, donate=call.donate, **call.arguments)  # type: ignore
+            record, before = call.record_for(block), None if state is None else state[i]
+            add, after = block.attended(two.to(x.dtype), before, record=record, **call.arguments)
             one = one + add
-            two = two + block.fed(one.to(x.dtype))  # type: ignore[operator]
-            call.layers.append(told or {})
+            two = two + block.fed(one.to(x.dtype))
+            call.layers.append(record or {})
             new.append(after)
         return ((one + two) / 2).to(x.dtype), None if state is None else tuple(new)
 
 
-def check(blocks: nn.ModuleList) -> None:
+def check(blocks: list[Block]) -> None:
     """Raise ValueError for blocks that cannot be run backwards."""
     for block in blocks:
-        assert isinstance(block, Block)
         if not block.prenorm:
             raise ValueError("a reversible stack adds to streams that no norm changes, so it needs prenorm=True")
         if not isinstance(block.join1, Add):
@@ -88,7 +75,7 @@ class _Run(NamedTuple):
     dtype: torch.dtype
     given: dict[str, Any]
     names: tuple[str, ...]
-    call: LayerCall
+    call: StackCall
 
 
 class _Reversed(torch.autograd.Function):
@@ -100,7 +87,7 @@ class _Reversed(torch.autograd.Function):
         one = two = x
         ctx.run, ctx.generators, ctx.autocast, penalties = run, [], _autocast(x), []
         for block in run.blocks:
-            told, before = run.call.asks(block), _generators(x, block)
+            told, before = run.call.record_for(block), _generators(x, block)
             one = one + block.attended(two.to(run.dtype), None, record=told, **arguments)[0]
             ctx.generators.append((before, _generators(x, block)))
             two = two + block.fed(one.to(run.dtype))

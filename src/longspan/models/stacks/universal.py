@@ -1,6 +1,6 @@
 """The same blocks again and again: the Universal Transformer, for so many steps or as many as each token wants."""
 
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from ..._utils.spec import known
 from ...modules.sinusoidal import sinusoid
 from ...ops.tensors import positions, upcast_half
-from .plain import LayerCall, run_blocks
+from .block import Block
+from .plain import Plain, StackCall
 
 COORDINATES = {"both": "of the token and of the step", "step": "of the step alone", "none": "neither"}
 
@@ -18,7 +19,7 @@ class UniversalState(NamedTuple):
     layers: tuple  # one state per block and step, those of a step side by side
 
 
-class Universal(nn.Module):
+class Universal(Plain):
     r"""All blocks ``steps`` times with the same weights: step t reads $H^{t-1} + P^t$.
 
     ``coordinates``: which sinusoids are added before each step. ``both``, of the token's position i and of the step t,
@@ -29,11 +30,8 @@ class Universal(nn.Module):
     step is part of the residual stream. Raises ValueError for steps < 1 and unknown coordinates.
     """
 
-    penalty = ""
-    exempt: ClassVar[dict[str, str]] = {}
-
     def __init__(self, dim: int, *, steps: int = 6, coordinates: str = "both"):
-        super().__init__()
+        super().__init__(dim)
         if steps < 1:
             raise ValueError(f"steps={steps} must be at least 1")
         self.steps, self.coordinates = steps, known(coordinates, COORDINATES, "coordinates of a universal stack")
@@ -43,21 +41,24 @@ class Universal(nn.Module):
         """Whether the order of the tokens matters to it, whatever its attentions are."""
         return self.coordinates == "both"
 
-    def start(self, blocks: nn.ModuleList, batch: int, capacity: int | None) -> UniversalState:
-        layers = tuple(b.attention.init_state(batch, capacity) for _ in range(self.steps) for b in blocks)  # type: ignore
+    def start(self, blocks: list[Block], batch: int, capacity: int | None) -> UniversalState:
+        """The states before the first token, one for each block and step."""
+        layers = tuple(b.attention.init_state(batch, capacity) for _ in range(self.steps) for b in blocks)
         return UniversalState(torch.zeros(batch, dtype=torch.long, device=_device(blocks)), layers)
 
-    def forward(self, blocks: nn.ModuleList, x: Tensor, state: UniversalState | None, call: LayerCall):
+    def forward(
+        self, blocks: list[Block], x: Tensor, state: UniversalState | None, call: StackCall
+    ) -> tuple[Tensor, Any]:
         """x (B,N,dim), the state -> both after all steps."""
         add, end = coordinates(self.coordinates, x, state, call)
         layers: tuple = ()
         for t in range(self.steps):
-            x, new = run_blocks(blocks, x + add(t), of_step(state, t, len(blocks)), call)
+            x, new = Plain.forward(self, blocks, x + add(t), of_step(state, t, len(blocks)), call)
             layers += new or ()
         return x, None if state is None else UniversalState(end, layers)
 
 
-class Act(nn.Module):
+class Act(Universal):
     r"""As many steps as each token wants, at most ``steps``: adaptive computation time.
 
     After step n a token halts with $h_n = \sigma(w \cdot s_n + b)$. Its last step N is the first with
@@ -76,24 +77,20 @@ class Act(nn.Module):
     """
 
     penalty = "steps that a token takes, and the weight of its last one"
-    exempt: ClassVar[dict[str, str]] = {}
 
     def __init__(
         self, dim: int, *, steps: int = 12, threshold: float = 0.01, bias: float = 1.0, coordinates: str = "both"
     ):
-        super().__init__()
-        if steps < 1:
-            raise ValueError(f"steps={steps} must be at least 1")
+        super().__init__(dim, steps=steps, coordinates=coordinates)
         if not 0 < threshold < 1:
             raise ValueError(f"threshold={threshold} must be between 0 and 1")
-        self.steps, self.threshold = steps, threshold
-        self.coordinates = known(coordinates, COORDINATES, "coordinates of a universal stack")
+        self.threshold = threshold
         # No linear map, whose bias an initialisation would set to zero.
         self.halt, self.bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.tensor(float(bias)))
 
-    start, positional = Universal.start, Universal.positional
-
-    def forward(self, blocks: nn.ModuleList, x: Tensor, state: UniversalState | None, call: LayerCall):
+    def forward(
+        self, blocks: list[Block], x: Tensor, state: UniversalState | None, call: StackCall
+    ) -> tuple[Tensor, Any]:
         """x (B,N,dim), the state -> both after all steps that somebody wants."""
         add, end = coordinates(self.coordinates, x, state, call)
         layers: tuple = ()
@@ -103,7 +100,7 @@ class Act(nn.Module):
             going = going & call.mask
         mixed, ponder, count = torch.zeros_like(x), torch.zeros_like(total), torch.zeros_like(total)
         for t in range(self.steps):
-            y, new = run_blocks(blocks, x + add(t), of_step(state, t, len(blocks)), call)
+            y, new = Plain.forward(self, blocks, x + add(t), of_step(state, t, len(blocks)), call)
             layers += new or ()
             x = torch.where(going[..., None], y, x)
             h = torch.sigmoid((upcast_half(x) * upcast_half(self.halt)).sum(-1) + upcast_half(self.bias))
@@ -118,15 +115,15 @@ class Act(nn.Module):
                 break
         ponder = ponder + count
         real = torch.ones_like(ponder) if call.mask is None else call.mask
-        call.told |= {"penalty": ponder.sum() / real.sum().clamp(min=1)}
-        call.told |= {"ponder": ponder.detach(), "steps": count.long()}
+        call.own_record |= {"penalty": ponder.sum() / real.sum().clamp(min=1)}
+        call.own_record |= {"ponder": ponder.detach(), "steps": count.long()}
         return mixed, None if state is None else UniversalState(end, layers)
 
 
-def coordinates(kind: str, x: Tensor, state: UniversalState | None, call: LayerCall):
+def coordinates(kind: str, x: Tensor, state: UniversalState | None, call: StackCall):
     """A function of the step that gives what is added to x (B,N,dim) before it, and the next positions (B,)."""
     start = None if state is None else state.position
-    at, end = positions(x, start, mask=call.mask, segments=_plain(call.arguments.get("segments")))
+    at, end = positions(x, start, mask=call.mask, segments=call.arguments.get("segments"))
     tokens = sinusoid(at, x.shape[-1], x.dtype) if kind == "both" else x.new_zeros(())
 
     def add(t: int) -> Tensor:
@@ -144,9 +141,5 @@ def of_step(state: UniversalState | None, t: int, count: int) -> tuple | None:
     return None if state is None else state.layers[t * count : (t + 1) * count]
 
 
-def _plain(segments):
-    return None if segments is None else segments.value
-
-
-def _device(blocks: nn.ModuleList) -> torch.device:
-    return next(blocks.parameters()).device
+def _device(blocks: list[Block]) -> torch.device:
+    return next(blocks[0].parameters()).device

@@ -7,9 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._utils.spec import known
+from ..arguments import check_mask, check_segments, describe
 from ..backends import log_backend, resolve_backend, select_backend
 from ..operands import check_donation, check_stored, materialize_neg, same_device
 from ..packed import check_packed
+from ..rows import gather_valid, last_valid, scatter_back
 from ..tensors import upcast_half
 from . import native as kernels
 
@@ -25,6 +27,7 @@ def causal_convolution(
     state: Tensor | None = None,
     *,
     activation: str | None = None,
+    mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     donate: bool = False,
@@ -50,6 +53,8 @@ def causal_convolution(
 
     ``state`` (B,R,C): the last R >= K - 1 inputs, the oldest first, in float32 at least or in x's dtype; the next one
     has the same shape and dtype, and without one it is (B,K-1,C) in float32 at least. ``donate=True`` may overwrite it.
+    ``mask`` (B,N) bool: True = a real token. A masked token is skipped: it takes no place in a window or in the state,
+    and its output is 0.
     ``segments`` (B,N) int64: packed sequences, equal ids side by side; a token sees its own only, a given state belongs
     to the first, the returned one to the last. ``cu_seqlens`` (S+1,) int32 or int64 packs S sequences into the one row
     of x: number s is tokens cu_seqlens[s] ... cu_seqlens[s+1], and has a state of its own, (S,R,C) in all.
@@ -61,15 +66,18 @@ def causal_convolution(
     """
     if donate and state is not None:
         check_donation(state, x=x, weight=weight, bias=bias)
-    if segments is None and cu_seqlens is None and state is not None:
+    if mask is None and segments is None and cu_seqlens is None and state is not None:
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
         found = _token(x, weight, bias, state, activation, donate)
         if found is not None:
             return found
-    check(x, weight, bias, state, activation, segments, cu_seqlens)
-    return convolve(
-        x, weight, bias, state, activation=activation, segments=segments, cu_seqlens=cu_seqlens, donate=donate
-    )
+    check(x, weight, bias, state, activation, mask, segments, cu_seqlens)
+    options = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens, "donate": donate}
+    if mask is None:
+        return convolve(x, weight, bias, state, **options)
+    absent = ~mask[..., None]
+    y, state = convolve(x.masked_fill(absent, 0.0), weight, bias, state, mask=mask, **options)
+    return y.masked_fill(absent, 0.0), state
 
 
 def convolve(
@@ -79,15 +87,21 @@ def convolve(
     state: Tensor | None = None,
     *,
     activation: str | None = None,
+    mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same for arguments that fit, which are not checked. Raises ValueError where a forced backend cannot serve."""
+    """The same for arguments that fit, which are not checked; what masked tokens get means nothing.
+
+    Raises ValueError where a forced backend cannot serve the call.
+    """
     if state is None:
         sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=upcast_half(x[:0]).dtype)
-    elif segments is None and cu_seqlens is None:
+    if mask is not None and x.shape[1]:
+        return _skipping(x, weight, bias, state, mask, activation, segments, cu_seqlens)
+    if segments is None and cu_seqlens is None:
         found = _token(x, weight, bias, state, activation, donate)
         if found is not None:
             return found
@@ -104,6 +118,27 @@ def convolve(
             return reference(x, weight, bias, state, **options)
         case _:
             return composed(x, weight, bias, state, **options)
+
+
+def _skipping(x, weight, bias, state, mask, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
+    """``convolve`` of the real tokens alone, mask (B,N)."""
+    if cu_seqlens is not None:
+        outputs, states = [x[:, :0]], [state[:0]]
+        for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            options = {"activation": activation, "mask": mask[:, begin:end]}
+            y, last = convolve(x[:, begin:end], weight, bias, state[s : s + 1], **options)
+            outputs.append(y)
+            states.append(last)
+        return torch.cat(outputs, 1), torch.cat(states)
+    # Real tokens side by side, in their order; the others after them, where no real one sees them.
+    (tokens,), rows = gather_valid(mask, x), state.shape[1]
+    ids = None if segments is None else gather_valid(mask, segments)[0]
+    y, _ = convolve(tokens, weight, bias, state, activation=activation, segments=ids)
+    last = last_valid(torch.cat([state, tokens.to(state.dtype)], 1), mask, rows)
+    if ids is not None:
+        ids = last_valid(torch.cat([ids[:, :1].expand(-1, rows), ids], 1), mask, rows)
+        last = last * (ids == ids[:, -1:])[..., None]
+    return scatter_back(mask, y), last
 
 
 def _token(x, weight, bias, state, activation, donate):
@@ -190,13 +225,13 @@ def _finished(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     return y if activation is None else ACTIVATIONS[activation](y)
 
 
-def check(x, weight, bias, state, activation, segments, cu_seqlens) -> None:
+def check(x, weight, bias, state, activation, mask, segments, cu_seqlens) -> None:
     """Raise ValueError unless the arguments of the functions above fit each other."""
     if activation is not None:
         known(activation, ACTIVATIONS, "activation")
     if x.dim() != 3 or not x.is_floating_point():
         raise ValueError(f"x must be a floating-point (B, N, C), not {x.dtype} {tuple(x.shape)}")
-    same_device(x=x, weight=weight, bias=bias, state=state, segments=segments, cu_seqlens=cu_seqlens)
+    same_device(x=x, weight=weight, bias=bias, state=state, mask=mask, segments=segments, cu_seqlens=cu_seqlens)
     check_stored("the state", state)
     batch, n, channels = x.shape
     if weight.dim() != 2 or len(weight) != channels or not weight.shape[1] or not weight.is_floating_point():
@@ -204,8 +239,10 @@ def check(x, weight, bias, state, activation, segments, cu_seqlens) -> None:
         raise ValueError(f"weight must be a floating-point (C, K) = ({channels}, at least 1), not {found}")
     if bias is not None and (tuple(bias.shape) != (channels,) or not bias.is_floating_point()):
         raise ValueError(f"bias must be a floating-point {(channels,)}, not {bias.dtype} {tuple(bias.shape)}")
-    if segments is not None and (segments.shape != (batch, n) or segments.dtype != torch.int64):
-        raise ValueError(f"segments must be int64 {(batch, n)}, not {segments.dtype} {tuple(segments.shape)}")
+    if mask is not None:
+        check_mask("mask", mask, (batch, n))
+    if segments is not None:
+        check_segments(segments, (batch, n))
     sequences = check_packed(cu_seqlens, batch, n, segments)
     if state is not None:
         rows, wide = weight.shape[1] - 1, upcast_half(x[:0]).dtype
@@ -214,5 +251,5 @@ def check(x, weight, bias, state, activation, segments, cu_seqlens) -> None:
             expected = f"({sequences}, at least {rows}, {channels})"
             raise ValueError(
                 f"state must be {' or '.join(map(str, dict.fromkeys((wide, x.dtype))))} (B, R, C) = {expected}, "
-                f"not {state.dtype} {tuple(state.shape)}"
+                f"not {describe(state)}"
             )

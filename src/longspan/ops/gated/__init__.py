@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._utils.spec import known
+from ..arguments import check_mask, check_segments, check_state
 from ..backends import log_backend, resolve_backend, select_backend
 from ..isolated import Packed, Part, isolated
 from ..native import call
@@ -396,13 +397,10 @@ def check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seql
         raise ValueError(f"log_decay must be a floating-point {token} or {(*token, size)}, not {found}")
     if beta is not None and (tuple(beta.shape) != token or not beta.is_floating_point()):
         raise ValueError(f"beta must be a floating-point {token}, not {beta.dtype} {tuple(beta.shape)}")
-    if mask is not None and (mask.shape != (batch, n) or mask.dtype != torch.bool):
-        raise ValueError(f"mask must be bool {(batch, n)}, not {mask.dtype} {tuple(mask.shape)}")
-    if segments is not None and (segments.shape != (batch, n) or segments.dtype != torch.int64):
-        raise ValueError(f"segments must be int64 {(batch, n)}, not {segments.dtype} {tuple(segments.shape)}")
+    if mask is not None:
+        check_mask("mask", mask, (batch, n))
+    if segments is not None:
+        check_segments(segments, (batch, n))
     sequences = check_packed(cu_seqlens, batch, n, segments)
     if state is not None:
-        expected, wide = (sequences, heads, size, width), upcast_half(value[:0]).dtype
-        if tuple(state.shape) != expected or state.dtype != wide:
-            found = f"{state.dtype} {tuple(state.shape)}"
-            raise ValueError(f"state must be {wide} (B, H, D, E) = {expected}, not {found}")
+        check_state(state, "(B, H, D, E)", (sequences, heads, size, width), upcast_half(value[:0]).dtype)

@@ -1,16 +1,19 @@
 """Normalised linear attention: phi(q)^T sum phi(k) v^T / (phi(q)^T sum phi(k) + eps)."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from .. import prefix
+from ..arguments import check_mask, check_segments, check_state
 from ..backends import log_backend, resolve_backend, select_backend
 from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_eps, check_stored, materialize_neg, same_device, transformed, zero_masked
+from ..packed import check_packed
 from ..tensors import upcast_half, with_ones
 from . import bidirectional, composed, native, recurrence
 from . import causal as causally
@@ -31,6 +34,7 @@ def linear_attention(
     eps: float = 1e-6,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
     return_state: Literal[False] = False,
     donate: bool = False,
@@ -48,6 +52,7 @@ def linear_attention(
     eps: float = 1e-6,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
     return_state: Literal[True],
     donate: bool = False,
@@ -64,6 +69,7 @@ def linear_attention(
     eps: float = 1e-6,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
     return_state: bool = False,
     donate: bool = False,
@@ -87,43 +93,54 @@ def linear_attention(
     ``feature_map``: $\phi$, one of elu, relu, squared_relu and exp, or a callable. ``eps``: $\epsilon$. ``mask`` (B,M)
     bool: True = a real token; a masked one does not exist, whatever it holds: its output means nothing, and with
     ``causal=False``, where queries may be other tokens, it is a key that does not exist. ``segments`` (B,N) int64:
-    packed sequences. ``donate=True`` may overwrite ``state``. A query that no key answers reads 0, also with ``eps=0``.
-    Transforms of ``torch.func`` and forward-mode derivatives take plain forms.
+    packed sequences. ``cu_seqlens`` (S+1,) int32 or int64 packs S sequences into one row, B = 1: number s is tokens
+    cu_seqlens[s] ... cu_seqlens[s+1], and has its own state, (S,H,F,E+1) in all. ``donate=True`` may overwrite
+    ``state``. A query that no key answers reads 0, also with ``eps=0``. Transforms of ``torch.func`` and forward-mode
+    derivatives take plain forms.
 
-    Raises ValueError for shapes that do not fit, an unknown feature map or one that can go negative, a state that is
-    given with ``causal=False``, and one to be overwritten that shares memory with query, key, value or itself.
+    Raises ValueError for shapes that do not fit, segments together with cu_seqlens, an unknown feature map or one that
+    can go negative, a state that is given with ``causal=False``, and one to be overwritten that shares memory with
+    query, key, value or itself.
 
     Source: Katharopoulos et al. 2020 (2006.16236), eqs 4-12. The state and all sums are float32 at least.
     """
     check_eps(eps)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value)
-    if causal and mask is None and segments is None and state is not None and isinstance(feature_map, str):
+    unpacked = segments is None and cu_seqlens is None
+    if causal and mask is None and unpacked and state is not None and isinstance(feature_map, str):
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
         found = _token(query, key, value, state, feature_map, eps, donate)
         if found is not None:
             return found if return_state else found[0]
-    _check(query, key, value, causal, mask, segments, state)
+    sequences = _check(query, key, value, causal, mask, segments, cu_seqlens, state)
     phi = choose(feature_map, query.shape[-1])
-    if state is not None:
-        size = query.shape[-1]
+    if state is not None or cu_seqlens is not None:
+        size, wide = query.shape[-1], upcast_half(query[:0]).dtype
         features = size if isinstance(feature_map, str) else phi(upcast_half(query.new_zeros(1, size))).shape[-1]
-        expected, wide = (*key.shape[:2], features, value.shape[-1] + 1), upcast_half(query[:0]).dtype
-        if state.shape != expected or state.dtype != wide:
-            found = f"{state.dtype} {tuple(state.shape)}"
-            raise ValueError(f"state must be {wide} (B, H, F, E+1) = {expected}, not {found}")
+        expected = (sequences, key.shape[1], features, value.shape[-1] + 1)
+        if state is not None:
+            check_state(state, "(B, H, F, E+1)", expected, wide)
     query, (key, value) = zero_masked(mask if causal else None, query)[0], zero_masked(mask, key, value)
 
     def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
         q, k, v = tokens
         own = (mask, segments) if part is None else (part.cut(mask), None)
         options = {"causal": causal, "eps": eps, "mask": own[0], "segments": own[1], "state": state}
-        options["donate"] = donate and segments is None
+        options["donate"] = donate and unpacked
         if isinstance(feature_map, str):
             return named(q, k, v, feature_map=feature_map, **options)
         return attend(phi(upcast_half(q)), phi(upcast_half(k)), v, **options)
 
-    if segments is None:
+    if cu_seqlens is not None:
+        parts = [Part(0, begin, end, True, True) for begin, end in pairwise(cu_seqlens.tolist())]
+        starts = [None] * len(parts) if state is None else state.split(1)
+        cuts = ([part.cut(x, 2) for x in (query, key, value)] for part in parts)
+        found = [run(tokens, start, None, part) for tokens, start, part in zip(cuts, starts, parts, strict=True)]
+        # Empty ones first, for a call without sequences.
+        out = torch.cat([value[:, :, :0], *(o for o, _ in found)], 2)
+        state = torch.cat([key.new_empty(0, *expected[1:], dtype=wide), *(end for _, end in found)])
+    elif segments is None:
         out, state = run((query, key, value), state, None, None)
     else:
         packed = Packed(run, segments, 2, total=not causal, causal=causal)
@@ -167,7 +184,7 @@ def named(
         case "native":
             if why_not:
                 raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
-            return native.attend(q, k, v, state=state, **options)
+            return native.Attend.apply(q, k, v, state, mask, segments, feature_map, eps)  # pyright: ignore[reportReturnType] (torch types it as Any | None)
         case "torch" if transformed():
             return composed.composed(q, k, v, state, causal=causal, **options)
         case "torch" if causal and not token:
@@ -277,7 +294,8 @@ def normalise(read: Tensor, eps: float) -> Tensor:
     return read[..., :-1] / divisors(read[..., -1:] + eps)
 
 
-def _check(query, key, value, causal, mask, segments, state):
+def _check(query, key, value, causal, mask, segments, cu_seqlens, state) -> int:
+    """How many states the call has. Raises ValueError unless the arguments fit each other."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor):
             raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {type(t).__name__}")
@@ -288,14 +306,16 @@ def _check(query, key, value, causal, mask, segments, state):
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit: "
             f"(B, H, N, D), (B, H, M, D), (B, H, M, E) are expected"
         )
-    same_device(query=query, key=key, value=value, mask=mask, segments=segments, state=state)
+    same_device(query=query, key=key, value=value, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
     check_stored("the state", state)
     batch, _, keys, _ = key.shape
-    if (causal or segments is not None) and query.shape[2] != keys:
+    if (causal or segments is not None or cu_seqlens is not None) and query.shape[2] != keys:
         raise ValueError(f"causal or packed attention needs as many queries as keys, not {query.shape[2]} and {keys}")
-    if mask is not None and (mask.shape != (batch, keys) or mask.dtype != torch.bool):
-        raise ValueError(f"mask must be bool {(batch, keys)}, not {mask.dtype} {tuple(mask.shape)}")
-    if segments is not None and (segments.shape != (batch, keys) or segments.dtype != torch.int64):
-        raise ValueError(f"segments must be int64 {(batch, keys)}, not {segments.dtype} {tuple(segments.shape)}")
+    if mask is not None:
+        check_mask("mask", mask, (batch, keys))
+    if segments is not None:
+        check_segments(segments, (batch, keys))
+    sequences = check_packed(cu_seqlens, batch, keys, segments)
     if state is not None and not causal:
         raise ValueError("a state continues a causal sequence; causal=False sees all keys in one call and takes none")
+    return sequences

@@ -11,28 +11,16 @@ from ..operands import double_backward, mark_overwritten, stored
 from .composed import composed
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: str,
-    eps: float,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``causal.attend`` by C++: q, k (B,H,N,D) before the feature map, v (B,H,N,E), any strides, float32 or bfloat16.
+class Attend(torch.autograd.Function):
+    """``causal.attend`` by C++: ``Attend.apply(q, k, v, state, mask, segments, feature_map, eps)`` -> o, state.
 
-    -> o (B,H,N,E) in v's dtype and with its strides, state (B,H,D,E+1) float32, in which all sums are made. Time is
-    O(N (D E + 32 (D + E))); beyond inputs, output and gradients, memory is that of two states per thread and head: the
-    backward pass keeps q, k, v, o and the denominators (B,H,N). The same number of threads gives the same bits.
-    Only for operands that ``why_not`` does not object to. Raises MemoryError where those states do not fit.
+    q, k (B,H,N,D) before the feature map, v (B,H,N,E), any strides, float32 or bfloat16 -> o (B,H,N,E) in v's dtype and
+    with its strides, state (B,H,D,E+1) float32, in which all sums are made. Time is O(N (D E + 32 (D + E))); beyond
+    inputs, output and gradients, memory is that of two states per thread and head: the backward pass keeps q, k, v, o
+    and the denominators (B,H,N). The same number of threads gives the same bits. Only for operands that ``why_not``
+    does not object to. Raises MemoryError where those states do not fit.
     """
-    return _Attend.apply(q, k, v, state, mask, segments, feature_map, eps)  # type: ignore[return-value]
 
-
-class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, state, mask, segments, feature_map, eps):
         # To a compiler it is one operation; without one, the operation's dispatch is saved.

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import patterns
 from ...patterns import Pattern
+from ..arguments import check_mask
 from ..backends import log_backend, resolve_backend
 from ..operands import TRANSFORMED, check_scale, materialize_neg, same_device, transformed, zero_masked
 from ..rows import ragged
@@ -286,5 +287,5 @@ def _check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bias:
     if m < n or (m > n and (mask is not None or bias is not None)):
         least = "at least as many keys as queries" if m < n else "as many keys as queries with a mask or a bias"
         raise ValueError(f"there must be {least}; query is {tuple(query.shape)}, key {tuple(key.shape)}")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, n)):
-        raise ValueError(f"mask must be bool {(batch, n)}, True on real tokens, not {mask.dtype} {tuple(mask.shape)}")
+    if mask is not None:
+        check_mask("mask", mask, (batch, n))

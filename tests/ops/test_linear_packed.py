@@ -1,0 +1,104 @@
+"""``cu_seqlens`` of linear attention: each packed sequence is as if it had been called by itself."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from longspan import linear_attention
+from longspan.ops.backends import backend
+from longspan.ops.native.call import available
+
+CUTS = torch.tensor([0, 0, 5, 6, 29], dtype=torch.int32)
+WAYS = ("reference", "torch", *(("native",) if available() else ()))
+
+
+def operands(dtype=torch.float64, states=4):
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    return random(1, 2, 29, 4), random(1, 2, 29, 4), random(1, 2, 29, 6), random(states, 2, 4, 7)
+
+
+def apart(query, key, value, state, **options):
+    """One call per sequence."""
+    outputs, states = [], []
+    for s, (begin, end) in enumerate(pairwise(CUTS.tolist())):
+        own = None if state is None else state[s : s + 1]
+        parts = (t[:, :, begin:end] for t in (query, key, value))
+        o, last = linear_attention(*parts, state=own, return_state=True, **options)
+        outputs.append(o)
+        states.append(last)
+    return torch.cat(outputs, 2), torch.cat(states)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("started", [False, True])
+def test_each_sequence_is_its_own_call(way, started):
+    dtype = torch.float32 if way == "native" else torch.float64
+    *qkv, state = operands(dtype)
+    state = state if started else None
+    with backend(way):
+        found = linear_attention(*qkv, cu_seqlens=CUTS, state=state, return_state=True)
+        expected = apart(*qkv, state)
+    inputs = [*qkv, *([state] if started else [])]
+    gradients = (torch.autograd.grad(sum(t.square().sum() for t in pair), inputs) for pair in (found, expected))
+    for a, b in zip((*found, *next(gradients)), (*expected, *next(gradients)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_bidirectional_sequences():
+    *qkv, _ = operands()
+    found = linear_attention(*qkv, causal=False, cu_seqlens=CUTS, return_state=True)
+    for a, b in zip(found, apart(*qkv, None, causal=False), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_outputs_are_those_of_segments():
+    *qkv, _ = operands()
+    segments = torch.tensor([[0] * 5 + [1] + [2] * 23])
+    torch.testing.assert_close(linear_attention(*qkv, cu_seqlens=CUTS), linear_attention(*qkv, segments=segments))
+
+
+def test_masked_tokens_do_not_exist():
+    query, key, value, state = (t.detach() for t in operands())
+    mask = torch.arange(29)[None] % 3 != 1
+    found = linear_attention(query, key, value, mask=mask, cu_seqlens=CUTS, state=state, return_state=True)
+    absent = ~mask[:, None, :, None]
+    nan = [t.masked_fill(absent, torch.nan) for t in (query, key, value)]
+    again = linear_attention(*nan, mask=mask, cu_seqlens=CUTS, state=state, return_state=True)
+    real = mask[0]
+    torch.testing.assert_close(found[0][:, :, real], again[0][:, :, real])
+    torch.testing.assert_close(found[1], again[1])
+
+
+def test_nan_stays_in_its_sequence():
+    query, key, value, state = (t.detach() for t in operands())
+    value[:, :, 5] = torch.nan
+    o, after = linear_attention(query, key, value, cu_seqlens=CUTS, state=state, return_state=True)
+    assert o[:, :, 5].isnan().all()
+    assert torch.cat([o[:, :, :5], o[:, :, 6:]], 2).isfinite().all()
+    assert after[[0, 1, 3]].isfinite().all()
+
+
+def test_no_sequence():
+    q = torch.zeros(1, 2, 0, 4)
+    o, state = linear_attention(q, q, q, cu_seqlens=torch.tensor([0]), return_state=True)
+    assert o.shape == (1, 2, 0, 4)
+    assert state.shape == (0, 2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"segments": torch.zeros(1, 29, dtype=torch.int64)}, "segments"),
+        ({"cu_seqlens": torch.tensor([0, 28])}, "29"),
+        ({"state": torch.zeros(1, 2, 4, 7, dtype=torch.float64)}, r"\(4, 2, 4, 7\)"),
+    ],
+)
+def test_refusals(options, named):
+    *qkv, _ = operands()
+    with pytest.raises(ValueError, match=named):
+        linear_attention(*qkv, **{"cu_seqlens": CUTS, **options})
