@@ -1,14 +1,14 @@
-"""Put a demo's figures and pictures into the README.
+"""Put a demo's figures and pictures into the docs.
 
     longspan demo --out demo
     python tools/figures.py demo/demo.json
 
-copies ``demo.json`` and the README's picture from the demo's folder to ``docs/images`` and writes the figures between
-the README's two markers. Without an argument it only writes them again, from ``docs/images/demo.json``.
+copies ``demo.json`` and its picture from the demo's folder to ``docs/images`` and writes the figures between the two
+markers of ``docs/results/demo.md``. Without an argument it only writes them again, from ``docs/images/demo.json``.
 
     python tools/figures.py --draw
 
-draws the README's other pictures, by the commands in DRAWN and the model that comes with the package.
+draws the docs' other pictures, by the commands in DRAWN and the model that comes with the package.
 """
 
 import json
@@ -21,7 +21,7 @@ from typing import Any
 from longspan.cli import entry
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-README, IMAGES = DOCS.parent / "README.md", DOCS / "images"
+PAGE, IMAGES = DOCS / "results" / "demo.md", DOCS / "images"
 PICTURES = ("throughput.png",)
 DRAWN = {
     "mnist.png": "generate mnist --count 49",
@@ -71,7 +71,7 @@ def readable(value: Any) -> str:
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The README's lines for a ``demo.json``. Raises ValueError for one that lacks a figure."""
+    """The page's lines for a ``demo.json``. Raises ValueError for one that lacks a figure."""
     speed = {s: {c: number(facts, "images_per_second", s, c) for c in CANDIDATES} for s in SETTINGS}
     long = speed["mnist_784"]
     lines = [
@@ -101,12 +101,12 @@ def render(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def place(readme: str, figures: str) -> str:
-    """``readme`` with what stands between the markers replaced. Raises ValueError where a marker is missing."""
-    before, begin, rest = readme.partition(BEGIN)
+def place(page: str, figures: str) -> str:
+    """``page`` with what stands between the markers replaced. Raises ValueError where a marker is missing."""
+    before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"the README needs the markers {BEGIN} and {END}, in this order")
+        raise ValueError(f"the page of the demo needs the markers {BEGIN} and {END}, in this order")
     return f"{before}{BEGIN}\n{figures}\n{END}{after}"
 
 
@@ -120,7 +120,7 @@ def main(arguments: list[str]) -> None:
         return
     source = Path(arguments[0]) if arguments else IMAGES / "demo.json"
     try:
-        readme = place(README.read_text(encoding="utf-8"), render(json.loads(source.read_text(encoding="utf-8"))))
+        page = place(PAGE.read_text(encoding="utf-8"), render(json.loads(source.read_text(encoding="utf-8"))))
         if arguments:
             IMAGES.mkdir(exist_ok=True)
             for name in PICTURES:
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> None:
         raise ValueError(
             f"cannot read {error.filename}: {error.strerror}; make it by: longspan demo --out demo"
         ) from error
-    README.write_text(readme, encoding="utf-8")
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
