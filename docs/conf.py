@@ -17,10 +17,10 @@ html_theme, html_title = "furo", "longspan"
 html_static_path, html_css_files = ["static"], ["narrow.css", "formulas.css", "home.css"]
 html_math_renderer = "mathml"  # tools/docs_math.py
 html_theme_options: dict[str, Any] = {
+    "top_of_page_buttons": [],
     "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
     "dark_css_variables": {"color-brand-primary": "#7db4f0", "color-brand-content": "#7db4f0"},
 }
-pygments_style, pygments_dark_style = "tango", "monokai"
 
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -119,7 +119,8 @@ def pages() -> None:
     families = {name: members for name, members in families.items() if members}
     head = ("| name | summary | time | forms | paper |", "|---|---|---|---|---|")
     tables = (
-        "\n".join((f"## {FAMILIES[name]}", "", *head, *map(row, members), "")) for name, members in families.items()
+        "\n".join((f"## {FAMILIES[name]}", "", "````{container} mechanisms", *head, *map(row, members), "````", ""))
+        for name, members in families.items()
     )
     legend = "\n".join(f"* {words}." for words in LEGEND.values())
     toc = "\n".join(("```{toctree}", ":maxdepth: 1", "", *(f"mechanisms/{name}" for name in families), "```"))
