@@ -20,7 +20,7 @@ class Alibi(Attention):
     The scores are written out, which fused softmax does without, so that it is slower than that at every length.
 
     Source: Press et al. 2021, section 3; the slopes of other numbers of heads are those of its authors' code. The paper
-    has the causal form only; |i - j| is its continuation to both sides.
+    has the causal form only; ``|i - j|`` is its continuation to both sides.
     """
 
     name, paper, cost = "alibi", "2108.12409", "N^2 D"
