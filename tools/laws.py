@@ -30,8 +30,8 @@ NEEDS = {
 def laws() -> str:
     """A row for each law: its name, what it states, and when it applies."""
     rows = [
-        f"| `{law}` | {' '.join(statement.replace('``', '`').split())} | {_when(needs)} |"
-        for law, (statement, needs) in testing.descriptions().items()
+        f"| `{law}` | {' '.join((function.__doc__ or '').replace('``', '`').split())} | {_when(needs)} |"
+        for law, (function, needs) in testing._LAWS.items()
     ]
     return "\n".join(("| law | statement | applies to mechanisms with |", "|---|---|---|", *rows))
 
@@ -50,7 +50,7 @@ def tolerances() -> str:
         "`dtypes`: float32, bfloat16 and float16": "twice the error of the reference in that dtype, plus its eps",
         "`dtypes`: bfloat16 autocast": f"{numeric.AUTOCAST:g}",
         "rounding of the data (`oracle`, `dtypes`)": f"{rounding.AMPLE} times the largest change of the exact answer in"
-        f" {rounding.NEIGHBOURS} trials",
+        f" {rounding.NEIGHBORS} trials",
         "masked outputs, saved and kept states, rebuilt modules, checkpointed gradients": "0: equal to the bit",
     }
     return "\n".join(("| measurement | tolerance |", "|---|---|", *(f"| {what} | {t} |" for what, t in rows.items())))

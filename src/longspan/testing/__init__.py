@@ -1,6 +1,6 @@
-"""The laws that every attention keeps; ``check_attention(spec)`` measures all that apply. Public: certify your own.
+"""Conformance checks: the laws that every attention obeys, for longspan's mechanisms and for yours.
 
-In the tests of a package of your own, ``parametrize`` makes one test of every law that applies::
+``check_attention(spec)`` runs all laws that apply. In your tests, ``parametrize`` makes one test per law::
 
     @longspan.testing.parametrize(["my_mechanism", "my_mechanism(window=3)"])
     def test_law(spec, law):
@@ -48,26 +48,34 @@ _LAWS = {
 
 
 class Row(NamedTuple):
-    """One law of a report."""
+    """The result of one law."""
 
     law: str
-    status: str  # passed | failed | exempt | does not apply
-    error: float  # largest measured error, relative to the largest expected value (at least 1)
-    tolerance: float  # allowed error of that measurement
-    note: str  # what differs, why it does not apply, or what the law says
-    excused: float = 0.0  # largest error beyond its tolerance that magnified roundings explain, see ``rounding``
+    """name of the law"""
+    status: str
+    """``passed``, ``failed``, ``exempt`` or ``does not apply``"""
+    error: float
+    """largest measured error, relative to the largest expected value (at least 1)"""
+    tolerance: float
+    """allowed error of that measurement"""
+    note: str
+    """the law's statement if it passed; otherwise what differs, the exemption's reason, or why it does not apply"""
+    excused: float = 0.0
+    """largest error above its tolerance that magnified rounding explains; see ``longspan.testing.rounding``"""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ``check_attention`` has measured."""
+    """The results of ``check_attention``; ``print(report)`` shows one line per law."""
 
     spec: str
+    """the spec that was checked"""
     rows: tuple[Row, ...]
+    """one row per law"""
 
     @property
     def ok(self) -> bool:
-        """No law failed."""
+        """Whether no law failed."""
         return not any(row.status == "failed" for row in self.rows)
 
     def __str__(self) -> str:
@@ -80,16 +88,32 @@ class Report:
 
 
 def laws() -> tuple[str, ...]:
-    """The names of all laws."""
+    """Return the names of all laws.
+
+    Returns:
+        Names, in the order of reports.
+    """
     return tuple(_LAWS)
 
 
 def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
-    """Measure one law for one spec, or a stack of specs separated by ``;``, with ``DecoderConfig``'s ``stack``.
+    """Run one law on one spec, or on a stack of specs.
 
-    An exemption (``exempt = {law: reason}`` of a class, or of an instance whose options make it so) is strict: where
-    the law holds after all, the check fails.
-    Raises ValueError for an unknown law, mechanism, stack or option.
+    An exemption is a class attribute ``exempt = {law: reason}``, or one of an instance if an option causes it.
+    Exemptions are strict: if the law holds after all, the check fails.
+
+    Args:
+        law: Name of the law, one of ``laws()``.
+        spec: Spec of an attention, or several separated by ``;`` for a stack.
+        seed: Seed of weights and inputs.
+        stack: How the blocks of a stack run, as in ``DecoderConfig.stack``, such as ``universal(steps=3)``. The default
+            checks a single attention alone, and several in a plain stack.
+
+    Returns:
+        The result, with status ``passed``, ``failed``, ``exempt`` or ``does not apply``.
+
+    Raises:
+        ValueError: If the law, mechanism, stack or option is unknown.
     """
     if law not in _LAWS:
         raise ValueError(f"unknown law {law!r}; known: {', '.join(_LAWS)}")
@@ -98,7 +122,7 @@ def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
     if missing := subject.why_not(needs):
         return Row(law, "does not apply", 0.0, 0.0, missing)
     reason = subject.exempt(law)
-    subject.make()  # what cannot even be built is the caller's error, not a broken law
+    subject.make()  # A spec that cannot be built is the caller's error, not a broken law.
     try:
         function(subject, gauge)
     except Exception as error:
@@ -112,14 +136,25 @@ def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
 
 
 def check_attention(spec: str, *, seed: int = 0, raises: bool = True, stack: str = "") -> Report:
-    """Measure every law for one spec, or a stack of specs separated by ``;``, with ``DecoderConfig``'s ``stack``.
+    """Run every law on one spec, or on a stack of specs.
 
-    >>> import longspan
-    >>> longspan.check_attention("linear").ok
-    True
+    Args:
+        spec: Spec of an attention, or several separated by ``;`` for a stack.
+        seed: Seed of weights and inputs.
+        raises: Whether a failed law raises AssertionError. Default: True.
+        stack: How the blocks of a stack run, as in ``check``.
 
-    Raises AssertionError with the whole report where a law fails (unless ``raises=False``), and ValueError for an
-    unknown mechanism or option.
+    Returns:
+        A report with one row per law.
+
+    Raises:
+        AssertionError: If a law fails and ``raises`` is True. The message is the whole report.
+        ValueError: If the mechanism, stack or option is unknown.
+
+    Example:
+        >>> import longspan
+        >>> longspan.check_attention("linear").ok
+        True
     """
     rows = tuple(check(law, spec, seed=seed, stack=stack) for law in _LAWS)
     report = Report(Subject(spec, seed, stack).named, rows)
@@ -129,31 +164,56 @@ def check_attention(spec: str, *, seed: int = 0, raises: bool = True, stack: str
 
 
 def applicable(spec: str, *, stack: str = "") -> tuple[str, ...]:
-    """The laws that apply to a spec, or to a stack of specs separated by ``;``.
+    """Return the names of the laws that apply to a spec.
 
-    Raises ValueError for an unknown mechanism, stack or option.
+    Args:
+        spec: Spec of an attention, or several separated by ``;`` for a stack.
+        stack: How the blocks of a stack run, as in ``check``.
 
-    >>> "cross" in applicable("linear"), "cross" in applicable("gla")
-    (True, False)
+    Returns:
+        Names, in the order of ``laws()``.
+
+    Raises:
+        ValueError: If the mechanism, stack or option is unknown.
+
+    Example:
+        >>> "cross" in applicable("linear"), "cross" in applicable("gla")
+        (True, False)
     """
     subject = Subject(spec, 0, stack)
     return tuple(law for law, (_, needs) in _LAWS.items() if not subject.why_not(needs))
 
 
 def cases() -> list[tuple[str, str]]:
-    """All pairs (law, example spec) of the registry of which the law applies, for a parametrized test."""
+    """Return all pairs (law, spec) of registered mechanisms' examples and the laws that apply to them.
+
+    Returns:
+        Pairs for ``pytest.mark.parametrize``.
+    """
     specs = [spec for name in list_mechanisms() for spec in mechanism_examples(name)]
     return [(law, spec) for spec in specs for law in applicable(spec)]
 
 
 def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
-    """Measure one law for one spec, or a stack of specs separated by ``;``, as ``check`` does.
+    """Run one law and raise AssertionError if it fails.
 
-    >>> import longspan
-    >>> longspan.testing.assert_law("causal", "linear").status
-    'passed'
+    Args:
+        law: Name of the law, one of ``laws()``.
+        spec: Spec of an attention, or several separated by ``;`` for a stack.
+        seed: Seed of weights and inputs.
+        stack: How the blocks of a stack run, as in ``check``.
 
-    Raises AssertionError, with the finding, where the law fails; ValueError as ``check``.
+    Returns:
+        The result; its status is not ``failed``.
+
+    Raises:
+        AssertionError: If the law fails. The message names what differs, and by how much.
+        ValueError: If the law, mechanism, stack or option is unknown.
+
+    Example:
+        >>> import longspan
+        >>> longspan.testing.assert_law("causal", "linear").status
+        'passed'
     """
     row = check(law, spec, seed=seed, stack=stack)
     if row.status == "failed":
@@ -162,13 +222,20 @@ def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
 
 
 def parametrize(specs: str | Iterable[str]) -> Callable[[Any], Any]:
-    """A decorator for pytest: the test function gets ``spec`` and ``law`` for every law that applies to each spec.
+    """Parametrize a pytest function over specs and the laws that apply to each.
 
-    One spec, or several; each names an attention, or a stack of them separated by ``;``. The laws are measured on few
-    tokens (29 mostly), so give options that are small, such as a window of 3. The module that registers the mechanism
-    has to be imported before, or announced as an entry point.
+    The test function takes the arguments ``spec`` and ``law``. Most laws use 29 tokens, so choose small options, such
+    as a window of 3. Import the module that registers the mechanism first, or announce it as an entry point.
 
-    Needs pytest. Raises ValueError, while the tests are collected, for an unknown mechanism or option, and for no spec.
+    Args:
+        specs: One spec or several. Each is the spec of an attention, or several separated by ``;`` for a stack.
+
+    Returns:
+        A pytest decorator with one case per spec and law.
+
+    Raises:
+        ImportError: If pytest is missing.
+        ValueError: If ``specs`` is empty, or a mechanism or option is unknown; raised when tests are collected.
     """
     import pytest
 

@@ -1,4 +1,4 @@
-"""The law of lengths at which blocks, tiles and buffers matter: sequences that fill several and end inside one."""
+"""The law of longer sequences, which fill several blocks and end inside one."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from ..ops.backends import backend
 from .gauge import BATCH, SEVERAL, Gauge, Subject, derivatives, off_kinks
 from .recurrent import run
 
-LENGTHS = (SEVERAL, 300)  # the second is beyond the windows that are the defaults
-SINGLE = 61, 67  # tokens of the first packed sequences; the last one has the others
+LENGTHS = (SEVERAL, 300)  # 300 tokens exceed the default windows
+SINGLE = 61, 67  # tokens of the first packed sequences; the last sequence has the rest
 
 
 def blocks(subject: Subject, gauge: Gauge) -> None:
-    """Over several blocks, whole, cut, packed and padded rows have the outputs and gradients of single runs."""
+    """At 139 and 300 tokens, whole, cut, packed and padded rows have the outputs and gradients of separate runs."""
     for n in LENGTHS:
         for causal in (True, False):
             if subject.why_not(("causal" if causal else "bidirectional",)):
@@ -25,7 +25,7 @@ def blocks(subject: Subject, gauge: Gauge) -> None:
 
 
 def _forms(subject: Subject, n: int) -> dict[str, tuple[dict[str, Tensor], list[list[Tensor]]]]:
-    """A call's arguments, and of each row which tokens would be single runs."""
+    """Arguments of each call, with the tokens of each row that form separate runs."""
     everything = torch.arange(n)
     forms: dict[str, tuple[dict[str, Tensor], list[list[Tensor]]]] = {"whole": ({}, [[everything]] * BATCH)}
     if not subject.why_not(("segments",)):
@@ -39,7 +39,7 @@ def _forms(subject: Subject, n: int) -> dict[str, tuple[dict[str, Tensor], list[
 
 
 def _equal(module: Any, x: Tensor, arguments: dict[str, Tensor], pieces: list, what: str, gauge: Gauge) -> None:
-    # Whole rows say whether the backend is right; others, whether what it does to them is what it does to whole ones.
+    # Whole rows test the backend against the reference; other forms test it against its own whole rows.
     with backend("auto" if arguments else "reference"):
         y = torch.stack([_alone(module, x[i : i + 1], pieces[i]) for i in range(BATCH)])
     expected = [y, *derivatives([y], [x], module)]
@@ -57,7 +57,7 @@ def _equal(module: Any, x: Tensor, arguments: dict[str, Tensor], pieces: list, w
 
 
 def _alone(module: Any, row: Tensor, pieces: list[Tensor]) -> Tensor:
-    """Outputs (N,dim) of single runs of one row's (1,N,dim) tokens of these numbers; zeros for others."""
+    """Outputs (N,dim) of separate runs over pieces of one row (1,N,dim); zeros for tokens in no piece."""
     y = row.new_zeros(row.shape[1:])
     for piece in pieces:
         y = y.index_copy(0, piece, module(row[:, piece])[0][0])

@@ -1,4 +1,4 @@
-"""The law of what masked tokens and packed neighbours hold: none of it, NaN and infinity included, reaches others."""
+"""The law that contents of masked tokens and packed neighbors, even NaN and infinity, reach nothing else."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from ..ops.backends import backend
 from .gauge import BATCH, EXACT, TOKENS, Gauge, Subject, derivatives
 
 LARGEST = torch.finfo(torch.float64).max
-# What masked tokens hold: in each some of these.
+# Contents of masked tokens.
 CONTENTS = torch.tensor([float("nan"), float("inf"), -float("inf"), LARGEST, -LARGEST, 1.0], dtype=torch.float64)
-# Forms that packed sequences take, the native kernels among them where there are some, and what float32 allows.
+# Backends and dtypes for packed sequences; auto includes the native kernels where they are available.
 FORMS = (("auto", torch.float32), ("torch", torch.float64), ("reference", torch.float32))
 SINGLE = 1e-4
 
 
 def content(subject: Subject, gauge: Gauge) -> None:
-    """No output, state or gradient gets what masked tokens and packed neighbours hold, NaN and infinity included."""
+    """Contents of masked tokens and packed neighbors, even NaN and infinity, reach no output, state or gradient."""
     segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * TOKENS])
     forms: dict[str, dict[str, Any]] = {"a mask": {}}
     forms |= {} if subject.why_not(("segments",)) else {"segments": {"segments": segments}}
@@ -42,19 +42,19 @@ def content(subject: Subject, gauge: Gauge) -> None:
             if not subject.why_not(("causal" if causal else "bidirectional",)):
                 for name, dtype in FORMS:
                     with backend(name):
-                        _neighbours(subject, causal, dtype, f"backend {name!r}, {dtype}", gauge)
+                        _neighbors(subject, causal, dtype, f"backend {name!r}, {dtype}", gauge)
 
 
-def _neighbours(subject: Subject, causal: bool, dtype: torch.dtype, what: str, gauge: Gauge) -> None:
-    """A sequence that is not finite, or whose gradient is not, leaves the others of its row what they are."""
+def _neighbors(subject: Subject, causal: bool, dtype: torch.dtype, what: str, gauge: Gauge) -> None:
+    """A sequence with NaN or infinity in its inputs or gradients does not change the others of its row."""
     segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * 13 + [1] * 16])
-    spoilt = torch.stack([segments[0] == 1, segments[1] == 0])
+    spoiled = torch.stack([segments[0] == 1, segments[1] == 0])
     module = subject.make(causal=causal, dtype=dtype)
     x, more = subject.data(dtype=dtype), subject.data(2, 5, dtype=dtype)
     generator = torch.Generator().manual_seed(9)
 
     def outcome(x: Tensor, factor: float = 1.0) -> list[Tensor]:
-        """Of the tokens of other sequences; ``factor`` scales the gradients of the spoilt ones' outputs."""
+        """Results of the other sequences; ``factor`` scales the gradients of the spoiled outputs."""
         x = x.clone().requires_grad_()
         carry = {"carry": module.init_carry(x, None)} if getattr(module, "has_layer_carry", False) else {}
         outputs, after = [module(x, segments=segments, **carry)[0]], []
@@ -65,20 +65,20 @@ def _neighbours(subject: Subject, causal: bool, dtype: torch.dtype, what: str, g
         generator.manual_seed(4)
         upstream = [torch.randn(y.shape, generator=generator).to(dtype) for y in (*outputs, *after)]
         for grad in upstream[: len(outputs)]:
-            grad[spoilt] *= factor
+            grad[spoiled] *= factor
         (of_x,) = torch.autograd.grad([*outputs, *after], [x], upstream)
-        return [*after, *(t[~spoilt] for t in (*outputs, of_x))]
+        return [*after, *(t[~spoiled] for t in (*outputs, of_x))]
 
     large = x.clone()
     large[0, 9], large[1, 4] = torch.finfo(dtype).max / 2, -torch.finfo(dtype).max / 2
     expected, tolerance = outcome(x), EXACT if dtype == torch.float64 else SINGLE
-    gauge.close(outcome(_spoilt(x, ~spoilt)), expected, f"{what}: NaN and infinity in a packed neighbour", tolerance)
-    gauge.close(outcome(large), expected, f"{what}: the largest numbers in a packed neighbour", tolerance)
-    gauge.close(outcome(x, torch.nan), expected, f"{what}: NaN in the gradients of a packed neighbour", tolerance)
+    gauge.close(outcome(_spoiled(x, ~spoiled)), expected, f"{what}: NaN and infinity in a packed neighbor", tolerance)
+    gauge.close(outcome(large), expected, f"{what}: the largest numbers in a packed neighbor", tolerance)
+    gauge.close(outcome(x, torch.nan), expected, f"{what}: NaN in the gradients of a packed neighbor", tolerance)
 
 
 def _module(subject: Subject, causal: bool, plain: bool) -> Any:
-    """``plain``: with biases of zero, as in a new model, so that a row of zeros stays one through projections."""
+    """Build the module; ``plain`` sets biases to zero, so that projections keep a row of zeros."""
     module: nn.Module = subject.make(causal=causal)
     with torch.no_grad():
         for name, weight in module.named_parameters():
@@ -88,7 +88,7 @@ def _module(subject: Subject, causal: bool, plain: bool) -> Any:
 
 
 def _masks() -> dict[str, Tensor]:
-    """Where one row's masked tokens are, which has at least 11 real ones, beside a row of real tokens."""
+    """Masks by position of the padding: row 0 has at least 11 real tokens, row 1 has no padding."""
     between = torch.rand(TOKENS, generator=torch.Generator().manual_seed(7)) < 0.6
     masks = {}
     for place, kept in {"left": slice(9, TOKENS), "right": slice(0, 20), "in between": between}.items():
@@ -97,7 +97,7 @@ def _masks() -> dict[str, Tensor]:
     return masks
 
 
-def _spoilt(x: Tensor, mask: Tensor) -> Tensor:
+def _spoiled(x: Tensor, mask: Tensor) -> Tensor:
     which = torch.randint(len(CONTENTS), x.shape, generator=torch.Generator().manual_seed(8))
     return torch.where(mask[..., None], x, CONTENTS[which].to(x.dtype))
 
@@ -117,7 +117,7 @@ def _moves_nothing(module: Any, x: Tensor, mask: Tensor, arguments: dict[str, An
         of_x, *of_weights = derivatives(outputs, [x], module)
         return [*outputs, *of_weights, of_x]
 
-    _same(outcome(_spoilt(x, mask)), outcome(x), mask, what, gauge)
+    _same(outcome(_spoiled(x, mask)), outcome(x), mask, what, gauge)
 
 
 def _moves_nothing_across(module: Any, x: Tensor, context: Tensor, mask: Tensor, what: str, gauge: Gauge) -> None:
@@ -128,10 +128,10 @@ def _moves_nothing_across(module: Any, x: Tensor, context: Tensor, mask: Tensor,
         of_context, *of_weights = derivatives(outputs, [context], module)
         return [*outputs, *of_weights, of_context]
 
-    _same(outcome(_spoilt(context, mask)), outcome(context), mask, what, gauge)
+    _same(outcome(_spoiled(context, mask)), outcome(context), mask, what, gauge)
 
 
 def _same(found: list[Tensor], expected: list[Tensor], mask: Tensor, what: str, gauge: Gauge) -> None:
-    """Outputs, states and gradients are those of ordinary content; none, of what comes last, goes to a masked token."""
+    """Results equal those with ordinary content, and masked tokens have zero gradient (the last result)."""
     gauge.close(found, expected, f"{what}: NaN and infinity in masked tokens")
     gauge.require(not found[-1][~mask].any(), f"{what}: a masked token's gradient is not zero")

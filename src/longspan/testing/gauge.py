@@ -1,4 +1,4 @@
-"""What a law is: a function that measures a subject and fails where an error exceeds its tolerance."""
+"""The parts of a law: the subject under test and the gauge that compares errors with tolerances."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,32 +15,40 @@ from ..attention.registry import mechanism
 from ..models.config import StackConfig
 from ..models.stacks import Act, Reversible, Stack, kind_of
 
-# Primes, so that no size is a multiple of a block; 29 tokens leave the windows of every example.
+# Primes, so that no block size divides them; 29 tokens exceed the windows of every example.
 BATCH, TOKENS, DIM, HEADS = 2, 29, 8, 2
-# Tokens, a prime: chunks end inside, and the forms for short sequences have ended.
+# Tokens, a prime: more than one chunk, and too many for the forms for short sequences.
 SEVERAL = 139
-# Times the weights in float32 that laws take: in float64, with gradients, of several modules and backends at once.
+# Memory of the laws in units of the float32 weights: float64, gradients, several modules and backends.
 COPIES = 16
 EXACT = 1e-10  # float64, relative to the largest expected value (at least 1)
 
 
 class Broken(AssertionError):
-    """A law does not hold; says which numbers differ by how much."""
+    """Raised where a law does not hold; the message names what differs, and by how much."""
 
 
 class Gauge:
-    """Collects the largest error that a law has measured, and fails where it exceeds its tolerance."""
+    """Compares values with expected ones, keeps the largest error, and raises ``Broken`` above the tolerance."""
 
     def __init__(self):
         self.error, self.tolerance = 0.0, 0.0
-        self.excused = 0.0  # the largest error beyond its tolerance, of those that were granted
+        self.excused = 0.0  # the largest error above its tolerance that ``granted`` covers
 
     def close(
         self, actual: Any, expected: Any, what: str, tolerance: float = EXACT, granted: list[Tensor] | None = None
     ) -> None:
-        """Two tensors, or pytrees of them, are equal up to ``tolerance`` x the largest expected value (at least 1).
+        """Require two pytrees of tensors to be equal up to a tolerance.
 
-        ``granted``: for each tensor, errors (absolute) of its elements that do not count.
+        Args:
+            actual: Tensor or pytree of tensors.
+            expected: Tensor or pytree of the same structure and shapes.
+            what: Name of the measurement, for messages.
+            tolerance: Allowed error, relative to the largest expected value (at least 1).
+            granted: For each tensor, absolute errors of its elements that do not count. Default: none.
+
+        Raises:
+            Broken: If the error exceeds the tolerance or is NaN, or shapes or numbers of tensors differ.
         """
         a, b = pytree.tree_leaves(actual), pytree.tree_leaves(expected)
         self.require(len(a) == len(b), f"{what}: {len(a)} tensors where {len(b)} are expected")
@@ -61,12 +69,12 @@ class Gauge:
                 self.error, self.tolerance = error, tolerance
 
     def require(self, condition: Any, message: str) -> None:
-        """A yes-or-no part of a law."""
+        """Raise ``Broken`` with ``message`` unless ``condition`` holds."""
         if not condition:
             raise Broken(message)
 
     def raises(self, call: Callable[[], Any], what: str) -> None:
-        """``call`` refuses with a ValueError."""
+        """Raise ``Broken`` unless ``call`` raises ValueError; ``what`` names the wrong argument."""
         try:
             call()
         except ValueError:
@@ -82,20 +90,25 @@ _MISSING = {
     "prefix": "takes no prefix",
     "mask": "takes no mask",
     "record": "records no matrix",
-    "carry": "hands nothing from layer to layer",
+    "carry": "passes nothing from layer to layer",
     "below N^2": "its cost is quadratic",
-    "stack": "is no stack",
-    "reversible": "is no reversible stack",
-    "ponder": "no token halts",
+    "stack": "is not a stack",
+    "reversible": "is not a reversible stack",
+    "ponder": "has no adaptive computation time",
 }
 
 
 class Subject:
-    """What is checked: the spec of one attention, or of a stack of several (separated by ``;``).
+    """The attention or stack under test.
 
-    ``stack``: how blocks around them are run, such as ``universal(steps=3)``; "": one attention is none, several are
-    plain. Raises ValueError for a spec or a stack that cannot be built, and where laws would take more memory than this
-    machine has.
+    Args:
+        spec: Spec of an attention, or several separated by ``;`` for a stack.
+        seed: Seed of weights and inputs.
+        stack: How the blocks of a stack run, such as ``universal(steps=3)``. The default tests a single attention
+            alone, and several in a plain stack.
+
+    Raises:
+        ValueError: If the spec or stack cannot be built, or the laws would need more memory than this machine has.
     """
 
     def __init__(self, spec: str, seed: int = 0, stack: str = ""):
@@ -111,11 +124,11 @@ class Subject:
             COPIES * sum(model_memory.nbytes(model_memory.shapes(make)) for make in made), f"laws of {spec}"
         )
         with torch.random.fork_rng(devices=[]):
-            # Their facts, and not the classes', as an option may rule some out.
+            # Facts of the instances, since an option may rule out what the class supports.
             self.parts = [make() for make in made]
 
     def why_not(self, needs: tuple[str, ...]) -> str:
-        """The first of the needed facts that does not hold, in words; "" where all do."""
+        """Return the first of the needed facts that does not hold, in words; "" if all hold."""
         facts = {
             "causal": all("causal" in part.directions for part in self.parts),
             "bidirectional": all("bidirectional" in part.directions for part in self.parts),
@@ -135,30 +148,36 @@ class Subject:
 
     @property
     def single(self) -> bool:
-        """Whether it is one attention, without blocks around it."""
+        """Whether the subject is one attention, without blocks around it."""
         return len(self.specs) == 1 and not self.stack
 
     @property
     def named(self) -> str:
-        """What a report calls it."""
+        """The name in reports."""
         return f"{self.spec} in {self.stack}" if self.stack else self.spec
 
     def exempt(self, law: str) -> str:
-        """Why it need not keep a law, as one of its parts or its stack says; "" where it must."""
+        """Return the reason for which a part or the stack is exempt from a law; "" if the law must hold."""
         reasons = [part.exempt for part in self.parts] + ([self.kind.exempt] if self.kind else [])
         return next((reason[law] for reason in reasons if law in reason), "")
 
     @property
     def causal(self) -> bool:
-        """The direction to build where a law holds for both: causal where it exists."""
+        """Whether to build the causal form; True if it exists."""
         return not self.why_not(("causal",))
 
     def make(
         self, *, causal: bool | None = None, dtype: torch.dtype = torch.float64, fields: dict[str, Any] | None = None
     ) -> Any:
-        """The module with weights from the seed, in eval mode: an attention, or a stack of blocks around several.
+        """Build the module with weights from the seed, in eval mode.
 
-        ``fields``: further ones of the stack's config.
+        Args:
+            causal: Direction. Default: causal if that form exists.
+            dtype: Dtype of the weights.
+            fields: Further fields of the ``StackConfig``, for a stack.
+
+        Returns:
+            An attention, or a stack.
         """
         causal = self.causal if causal is None else causal
         with torch.random.fork_rng(devices=[]):
@@ -172,13 +191,13 @@ class Subject:
         return module.to(dtype).eval()
 
     def data(self, seed: int = 1, n: int = TOKENS, dtype: torch.dtype = torch.float64, width: int = DIM) -> Tensor:
-        """Random numbers (BATCH, n, width), the same for the same seed."""
+        """Return random numbers (BATCH, n, width), the same for the same seed."""
         generator = torch.Generator().manual_seed(1000 * self.seed + seed)
         return torch.randn(BATCH, n, width, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def derivatives(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) -> list[Tensor]:
-    """Gradients of the inputs and then of the weights, from random ones of the outputs; zeros where there is none."""
+    """Return gradients of the inputs, then of the weights, for random output gradients; zeros if there is none."""
     generator = torch.Generator().manual_seed(4)
     outputs = [t for t in outputs if t.requires_grad]
     upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
@@ -188,7 +207,7 @@ def derivatives(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) 
 
 
 def off_kinks(module: Any) -> Any:
-    """The module with its weights moved a little, since they may begin where no gradient is, such as at a span of 0."""
+    """Move the weights a little in place: some start where the gradient is undefined, such as a span of 0."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in module.parameters():

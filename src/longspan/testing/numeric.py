@@ -1,4 +1,4 @@
-"""Laws of numbers: every backend and every precision gives the definition's answer, and its gradients."""
+"""Laws of numerics: every backend and dtype gives the reference's answer and gradients."""
 
 import copy
 import functools
@@ -16,12 +16,14 @@ from .recurrent import run
 from .rounding import Question
 
 LONG = 100_003  # tokens, a prime
-ROUNDED = 1e-5  # float32, relative like EXACT: about as many roundings in a row as there are tokens
+ROUNDED = 1e-5  # float32, relative like EXACT; rounding accumulates over the tokens
+LAST_STEP = 1e-4  # float32, after LONG tokens
+AUTOCAST = 0.05  # bfloat16
 
 
 def oracle(subject: Subject, gauge: Gauge) -> None:
-    """Every backend that serves a call gives outputs, states and gradients of the reference, up to roundings."""
-    # Numbers that float32 holds, so that errors are those of the computation.
+    """Every backend that serves a call gives the outputs, states and gradients of the reference, up to rounding."""
+    # Values that float32 represents exactly, so that errors come from the computation alone.
     x, before = subject.data(n=SEVERAL, dtype=torch.float32), subject.data(2, 7, torch.float32)
     exact = subject.make(dtype=torch.float32).double()
     mask = torch.rand(BATCH, SEVERAL, generator=torch.Generator().manual_seed(3)) < 0.7
@@ -32,7 +34,7 @@ def oracle(subject: Subject, gauge: Gauge) -> None:
     cases += [] if subject.why_not(("prefix",)) else [{"mask": mask, "prefix": torch.tensor([61, 7])}]
     cases += [] if subject.why_not(("context",)) or exact.positional else [{"context": before}]
     sums = len(list(exact.parameters()))
-    # From nothing, as in training, and after a state: mechanisms read the two in forms of their own.
+    # Without a state, as in training, and after a state: mechanisms have separate code for the two.
     starts = (False, True) if subject.causal else (False,)
     pairs = [(arguments, after) for arguments in cases for after in starts if not (after and "context" in arguments)]
     for arguments, after in pairs:
@@ -45,20 +47,20 @@ def oracle(subject: Subject, gauge: Gauge) -> None:
                 try:
                     found = outcome(name, module, x, before)
                 except ValueError as error:
-                    if f"backend {name!r}" in str(error):  # it does not serve this
+                    if f"backend {name!r}" in str(error):  # the backend does not serve this call
                         continue
                     raise
                 what = f"{name} in {dtype} with {given}"
-                if dtype is torch.float64:  # has room enough for roundings that are magnified
+                if dtype is torch.float64:  # precise enough even where rounding is magnified
                     gauge.close(found, question.answer, what, tolerance)
                 else:
                     question.close(gauge, found, what, tolerance, dtype)
 
 
 def _outcome(after: bool, arguments: dict[str, Any], name: str, module: Any, x: Tensor, before: Tensor) -> list[Tensor]:
-    """Outputs, the state and all gradients, those of the weights last, on a backend, in the dtype of the weights.
+    """Outputs, state and gradients (of the weights last) on one backend, in the dtype of the weights.
 
-    ``before``: the context, or, where x comes ``after`` something, the tokens of an earlier call.
+    ``before`` is the context, or the tokens of an earlier call if ``after`` is True.
     """
     dtype = next(module.parameters()).dtype
     inputs = [t.to(dtype, copy=True).requires_grad_() for t in (x, before)]
@@ -73,7 +75,7 @@ def _outcome(after: bool, arguments: dict[str, Any], name: str, module: Any, x: 
 
 
 def attention_matrix(subject: Subject, gauge: Gauge) -> None:
-    """``record["matrix"]`` times the values is the heads' output, and a value matters exactly where it is not zero."""
+    """``record["matrix"]`` times the values is the heads' output; a value matters exactly where the matrix is not 0."""
     prefix = torch.tensor([13, 7])
     forms: dict[str, dict[str, Tensor]] = {"causal": {}, "bidirectional": {}, "prefix": {"prefix": prefix}}
     for form, arguments in forms.items():
@@ -97,11 +99,11 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
         groups = seen["v"].shape[-1] // (DIM // HEADS)
         product = merge(matrix @ repeat(split(seen["v"], groups), HEADS))
         gauge.close(product[mask], seen["o"][mask], "the recorded matrix times the values")
-        gauge.require(not matrix.masked_select(~allowed).any(), "the recorded matrix is not zero off its mask")
+        gauge.require(not matrix.masked_select(~allowed).any(), "the recorded matrix is not zero outside its mask")
         gauge.require(not allowed[0, 0, :, 20:].any(), "the recorded mask allows a masked key")
         future = (allowed & mask[:, None, :, None]).triu(1).sum((1, 2, 3))
         pairs = {"causal": 0 * prefix, "prefix": prefix * (prefix - 1) // 2}.get(form, future)
-        gauge.close(future, pairs, "the pairs of a query and a future key that the recorded mask allows", 0.0)
+        gauge.close(future, pairs, "pairs of a query and a future key that the recorded mask allows", 0.0)
         for i in range(0, 20, 3):
             (g,) = torch.autograd.grad(seen["o"][0, i].sum(), seen["v"], retain_graph=True)
             moves, weighs = g[0].abs().sum(-1) > 0, matrix[0, :, i].abs().sum(0) > 0
@@ -113,11 +115,11 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
             record = {}
             module(x, state, segments=segments, record=record)
             found.append(record["matrix"][:, :, 7:, -TOKENS + 7 :])
-        gauge.close(found[1], found[0], "the recorded weights in a segment that a state does not belong to")
+        gauge.close(found[1], found[0], "recorded weights in a segment that does not continue the state")
 
 
 def gradients(subject: Subject, gauge: Gauge) -> None:
-    """Gradients equal finite differences, reach every parameter, and do not depend on the cut into calls."""
+    """Gradients equal finite differences, exist for every parameter, and do not depend on the cut into calls."""
     module, x = off_kinks(subject.make()), subject.data(n=5)[:1].requires_grad_()
     names, values = zip(*module.named_parameters(), strict=True)
 
@@ -140,40 +142,40 @@ def gradients(subject: Subject, gauge: Gauge) -> None:
 
 
 def additive(subject: Subject, gauge: Gauge) -> None:
-    """The gradient of a batch is the mean of its halves', penalty included; what the halves count adds up."""
+    """The gradient of a batch, penalty included, is the mean over its halves; recorded statistics add up."""
     x = subject.data()
-    asks = any(kind.penalty for kind in [*subject.classes, *([subject.kind] if subject.kind else [])])
-    asks = asks or any(cls.statistics for cls in subject.classes)
-    for how in ("as they begin", "far from their beginning"):
+    records = any(kind.penalty for kind in [*subject.classes, *([subject.kind] if subject.kind else [])])
+    records = records or any(cls.statistics for cls in subject.classes)
+    for how in ("as initialized", "far from initialization"):
         module = subject.make()
-        if how != "as they begin":
+        if how != "as initialized":
             generator = torch.Generator().manual_seed(6)
             with torch.no_grad():
-                # So far that parameters leave whatever range they may have.
+                # Far enough to leave the range that some parameters have.
                 for weight in module.parameters():
                     weight.add_(torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
-        whole, *halves = (_pulled(module, rows, asks) for rows in (x, x[:1], x[1:]))
+        whole, *halves = (_pulled(module, rows, records) for rows in (x, x[:1], x[1:]))
         mean = [sum(grads) / 2 for grads in zip(*(gradients for gradients, _ in halves), strict=True)]
         gauge.close(mean, whole[0], f"gradients of two half batches, with weights {how}")
         counted = [sum(counts) for counts in zip(*(statistics for _, statistics in halves), strict=True)]
         gauge.close(counted, whole[1], f"statistics of two half batches, with weights {how}")
 
 
-def _pulled(module: Any, x: Tensor, asks: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Gradients of the weights from a loss that is a mean over rows, and what the call has counted."""
+def _pulled(module: Any, x: Tensor, records: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of the weights for a loss that is a mean over rows, and the recorded statistics."""
     record: dict[str, Any] = {"penalty": None, "statistics": None}
-    y = module(x, record=record)[0] if asks else module(x)[0]
+    y = module(x, record=record)[0] if records else module(x)[0]
     upstream = torch.randn(y.shape[1:], generator=torch.Generator().manual_seed(4), dtype=y.dtype)
     loss = (y * upstream).sum((1, 2)).mean()
     if record.get("penalty") is not None:
         loss = loss + record["penalty"]
     layers = [record, *record.get("layers", ())]
-    counted = [leaf for told in layers for leaf in pytree.tree_leaves(told.get("statistics")) if leaf is not None]
+    counted = [leaf for one in layers for leaf in pytree.tree_leaves(one.get("statistics")) if leaf is not None]
     return [*torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)], counted
 
 
 def dtypes(subject: Subject, gauge: Gauge) -> None:
-    """Each precision is kept and finite, its error at most twice the reference's in it, or what roundings explain."""
+    """Each dtype is preserved and finite; its error is at most twice the reference's, or explained by rounding."""
     exact, x = subject.make(), subject.data()
     question = Question(lambda module, x: [module(x)[0]], exact, x)
     with torch.no_grad():
@@ -195,11 +197,11 @@ def dtypes(subject: Subject, gauge: Gauge) -> None:
                 outputs["autocast, steps"] = run(module, x.float(), [1] * TOKENS, module.init_state(BATCH))[0]
         for how, y in outputs.items():
             gauge.require(y.isfinite().all(), f"{how}: not finite")
-            question.close(gauge, [y], how, 0.05, torch.bfloat16)
+            question.close(gauge, [y], how, AUTOCAST, torch.bfloat16)
 
 
 def adversarial(subject: Subject, gauge: Gauge) -> None:
-    """Tiny and huge inputs, empty, single and fully masked sequences, and very long ones stay finite and consistent."""
+    """Tiny and huge inputs and empty, one-token, fully masked and very long sequences stay finite and consistent."""
     module = subject.make(dtype=torch.float32)
     for scale in (1e-4, 1.0, 30.0):
         x = (subject.data(dtype=torch.float32) * scale).requires_grad_()
@@ -216,7 +218,9 @@ def adversarial(subject: Subject, gauge: Gauge) -> None:
         y = module(x, mask=mask)[0]
         gauge.close(y[0], torch.zeros_like(y[0]), "a row of padding only", 0.0)
         y.square().sum().backward()
-        gauge.require(x.grad.isfinite().all() and not x.grad[0].any(), "a row of padding only: its gradient")  # type: ignore
+        gauge.require(
+            x.grad.isfinite().all() and not x.grad[0].any(), "a row of padding only: its gradient is not zero"
+        )  # type: ignore
     if subject.causal:
         _empty_calls(subject, module, gauge)
     if subject.causal and not subject.why_not(("below N^2",)):
@@ -229,17 +233,17 @@ def adversarial(subject: Subject, gauge: Gauge) -> None:
 
 
 def _last_step(subject: Subject, gauge: Gauge, step: Tensor, y: Tensor) -> None:
-    """The last token as a step is that in one call; in float64 where content chooses and a rounding turns it."""
+    """The last token as a decode step equals one call; in float64 if rounding changes a content-based choice."""
     what = f"{LONG} tokens: the last one as a step"
     try:
-        gauge.close(step, y, what, 1e-4)
+        gauge.close(step, y, what, LAST_STEP)
     except Broken:
         if all(cls.family != "content" for cls in subject.classes):
             raise
         module, x = subject.make(), subject.data(n=LONG)
         _, state = module(x[:, :-1], module.init_state(BATCH))
         gauge.close(module(x[:, -1:], state)[0], module(x)[0][:, -1:], f"{what}, in float64", EXACT)
-        gauge.close(step, y, what, 1e-4, granted=[(step - y).abs()])  # so that the report tells it
+        gauge.close(step, y, what, LAST_STEP, granted=[(step - y).abs()])  # for the report
 
 
 def _empty_calls(subject: Subject, module: Any, gauge: Gauge) -> None:

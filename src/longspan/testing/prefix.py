@@ -1,4 +1,4 @@
-"""The law of prefix mode: the first tokens of a row see each other, and nothing else changes."""
+"""The law of prefix mode: the first tokens of a row see each other in both directions."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ LENGTHS = torch.tensor([11, 5])  # tokens of each row's prefix
 
 
 def prefix_mode(subject: Subject, gauge: Gauge) -> None:
-    """``prefix=``: a prompt sees all of itself and of the state, the rest is causal, and steps go on from it."""
+    """``prefix=``: the prompt sees all of itself and the state, the rest is causal, and decode steps continue it."""
     module, x = subject.make(), subject.data()
     y = module(x, prefix=LENGTHS)[0]
     gauge.close(module(x, prefix=0 * LENGTHS)[0], module(x)[0], "a prefix of no tokens")
@@ -40,7 +40,7 @@ def _sees(module: Any, x: Tensor, y: Tensor, other: Tensor, gauge: Gauge) -> Non
 
 
 def _continues(module: Any, x: Tensor, y: Tensor, gauge: Gauge) -> None:
-    """A prompt in one call, then whatever cut; the state is left as it was; donated ones go on the same."""
+    """A prompt in one call, then any cut into calls; states stay unchanged, and donated ones give the same outputs."""
     for cuts in ([TOKENS], [11] + [1] * (TOKENS - 11), [13, 5, 11]):
         for donate in (False, True):
             with torch.set_grad_enabled(not donate):
@@ -65,13 +65,13 @@ def _ignores_padding(module: Any, x: Tensor, y: Tensor, garbage: Tensor, gauge: 
     for state in (None, start):
         padded, end = module(wide, state, mask=mask, prefix=LENGTHS)
         gauge.close(padded[mask].view_as(y), y, "a padded prefix")
-        gauge.close(padded[~mask], torch.zeros_like(padded[~mask]), "masked outputs beside a prefix", 0.0)
+        gauge.close(padded[~mask], torch.zeros_like(padded[~mask]), "masked outputs after a prefix", 0.0)
     _, expected = module(x, start, prefix=LENGTHS)
     gauge.close(module(x, end)[0], module(x, expected)[0], "what comes after a padded prefix")
 
 
 def _equals_other_forms(subject: Subject, module: Any, x: Tensor, y: Tensor, gauge: Gauge) -> None:
-    """One layer in prefix mode is the bidirectional one, then the causal one; with a past, a longer prefix."""
+    """One layer in prefix mode equals the bidirectional form, then the causal form; a state extends the prefix."""
     before, row = subject.data(3, 7), torch.arange(TOKENS) < LENGTHS[:, None]
     causal = module(x)[0]
     gauge.close(y[~row], causal[~row], "what comes after the prefix")
@@ -95,7 +95,7 @@ def _equals_other_forms(subject: Subject, module: Any, x: Tensor, y: Tensor, gau
 
 
 def _numbers(subject: Subject, module: Any, x: Tensor, y: Tensor, gauge: Gauge) -> None:
-    """Gradients by finite differences, also through a given state; lower precisions."""
+    """Gradients equal finite differences, also through a given state; lower precisions stay accurate."""
     short, prefix = x[:1, :7].clone().requires_grad_(), torch.tensor([3])
 
     def call(x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def _refuses(subject: Subject, module: Any, x: Tensor, gauge: Gauge) -> None:
     gauge.raises(lambda: module(x, prefix=LENGTHS + TOKENS), "a prefix that is longer than the row")
     gauge.raises(lambda: module(x, prefix=-LENGTHS), "a prefix of a negative length")
     gauge.raises(lambda: module(x, prefix=LENGTHS[:1]), "a prefix of another batch size")
-    gauge.raises(lambda: module(x, prefix=LENGTHS.to(x.dtype)), "a prefix that is no int64")
+    gauge.raises(lambda: module(x, prefix=LENGTHS.to(x.dtype)), "a prefix that is not int64")
     none = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
     gauge.raises(lambda: module(x, mask=none, prefix=LENGTHS), "a prefix of more than the real tokens")
     gauge.raises(lambda: module(x, segments=none.long(), prefix=LENGTHS), "a prefix of packed segments")

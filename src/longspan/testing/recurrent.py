@@ -1,4 +1,4 @@
-"""Laws of time: nothing leaks from the future, and any cut of a sequence into calls gives one answer."""
+"""Laws of time: causality, and equal results for any cut of a sequence into calls."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +17,7 @@ CUTS = ([1] * TOKENS, [2, 3, 8, 16], [TOKENS - 1, 1], [TOKENS])
 
 
 def run(module, x: Tensor, cuts: list[int], state: Any, mask: Tensor | None = None, **arguments) -> tuple[Tensor, Any]:
-    """Call by call over the cuts -> all outputs, the last state."""
+    """Run a sequence in calls of the given lengths -> all outputs, the last state."""
     outputs = []
     masks = [None] * len(cuts) if mask is None else mask.split(cuts, 1)
     for part, real in zip(x.split(cuts, 1), masks, strict=True):
@@ -27,7 +27,7 @@ def run(module, x: Tensor, cuts: list[int], state: Any, mask: Tensor | None = No
 
 
 def causal(subject: Subject, gauge: Gauge) -> None:
-    """Different finite random numbers after token t leave the outputs up to t unchanged."""
+    """Changing the tokens after t leaves the outputs up to t unchanged."""
     module, x, other = subject.make(), subject.data(), 3 * subject.data(2)
     y = module(x)[0]
     for t in range(1, TOKENS):
@@ -35,7 +35,7 @@ def causal(subject: Subject, gauge: Gauge) -> None:
 
 
 def beginning(subject: Subject, gauge: Gauge) -> None:
-    """The beginning of a sequence has the outputs that it has inside the whole one."""
+    """The first t tokens alone have the outputs that they have in the whole sequence."""
     module, x = subject.make(), subject.data()
     y = module(x)[0]
     for t in range(1, TOKENS):
@@ -43,7 +43,7 @@ def beginning(subject: Subject, gauge: Gauge) -> None:
 
 
 def parallel_is_recurrent(subject: Subject, gauge: Gauge) -> None:
-    """Any cut into calls gives the outputs of one call, with and without a state to start from."""
+    """Any cut of a sequence into calls gives the outputs of one call, with or without an initial state."""
     module, x, before = subject.make(), subject.data(), subject.data(3, 7)
     y = module(x)[0]
     both = module(torch.cat([before, x], 1))[0][:, 7:]
@@ -54,9 +54,9 @@ def parallel_is_recurrent(subject: Subject, gauge: Gauge) -> None:
 
 
 def state(subject: Subject, gauge: Gauge) -> None:
-    """A state is a value: calls leave it intact, it can be forked, selected, saved, and given away."""
+    """A state is a value: calls leave it unchanged; forked, selected, saved and donated states continue correctly."""
     module, x, other = subject.make(), subject.data(), subject.data(2)
-    # With room to spare, a growing state could be written in place without anybody noticing.
+    # With spare capacity, a growing state could be written in place without a visible effect.
     for capacity in (None, TOKENS):
         _continued(module, x, other, capacity, gauge)
 
@@ -67,7 +67,7 @@ def _continued(module, x: Tensor, other: Tensor, capacity: int | None, gauge: Ga
         copy = clone(kept)
         steps = [module(tail[:, 11:12], kept)[0] for tail in (x, other)]
         gauge.close(kept, copy, "the state after two steps that continued it", 0.0)
-        gauge.require(nbytes(copy) == nbytes(kept) > 0, "a state has as many bytes as its copy, and some")
+        gauge.require(nbytes(copy) == nbytes(kept) > 0, "a state and its copy differ in size, or are empty")
         ends = [module(tail[:, 11:], kept)[0] for tail in (x, other)]
         gauge.close(kept, copy, "the state after two calls that continued it", 0.0)
         for tail, one, end in zip((x, other), steps, ends, strict=True):
@@ -92,14 +92,14 @@ def _donated(module, tail: Tensor, kept: Any, copy: Any, end: Tensor, gauge: Gau
         fresh = module.init_state(BATCH, capacity)
         whole = run(module, tail, [1] * tail.shape[1], fresh, donate=True)[0]
         gauge.close(whole, module(tail)[0], f"steps with donate=True and capacity={capacity}")
-    # A later call must not reach back, through shared memory, into the state of an earlier one.
+    # A later call must not write into the state of an earlier one through shared memory.
     _, later = module(tail[:, :3], kept)
     module(tail[:, 3:], later, donate=True)
-    gauge.close(kept, copy, "a state whose successor was given away", 0.0)
+    gauge.close(kept, copy, "a state whose successor was donated", 0.0)
 
 
 def padding(subject: Subject, gauge: Gauge) -> None:
-    """A masked token does not exist: left, right, in the middle, and on the right before more tokens come."""
+    """Masked tokens are ignored, wherever they are: left, right, in the middle, or before later calls."""
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients):
             _padding(subject, gauge)
@@ -132,7 +132,7 @@ def _padding(subject: Subject, gauge: Gauge) -> None:
 
 
 def mixed_rows(subject: Subject, gauge: Gauge) -> None:
-    """Rows of one state that have read nothing go on beside rows that have, each as it would alone."""
+    """Fresh and used rows share one state; each row continues as it would alone."""
     _mixed_rows(subject, 0, gauge)
     with torch.no_grad():
         for fresh in range(BATCH):
@@ -153,7 +153,7 @@ def _mixed_rows(subject: Subject, fresh: int, gauge: Gauge) -> None:
         own, alone = slice(row, row + 1), module.init_state(1)
         if row != fresh:
             _, alone = module(before[own], alone)
-        what = f"a {'fresh' if row == fresh else 'used'} row beside another"
+        what = f"a {'fresh' if row == fresh else 'used'} row next to another"
         for form, arguments in forms.items():
             y, after = module(x, state, **arguments)
             expected, then = module(x[own], alone, **{name: value[own] for name, value in arguments.items()})
@@ -164,16 +164,16 @@ def _mixed_rows(subject: Subject, fresh: int, gauge: Gauge) -> None:
 
 
 def rows_independent(subject: Subject, gauge: Gauge) -> None:
-    """A row's outputs do not depend on the other rows of the batch."""
+    """The outputs of a row do not depend on the other rows of the batch."""
     module, x = subject.make(), subject.data()
     y = module(x)[0]
     changed = torch.cat([x[:1], 5 * subject.data(2)[1:]])
     gauge.close(module(x[:1])[0], y[:1], "row 0 alone")
-    gauge.close(module(changed)[0][:1], y[:1], "row 0 beside another row 1")
+    gauge.close(module(changed)[0][:1], y[:1], "row 0 next to another row 1")
 
 
 def packed(subject: Subject, gauge: Gauge) -> None:
-    """Packed segments have the outputs and the state of separate runs, with gradients or without."""
+    """Packed segments have the outputs and the state of separate runs, with or without gradients."""
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients):
             _packed(subject, gauge)
@@ -201,11 +201,11 @@ def _packed(subject: Subject, gauge: Gauge) -> None:
 
 def _packed_states(module, x, more, segments, mask, gauge: Gauge) -> None:
     _, before = module(more, module.init_state(BATCH))
-    # Ids of masked tokens say nothing, those of the first and the last least of all.
+    # The ids of masked tokens are ignored, also at the ends of a row.
     y, after = module(x, before, segments=torch.where(mask, segments, -1), mask=mask)
     first = pytree.tree_map(lambda t: t[:1], before)
-    gauge.close(y[:1, :7], module(x[:1, :7], first, mask=mask[:1, :7])[0], "the first segment goes on with the state")
-    gauge.close(y[:1, 7:18], module(x[:1, 7:18], mask=mask[:1, 7:18])[0], "the second segment starts anew")
+    gauge.close(y[:1, :7], module(x[:1, :7], first, mask=mask[:1, :7])[0], "the first segment continues the state")
+    gauge.close(y[:1, 7:18], module(x[:1, 7:18], mask=mask[:1, 7:18])[0], "the second segment starts without a state")
     _, last = module(x[:1, 18:], module.init_state(1), mask=mask[:1, 18:])
     gauge.close(module(more, after)[0][:1], module(more[:1], last)[0], "the state is the last segment's")
     row = pytree.tree_map(lambda t: t[1:], before)

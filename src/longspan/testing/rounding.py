@@ -1,7 +1,7 @@
-"""How much of an error is rounding: the change of exact answers when their data move by as much as a rounding.
+"""Estimates how much of an error is rounding: the change of the exact answer under rounding of its inputs and weights.
 
-Where a sum may vanish in a denominator, roundings are magnified without bound, in the definition, too. What one can ask
-for then is what numerical analysis asks for: the exact answer to nearly the same question.
+Where a sum may vanish in a denominator, the exact formula magnifies rounding without bound. The criterion is then
+backward stability, as in numerical analysis: the result is the exact answer for slightly changed data.
 """
 
 import copy
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from .gauge import Broken, Gauge
 
-NEIGHBOURS, AMPLE = 8, 8  # how many such questions are asked, and how many of their largest changes are granted
+NEIGHBORS, AMPLE = 8, 8  # changed data sets that are evaluated; multiple of their largest change that is allowed
 
 
 class Question:
-    """A function, a module in float64 and inputs, whose exact answer is function(module, *inputs): a list of tensors.
+    """The exact answer ``function(module, *inputs)``, a list of tensors, for a module in float64.
 
-    The last ``sums`` of them are sums over all tokens, in which large terms may cancel before and after a move alike.
+    The last ``sums`` tensors are sums over all tokens, in which large terms may cancel.
     """
 
     def __init__(self, function: Callable[..., list[Tensor]], module: Any, *inputs: Tensor, sums: int = 0):
@@ -28,10 +28,10 @@ class Question:
         self._changes: dict[float, list[Tensor]] = {}
 
     def close(self, gauge: Gauge, found: list[Tensor], what: str, tolerance: float, dtype: torch.dtype) -> None:
-        """Tensors equal the answer up to ``tolerance``, or else are as near as answers to nearly the same question.
+        """Require tensors to equal the answer up to ``tolerance``, or up to the effect of rounding the data.
 
-        Inputs and weights move by up to the eps of ``dtype``, relatively. Each element is granted its own change, AMPLE
-        times, and elements of ``sums`` the largest relative change of all tensors besides.
+        Inputs and weights change by up to the eps of ``dtype``, relatively. An element may deviate by AMPLE times its
+        own change. Elements of ``sums`` may also deviate by the largest relative change of all tensors.
         """
         try:
             gauge.close(found, self.answer, what, tolerance)
@@ -40,7 +40,7 @@ class Question:
             gauge.close(found, self.answer, what, tolerance, granted)
 
     def _moves(self, eps: float) -> list[Tensor]:
-        """The largest change of each element, and what is granted to sums."""
+        """The allowed change of each element, before the factor AMPLE."""
         if eps not in self._changes:
             self._changes[eps] = changes = self._elements(eps)
             scales = [e.abs().max().clamp(min=1) if e.numel() else torch.ones(()) for e in self.answer]
@@ -50,14 +50,14 @@ class Question:
         return self._changes[eps]
 
     def _elements(self, eps: float) -> list[Tensor]:
-        """The largest change of each element; none is granted to one that is not finite."""
+        """The largest change of each element; 0 for elements that are not finite."""
         generator = torch.Generator().manual_seed(6)
 
         def moved(t: Tensor) -> Tensor:
             return t.double() * (1 + eps * (2 * torch.rand(t.shape, generator=generator, dtype=torch.float64) - 1))
 
         changes = [torch.zeros_like(e) for e in self.answer]
-        for _ in range(NEIGHBOURS):
+        for _ in range(NEIGHBORS):
             near = copy.deepcopy(self.module)
             with torch.no_grad():
                 for weight in near.parameters():

@@ -1,4 +1,4 @@
-"""Laws of use: refuses bad arguments, compiles, exports, saves, and offers its bidirectional and cross forms."""
+"""Laws of the interface: argument checks, compilation, export, rebuilding, bidirectional and cross attention."""
 
 import warnings
 
@@ -10,12 +10,12 @@ from ..attention import Attention, build
 from ..states import clone
 from .gauge import BATCH, DIM, HEADS, TOKENS, Gauge, Subject
 
-# Of calls with a mask or a state: Dynamo alone finds what cannot be traced; aot_eager takes more than twice as long.
+# For calls with a mask or a state. Dynamo alone finds what cannot be traced; aot_eager takes more than twice as long.
 TRACER = "eager"
 
 
 def arguments(subject: Subject, gauge: Gauge) -> None:
-    """Wrong ranks, shapes, dtypes and states are refused with a ValueError."""
+    """Wrong ranks, shapes, dtypes and states raise ValueError."""
     module, x = subject.make(), subject.data()
     gauge.raises(lambda: module(x[0]), "x of rank 2")
     gauge.raises(lambda: module(x[..., :-1]), "x of another width")
@@ -25,11 +25,11 @@ def arguments(subject: Subject, gauge: Gauge) -> None:
     gauge.raises(lambda: module(x, segments=torch.zeros(BATCH, 1, dtype=torch.long)), "segments of another length")
     gauge.raises(lambda: module(x, segments=-torch.arange(TOKENS).expand(BATCH, -1)), "segments that decrease")
     gauge.raises(lambda: module(x, donate=True), "donate=True without a state")
-    gauge.raises(lambda: module(x, (x,)), "the state of something else")
+    gauge.raises(lambda: module(x, (x,)), "a state of another kind")
     if subject.single:
-        gauge.raises(lambda: build(subject.spec, DIM + 1, HEADS), "a width that heads do not divide")
+        gauge.raises(lambda: build(subject.spec, DIM + 1, HEADS), "a width that is not a multiple of heads")
         gauge.raises(lambda: module(x, context_mask=torch.ones(BATCH, 3, dtype=torch.bool)), "context_mask alone")
-        gauge.raises(lambda: module(x, record=[]), "a record that is no dict")
+        gauge.raises(lambda: module(x, record=[]), "a record that is not a dict")
     if subject.causal:
         gauge.raises(lambda: module(x, module.init_state(BATCH + 1)), "a state of another batch size")
         gauge.raises(lambda: module(x, module.init_state(BATCH), donate=True), "donate=True under gradients")
@@ -37,7 +37,7 @@ def arguments(subject: Subject, gauge: Gauge) -> None:
 
 
 def rebuilds(subject: Subject, gauge: Gauge) -> None:
-    """Spec and weights give the same module again, whatever the global random generator has done since."""
+    """Spec and weights rebuild the same module, independent of the global random generator."""
     module, x = subject.make(), subject.data()
     y = module(x)[0]
     if subject.single:
@@ -52,12 +52,12 @@ def rebuilds(subject: Subject, gauge: Gauge) -> None:
 
 
 def compiles(subject: Subject, gauge: Gauge) -> None:
-    """``torch.compile(fullgraph=True)`` gives the same outputs and gradients; one call is traced by aot_eager."""
+    """``torch.compile(fullgraph=True)`` gives the same outputs and gradients."""
     module, x = subject.make(), subject.data().requires_grad_()
     calls = {"one call": lambda x: module(x)[0]}
     if not subject.why_not(("mask",)):
         mask = torch.arange(TOKENS).expand(BATCH, -1) < torch.tensor([[TOKENS], [11]])
-        # In one call where both are taken, since each compilation costs seconds.
+        # Both in one call, since each compilation takes seconds.
         more = {} if subject.why_not(("prefix",)) else {"prefix": torch.tensor([13, 5])}
         calls[" and ".join(["a mask", *more])] = lambda x: module(x, mask=mask, **more)[0]
     if subject.causal:
@@ -69,19 +69,19 @@ def compiles(subject: Subject, gauge: Gauge) -> None:
     for what, call in calls.items():
         torch._dynamo.reset()
         with warnings.catch_warnings():
-            # Dynamo itself makes an instance of a traced autograd.Function, and torch warns of that.
+            # Dynamo instantiates a traced autograd.Function, and torch warns about it.
             warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
             found = []
             tracer = "aot_eager" if what == "one call" else TRACER
             for function in (torch.compile(call, fullgraph=True, backend=tracer), call):
                 y = function(x)
-                # Whether each weight has one is for the law of gradients to say.
+                # The law of gradients checks that each weight has a gradient.
                 found.append((y, *torch.autograd.grad(y.square().sum(), wanted, materialize_grads=True)))
         gauge.close(found[0], found[1], f"compiled with {what}")
 
 
 def exports(subject: Subject, gauge: Gauge) -> None:
-    """One step exports as a graph of its own, from token and state to output and state."""
+    """``torch.export`` makes one decode step a graph from token and state to output and state."""
     module, x = subject.make(), subject.data()
     with torch.no_grad():
         _, state = module(x[:, :7], module.init_state(BATCH))
@@ -100,13 +100,13 @@ def exports(subject: Subject, gauge: Gauge) -> None:
         y, after = program.module()(x[:, 7:8], leaves)
         expected = module(x[:, 7:8], state)
         gauge.close(y, expected[0], "an exported step")
-        # Growing states may leave different slack, so what counts is how they go on.
+        # Growing states may differ in spare capacity, so compare their continuations.
         again = module(x[:, 8:], pytree.tree_unflatten(after, structure))[0]
         gauge.close(again, module(x[:, 8:], expected[1])[0], "a continuation of an exported step's state")
 
 
 def bidirectional(subject: Subject, gauge: Gauge) -> None:
-    """Without a direction, order does not matter (unless positions are built in), and there is no state."""
+    """The bidirectional form sees later tokens, has no state, and ignores token order unless positions are built in."""
     module, x = subject.make(causal=False), subject.data()
     y = module(x)[0]
     gauge.raises(lambda: module.init_state(BATCH), "init_state of a bidirectional attention")
@@ -129,7 +129,7 @@ def bidirectional(subject: Subject, gauge: Gauge) -> None:
 
 
 def _last_seen(part: Attention) -> int:
-    """The last of TOKENS tokens that the first one sees in some head, by the pattern of a layer."""
+    """The last of TOKENS tokens that the first one sees in any head, by the pattern of the layer."""
     assert part.key_pattern is not None
     pairs = part.key_pattern.dense(
         part.num_prefix_tokens + TOKENS, heads=part.heads, layer=getattr(part, "layer", 0)
@@ -165,8 +165,8 @@ def cross(subject: Subject, gauge: Gauge) -> None:
 
 
 def carry(subject: Subject, gauge: Gauge) -> None:
-    """What one layer hands to the next: without it, a layer behaves as a first one."""
+    """A layer without a carry behaves as the first layer of a stack, and passes a carry on."""
     module, x = subject.make(), subject.data()
     y, _, handed = module(x, carry=module.init_carry(x, None))  # type: ignore[operator]
-    gauge.close(module(x)[0], y, "no carry against the first layer's")
-    gauge.require(handed is not None, "a class that carries hands nothing on")
+    gauge.close(module(x)[0], y, "no carry against the first layer's carry")
+    gauge.require(handed is not None, "a class with has_layer_carry returns no carry")

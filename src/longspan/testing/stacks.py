@@ -1,4 +1,4 @@
-"""Laws of stacks: what only takes less memory changes nothing, and what halts gives out all of its weight."""
+"""Laws of stacks: checkpointing, reversible blocks and adaptive computation time."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from ..models.stacks.universal import Act
 from .gauge import BATCH, DIM, TOKENS, Gauge, Subject
 
 CHUNKS = (1, 8, TOKENS + 1)
-# What the halting unit leans to: all steps are taken, some, one.
+# Biases of the halting unit: all steps are taken, some, one.
 LEANINGS = (-6.0, -1.0, 0.5, 6.0)
 
 
 def less_memory(subject: Subject, gauge: Gauge) -> None:
-    """Checkpointed blocks have bitwise the same gradients, dropout included; so, up to roundings, have chunks."""
+    """Checkpointed blocks have bitwise equal gradients, dropout included; feed-forward chunks equal up to rounding."""
     plain = _gradients(subject, {})
     gauge.close(_gradients(subject, {"checkpointing": True}), plain, "checkpointed blocks", 0.0)
     for chunk in CHUNKS:
@@ -25,18 +25,18 @@ def less_memory(subject: Subject, gauge: Gauge) -> None:
 
 
 def reversible(subject: Subject, gauge: Gauge) -> None:
-    """What a reversible backward computes again gives autograd's gradients, dropout included, and draws nothing."""
+    """A reversible stack has autograd's gradients, dropout included; its backward draws no random numbers."""
     found, expected = (_gradients(subject, {}, wrapped) for wrapped in (lambda module: module, _Walked))
     gauge.close(found, expected, "gradients against those of autograd")
 
 
 def ponder(subject: Subject, gauge: Gauge) -> None:
-    """The weights of a token's steps sum to one, also at the cap; a step costs N + R, whose gradient is that of R."""
+    """Halting weights sum to one, also at the step limit; the cost is N + R and its gradient that of R."""
     module, constant = subject.make(), subject.data()
     module.norm = nn.Identity()
     act: Act = module.run
     for block in module.blocks:
-        # Every step leaves the same state, so the output is that state times the sum of the weights.
+        # Every step returns the same vectors, so the output is these times the sum of the weights.
         block.register_forward_hook(lambda _m, _i, made: (constant, *made[1:]))
     for leaning in LEANINGS:
         with torch.no_grad():
@@ -44,7 +44,7 @@ def ponder(subject: Subject, gauge: Gauge) -> None:
             act.halt.copy_(torch.linspace(-0.5, 0.5, DIM))
         for state in (None, module.init_state(BATCH) if subject.causal else None):
             record: dict[str, Any] = {"penalty": None}
-            what = f"a halting unit that leans to {leaning:g}{'' if state is None else ', with a state'}"
+            what = f"a halting unit with bias {leaning:g}{'' if state is None else ', with a state'}"
             y, _ = module(constant, state, record=record)
             gauge.close(y, constant, f"{what}: the sum of the weights")
             h = torch.sigmoid(constant @ act.halt + act.bias)
@@ -58,7 +58,7 @@ def ponder(subject: Subject, gauge: Gauge) -> None:
 
 
 class _Walked(nn.Module):
-    """A reversible stack as autograd walks through it."""
+    """A reversible stack without its own backward, for autograd."""
 
     def __init__(self, module: Any):
         super().__init__()
@@ -73,7 +73,7 @@ class _Walked(nn.Module):
 
 
 def _gradients(subject: Subject, fields: dict[str, Any], wrapped: Any = lambda module: module) -> list[Tensor]:
-    """Outputs, gradients of x and of all weights in training, and where the generator stands afterwards."""
+    """Outputs, gradients of x and of all weights in training mode, and the generator's state afterwards."""
     module = wrapped(subject.make(fields={"dropout": 0.2} | fields)).train()
     x = subject.data().requires_grad_()
     with torch.random.fork_rng(devices=[]):
