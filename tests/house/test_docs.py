@@ -1,4 +1,4 @@
-"""The pages: they build without a warning, their Python runs, and what they list is all there is."""
+"""The docs: they build without warnings, their Python runs, and their lists are complete."""
 
 import ast
 import importlib.util
@@ -31,7 +31,7 @@ WRITTEN = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of pages, built as ``make docs`` builds them."""
+    """The docs, built as ``make docs`` builds them."""
     if importlib.util.find_spec("sphinx") is None:
         pytest.skip('building the pages needs: pip install "longspan[docs]"')
     out = tmp_path_factory.mktemp("site")
@@ -61,7 +61,7 @@ def test_every_mechanism_has_a_row_and_a_section(site):
 
 
 def test_no_formula_of_the_pages_is_left_as_it_is_typed(site):
-    """A dollar sign outside of code is a formula that was not understood."""
+    """A dollar sign outside of code is a formula that was not typeset."""
     for page in site.rglob("*.html"):
         text = re.sub(
             r"<(script|pre|style)\b.*?</\1>|<code\b.*?</code>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL
@@ -71,7 +71,7 @@ def test_no_formula_of_the_pages_is_left_as_it_is_typed(site):
 
 
 def test_formulas_are_set_by_the_browser_alone(site):
-    """As MathML, so that a page without a network has its formulas too: nothing is fetched from anywhere else."""
+    """Formulas are MathML and pages load nothing from elsewhere, so that they work without a network."""
     elsewhere = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]*')
     for page in site.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
@@ -91,28 +91,35 @@ def test_every_file_is_on_the_page_of_files(site):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "sentence"),
     [
         ("a.py", '"""What it is: all.\n\nMore."""', "What it is: all"),
         ("a.py", '"""One. Two."""', "One"),
         ("a.h", "// A head,\n// in two lines. More\n\n// other", "A head, in two lines"),
     ],
 )
-def test_a_file_is_told_by_its_first_sentence(name, text, said, tmp_path):
+def test_a_file_is_described_by_its_first_sentence(name, text, sentence, tmp_path):
     (tmp_path / name).write_text(text)
-    assert runpy.run_path(str(DOCS.parent / "tools" / "tree.py"))["phrase"](tmp_path / name) == said
+    assert runpy.run_path(str(DOCS.parent / "tools" / "tree.py"))["phrase"](tmp_path / name) == sentence
 
 
-def test_a_file_that_does_not_say_what_it_is_is_refused(tmp_path):
+def test_a_file_without_a_first_sentence_is_refused(tmp_path):
     (tmp_path / "a.py").write_text("import os\n")
-    with pytest.raises(ValueError, match=r"a\.py opens with no sentence"):
+    with pytest.raises(ValueError, match=r"a\.py"):
         runpy.run_path(str(DOCS.parent / "tools" / "tree.py"))["phrase"](tmp_path / "a.py")
 
 
-def test_every_public_name_is_on_the_api_page(site):
-    page = (site / "reference" / "api.html").read_text(encoding="utf-8")
+def test_every_public_name_is_on_an_api_page(site):
+    pages = "".join(page.read_text(encoding="utf-8") for page in (site / "reference" / "api").glob("*.html"))
     names = [name for name in longspan.__all__ if not inspect.ismodule(getattr(longspan, name))]
-    assert [name for name in names if f'id="longspan.{name}"' not in page] == []
+    for module in (longspan.states, longspan.patterns, longspan.testing):
+        here = module.__name__.removeprefix("longspan.")
+        names += [f"{here}.{name}" for name in module.__all__ if callable(getattr(module, name))]
+    names += [f"attention.{REGISTRY[name].__name__}" for name in longspan.list_mechanisms()]
+    documented = set(re.findall(r'id="longspan\.([\w.]+)"', pages))
+    # The same object under its shorter name.
+    documented |= {f"testing.{name}" for name in documented}
+    assert [name for name in names if name not in documented] == []
 
 
 def test_every_page_is_in_the_site(site):
@@ -130,11 +137,13 @@ def test_python_in_the_pages_runs(page, blocks):
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
 def test_the_pages_import_what_is_public(page, blocks):
-    """The package itself, patterns, and other libraries' interfaces, which are modules that one imports."""
+    """Imports come from the package itself, the mechanism classes, or ``longspan.compat``."""
     for block in blocks(page, "python"):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom):
-                assert not node.module.startswith("longspan.") or node.module.startswith("longspan.compat")
+                assert not node.module.startswith("longspan.") or node.module.startswith(
+                    ("longspan.compat", "longspan.attention")
+                )
                 assert node.module != "longspan" or {name.name for name in node.names} <= {
                     *longspan.__all__,
                     "patterns",
@@ -168,9 +177,9 @@ def test_the_encoder_of_the_slide_maps_its_batch(blocks):
 
 @pytest.fixture
 def newcomer(blocks, tmp_path, monkeypatch):
-    """The mechanism of CONTRIBUTING, as if its file lay beside the others; forgotten afterwards.
+    """The mechanism of CONTRIBUTING, registered like the built-in ones, and removed afterwards.
 
-    Somebody who tries the example has that file, so a class of this name may be registered before.
+    A class of this name may already be registered, by someone who tries the example.
     """
     (code,) = blocks(CONTRIBUTING, "python")
     path = tmp_path / "running_mean.py"
@@ -222,13 +231,28 @@ def test_the_example_of_contributing_leaves_what_was_there(blocks):
     assert all(cls.__module__ in sys.modules for cls in REGISTRY.values())
 
 
-def test_every_law_is_explained_in_contributing():
-    text = CONTRIBUTING.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["conformance-checks.md", "numerics.md"])
+def test_tables_of_the_laws_are_written_by_their_script(page):
+    tool = runpy.run_path(str(ROOT / "tools" / "laws.py"), run_name="laws")
+    text = (DOCS / "explanation" / page).read_text(encoding="utf-8")
+    name, table = tool["TABLES"][page]
+    assert tool["place"](text, name, table()) == text, "run: python tools/laws.py"
+
+
+def test_every_law_is_explained():
+    text = (DOCS / "explanation" / "conformance-checks.md").read_text(encoding="utf-8")
     assert [law for law in testing.laws() if f"`{law}`" not in text] == []
 
 
+def test_every_package_is_in_the_picture():
+    tool = runpy.run_path(str(ROOT / "tools" / "architecture.py"), run_name="architecture")
+    packages = {path.parent.name for path in (ROOT / "src" / "longspan").glob("*/__init__.py")}
+    assert {name for layer in tool["LAYERS"] for name, _ in layer} == packages
+    assert tool["PICTURE"].read_text(encoding="utf-8") == tool["draw"](), "run: python tools/architecture.py"
+
+
 def test_the_figures_of_the_performance_page_are_those_of_the_results():
-    """Nothing is typed in by hand: the page is what its script writes."""
+    """The script writes the page unchanged."""
     script = runpy.run_path(str(DOCS.parent / "tools" / "performance.py"), run_name="performance")
     text = script["PAGE"].read_text(encoding="utf-8")
     assert script["page"](text) == text
