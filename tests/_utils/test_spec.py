@@ -93,7 +93,7 @@ def test_parse(text, value):
         ("band(" * 70 + "1" + ")" * 70, "is nested more than 64 deep"),
         ("-" * 5000 + "linear", "characters. is not a spec"),
         (" | ".join(f"band({i})" for i in range(101)), "joins 101 parts by & | -; at most 100"),
-        ("band(" + "1" * 1_000_001 + ")", "a spec of 1000007 characters is longer than any"),
+        ("band(" + "1" * 1_000_001 + ")", "a spec of 1000007 characters"),
         ("linear\0", "'linear.x00' is not a spec"),
         ("\ud800", "is not a spec"),
     ],

@@ -41,9 +41,7 @@ class TestDamage:
         path = folder / "config.json"
         changed = path.read_text().replace('"step": 7', '"step": 3')
         path.write_text(changed)
-        with pytest.raises(
-            ValueError, match=r"config.json was changed or damaged .*; after a change on purpose, write"
-        ):
+        with pytest.raises(ValueError, match=r"config\.json .*sha256"):
             checkpoint.read_config(folder)
         # As the message says: its first sha256 is the one to write.
         header = json.loads(changed)
@@ -137,9 +135,9 @@ class TestNames:
     def test_a_path_that_no_file_can_have(self, tmp_path):
         place = f"{tmp_path}/a\0b"
         for call in (checkpoint.load, checkpoint.load_training, checkpoint.read_config, checkpoint.resolve):
-            with pytest.raises(ValueError, match=r"a\\x00b' is no path: it holds a NUL"):
+            with pytest.raises(ValueError, match=r"a\\x00b'.*NUL"):
                 call(place)
-        with pytest.raises(ValueError, match=r"a\\x00b' is no path: it holds a NUL"):
+        with pytest.raises(ValueError, match=r"a\\x00b'.*NUL"):
             checkpoint.save(decoder(), place)
 
     def test_a_path_that_is_too_long(self, tmp_path):

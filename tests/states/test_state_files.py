@@ -123,9 +123,9 @@ class TestRefused:
 
     def test_a_path_that_no_file_can_have(self, tmp_path):
         module, state = started("linear")
-        with pytest.raises(ValueError, match=r"a\\x00' is no path: it holds a NUL"):
+        with pytest.raises(ValueError, match=r"a\\x00'.*NUL"):
             longspan.states.save(state, f"{tmp_path}/a\0")
-        with pytest.raises(ValueError, match=r"a\\x00' is no path: it holds a NUL"):
+        with pytest.raises(ValueError, match=r"a\\x00'.*NUL"):
             longspan.states.load(f"{tmp_path}/a\0", module.init_state(3))
         with pytest.raises(ValueError, match=rf"'{tmp_path}' is not a readable state file"):
             longspan.states.load(tmp_path, module.init_state(3))

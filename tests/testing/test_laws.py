@@ -1,4 +1,4 @@
-"""Each assertion of a law is needed: a mechanism that is wrong in one way fails by the words of just that one."""
+"""Each assertion of a law is needed: a mechanism that is wrong in one way fails that assertion."""
 
 import pytest
 import torch
@@ -165,7 +165,7 @@ def test_what_cannot_be_equal_is_not_close(actual, expected, message):
 
 
 class Astray(Subject):
-    """Whose single tokens are not what they are in one call."""
+    """A subject whose decode steps differ from one call."""
 
     def make(self, **options):
         module = super().make(**options)

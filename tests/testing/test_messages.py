@@ -1,4 +1,4 @@
-"""What messages say: every option that one names exists, and who is interrupted learns how to go on."""
+"""Messages: every option that one names exists, and an interrupted run prints the command that resumes it."""
 
 import ast
 import importlib
@@ -11,13 +11,13 @@ from longspan.experiments import EXPERIMENTS
 
 
 def test_options_that_messages_name_exist():
-    """Whatever --option a text inside the package names, some command has it, or the tool that the text is about."""
+    """Every --option in a text of the command line belongs to a command, or to the tool that the text is about."""
     parsers = [importlib.import_module(f"longspan.cli.{module}").parser() for module, _ in entry.COMMANDS.values()]
     parsers += [bench.subparser(name) for name in bench.BENCHMARKS]
     parsers += [reproduce.series(), *(reproduce.subparser(name) for name in EXPERIMENTS)]
     known = {spelling for parser in parsers for o in parser._option_string_actions for spelling in (o, kebab(o))}
     known |= {"--debug", "--import", "--version"}
-    foreign = {"--porcelain", "--spec"}  # git's, and that of the process that weighs a mechanism
+    foreign = {"--porcelain", "--spec"}  # of git, and of the process that measures a mechanism
     named: dict[str, str] = {}
     for path in Path(entry.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -28,19 +28,21 @@ def test_options_that_messages_name_exist():
     assert "--peers-python" in named
 
 
-def test_an_interrupted_run_says_how_to_go_on_if_it_can(tmp_path, capsys, monkeypatch):
+def test_an_interrupted_run_prints_how_to_resume(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def interrupted(config, run, *, resume):
-        raise KeyboardInterrupt(said)
+        raise KeyboardInterrupt(text)
 
     monkeypatch.setattr("longspan.train.fit", interrupted)
-    said = ""
+    text = ""
     assert entry.main(["train", "--run.out", "a b"]) == 130
-    assert capsys.readouterr().err == "longspan: interrupted; nothing was saved\n"
+    assert "--resume" not in capsys.readouterr().err
     Path("a b").mkdir()
     Path("a b/config.yaml").touch()
-    said = "interrupted at step 3; step-00000003 is saved in a b; go on with resume"
+    text = "interrupted at step 3; step-00000003 is saved in a b; go on with resume"
     assert entry.main(["train", "--run.out", "a b"]) == 130
     command = "longspan train --config 'a b/config.yaml' --resume"
-    assert capsys.readouterr().err == f"longspan: {said.removesuffix(' resume')}: {command}\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "step-00000003" in line
+    assert line.endswith(command)

@@ -1,4 +1,4 @@
-"""Planted bugs, each of which at least one law must catch: the worth of the battery."""
+"""Planted bugs, each of which a law must catch."""
 
 import pytest
 import torch
@@ -178,7 +178,7 @@ def spans_clamped_backwards(self):
     return self.span * ClampedBackwards.apply(self.fraction)[:, None, None]
 
 
-ROTARY = "linear(rotary=100.0)"  # goes by the scan; others have forms of their own
+ROTARY = "linear(rotary=100.0)"  # uses the scan; others have separate forms
 MUTANTS = {
     "a leaky mask in the scan": (chunks.Span, "products", leaky_products, ROTARY, "causal"),
     "a leaky mask in the quadratic form": (torch.Tensor, "tril", leaky_triangle, "linear", "causal"),
@@ -204,7 +204,7 @@ MUTANTS = {
     ),
     "a state changed in place by a step": (gated, "step", step_in_place, "linear", "state"),
     "a cache changed in place": (kv_cache, "_extend_even", cache_in_place, "softmax", "state"),
-    "a wrong normaliser": (linear, "normalise", mean_instead_of_normaliser, ROTARY, "attention_matrix"),
+    "a wrong normalizer": (linear, "normalise", mean_instead_of_normaliser, ROTARY, "attention_matrix"),
     "a wrong eps in the quadratic form": (
         spans,
         "quadratic",

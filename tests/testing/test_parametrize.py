@@ -1,4 +1,4 @@
-"""The decorator that third parties take the laws by."""
+"""The pytest decorator for laws in other packages."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_the_laws_hold(spec, law):
         assert testing.assert_law(law, spec).status == "passed"
 
 
-def test_every_law_that_applies_is_asked_once():
+def test_every_law_that_applies_is_a_case():
     mark = testing.parametrize("linear").mark
     names, pairs = mark.args
     assert names == ("spec", "law")
@@ -38,7 +38,7 @@ def test_several_specs_come_one_after_the_other():
         (["linear", "linear(window=3)"], "linear has no option 'window'"),
     ],
 )
-def test_what_is_wrong_is_said_when_tests_are_collected(specs, message):
+def test_errors_are_raised_at_collection(specs, message):
     with pytest.raises(ValueError, match=message):
         testing.parametrize(specs)
 

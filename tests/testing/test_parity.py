@@ -1,4 +1,4 @@
-"""Agreement with implementations that share nothing with ours."""
+"""Agreement with independent implementations."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The laws around stacks: every kind keeps those of its attentions and its own, and each of these can fail."""
+"""Laws of stacks: every kind obeys those of its attentions and its own, and each law can fail."""
 
 import pytest
 import torch

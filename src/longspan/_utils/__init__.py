@@ -1,1 +1,1 @@
-"""Helpers that know nothing of attention: files, locks, progress, specs, pictures, optional packages."""
+"""Helpers without attention: files, locks, progress, specs, pictures, optional packages."""

@@ -1,4 +1,4 @@
-"""Names that other libraries use: what a message suggests where one of them comes."""
+"""Names of other libraries and the longspan names that messages suggest for them."""
 
 import difflib
 import functools
@@ -9,7 +9,7 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# A foreign name, in lower case with underscores -> ours, the first that the place knows.
+# Name elsewhere, in lower case with underscores -> names here; a message suggests the first that exists.
 ALIASES: dict[str, tuple[str, ...]] = {
     # sizes of a model
     **dict.fromkeys(("num_layers", "n_layers", "n_layer", "layers", "num_hidden_layers", "num_blocks"), ("depth",)),
@@ -63,7 +63,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fnet",), ("fourier",)),
     **dict.fromkeys(("xl", "transformerxl"), ("transformer_xl",)),
 }
-# Arguments for which a name alone says too little.
+# Arguments whose meaning differs, so that a name alone is not enough.
 HINTS = {
     "key_padding_mask": "True means keep here: pass mask=~key_padding_mask",
     "src_key_padding_mask": "True means keep here: pass mask=~src_key_padding_mask",
@@ -72,9 +72,9 @@ HINTS = {
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
-    """The known name that was meant: by the table of foreign names, then by likeness; "" where there is none.
+    """Return the known name that was probably meant, by ``ALIASES`` and then by similarity; "" if there is none.
 
-    Options of the command line are compared by their last part: ``--model.layers`` gives ``--model.depth``.
+    Command-line options are compared by their last part: ``--model.layers`` gives ``--model.depth``.
 
     >>> suggestion("mamba2", ["linear", "ssd"]), suggestion("--model.layers", ["--model.heads", "--model.depth"])
     ('ssd', '--model.depth')
@@ -91,7 +91,7 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def hinted(call: Callable[P, R]) -> Callable[P, R]:
-    """A function whose error for an unknown argument names the one that was meant."""
+    """Wrap a function so that its error for an unknown argument suggests a known one."""
     parameters = list(inspect.signature(call).parameters)
 
     @functools.wraps(call)
@@ -104,7 +104,7 @@ def hinted(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse(owner: str, options: Iterable[str], names: Iterable[str]) -> None:
-    """Raise TypeError, as Python does, for the first option that is not among ``names``; with the one that was meant.
+    """Raise TypeError for the first option that is not in ``names``, with a suggestion.
 
     >>> refuse("build", ["embed_dim"], ["dim", "heads"])
     Traceback (most recent call last):

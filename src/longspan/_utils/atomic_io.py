@@ -1,11 +1,11 @@
-"""Reading of regular files, and files and folders that appear under their name whole or not at all.
+"""Reads regular files, and writes files and folders atomically.
 
-Only regular files are read, and only regular files are replaced: a FIFO would block, a device may have no end, and a
-file renamed over a device destroys it.
+Only regular files are read and replaced: a FIFO would block, a device may be endless, and a file renamed over a device
+destroys it.
 
-The file NAME is first written in the same folder as ``.NAME.TOKEN.tmp``, with a unique token, synced
-to the disk and then renamed. Its writer keeps it locked, where the system has such locks: that is how the next one
-tells what a killed process has left from what a living one is at.
+A file NAME is first written to ``.NAME.TOKEN.tmp`` in the same folder, with a unique token, then synced and renamed.
+The writer holds a lock on it where the system has such locks. The next writer thus distinguishes leftovers of a killed
+process from files in use.
 """
 
 import codecs
@@ -26,14 +26,14 @@ from . import memory
 
 try:
     import fcntl
-except ImportError:  # Windows, where what was left stays until somebody removes it
+except ImportError:  # Windows, where leftovers stay until removed by hand
     fcntl = None
 
 
 B = TypeVar("B", bytes, bytearray)
 # Attempts to make a temporary file or folder that stays there until it is locked.
 TRIES = 1000
-# Bytes that a config, a recipe, a table or another text of a run may have.
+# Largest size in bytes of a config, recipe, table or other text of a run.
 MOST_TEXT = 2**28
 _PIECE = 2**20
 _KINDS = (
@@ -45,13 +45,13 @@ _KINDS = (
 
 
 def open_regular(path: str | os.PathLike) -> BufferedReader:
-    """Open a regular file for reading; links are followed, and nothing is waited for.
+    """Open a regular file for reading, without blocking; links are followed.
 
     Raises OSError for what cannot be opened and for a folder, a FIFO, a device or a socket; ValueError for a path that
     no file can have.
     """
     path = check(Path(path))
-    # Asked before as well, since opening a device can have effects.
+    # Checked before opening too, since opening a device can have effects.
     _require_regular(os.stat(path), path)
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     descriptor = os.open(path, flags)
@@ -84,16 +84,16 @@ def open_stream(path: str | os.PathLike, seconds: float = 5.0) -> BinaryIO:
 
 
 def read(path: Path, most: int | None = None) -> bytes:
-    """The content of a regular file of at most ``most`` bytes; None: half of the memory that is free.
+    """Read a regular file of at most ``most`` bytes; None means half of the free memory.
 
-    Raises ValueError, which names the file, where it cannot be read, is not a regular file or is larger.
+    Raises ValueError, which names the file, if it cannot be read, is not a regular file or is larger.
     """
     with reading(path), open_regular(path) as file:
         return read_rest(file, path, most)
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 file of at most ``MOST_TEXT`` bytes. Raises ValueError, which names the file."""
+    """Read a UTF-8 file of at most ``MOST_TEXT`` bytes. Raises ValueError, which names the file."""
     try:
         return read(path, MOST_TEXT).decode()
     except UnicodeDecodeError as error:
@@ -101,7 +101,7 @@ def read_text(path: Path) -> str:
 
 
 def read_rest(file: BinaryIO, path: Path, most: int | None = None) -> bytes:
-    """What an open regular file still holds; sizes and errors as in ``read``."""
+    """Read the rest of an open regular file; sizes and errors as in ``read``."""
     why = ""
     if most is None:
         most, why = memory.available() // 2, "twice as much must be free in memory"
@@ -115,7 +115,7 @@ def read_rest(file: BinaryIO, path: Path, most: int | None = None) -> bytes:
 
 
 def refuse_larger(file: BinaryIO, path: Path, most: int, why: str = "") -> int:
-    """The size of what an open regular file still holds. Raises ValueError where it is more than ``most``."""
+    """Return the size of the rest of an open regular file. Raises ValueError if it exceeds ``most``."""
     size = max(0, os.fstat(file.fileno()).st_size - file.tell())
     if size > most:
         raise ValueError(_too_large(path, size, most, why))
@@ -127,25 +127,25 @@ def _too_large(path: Path, size: int, most: int, why: str) -> str:
 
 
 def without_mark(content: B) -> B:
-    """The content of a text file without the byte order mark of UTF-8, with which editors on Windows begin files."""
+    """Return a text file's content without the UTF-8 byte order mark that editors on Windows write."""
     return content.removeprefix(codecs.BOM_UTF8)
 
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns the system's errors into a ValueError that names what could not be read."""
+    """Turn OSError into a ValueError that names the file that could not be read."""
     check(path)
     try:
         yield
     except OSError as error:
-        # Of a file inside a folder, where the system names it.
+        # Inside a folder, the system names the file.
         where = error.filename if isinstance(error.filename, str | os.PathLike) else path
         raise ValueError(f"cannot read {where}: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Errors of the system know the file that they are about, also where it was open already."""
+    """Add the file name to an OSError that has none, as for a file that was open already."""
     try:
         yield
     except OSError as error:
@@ -154,10 +154,9 @@ def named(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file so that it has its old content or the new one, never a part of it; no link is followed.
+    """Write a file atomically: it has its old content or the new one, never a part. Links are replaced.
 
-    Raises OSError, which names the file, where it cannot be written, its old content then stays; and for what
-    ``check_output`` refuses.
+    Raises OSError, which names the file, if it cannot be written or ``check_output`` rejects it. The old content stays.
     """
     try:
         _refuse_output(check(path))
@@ -171,7 +170,7 @@ def write(path: Path, content: bytes) -> None:
                 os.fsync(descriptor)
                 if os.name == "nt":  # where no open file can be renamed
                     file.close()
-                # Still locked, so that nobody takes it for what a killed process has left.
+                # Still locked, so that no process mistakes it for a leftover.
                 os.replace(temporary, path)
         except BaseException:
             remove(temporary)
@@ -182,10 +181,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def check_output(path: Path) -> None:
-    """Check, before the work that makes a file, that its name can be given to one.
+    """Check an output path before the work that makes the file.
 
-    Raises ValueError where a folder, a FIFO, a device or a socket has the name, or a link to one, for a place among
-    the devices or the files of the kernel, and for a path that no file can have.
+    Raises ValueError if the path is a folder, a FIFO, a device or a socket, or a link to one, if it lies in ``/dev``,
+    ``/proc`` or ``/sys``, or if no file can have this path.
     """
     try:
         _refuse_output(check(path))
@@ -196,17 +195,17 @@ def check_output(path: Path) -> None:
 def _refuse_output(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         _require_regular(os.stat(path), path)
-    # /dev/stdout is a link, which may lead to a regular file, and would be replaced itself.
+    # /dev/stdout may be a link to a regular file, and the link would be replaced.
     if (place := _of_the_system(path.parent)) is not None:
         raise OSError(errno.EINVAL, f"no file can be written into {place}; choose another folder", str(path))
 
 
 def _of_the_system(folder: Path) -> str | None:
-    """The folder of devices, or of the kernel's files, that ``folder`` is a part of."""
+    """Return the system folder (``/dev``, ``/proc``, ``/sys``) that contains ``folder``, or None."""
     real = os.path.realpath(folder)
     for place in ("/dev", "/proc", "/sys"):
         if real == place or real.startswith(f"{place}/"):
-            # /dev/shm is a file system of its own, for anybody's files.
+            # /dev/shm is a separate file system for ordinary files.
             with contextlib.suppress(OSError):
                 return place if place != "/dev" or os.stat(real).st_dev == os.stat(place).st_dev else None
             return place
@@ -225,7 +224,7 @@ def _require_regular(found: os.stat_result, path: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder beside ``path`` for its new content, to be renamed; what is not renamed is removed in the end."""
+    """Make a temporary folder next to ``path``, to be renamed; without a rename it is removed at the end."""
     temporary, descriptor = _claim(path, _make_folder)
     try:
         yield temporary
@@ -237,12 +236,12 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def sibling_path(path: Path, end: str) -> Path:
-    """A new name for something that belongs to ``path``: ``.NAME.TOKEN.end``."""
+    """Return a new hidden name next to ``path``: ``.NAME.TOKEN.end``."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.{end}")
 
 
-def all_beside(path: Path, end: str) -> list[Path]:
-    """What is there under such names."""
+def existing_siblings(path: Path, end: str) -> list[Path]:
+    """Return the existing files and folders with such names."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.{end}")
     try:
         return [path.with_name(name) for name in sorted(os.listdir(path.parent)) if pattern.fullmatch(name)]
@@ -251,14 +250,14 @@ def all_beside(path: Path, end: str) -> list[Path]:
 
 
 def tidy(path: Path) -> None:
-    """Remove what killed processes have left of ``path`` half-written, and nothing that a living one is at."""
+    """Remove temporary files that killed processes left for ``path``; those in use stay."""
     if fcntl is None:
         return
-    for left in all_beside(path, "tmp"):
+    for left in existing_siblings(path, "tmp"):
         with contextlib.suppress(OSError):
             descriptor = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                # Locked until it is gone, for a writer that has made it just now and waits for the lock.
+                # Locked until it is removed: a writer may have just made it and wait for the lock.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 remove(left)
             finally:
@@ -266,7 +265,7 @@ def tidy(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder with all that is in it, as far as that can be done."""
+    """Remove a file, or a folder with its content; errors are ignored."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -275,7 +274,7 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """See that a file's content or a folder's names are on the disk."""
+    """Sync a file's content or a folder's names to disk."""
     if path.is_dir() and os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -286,16 +285,16 @@ def sync(path: Path) -> None:
 
 
 def check(path: Path) -> Path:
-    """The path itself. Raises ValueError for one that no file can have."""
+    """Return the path. Raises ValueError if no file can have it."""
     if "\0" in str(path):
-        raise ValueError(f"{str(path)!r} is no path: it holds a NUL")
+        raise ValueError(f"{str(path)!r} is not a path: it contains a NUL")
     return path
 
 
 def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int]:
-    """Make a temporary file or folder and lock it -> its name and its descriptor, whose closing ends the lock.
+    """Make and lock a temporary file or folder -> its name and its descriptor; closing that ends the lock.
 
-    ``make`` returns None where somebody has removed what it made before it could be opened.
+    ``make`` returns None if another process removed the new folder before it was opened.
     """
     for _ in range(TRIES):
         temporary = sibling_path(path, "tmp")
@@ -303,10 +302,10 @@ def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int]:
             continue
         if fcntl is None:
             return temporary, descriptor
-        # Some network file systems lock no folders; there, nobody else can lock this one either, so it is safe.
+        # Some network file systems cannot lock folders; then no other process can lock this one either.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        # Somebody who tidied up may have come before the lock.
+        # Another process may have tidied up before the lock.
         if temporary.exists():
             return temporary, descriptor
         os.close(descriptor)
@@ -316,7 +315,7 @@ def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int]:
 def _make_folder(path: Path) -> int | None:
     os.mkdir(path)
     try:
-        # Windows opens no folders, and has no such locks for them.
+        # Windows cannot open or lock folders.
         return os.open(os.devnull if os.name == "nt" else path, os.O_RDONLY)
     except FileNotFoundError:
         return None

@@ -1,4 +1,4 @@
-"""Where longspan keeps what it can make or fetch again."""
+"""The cache folder, for compiled kernels and downloads."""
 
 import contextlib
 import os
@@ -9,11 +9,12 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The environment variable LONGSPAN_CACHE, or the platform's folder for caches; it need not exist yet.
+    """Return LONGSPAN_CACHE, or the platform's cache folder. It may not exist yet.
 
-    Without a home, as for a user that the system does not know, it is ``longspan-UID`` in the folder for temporary
-    files. Raises ValueError for a LONGSPAN_CACHE that begins with the home of an unknown user, and where there is not
-    even a folder for temporary files.
+    Without a home folder it is ``longspan-UID`` in the folder for temporary files.
+
+    Raises ValueError if LONGSPAN_CACHE begins with the home of an unknown user, or if there is no folder for temporary
+    files.
     """
     if chosen := os.environ.get("LONGSPAN_CACHE", ""):
         try:
@@ -34,7 +35,7 @@ def cache_folder() -> Path:
 
 
 def expanded(path: str | os.PathLike) -> Path:
-    """The path with the home of a user in the place of ``~`` or ``~name``. Raises ValueError for an unknown user."""
+    """Expand ``~`` or ``~name`` in a path. Raises ValueError for an unknown user."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -49,9 +50,9 @@ def _without_home() -> Path:
         folder = Path(tempfile.gettempdir()) / name
     except OSError as error:
         raise ValueError("there is no home and no folder for temporary files; set LONGSPAN_CACHE") from error
-    # Anybody may have made a folder of this name there.
+    # Another user may have made a folder of this name.
     with contextlib.suppress(FileNotFoundError):
         found = os.lstat(folder)
         if not stat.S_ISDIR(found.st_mode) or (hasattr(os, "getuid") and found.st_uid != os.getuid()):
-            raise ValueError(f"{folder} belongs to somebody else; set LONGSPAN_CACHE to a folder of your own")
+            raise ValueError(f"{folder} belongs to another user; set LONGSPAN_CACHE to a folder that you own")
     return folder

@@ -1,7 +1,7 @@
-r"""Formulas in a terminal: the LaTeX in which mechanisms say what they compute, as a line of Unicode text.
+r"""Formulas in a terminal: the LaTeX equations of mechanisms as a line of Unicode text.
 
-It knows as much of LaTeX as the formulas here use; ``tests/house/test_notation.py`` holds them all to it. On the pages
-the same LaTeX is typeset.
+It supports the LaTeX commands that these equations use; ``tests/_utils/test_notation.py`` checks all of them. The docs
+typeset the same LaTeX.
 """
 
 # Letters that look like others are what this file is about.
@@ -69,19 +69,19 @@ LOWERED = dict(zip("0123456789+-−=()aehijklmnoprstuvxβγρφχ", "₀₁₂�
 
 
 def text(latex: str) -> str:
-    r"""A formula as one line of Unicode text. Raises ValueError for a command that is not known here.
+    r"""Return a formula as one line of Unicode text. Raises ValueError for an unsupported command.
 
     >>> text(r"S_t = \gamma_h S_{t-1} + k_t v_t^\top, \quad o_t = \frac{1}{\sqrt D} S_t^\top q_t")
     'Sₜ = γₕ Sₜ₋₁ + kₜ vₜᵀ,    oₜ = 1/√D Sₜᵀ qₜ'
     """
     tokens = re.findall(r"\\(?:[A-Za-z]+|.)|\s+|.", latex.replace("\n", " "))
-    said = re.sub(r"\s+", " ", _sequence(tokens[::-1]))
-    said = re.sub(rf"(?<=[(\[{{{OPEN}]) | (?=[)\]}},;.{CLOSE}])", "", said)
-    return re.sub(f" ?{WIDE} ?", "    ", said).translate({ord(OPEN): None, ord(CLOSE): None}).strip()
+    line = re.sub(r"\s+", " ", _sequence(tokens[::-1]))
+    line = re.sub(rf"(?<=[(\[{{{OPEN}]) | (?=[)\]}},;.{CLOSE}])", "", line)
+    return re.sub(f" ?{WIDE} ?", "    ", line).translate({ord(OPEN): None, ord(CLOSE): None}).strip()
 
 
 def inline(prose: str) -> str:
-    """A text in which formulas stand between dollar signs, with each of them in Unicode.
+    """Return a text with each formula between dollar signs converted to Unicode.
 
     >>> inline(r"a step size $\\beta_t$ in $[0, 1]$")
     'a step size βₜ in [0, 1]'
@@ -90,7 +90,7 @@ def inline(prose: str) -> str:
 
 
 def _sequence(tokens: list[str], end: str = "") -> str:
-    """What stands before ``end``; ``tokens`` are read from their back."""
+    """Convert tokens up to ``end``; ``tokens`` is a stack, the next one last."""
     parts: list[str] = []
     while tokens and tokens[-1] != end:
         if tokens[-1] in ("_", "^"):
@@ -103,7 +103,7 @@ def _sequence(tokens: list[str], end: str = "") -> str:
 
 
 def _one(tokens: list[str]) -> str:
-    """The next symbol, group or command with its arguments."""
+    """Convert the next symbol, group, or command with its arguments."""
     token = tokens.pop()
     if token == "{":
         return _sequence(tokens, "}")
@@ -126,7 +126,7 @@ def _one(tokens: list[str]) -> str:
         return name if following in ("", "(", "_", "^", r"\left", r"\bigl", r"\Bigl") else f"{name} "
     if name in SYMBOLS:
         return SYMBOLS[name]
-    raise ValueError(f"{token} is no LaTeX that longspan._utils.latex knows")
+    raise ValueError(f"{token} is not a LaTeX command that longspan._utils.latex supports")
 
 
 def _argument(tokens: list[str]) -> str:
@@ -136,15 +136,17 @@ def _argument(tokens: list[str]) -> str:
 
 
 def _script(tokens: list[str]) -> str:
-    """An index or exponent: small letters where there are any, else behind its sign."""
-    sign, said = tokens.pop(), ""
-    said = re.sub(r"\s*([^\w\s])\s*", r"\1", _argument(tokens))
+    """Convert an index or exponent: to small letters if Unicode has them all, else with its sign."""
+    sign = tokens.pop()
+    content = re.sub(r"\s*([^\w\s])\s*", r"\1", _argument(tokens))
     small = RAISED if sign == "^" else LOWERED
-    if all(letter in small for letter in said):
-        return "".join(small[letter] for letter in said)
-    return f"{sign}{said}" if len(said) == 1 else f"{sign}({said})"
+    if all(letter in small for letter in content):
+        return "".join(small[letter] for letter in content)
+    return f"{sign}{content}" if len(content) == 1 else f"{sign}({content})"
 
 
-def _grouped(said: str) -> str:
-    """In brackets, unless it is one word, or one with brackets of its own."""
-    return said if re.fullmatch(r"[^\W_]*\([^()]*\)|[^\W_]\^\([^()]*\)|‖[^‖]*‖|√?[^\W_]+", said) else f"({said})"
+def _grouped(content: str) -> str:
+    """Put brackets around anything but one word or one bracketed expression."""
+    return (
+        content if re.fullmatch(r"[^\W_]*\([^()]*\)|[^\W_]\^\([^()]*\)|‖[^‖]*‖|√?[^\W_]+", content) else f"({content})"
+    )

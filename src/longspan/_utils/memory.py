@@ -1,10 +1,10 @@
-"""How much memory this process can still get."""
+"""Free memory of the machine or container."""
 
 import contextlib
 import os
 from pathlib import Path
 
-# More than a machine has that would run this; where the system gives no figure.
+# Returned if the system gives no figure; more than any machine that runs this has.
 UNKNOWN = 1 << 40
 MEMINFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -13,10 +13,10 @@ _LIMITS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "m
 
 
 def available() -> int:
-    """Bytes of memory that are free, caches of files included: of the machine, or of its container if that is less."""
+    """Return the free bytes, file caches included, of the machine or its container, whichever is less."""
     free = _of_machine()
     for limit, use in _LIMITS:
-        # "max" is no number, and means no limit.
+        # "max" means no limit, and int() rejects it.
         with contextlib.suppress(OSError, ValueError):
             most = int((CGROUPS / limit).read_text())
             free = min(free, max(0, most - int((CGROUPS / use).read_text()) + _cached(limit)))
@@ -33,7 +33,7 @@ def _of_machine() -> int:
 
 
 def _cached(limit: str) -> int:
-    """Bytes that the group uses for files and would give back."""
+    """Bytes of file caches, which the system can reclaim."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = (CGROUPS / limit).with_name("memory.stat").read_text().splitlines()
         names = ("inactive_file ", "total_inactive_file ")

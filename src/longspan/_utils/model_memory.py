@@ -1,4 +1,4 @@
-"""What weights take before they are made, and whether this machine has that much memory."""
+"""Memory of weights before they are allocated, compared with the memory of the machine."""
 
 import itertools
 import os
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-# Where the system does not say: more than a machine has that would run this.
+# Returned if the system gives no figure; more than any machine that runs this has.
 _UNKNOWN = 1 << 40
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def memory() -> int:
-    """Bytes of memory that this machine has."""
+    """Return the bytes of memory of this machine."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -23,13 +23,13 @@ def memory() -> int:
 
 
 def check_fits_in_memory(size: int, what: str) -> None:
-    """Raise ValueError where this machine has less than ``size`` bytes of memory for ``what``."""
+    """Raise ValueError if this machine has less than ``size`` bytes of memory; ``what`` names their use."""
     if size > (has := memory()):
         raise ValueError(f"{what} would take {_read(size)} of memory; this machine has {_read(has)}")
 
 
 class _Unfilled(TorchFunctionMode):
-    """Leaves out random initial values, which tensors on the meta device do not hold.
+    """Skip random initialization of tensors on the meta device, which have no values.
 
     PyTorch would import its compiler to fill them, which takes a second.
     """
@@ -45,29 +45,27 @@ class _Unfilled(TorchFunctionMode):
 
 
 def shapes(make: Callable[[], nn.Module]) -> nn.Module:
-    """What ``make`` builds, on the meta device: its weights have shapes and take no memory.
+    """Call ``make`` on the meta device: the module's weights have shapes and need no memory.
 
     Raises ValueError for sizes that no tensor can have.
     """
     try:
         with torch.device("meta"), _Unfilled():
             return make()
-    # Too large for 64 bits is a TypeError in torch.
+    # A size beyond 64 bits is a TypeError in torch.
     except (RuntimeError, TypeError) as error:
         if isinstance(error, TypeError) and "Overflow" not in str(error):
             raise
-        raise ValueError(
-            f"no tensor can have the sizes that its weights would: {str(error).splitlines()[0]}"
-        ) from error
+        raise ValueError(f"no tensor can have the sizes of its weights: {str(error).splitlines()[0]}") from error
 
 
 def nbytes(module: nn.Module) -> int:
-    """Bytes of the weights and buffers of a module."""
+    """Return the bytes of a module's weights and buffers."""
     return sum(t.numel() * t.element_size() for t in itertools.chain(module.parameters(), module.buffers()))
 
 
 def allocates_on_cpu() -> bool:
-    """Whether tensors are made in this machine's memory now, and not on the meta device or an accelerator."""
+    """Whether new tensors are on the CPU, not on the meta device or an accelerator."""
     return torch.get_default_device().type == "cpu"
 
 

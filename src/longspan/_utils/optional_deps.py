@@ -1,8 +1,8 @@
-"""Optional packages: which extra brings which, and one line that installs all that is missing."""
+"""Optional packages: the extra that installs each, and one message for all missing ones."""
 
 from importlib.util import find_spec
 
-# package -> the extra that brings it
+# package -> the extra that installs it
 EXTRAS = {
     "onnx": "export",
     "onnxruntime": "export",
@@ -24,7 +24,7 @@ EXTRAS = {
 
 
 def need(what: str, *packages: str) -> None:
-    """Raise ImportError, with the one line to install, where any of these packages is missing: before any work."""
+    """Raise ImportError with a pip command if any of these packages is missing; ``what`` names the feature."""
     if missing := [package for package in packages if find_spec(package) is None]:
         extras = ",".join(sorted({EXTRAS[package] for package in missing}))
         raise ImportError(

@@ -1,4 +1,4 @@
-"""Names beside the marks of a picture, where they cover neither each other nor more marks than they must."""
+"""Places labels next to the marks of a plot so that they overlap as little as possible."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Box(NamedTuple):
-    """A rectangle of the picture, in its pixels."""
+    """A rectangle in pixels of the figure."""
 
     left: float
     bottom: float
@@ -14,7 +14,7 @@ class Box(NamedTuple):
     top: float
 
     def covers(self, other: "Box") -> float:
-        """How much of the other one lies under this one, in square pixels.
+        """Return the overlap with another box, in square pixels.
 
         >>> Box(0, 0, 4, 2).covers(Box(3, 1, 9, 9)), Box(0, 0, 4, 2).covers(Box(4, 0, 5, 1))
         (1, 0)
@@ -24,17 +24,17 @@ class Box(NamedTuple):
         return max(width, 0) * max(height, 0)
 
 
-RINGS, TURNS = 16, 16  # distances that are tried, and directions at each
+RINGS, TURNS = 16, 16  # candidate distances, and directions at each
 STEP = 4.0  # points from one distance to the next
-NEAR = 2  # distances of which the mark is plainly the name's own
+NEAR = 2  # rings within which a label needs no line to its mark
 
 
 def put(axis: Any, names: Sequence[str], x: Sequence[float], y: Sequence[float], sizes: Sequence[float]) -> None:
-    """Write a name beside each mark at (x, y), whose ``sizes`` are those of ``scatter``, in square points.
+    """Write a label next to each mark at (x, y); ``sizes`` are those of ``scatter``, in square points.
 
-    From the right to the left, each goes to the nearest place inside the axis that is free, or, where none is, to the
-    one that covers the least; a line leads from there to a mark that is farther away. To be called when limits and
-    layout are final: it draws the figure, to learn what is where.
+    From right to left, each label gets the nearest free place inside the axis, or the one with the least overlap. A
+    line connects distant labels with their marks. Call it when limits and layout are final, since it draws the figure
+    to measure texts.
     """
     figure = axis.figure
     figure.canvas.draw()
@@ -54,7 +54,7 @@ def put(axis: Any, names: Sequence[str], x: Sequence[float], y: Sequence[float],
                 dx, dy = math.cos(angle) * (gap + width / 2), math.sin(angle) * (gap + height / 2)
                 there = _moved(own, dx, dy)
                 cost = sum(there.covers(other) for other in (*taken, *marks)) + width * height - inside.covers(there)
-                cost = round(cost, 3)  # roundings are no reason to go farther
+                cost = round(cost, 3)  # differences of rounding do not count
                 if cost < least:
                     best, least = (dx, dy, ring), cost
             if not least:

@@ -1,4 +1,4 @@
-"""Pictures: many small images in one PNG."""
+"""Grids of small images as PNG files."""
 
 import io
 import tempfile
@@ -11,12 +11,13 @@ from . import atomic_io
 
 
 def save(path: str | Path, images: Tensor, *, columns: int = 0, size: int = 64) -> None:
-    """Write images side by side: (B,h,w) or (B,h,w,3) uint8, 0 ... 255, as one PNG, whole or not at all.
+    """Write a grid of images, (B,h,w) or (B,h,w,3) uint8, as one PNG, atomically.
 
-    ``columns``: images per row; 0 makes a square. Small images are enlarged by a whole factor until they are ``size``
-    pixels high, each pixel a sharp square.
+    ``columns`` is the number of images per row; 0 makes a square. Images smaller than ``size`` pixels in height are
+    enlarged by an integer factor without smoothing.
 
-    Raises ValueError for images of another kind and a path that cannot be written, ImportError without Pillow.
+    Raises ValueError for images of another dtype or shape, or a path that cannot be written; ImportError without
+    Pillow.
     """
     path = Path(path)
     check(path)
@@ -32,9 +33,9 @@ def save(path: str | Path, images: Tensor, *, columns: int = 0, size: int = 64) 
 
 
 def check(path: str | Path) -> None:
-    """See to it, before the work that makes a picture, that it can be written there.
+    """Check the path of a picture before the work that makes it.
 
-    Raises ValueError where it cannot or the name is no .png, ImportError without Pillow.
+    Raises ValueError if it cannot be written or does not end in .png, ImportError without Pillow.
     """
     path = Path(path)
     if path.suffix.lower() != ".png":
@@ -50,7 +51,7 @@ def check(path: str | Path) -> None:
 
 
 def claim_folder(path: str | Path) -> None:
-    """Make a folder, where there is none, and see to it that files can be written into it. Raises ValueError."""
+    """Make a folder if it does not exist, and check that it is writable. Raises ValueError."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,7 @@ def claim_folder(path: str | Path) -> None:
 
 
 def _probe(folder: Path) -> None:
-    # Asking for permissions is not enough: a disk may be read-only, and root has every permission.
+    # Checking permissions is not enough: a disk may be read-only, and root has every permission.
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:

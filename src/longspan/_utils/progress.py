@@ -1,4 +1,4 @@
-"""How far long work is, on stderr: a bar on a terminal, and elsewhere a line now and then."""
+"""Progress on stderr: a bar on a terminal, otherwise a line every 20 seconds."""
 
 import contextlib
 import sys
@@ -16,7 +16,7 @@ LINE = "{desc} {n_fmt}/{total_fmt}, {remaining} left{postfix}"
 
 
 class Bar(tqdm):
-    """A bar that is drawn by who counts, and by no thread, which measurements would feel; it disappears at its end."""
+    """A tqdm bar without its monitor thread, which would disturb timings; it disappears at the end."""
 
     monitor_interval = 0
 
@@ -33,24 +33,24 @@ class Bar(tqdm):
         )
 
 
-# The usual one is for several processes, and is one more process on some systems.
+# The default lock is for several processes, and starts a process on some systems.
 Bar.set_lock(threading.RLock())
 
 
 class Lines:
-    """Lines about work that counts up to ``total``; of all such work together one is said every EVERY seconds."""
+    """Progress lines for work that counts up to ``total``; all instances together print one every EVERY seconds."""
 
-    said = time.monotonic()
+    last = time.monotonic()
 
     def __init__(self, total: int, done: int = 0):
         self.total, self.begun, self.begin = total, done, time.monotonic()
 
     def at(self, done: int, label: str, figures: str = "") -> None:
-        """``done`` are done; said only if it is time."""
+        """Report that ``done`` items are done; prints only if EVERY seconds have passed."""
         now = time.monotonic()
-        if now - Lines.said < EVERY:
+        if now - Lines.last < EVERY:
             return
-        Lines.said = now
+        Lines.last = now
         say(
             tqdm.format_meter(
                 done, self.total, now - self.begin, initial=self.begun, prefix=label, postfix=figures, bar_format=LINE
@@ -65,13 +65,13 @@ def watched() -> bool:
 
 
 def say(text: str) -> None:
-    """A line on stderr. That nobody can read it any more must not end the work."""
+    """Print a line on stderr; a closed stderr is ignored."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def track(items: Iterable[T], total: int, label: str) -> Iterator[T]:
-    """Yield ``items``, of which there are ``total``, and show how far they are; items that are words are named."""
+    """Yield ``items`` and show the progress up to ``total``; the label includes items that are strings."""
     if not watched():
         lines = Lines(total)
         for done, item in enumerate(items):

@@ -1,12 +1,12 @@
-"""A folder of files that cannot change, or be exchanged for another's, unnoticed: config.json has the digest of each.
+"""Folders whose files are protected by digests in config.json, written atomically.
 
-config.json holds plain values, among them ``format``; ``files``, the size and the sha256 of each other file; and
-``sha256``, that of its own content, however that is laid out.
+config.json holds plain values: ``format``; ``files``, with size and sha256 of each other file; and ``sha256``, the
+digest of its content, independent of formatting.
 
-A folder appears under its name complete or not at all: it is filled beside it and renamed. Where a folder of that name
-exists, it steps aside under the name ``.NAME.TOKEN.old`` first; readers look there when they find none, so that a
-process killed between the two renames costs nothing. Several processes may write to one name at once: each content is
-whole, and the last one stays. No reader or writer ever waits for another one.
+A folder is filled under a temporary name and renamed. An existing folder of that name is first renamed to
+``.NAME.TOKEN.old``. Readers look there if they find none, so a process killed between the two renames loses nothing.
+Several processes may write to one name: each content is complete, and the last one stays. Readers and writers never
+wait for each other.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from .version import VERSION
 
 CONFIG = "config.json"
 FORMAT = 2
-# How often a reader begins anew, some microseconds each, because a writer has changed the names under its hands.
+# Retries of a reader, some microseconds each, while a writer renames folders.
 TRIES = 50
-# What the system says of a name that a folder, a file or a link has already.
+# Errors of the system for a name that exists already.
 OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 Content = Callable[[str], bytes | None]
 
 
 def seal(folder: Path, header: dict[str, Any]) -> None:
-    """Write config.json for what is in ``folder``, and sync all of it. Raises ValueError for values that JSON lacks."""
+    """Write config.json for the files of ``folder``, and sync all. Raises ValueError for values that JSON lacks."""
     entries = {}
     for path in sorted(folder.iterdir()):
         with open(path, "rb") as file:
@@ -43,7 +43,7 @@ def seal(folder: Path, header: dict[str, Any]) -> None:
         raise ValueError(f"{CONFIG} holds plain values only: {error}") from error
     text = json.dumps(plain | {"sha256": digest(plain)}, indent=2) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-    # As readable as config.json, whatever the library that wrote them thinks.
+    # The same permissions for all files, whichever library wrote them.
     mode = (folder / CONFIG).stat().st_mode
     for path in (*folder.iterdir(), folder):
         if path != folder:
@@ -52,7 +52,7 @@ def seal(folder: Path, header: dict[str, Any]) -> None:
 
 
 def swap(temporary: Path, folder: Path) -> None:
-    """Rename ``temporary`` to ``folder``; at each moment a complete one is there, under its name or ``.NAME.*.old``."""
+    """Rename ``temporary`` to ``folder``; a complete folder always exists, under its name or ``.NAME.*.old``."""
     while True:
         try:
             os.rename(temporary, folder)
@@ -60,7 +60,7 @@ def swap(temporary: Path, folder: Path) -> None:
         except OSError as error:
             if error.errno not in OCCUPIED:
                 raise
-        # Another process that writes here may have moved it already, and may put its own in the place.
+        # Another writer may have moved it already, and may put another folder in its place.
         with contextlib.suppress(FileNotFoundError):
             os.rename(folder, atomic_io.sibling_path(folder, "old"))
             atomic_io.sync(folder.parent)
@@ -69,9 +69,9 @@ def swap(temporary: Path, folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what processes that were killed have left beside ``folder``; what is being written stays."""
-    # Listed first: of those that step aside from now on, one may be the only one.
-    replaced = atomic_io.all_beside(folder, "old")
+    """Remove what killed processes left next to ``folder``; folders in use stay."""
+    # Listed first: a folder renamed to .old from now on may be the only complete one.
+    replaced = atomic_io.existing_siblings(folder, "old")
     if (folder / CONFIG).exists():
         for path in replaced:
             atomic_io.remove(path)
@@ -79,14 +79,14 @@ def tidy(folder: Path) -> None:
 
 
 def resolve_replaced(folder: Path) -> Path:
-    """``folder``, or the newest that has stepped aside from there, if a kill has left nothing but that."""
+    """Return ``folder``, or its newest ``.old`` version if a kill left only that."""
     return folder if folder.exists() else next(iter(_aside(folder)), folder)
 
 
 def _aside(folder: Path) -> list[Path]:
-    """Those that have stepped aside from there, the newest first; some may be half removed."""
+    """The ``.old`` versions of a folder, newest first; some may be partly removed."""
     written = {}
-    for path in atomic_io.all_beside(folder, "old"):
+    for path in atomic_io.existing_siblings(folder, "old"):
         with contextlib.suppress(OSError):
             written[path] = (path / CONFIG).stat().st_mtime_ns
     return sorted(written, key=lambda path: written[path], reverse=True)
@@ -94,22 +94,22 @@ def _aside(folder: Path) -> list[Path]:
 
 def _places(folder: Path) -> Iterator[Path]:
     yield folder
-    # Looked for only where there is none of the name.
+    # Only searched if there is no folder of the name.
     yield from _aside(folder)
 
 
 def there(folder: Path) -> bool:
-    """Whether there is a sealed folder of this name, which may have stepped aside."""
-    # At any moment a writer may exchange what has just been found, so that only a row of failures is an answer.
+    """Whether a sealed folder of this name exists, possibly as an ``.old`` version."""
+    # A writer may rename the folder at any moment, so one failure proves nothing.
     return any((resolve_replaced(folder) / CONFIG).exists() for _ in range(TRIES))
 
 
 @contextlib.contextmanager
 def opened(folder: Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], Content]]:
-    """Where a folder is, what its config.json says, and a function that gives the content of the files ``names``.
+    """Open a sealed folder -> its path, the content of its config.json, and a function that reads the files ``names``.
 
-    All are of one moment, though the folder be replaced meanwhile, and a content is exactly what was written; None
-    where there is no such file.
+    All belong to one save, even if the folder is replaced meanwhile. The function verifies digests, and returns None
+    for a file that does not exist.
 
     Raises ValueError for a folder that is missing or not sealed, and for a file that was changed or damaged.
     """
@@ -128,7 +128,7 @@ def opened(folder: Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], Co
 
 
 def parsed(path: Path, content: bytes) -> Any:
-    """What a JSON file says. Raises ValueError, which names the file, where it is corrupt."""
+    """Parse a JSON file's content. Raises ValueError, which names the file, if it is corrupt."""
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -136,7 +136,7 @@ def parsed(path: Path, content: bytes) -> Any:
 
 
 def digest(header: dict[str, Any]) -> str:
-    """The sha256 that belongs into the header of config.json."""
+    """Return the sha256 of config.json's content, without its own entry."""
     rest = {name: value for name, value in header.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -149,15 +149,15 @@ def _open(folder: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, BinaryI
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         found[name] = stack.enter_context(atomic_io.open_regular(at / name))
-                # The same config.json before and after: what was opened in between belongs to it.
+                # config.json is the same before and after, so the files opened in between belong to it.
                 same = os.path.samestat(os.fstat(found[CONFIG].fileno()), os.stat(at / CONFIG))
-                # One that has stepped aside may be half removed by now.
+                # An .old version may be partly removed by now.
                 if same and (at == folder or len(found) > len(names)):
                     stack.pop_all()
                     return at, found
         if not folder.is_dir():
             raise ValueError(f"no checkpoint at {folder}: there is no such folder")
-    raise ValueError(f"{folder} is no checkpoint: it has no {CONFIG}")
+    raise ValueError(f"{folder} is not a checkpoint: it has no {CONFIG}")
 
 
 def _header(path: Path, text: bytes) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _header(path: Path, text: bytes) -> dict[str, Any]:
     if header.get("sha256") != (own := digest(header)):
         raise ValueError(
             f"{path} was changed or damaged since it was written: its sha256 is {own}, not {header.get('sha256')}; "
-            f"restore it from a copy, or take another checkpoint; after a change on purpose, write the sha256 into it"
+            f"restore it from a copy, or take another checkpoint; after a deliberate change, update the sha256"
         )
     if not isinstance(header.get("files"), dict):
         raise ValueError(f"{path} is corrupt: it names no files")

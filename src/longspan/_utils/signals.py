@@ -1,4 +1,4 @@
-"""What ends work from outside: Ctrl-C, the SIGTERM of a job manager, the SIGHUP of a terminal that is closed."""
+"""Signals that end work: Ctrl-C, SIGTERM from a job manager, SIGHUP from a closed terminal."""
 
 import contextlib
 import os
@@ -11,32 +11,31 @@ ENDING = [one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SI
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, or another signal that is treated alike: ``number``. The text says what was kept."""
+    """Raised for Ctrl-C and signals treated alike. The text describes what was kept; ``number`` is the signal."""
 
-    def __init__(self, said: str = "", number: int = signal.SIGINT):
-        super().__init__(said)
+    def __init__(self, kept: str = "", number: int = signal.SIGINT):
+        super().__init__(kept)
         self.number = number
 
 
 def number(error: KeyboardInterrupt) -> int:
-    """Of the signal that an interruption came from."""
+    """Return the number of the signal behind an interruption."""
     return error.number if isinstance(error, Interrupted) else signal.SIGINT
 
 
-def told(error: KeyboardInterrupt, said: str) -> Interrupted:
-    """The same interruption, with what it left behind as its text."""
-    return Interrupted(said, number(error))
+def told(error: KeyboardInterrupt, kept: str) -> Interrupted:
+    """Return the same interruption with a text that describes what was kept."""
+    return Interrupted(kept, number(error))
 
 
 @contextlib.contextmanager
 def handled(handler: Callable[[int], None]) -> Iterator[Callable[[], None]]:
     """Call ``handler`` with the number of each signal that would end this process.
 
-    -> a function that sees to it once more, where something else has taken the signals meanwhile.
+    Yields a function that installs the handlers again, for when other code has replaced them.
 
-    Signals that are ignored, as nohup and shells ask for, stay so. SIGHUP counts only as the first of them, since
-    shells and systems send it more than once. Outside of the main thread, where Python allows no handlers, nothing
-    changes.
+    Ignored signals, as set by nohup and shells, stay ignored. SIGHUP only counts as the first signal, since shells and
+    systems send it more than once. Outside of the main thread, where Python allows no handlers, nothing changes.
     """
     came: list[int] = []
     before = {}
@@ -63,20 +62,20 @@ def handled(handler: Callable[[int], None]) -> Iterator[Callable[[], None]]:
 
 
 def rank(name: str) -> int:
-    """The whole number in an environment variable; 0 where it is not set, empty or something else."""
+    """Return the whole number in an environment variable; 0 if it is unset, empty or anything else."""
     value = os.environ.get(name, "")
     return int(value) if value.isascii() and value.isdigit() else 0
 
 
 def first_rank() -> bool:
-    """Whether this process leads; the others of a training that is spread over several are started for their part."""
-    # Both: a RANK of 0 may come from outside, and Lightning numbers the processes that it starts by LOCAL_RANK.
+    """Whether this is the first process of a distributed training, or the only process."""
+    # Both: RANK may be 0 from outside, and Lightning numbers the processes that it starts by LOCAL_RANK.
     return rank("RANK") == 0 and rank("LOCAL_RANK") == 0
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Each such signal raises ``Interrupted`` where the process is; one that does not lead leaves that to the first."""
+    """Raise ``Interrupted`` at each such signal in the first process; other processes ignore it."""
 
     def end(number: int) -> None:
         if first_rank():

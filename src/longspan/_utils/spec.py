@@ -1,4 +1,4 @@
-"""Specs: the one small language of the library. ``local(window=64)`` names a thing and its options."""
+"""Specs: strings such as ``local(window=64)`` that name an object and its options."""
 
 import ast
 import inspect
@@ -10,11 +10,10 @@ from . import typecheck
 from .aliases import suggestion
 
 Spec = Annotated[str, "spec"]
-"""The annotation of an option that holds a nested spec: ``parse`` passes its text on and evaluates nothing in it."""
+"""Annotation of an option that holds a nested spec: ``parse`` passes its text on without evaluating it."""
 
 _OPERATORS = {ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.Sub: operator.sub}
-# A spec is written by hand or printed by what it built, and what is longer, deeper or more joined than this is neither.
-# Joining n parts takes time that grows with n^3.
+# Limits of characters, nesting and joined parts, above any practical spec. Joining n parts takes time O(n^3).
 LONGEST, DEEPEST, JOINED = 1_000_000, 64, 100
 _NESTED = (ast.expr, ast.keyword)
 
@@ -22,11 +21,10 @@ _NESTED = (ast.expr, ast.keyword)
 def parse(text: str, names: Mapping[str, Callable]) -> Any:
     """Evaluate a spec: a name, a call with literal arguments, nested specs joined by ``& | -``. Never ``eval``.
 
-    ``names`` maps each known name to the callable that builds the thing; its signature says which options exist.
+    ``names`` maps each known name to a callable; its signature defines the options.
 
-    Raises ValueError for text that is no spec, an unknown name, an unknown option, a missing option, an option given
-    by position where only keywords are allowed, or a value that is not of the kind with which the option is annotated;
-    the message names what came and what is known.
+    Raises ValueError for text that is not a spec, an unknown name, an unknown or missing option, a keyword-only option
+    given by position, or a value that does not match the option's annotation. The message lists what is known.
 
     >>> parse("pair(first=1, second=-2.5)", {"pair": lambda *, first, second: (first, second)})
     (1, -2.5)
@@ -44,25 +42,23 @@ def _tree(text: str) -> ast.expr:
     if not isinstance(text, str):
         raise ValueError(f"a spec is a string such as 'linear' or 'local(window=64)', not {type(text).__name__}")
     if len(text) > LONGEST:
-        raise ValueError(f"a spec of {len(text)} characters is longer than any that means something ({LONGEST})")
+        raise ValueError(f"a spec of {len(text)} characters is too long; at most {LONGEST} are allowed")
     try:
         tree = ast.parse(text.strip(), mode="eval")
-    # Python's parser says of deep brackets that it has no memory.
+    # Python's parser raises MemoryError for deep brackets.
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(
             f"{typecheck.format_value(text)} is not a spec; a spec reads name or name(option=value, ...)"
         ) from error
     if _depth(tree.body) > DEEPEST:
-        raise ValueError(
-            f"{typecheck.format_value(text)} is nested more than {DEEPEST} deep; a spec is flatter than that"
-        )
+        raise ValueError(f"{typecheck.format_value(text)} is nested more than {DEEPEST} deep")
     return tree.body
 
 
 def split(text: str) -> list[str]:
-    """The specs of a stack, ``"gla; gla; local(window=512)"``, one string per layer.
+    """Split the specs of a stack, ``"gla; gla; local(window=512)"``, one string per layer.
 
-    Raises ValueError for an empty one, and for something else than a string.
+    Raises ValueError for an empty spec, and for anything but a string.
 
     >>> split("linear; softmax")
     ['linear', 'softmax']
@@ -78,9 +74,9 @@ def split(text: str) -> list[str]:
 
 
 def head(text: str) -> str:
-    """The name of what a spec builds; "" where it is something else than a name and its options.
+    """Return the name in a spec; "" if the spec is not a name with options.
 
-    Raises ValueError for text that is no spec.
+    Raises ValueError for text that is not a spec.
 
     >>> head("local(window=64)"), head("band(8) | globals(2)")
     ('local', '')
@@ -92,7 +88,7 @@ def head(text: str) -> str:
 
 
 def known(name: str, names: Mapping[str, object], kind: str = "name", hint: str = "") -> str:
-    """Return ``name`` if it is known; otherwise raise a ValueError that lists what is, and guesses what was meant.
+    """Return ``name`` if it is known; otherwise raise a ValueError with a suggestion and the known names.
 
     ``hint`` ends the message.
     """
@@ -104,7 +100,7 @@ def known(name: str, names: Mapping[str, object], kind: str = "name", hint: str 
 
 
 def options(maker: Callable) -> dict[str, inspect.Parameter]:
-    """The options that ``maker`` takes, by name: its parameters other than ``self``, ``*args`` and ``**kwargs``."""
+    """Return the options of ``maker`` by name: its parameters without ``self``, ``*args`` and ``**kwargs``."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(maker, eval_str=True).parameters
     return {name: p for name, p in parameters.items() if name != "self" and p.kind not in variadic}
@@ -153,7 +149,7 @@ def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
 
 
 def _nested(value: ast.expr) -> Any:
-    """The text of a nested spec, written bare or as a string; a number or a truth value is returned as it is."""
+    """Return the text of a nested spec, written bare or as a string; numbers and bools are returned unchanged."""
     return value.value if isinstance(value, ast.Constant) else ast.unparse(value)
 
 
@@ -200,7 +196,7 @@ def _call(name: str, arguments: list, keywords: dict, text: str, names: Mapping[
 
 
 def _chain(node: ast.AST) -> tuple[ast.AST, list[tuple[ast.operator, ast.AST]]]:
-    """``a | b - c`` as its first part, and the others, each with what joins it to those before it."""
+    """Split ``a | b - c`` into its first part and the others, each with the operator before it."""
     others = []
     while isinstance(node, ast.BinOp):
         others.append((node.op, node.right))
@@ -209,15 +205,15 @@ def _chain(node: ast.AST) -> tuple[ast.AST, list[tuple[ast.operator, ast.AST]]]:
 
 
 def _depth(tree: ast.AST) -> int:
-    """How deep a tree is nested, without going deep itself; what is joined one after the other lies side by side."""
+    """Return the nesting depth of a tree, without recursion; joined parts count as one level."""
     level, depth = [tree], 0
     while level:
-        parts = [part for node in level for part in _beside(node)]
+        parts = [part for node in level for part in _parts(node)]
         level = [child for node in parts for child in ast.iter_child_nodes(node) if isinstance(child, _NESTED)]
         depth += 1
     return depth
 
 
-def _beside(node: ast.AST) -> list[ast.AST]:
+def _parts(node: ast.AST) -> list[ast.AST]:
     first, others = _chain(node)
     return [first, *(part for _, part in others)]

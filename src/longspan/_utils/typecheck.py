@@ -1,4 +1,4 @@
-"""Values checked against annotations, in one place for specs, configs and whatever is built by hand."""
+"""Checks values against annotations, for specs, configs and constructors."""
 
 import dataclasses
 import functools
@@ -9,17 +9,17 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-_FLOAT32 = 3.4028234663852886e38  # the largest number there, since weights and their neighbours are no wider
+_FLOAT32 = 3.4028234663852886e38  # the largest float32, the narrowest dtype of weights and constants
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 _WORDS = {int: "a whole number", float: "a number", bool: "True or False", str: "a string", types.NoneType: "None"}
 
 
 def check_type(name: str, value: Any, kind: Any, owner: str = "") -> None:
-    """Raise ValueError unless ``value`` is of the annotated ``kind``.
+    """Raise ValueError unless ``value`` matches the annotation ``kind``.
 
-    An int is a whole number of 64 bits and no bool; a float is an int or a float that is finite in float32, and no
-    bool. Tuples, Literals, unions and classes are what they say; a kind of any other form, or none, allows everything.
+    An int is a whole number of 64 bits and not a bool; a float is an int or a float that is finite in float32, and not
+    a bool. Tuples, Literals, unions and classes are checked; any other annotation accepts everything.
 
     >>> check_type("window", 2.5, int, "local")
     Traceback (most recent call last):
@@ -33,14 +33,14 @@ def check_type(name: str, value: Any, kind: Any, owner: str = "") -> None:
 
 
 def check_fields(made: Any) -> None:
-    """Raise ValueError unless every field of a dataclass is of the kind with which it is annotated."""
+    """Raise ValueError unless every field of a dataclass matches its annotation."""
     kinds = _kinds(type(made))
     for field in dataclasses.fields(made):
         check_type(field.name, getattr(made, field.name), kinds[field.name])
 
 
 def with_checked_types(init: Callable[..., None], owner: str) -> Callable[..., None]:
-    """An ``__init__`` that checks what it is given against its annotations, and gets a float where it asks for one."""
+    """Wrap an ``__init__`` so that arguments are checked against annotations and converted to float where annotated."""
     signature = functools.cache(lambda: inspect.signature(init, eval_str=True))
 
     @functools.wraps(init)
@@ -53,7 +53,7 @@ def with_checked_types(init: Callable[..., None], owner: str) -> Callable[..., N
                 if name == "context_dim" and value < 0:
                     raise ValueError(f"{owner}: context_dim={value} must not be negative; 0 means dim")
                 if parameters[name].annotation is float:
-                    # Whole numbers of more than 64 bits are numbers, which torch cannot take as whole ones.
+                    # torch accepts no ints of more than 64 bits.
                     bound.arguments[name] = float(value)
         init(*bound.args, **bound.kwargs)
 
@@ -61,7 +61,7 @@ def with_checked_types(init: Callable[..., None], owner: str) -> Callable[..., N
 
 
 def type_name(kind: Any) -> str:
-    """A kind in words.
+    """Return an annotation in words.
 
     >>> type_name(int | tuple[int, int]), type_name(Literal["a", "b"])
     ('a whole number or (a whole number, a whole number)', "'a' or 'b'")
@@ -81,10 +81,10 @@ def type_name(kind: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value for a message: its repr on one line, cut where it is long."""
+    """Return a value for a message: its repr on one line, shortened."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a number of {value.bit_length()} bits"
-    # Lists may hold one list so often that nobody can write them out.
+    # A list may contain one list so often that its repr would be huge.
     text = repr(value) if isinstance(value, str) else _SHORT.repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
