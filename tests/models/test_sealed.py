@@ -64,7 +64,7 @@ class TestDamage:
     def test_a_training_state_that_was_not_written_with_it(self, folder, tmp_path):
         checkpoint.save(decoder(1), tmp_path / "b")
         os.replace(folder / "training.pt", tmp_path / "b" / "training.pt")
-        with pytest.raises(ValueError, match=r"training.pt was changed or damaged .* config.json says None"):
+        with pytest.raises(ValueError, match=r"training\.pt .* config\.json .*None"):
             checkpoint.load_training(tmp_path / "b")
 
     def test_a_removed_training_state_leaves_the_model(self, folder):

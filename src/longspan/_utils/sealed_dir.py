@@ -187,7 +187,7 @@ def _verified(path: Path, file: BinaryIO, entry: Any) -> bytes:
                 return content
             found = f"its sha256 is {hashlib.sha256(content).hexdigest()}"
     raise ValueError(
-        f"{path} was changed or damaged since it was written: {found}, and {CONFIG} says {entry}; restore it from a "
+        f"{path} was changed or damaged since it was written: {found}, and {CONFIG} records {entry}; restore it from a "
         f"copy, or take another checkpoint"
     )
 
