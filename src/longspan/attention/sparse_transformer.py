@@ -19,8 +19,8 @@ class SparseTransformer(Attention):
     c summary keys, the last one first, and the last again when all l // c are taken. ``summary`` is for ``fixed``
     alone. Where fixed A2 stands alone, the tokens before its first key see nothing and read 0.
 
-    A bidirectional one, which is not in the paper, sees ``|i - j| < l`` for i - j < l, and A2 to both sides. Its state is a
-    ring of l keys and values in the layers of A1 alone, else all of them. Time is $N^{1.5} D$ where l is about
+    A bidirectional one, which is not in the paper, sees ``|i - j| < l`` for i - j < l, and A2 to both sides. Its state
+    is a ring of l keys and values in the layers of A1 alone, else all of them. Time is $N^{1.5} D$ where l is about
     $\sqrt N$.
 
     Source: Child et al. 2019, sections 4.3 (the sets) and 5.1 (their integration); l keys in strided A1 are the
