@@ -1,11 +1,12 @@
-"""Put benchmarks' figures and pictures into docs/results/performance.md.
+"""Put the figures and pictures of benchmarks into docs/results.
 
     longspan bench KIND --out FOLDER
     python tools/performance.py FOLDER
 
-copies the JSON, CSV and PNG files of the kinds that FOLDER has to ``benchmarks/results/MACHINE``, where MACHINE is the
-first of ``MACHINES``, and writes the tables between the page's markers, each from the first machine that has it.
-Without an argument it only writes them again.
+copies the JSON, CSV and PNG files in FOLDER to ``benchmarks/results/MACHINE``, where MACHINE is the first entry of
+``MACHINES``. It then writes docs/results/benchmarks/MACHINE.md, the raw output of every run on that machine, and the
+marked blocks of docs/results/performance.md, each with the picture of the first machine that has the benchmark. Without
+an argument it only writes the pages.
 """
 
 import importlib
@@ -18,9 +19,21 @@ from pathlib import Path
 from longspan.bench import report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, RESULTS = DOCS / "results" / "performance.md", DOCS.parent / "benchmarks" / "results"
+PAGE, RAW = DOCS / "results" / "performance.md", DOCS / "results" / "benchmarks"
+RESULTS = DOCS.parent / "benchmarks" / "results"
 MACHINES = ("xeon-amx-2-cores", "xeon-avx512-2-cores", "epyc-2-cores", "epyc-avx2-2-cores")
-# What is measured -> the module of longspan.bench that can tell it.
+TITLES = {
+    "xeon-amx-2-cores": "Xeon with AMX, 2 cores",
+    "xeon-avx512-2-cores": "Xeon with AVX-512, 2 cores",
+    "epyc-2-cores": "EPYC, 2 cores",
+    "epyc-avx2-2-cores": "EPYC with AVX2, 2 cores",
+}
+NOTES = {
+    "xeon-avx512-2-cores": "These figures were measured with earlier versions of the kernels, on an older processor with "
+    "smaller caches. Most ratios to `ft` are larger here, and decode steps of the delta rule for 64 sequences take more "
+    "than 1.3 of their bound."
+}
+# Kind of benchmark -> the module of longspan.bench that formats it.
 KINDS = {
     "limits": "limits",
     "attention": "attention",
@@ -32,24 +45,47 @@ KINDS = {
     "transformers": "hybrids",
     "pattern": "pattern",
 }
+# Name of a result -> the arguments of `longspan bench` that reproduce it.
+COMMANDS = {
+    "limits": "limits",
+    "attention": "attention linear linear@torch sdpa ft performer --peers --lengths 256,512,4096,16384,65536 "
+    "--rounds 3 --limit 14",
+    "members": "attention softmax@module linear@module performer@module polynomial gated_deltanet 'gla(expand_k=1.0)' "
+    "--lengths 256,1024,4096,16384 --no-backward --rounds 3",
+    "degree2": "attention softmax@module polynomial --size 16 --lengths 256,1024,4096,16384 --no-backward --rounds 3",
+    "gated": "gated",
+    "shared": "gated --size 128 --heads 32 --key-heads 16 --length 2048 --batches 1,16",
+    "pattern": "pattern --rounds 3 --matrix 16384 --limit 30",
+    "convolution": "convolution",
+    "depth": "depth --depths 2,8,24,64 --limit 6000",
+    "transformers": "transformers kimi mamba2 --dtypes float32 --rounds 2",
+    "transformers_bfloat16": "transformers kimi mamba2 --dtypes bfloat16",
+    "transformers_qwen_granite": "transformers qwen3.5 granite",
+    "step": "step --peers",
+    "generate": "generate --peers",
+    "positions": "generate linear@engine softmax@engine linear@engine@bf16 ft --positions 784,3072,16384 --batches 1 "
+    "--images 0",
+}
+# The same for a result that a machine has with other arguments.
+SPECIAL = {
+    ("xeon-avx512-2-cores", "shared"): "gated 'gated delta' 'channel delta' --size 128 --heads 32 --key-heads 16 "
+    "--length 2048 --batches 1,16 --rounds 3",
+}
 BLOCK = "<!-- {}:begin -->\n{}<!-- {}:end -->"
 
 
 def block(name: str) -> str:
-    """The tables of one benchmark, as they were printed, and its picture; of a kind without results, that they lack."""
-    machine = next((m for m in MACHINES if (RESULTS / m / f"{name}.json").exists()), MACHINES[0])
-    path = RESULTS / machine / f"{name}.json"
-    if name in KINDS and not path.exists():
-        return f"\nNot measured yet: `python tools/performance.py FOLDER` puts {name}.json of a run's FOLDER here.\n\n"
-    result = json.loads(path.read_text(encoding="utf-8"))
-    kind = result["benchmark"]
-    text = report.show(result, importlib.import_module(f"longspan.bench.{KINDS[kind]}").text)
+    """Return the picture of a result with its machine and a link to the raw figures, or how to measure it."""
+    machine = next((m for m in MACHINES if (RESULTS / m / f"{name}.json").exists()), None)
+    if machine is None:
+        return f"\nNot measured yet. `python tools/performance.py FOLDER` adds {name}.json of a run's FOLDER.\n\n"
     picture = f"../../benchmarks/results/{machine}/{name}.png"
-    return f"\n![{name}]({picture})\n\n```text\n{text}\n```\n\n"
+    raw = f"[raw figures](benchmarks/{machine}.md#{name.replace('.', '')})"
+    return f"\n![{name}]({picture})\n\n*{TITLES.get(machine, machine)}; {raw}.*\n\n"
 
 
 def page(text: str) -> str:
-    """The page with every marked block written anew."""
+    """Return the page with every marked block replaced."""
     return re.sub(
         r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->",
         lambda found: BLOCK.format(found[1], block(found[1]), found[1]),
@@ -58,15 +94,39 @@ def page(text: str) -> str:
     )
 
 
+def names(machine: str) -> list[str]:
+    """List the results of a machine that its page shows, in the order of ``COMMANDS``."""
+    found = [path.stem for path in (RESULTS / machine).glob("*.json")]
+    return [name for name in COMMANDS if name in found]
+
+
+def raw(machine: str) -> str:
+    """Return the page of one machine: every result as its command printed it."""
+    parts = [f"# {TITLES.get(machine, machine)}"]
+    parts.append(f"The raw output behind [](../performance.md), from the JSON files in `benchmarks/results/{machine}`.")
+    parts += [NOTES[machine]] if machine in NOTES else []
+    for name in names(machine):
+        result = json.loads((RESULTS / machine / f"{name}.json").read_text(encoding="utf-8"))
+        kind = result["benchmark"]
+        text = report.show(result, importlib.import_module(f"longspan.bench.{KINDS[kind]}").text)
+        command = SPECIAL.get((machine, name), COMMANDS[name])
+        parts.append(f"## {name}\n\n```sh\nlongspan bench {command}\n```\n\n```text\n{text}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
 def main(folders: list[str]) -> None:
-    """Copy what is new, write the page."""
+    """Copy new results and write the pages."""
     (RESULTS / MACHINES[0]).mkdir(parents=True, exist_ok=True)
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json"))):
         found = json.loads(path.read_text(encoding="utf-8"))
-        # Of other kinds, such as ``members``, other pages tell.
+        # Other kinds, such as ``members``, belong to tools/choosing.py.
         if found.get("benchmark") in KINDS and not found.get("partial"):
             for ending in (".json", ".csv", ".png"):
                 shutil.copyfile(path.with_suffix(ending), RESULTS / MACHINES[0] / path.with_suffix(ending).name)
+    RAW.mkdir(parents=True, exist_ok=True)
+    for machine in MACHINES:
+        if names(machine):
+            (RAW / f"{machine}.md").write_text(raw(machine), encoding="utf-8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -289,7 +289,7 @@ def test_a_mistake_is_one_line_and_code_2(line, at, capsys):
     assert not (at / "bench").exists()
 
 
-def test_the_page_takes_the_figures_of_a_folder(capsys, weightless, monkeypatch, at):
+def test_the_pages_take_the_figures_of_a_folder(capsys, weightless, monkeypatch, at):
     spec = importlib.util.spec_from_file_location("performance_script", ROOT / "tools" / "performance.py")
     assert spec is not None
     assert spec.loader is not None
@@ -297,22 +297,29 @@ def test_the_page_takes_the_figures_of_a_folder(capsys, weightless, monkeypatch,
     spec.loader.exec_module(script)
     assert "<!-- pattern:begin -->" in script.PAGE.read_text(encoding="utf-8")
     monkeypatch.setattr(script, "PAGE", at / "performance.md")
+    monkeypatch.setattr(script, "RAW", at / "benchmarks")
     monkeypatch.setattr(script, "RESULTS", at / "results")
     monkeypatch.setattr(script, "MACHINES", ("new", "old"))
     script.PAGE.write_text("before\n<!-- pattern:begin -->\n<!-- pattern:end -->\nafter\n")
     script.main([])
-    assert "Not measured yet" in script.PAGE.read_text()
+    assert "results/new" not in script.PAGE.read_text()
+    assert list(script.RAW.iterdir()) == []
     ran(capsys, "--patterns", "band(5)", "--lengths", "17", "--no-backward")
-    # Of every mechanism another page tells, and what has no end is none.
+    # Kinds of other pages and results of unfinished runs are skipped.
     Path("o/members.json").write_text('{"benchmark": "members"}')
     Path("o/step.partial.json").write_text('{"benchmark": "step", "partial": true}')
     script.main(["o"])
     page = script.PAGE.read_text()
-    assert "keys per query" in page
-    assert "Not measured yet" not in page
-    assert page.startswith("before\n<!-- pattern:begin -->\n\n![pattern](../benchmarks/results/new/pattern.png)\n")
+    assert "(../../benchmarks/results/new/pattern.png)" in page
+    assert "(benchmarks/new.md#pattern)" in page
+    assert page.startswith("before\n<!-- pattern:begin -->\n")
+    assert page.endswith("<!-- pattern:end -->\nafter\n")
+    raw = (script.RAW / "new.md").read_text()
+    assert "## pattern\n" in raw
+    assert "keys per query" in raw
     found = at / "results" / "new"
     assert {path.name for path in found.iterdir()} == {f"pattern.{end}" for end in ("json", "csv", "png")}
     found.rename(at / "results" / "old")  # measured on the other machine alone
     script.main([])
-    assert script.PAGE.read_text() == page.replace("results/new", "results/old")
+    assert "results/old/pattern.png" in script.PAGE.read_text()
+    assert (script.RAW / "old.md").exists()
