@@ -29,9 +29,9 @@ TITLES = {
     "epyc-avx2-2-cores": "EPYC with AVX2, 2 cores",
 }
 NOTES = {
-    "xeon-avx512-2-cores": "These figures were measured with earlier versions of the kernels, on an older processor with "
-    "smaller caches. Most ratios to `ft` are larger here, and decode steps of the delta rule for 64 sequences take more "
-    "than 1.3 of their bound."
+    "xeon-avx512-2-cores": "These figures were measured with earlier versions of the kernels, on an older processor "
+    "with smaller caches. Most ratios to `ft` are larger here, and decode steps of the delta rule for 64 sequences "
+    "take more than 1.3 of their bound.",
 }
 # Kind of benchmark -> the module of longspan.bench that formats it.
 KINDS = {

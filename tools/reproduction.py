@@ -3,9 +3,9 @@
     longspan reproduce NAME --out FOLDER
     python tools/reproduction.py FOLDER
 
-copies the JSON and PNG files of the experiments in FOLDER to ``docs/results/reproduction`` and writes the marked blocks
-of the pages there. ``FOLDER=WORD`` adds a run with other settings: ``images`` becomes ``images_WORD.json``, with its own
-pictures and marker. Without an argument it only writes the pages. The mechanisms page reads the same JSON files.
+copies the JSON and PNG files of the experiments in FOLDER to ``docs/results/reproduction`` and writes the marked
+blocks of the pages there. ``FOLDER=WORD`` adds a run with other settings: ``images`` becomes ``images_WORD.json``, with separate
+pictures and a separate marker. Without an argument it only writes the pages. The mechanisms page reads the same files.
 
 Markers, each ``<!-- NAME:begin -->`` ... ``<!-- NAME:end -->``:
 
@@ -114,12 +114,13 @@ def verdicts() -> Iterator[str]:
         verdict = re.search(r"^\*\*Verdict: (.*?)\.\*\* (.*)\.$", text, re.MULTILINE)
         source = re.search(r"([A-Z][\w-]+(?: et al\.)? \d{4}) \((\d{4}\.\d{4,5})\)", experiment.source)
         if verdict is None or source is None:
-            raise ValueError(f"{path} has no line **Verdict: ...**, or {name} names no paper as Author 2020 (2006.16236)")
+            raise ValueError(
+                f"{path} has no line **Verdict: ...**, or {name} names no paper as Author 2020 (2006.16236)"
+            )
         title = text.partition("\n")[0].removeprefix("# ")
         cited = f"[{source[1]}](https://arxiv.org/abs/{source[2]})"
-        yield (
-            f"| [{title}](reproduction/{name}.md) | {cited} | {verdict[1]} | {verdict[2]} | `longspan reproduce {name}` |"
-        )
+        row = (f"[{title}](reproduction/{name}.md)", cited, verdict[1], verdict[2], f"`longspan reproduce {name}`")
+        yield f"| {' | '.join(row)} |"
 
 
 def of_the_paper() -> Iterator[str]:

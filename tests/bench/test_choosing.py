@@ -1,5 +1,6 @@
-"""The page "Which attention should I use?": every mechanism is on it once, and its figures are those of the result."""
+"""The chooser and the mechanisms page: every mechanism is there once, with the figures of the result."""
 
+import csv
 import importlib.util
 import json
 import re
@@ -8,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import longspan
-from longspan.bench import members
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -75,111 +75,104 @@ def result():
     }
 
 
-def test_the_figures_of_the_page_are_those_of_the_result(script):
-    """Nothing is typed in by hand: the page is what its script writes, and every block of it is there."""
-    text = script.PAGE.read_text(encoding="utf-8")
-    path = script.RESULTS / script.MACHINE / f"{script.NAME}.json"
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert script.written(text, found) == text
-    assert script.written(re.sub(r"\d x", "9 x", text.replace(" ms |", " s |")), found) == text
-    assert all(f"<!-- {name}:begin -->" in text for name in (*script.BLOCKS, *script.GROUPS))
+def cells(text):
+    """The cells of a Markdown table's rows."""
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()[2:]]
 
 
-def test_every_mechanism_stands_in_one_family(script):
-    text = script.PAGE.read_text(encoding="utf-8")
-    tables = text[text.index("## Every mechanism") : text.index("## Does it grow")]
-    links = re.findall(r"^\| \[`(\w+)`\]\(mechanisms/", tables, flags=re.MULTILINE)
+def test_the_pages_and_files_are_what_the_script_writes(script):
+    found = json.loads((script.RESULTS / script.MACHINE / f"{script.NAME}.json").read_text(encoding="utf-8"))
+    texts = [path.read_text(encoding="utf-8") for path in (script.CHOOSER, script.PAGE)]
+    for text in texts:
+        assert script.written(text, found) == text
+        assert script.written(re.sub(r"\d \|", "9 |", text), found) == text
+    assert all(any(f"<!-- {name}:begin -->" in text for text in texts) for name in script.BLOCKS)
+    for name, rows in script.CSV.items():
+        text = (script.TABLES / f"{name}.csv").read_text(encoding="utf-8")
+        assert text == script.rows_csv(rows(script.Figures(found)))
+        assert f"({script.TABLES.name}/{name}.csv)" in texts[1]
+    assert (script.TABLES / script.PICTURE).exists()
+
+
+def test_every_mechanism_is_in_the_table(script):
     measured = json.loads((script.RESULTS / script.MACHINE / f"{script.NAME}.json").read_text(encoding="utf-8"))
+    table = script.every(script.Figures(measured))
+    links = re.findall(r"^\| \[`(\w+)`\]\(", table, flags=re.MULTILINE)
     missing = script.unmeasured(measured)
     assert sorted([*links, *missing]) == longspan.list_mechanisms()
-    assert all(f"{script.link(name)}" in text[text.index("not measured yet: ") :] for name in missing)
-    assert {script.group(name) for name in longspan.list_mechanisms()} == {*script.GROUPS}
-    assert [script.group(name) for name in ("kda", "gla", "local", "softmax")] == [
-        "delta",
-        "decays",
-        "patterns",
-        "softmax",
-    ]
+    assert all(script.link(name) in script.missing(script.Figures(measured)) for name in missing)
+    assert {script.group(name) for name in longspan.list_mechanisms()} == {*script.FAMILIES}
+    assert all(script.group(default) == name for name, (_, default) in script.FAMILIES.items())
+    assert {default for _, default in script.FAMILIES.values()} == {*script.COLORS}
 
 
-def test_lists_are_sorted_by_what_was_measured(script, result):
+def test_a_row_has_the_figures_of_the_result(script, result):
     found = script.Figures(result)
-    names = ["softmax", "sac", "linear", "star"]
-    assert found.best(names, "forward+backward", "seconds") == ["linear", "star", "softmax", "sac"]
-    assert found.best(names, "forward+backward", "mb", 2) == ["linear", "star"]
-    # star has no step.
-    assert found.best(names, "step", "state_bytes") == ["linear", "softmax", "sac"]
-    assert [found.constant(name) for name in names] == [False, False, True, False]
-    assert script.causal(found).count("\n") == 2
-    assert "[`linear`](mechanisms/linear.md#linear) | 4 s | 4 s | 4x | 4x | 3.5 MB | 65 kB | 125 ms |" in (
-        script.causal(found)
-    )
-    assert re.findall(r"`(\w+)`", script.bidirectional(found)) == ["star"]
-    assert re.findall(r"`(\w+)`", script.decoding(found)) == ["linear", "softmax"]
+    assert script.row(found, "linear") == ["4,000", "4,000", "4", "4", "3.5", "65", "125,000"]
+    assert script.row(found, "star")[-2:] == ["-", "-"]  # it has no causal form
+    lines = {line[0]: line for line in cells(script.every(found).split("\n\n")[1])}
+    assert [line[2] for line in lines.values()] == ["yes", "no", "yes", "yes"]
+    # linear is slower at 1024 tokens and faster at 16384, sac slower at both
+    assert 1024 < int(lines[script.link("linear")][-1].replace(",", "")) < 16384
+    assert lines[script.link("sac")][-1] == "-"
 
 
-def test_a_crossing_is_told_at_the_next_measured_length(script, result):
-    lines = script.length(script.Figures(result)).splitlines()[2:]
-    assert [re.sub(r"\(.*?\)", "", line) for line in lines] == [
-        "| at 1,024 tokens | - | - |",
-        "| at 16,384 tokens | [`linear`], [`star`] | [`linear`], [`star`] |",
-        "| at no measured length | [`sac`] | [`sac`] |",
-    ]
+def test_csv_files_have_the_figures_of_the_result(script, result):
+    found = script.Figures(result)
+    rows = script.by_length(found)
+    assert len(rows) == len(result["rows"])
+    (linear,) = [one for one in rows if (one["mechanism"], one["mode"], one["tokens"]) == ("linear", "step", 16384)]
+    assert (linear["seconds"], linear["state_bytes"]) == (0.125, 66560)
+    grown = {one["mechanism"]: one for one in script.growth(found)}
+    assert grown["sac"]["declared_exponent"] == 2.0
+    assert (grown["sac"]["forward_exponent"], grown["sac"]["forward_and_backward_exponent"]) == (1.4, 1.5)
+    assert script.left_out(found) == [{"mechanism": "sac", "reason": "forward from N 32768 on: long"}]
 
 
-def test_an_exponent_that_misses_the_declared_one_is_told(script, result):
-    text = script.grown(script.Figures(result))
-    assert re.findall(r"`(\w+)`", text) == ["sac"]
-    assert "| $N^2 D$ | N^2 | N^1.40 | N^1.50 |" in text
-    assert script.grown(script.Figures({**result, "growth": []})) == "No exponent is off by more than 0.25."
-
-
-def test_a_family_has_the_columns_of_the_command_and_the_factor(script, result):
-    head, _, line = script.family(script.Figures(result), "content").splitlines()
-    assert head.startswith(f"| {' | '.join(members.table(result)[0][1:])} |")
-    assert line.endswith("| 0.2x / 0.2x |")
-    assert "[`star`](mechanisms/sparse.md#star), bidirectional" in script.family(script.Figures(result), "patterns")
-
-
-def test_a_run_is_copied_and_the_page_written(script, result, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
-    monkeypatch.setattr(script, "RESULTS", tmp_path / "results")
-    script.PAGE.write_text("a\n<!-- left:begin -->\n<!-- left:end -->\nb\n")
+def test_a_run_is_copied_and_the_pages_written(script, result, tmp_path, monkeypatch):
+    at = places(script, tmp_path, monkeypatch)
     folder = tmp_path / "run"
-    folder.mkdir()
-    for ending, text in ((".json", json.dumps(result)), (".csv", "x"), (".png", "y")):
-        (folder / f"members{ending}").write_text(text)
+    run(folder, result)
     script.main([str(folder)])
-    assert sorted(path.name for path in (tmp_path / "results" / script.MACHINE).iterdir()) == [
-        "every.csv",
-        "every.json",
-        "every.png",
-    ]
-    assert "* `sac`: forward from N 32768 on: long" in script.PAGE.read_text()
+    assert sorted(path.name for path in at.iterdir()) == ["every.csv", "every.json", "every.png"]
+    assert "| [`linear`](" in script.PAGE.read_text()
+    with (script.TABLES / "left_out.csv").open() as file:
+        assert list(csv.DictReader(file)) == [{"mechanism": "sac", "reason": "forward from N 32768 on: long"}]
+    assert (script.TABLES / script.PICTURE).read_bytes()[:4] == b"\x89PNG"
     script.main([f"{folder}=budget"])
-    place = tmp_path / "results" / script.MACHINE
-    assert {path.name for path in place.glob("every_budget*")} == {"every_budget.csv", "every_budget.json"}
-    assert re.findall(r"`(\w+)`", script.budget(None)) == ["softmax", "star", "linear", "sac"]
-    assert script.link("local(window=8)") == "[`local(window=8)`](mechanisms/sparse.md#local)"
+    assert {path.name for path in at.glob("every_budget*")} == {"every_budget.csv", "every_budget.json"}
+    assert {one["mechanism"] for one in script.budget(None)} == {"softmax", "star", "linear", "sac"}
+    assert script.link("local(window=8)") == "[`local(window=8)`](../reference/mechanisms/sparse.md#local)"
     script.PAGE.write_text("<!-- lift:begin -->\n<!-- lift:end -->\n")
-    with pytest.raises(ValueError, match="nothing writes 'lift'; known: where, length"):
+    with pytest.raises(ValueError, match=r"'lift'.*every, defaults"):
         script.main([])
 
 
-def test_lengths_that_were_measured_again_take_their_place(script, result, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
-    script.PAGE.write_text("<!-- where:begin -->\n<!-- where:end -->\n")
+def places(script, tmp_path, monkeypatch):
+    """Pages and folders of a test -> the folder of the machine."""
+    for name, place in (("RESULTS", "results"), ("TABLES", "tables"), ("PAGE", "page.md"), ("CHOOSER", "chooser.md")):
+        monkeypatch.setattr(script, name, tmp_path / place)
+    script.PAGE.write_text("a\n<!-- every:begin -->\n<!-- every:end -->\nb\n")
+    script.CHOOSER.write_text("<!-- where:begin -->\n<!-- where:end -->\n")
+    return tmp_path / "results" / script.MACHINE
+
+
+def run(folder, result):
+    """The files that ``longspan bench members`` writes."""
+    folder.mkdir()
+    for ending, text in ((".json", json.dumps(result)), (".csv", "x"), (".png", "y")):
+        (folder / f"members{ending}").write_text(text)
+
+
+def test_a_later_run_of_some_lengths_replaces_their_figures(script, result, tmp_path, monkeypatch):
+    place = places(script, tmp_path, monkeypatch)
     result["machine"] |= {"threads": 1, "torch": "2"}
     first = script.Figures(result).lengths[0]
     rows = [{**row, "seconds": row["seconds"] / 4} for row in result["rows"] if row["length"] == first]
     again = {**result, "options": {**result["options"], "lengths": [first]}, "rows": rows}
     for name, one in (("run", result), ("again", again)):
-        (tmp_path / name).mkdir()
-        for ending, text in ((".json", json.dumps(one)), (".csv", "x"), (".png", "y")):
-            (tmp_path / name / f"members{ending}").write_text(text)
+        run(tmp_path / name, one)
     script.main([f"{tmp_path / 'run'}+{tmp_path / 'again'}"])
-    place = tmp_path / "results" / script.MACHINE
     before, after = script.Figures(result), script.Figures(json.loads((place / "every.json").read_text()))
     assert after.at.keys() == before.at.keys()
     for key, row in before.at.items():
@@ -189,33 +182,29 @@ def test_lengths_that_were_measured_again_take_their_place(script, result, tmp_p
     assert "step" not in after.growth["linear"]  # as before
     assert (place / "every.csv").read_text().startswith("candidate,")
     assert (place / "every.png").read_bytes()[:4] == b"\x89PNG"
-    assert f"with `--lengths {first}`" in script.PAGE.read_text()
+    assert f"--lengths {first}`" in script.CHOOSER.read_text()
 
 
-def test_forecasters_are_sent_to_what_has_the_smallest_error(script):
-    lines = script.forecasts(None).splitlines()[2:]
-    errors = {line.split(" | ")[0][2:]: [float(cell) for cell in line.strip("| ").split(" | ")[1:]] for line in lines}
+def test_a_linear_map_forecasts_best(script):
+    errors = {one["model"]: [error for key, error in one.items() if key != "model"] for one in script.forecasts(None)}
     first, *others = errors
     assert first == "linear map, ridge"
     assert all(a < b for other in others for a, b in zip(errors[first], errors[other], strict=True))
     found = json.loads((script.TASKS / "forecast.json").read_text(encoding="utf-8"))
     (row,) = [row for row in found["rows"] if (row["model"], row["horizon"]) == ("informer", 168)]
-    assert errors["`informer`"][found["settings"]["horizons"].index(168)] == round(row["mse"], 3)
+    assert errors["informer"][found["settings"]["horizons"].index(168)] == round(row["mse"], 3)
     day = errors["the last day again"]
-    assert all(a < b for name in ("`informer`", "`softmax`") for a, b in zip(day, errors[name], strict=True))
-    assert "**Forecasts of time series**: `informer`" not in script.PAGE.read_text(encoding="utf-8")
+    assert all(a < b for name in ("informer", "softmax") for a, b in zip(day, errors[name], strict=True))
 
 
 def test_tasks_are_those_of_the_experiments(script):
     found = json.loads((script.TASKS / "mqar.json").read_text(encoding="utf-8"))
     pairs, dims = found["settings"]["pairs"][-1], found["settings"]["dims"]
-    lines = script.recall(None).splitlines()
-    assert lines[0] == f"| {pairs} pairs to remember | {' | '.join(f'width {dim}' for dim in dims)} |"
     best = max(row["accuracy"][-1] for row in found["rows"] if (row["spec"], row["dim"]) == ("linear", dims[0]))
-    (line,) = [line for line in lines if line.startswith("| `linear` |")]
-    assert line.split(" | ")[1].startswith(f"{100 * best:.1f} %, ")
-    tasks = script.tasks(None)
+    (row,) = [one for one in script.recall(None) if (one["mechanism"], one["width"]) == ("linear", dims[0])]
+    assert row[f"recalled_of_{pairs}"] == round(best, 4)
     image = json.loads((script.TASKS / "images.json").read_text(encoding="utf-8"))
     linear = next(row for row in image["rows"] if row.get("attention") == "linear")
-    assert f"| draw mnist | `linear` | {linear['test']:.3f} bits per dim after" in tasks
-    assert "| copy 63 symbols | `softmax` | loss " in tasks
+    tasks = script.tasks(None)
+    assert round(linear["test"], 3) in [one.get("test_bits_per_dim") for one in tasks]
+    assert {one["attention"] for one in tasks if one["task"].startswith("copy")} >= {"softmax", "linear"}

@@ -63,7 +63,9 @@ def test_results_with_other_settings_keep_a_separate_name(tmp_path, script):
     script.RESULTS.mkdir()
     script.OVERVIEW.write_text("nothing to write\n")
     page = script.RESULTS / "scaling.md"
-    page.write_text("<!-- scaling:begin -->\n<!-- scaling:end -->\n<!-- scaling_few:begin -->\n<!-- scaling_few:end -->")
+    page.write_text(
+        "<!-- scaling:begin -->\n<!-- scaling:end -->\n<!-- scaling_few:begin -->\n<!-- scaling_few:end -->"
+    )
     assert main(["reproduce", "scaling", "--quick"]) == 0
     script.main(["reproduce=few"])
     assert sorted(path.name for path in script.RESULTS.iterdir() if path != page) == [
