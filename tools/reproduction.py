@@ -4,8 +4,9 @@
     python tools/reproduction.py FOLDER
 
 copies the JSON and PNG files of the experiments in FOLDER to ``docs/results/reproduction`` and writes the marked
-blocks of the pages there. ``FOLDER=WORD`` adds a run with other settings: ``images`` becomes ``images_WORD.json``, with separate
-pictures and a separate marker. Without an argument it only writes the pages. The mechanisms page reads the same files.
+blocks of the pages there. ``FOLDER=WORD`` adds a run with other settings: ``images`` becomes ``images_WORD.json``,
+with separate pictures and a separate marker. Without an argument it only writes the pages. The mechanisms page reads
+the same files.
 
 Markers, each ``<!-- NAME:begin -->`` ... ``<!-- NAME:end -->``:
 

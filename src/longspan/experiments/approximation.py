@@ -216,18 +216,18 @@ def _digits(x: Tensor) -> list[float]:
 
 
 EXPERIMENT = Experiment(
-    about="how well random features stand in for softmax, by their number, kind and rows",
+    about="how well random features approximate softmax, by their number, kind and rows",
     scales={"laptop": Settings()},
     quick=QUICK,
     points=points,
     measure=measure,
     tables=tables,
     draw=draw,
-    source="Choromanski et al. 2020 (2009.14794), figures 2 and 4, and lemma 2, whose formulas are drawn in",
+    source="Choromanski et al. 2020 (2009.14794), figures 2 and 4, and lemma 2, whose formulas the picture shows",
     differs=(
-        "Queries, keys and values are Gaussian, 512 of them, so that a minute is enough. Rows are counted by the "
-        "features that they make, one or two each, since that is what time and state grow with. The published "
-        "pictures come without printed figures."
+        "Queries, keys and values are Gaussian, 512 of them, so that a minute is enough. The axis counts the features "
+        "that the rows make, one or two each, because time and state grow with features. The published pictures have "
+        "no printed figures."
     ),
     minutes=1.1,
 )

@@ -208,9 +208,10 @@ EXPERIMENT = Experiment(
     draw=draw,
     source=f"Schlag et al. 2021 (2102.11174), section 6.1; published: {published.CAPACITY_SOURCE}",
     differs=(
-        "A step here reads all keys of a few sequences, where the published one reads one query of each of 32; at "
-        "most 1000 steps are made instead of 100 000, so that minutes are enough. Trainings that were still "
-        "improving at the last step (`steps` in the JSON file) may be above the published losses for this reason."
+        "A step here reads all keys of a few sequences; a published step reads one query of each of 32 sequences. "
+        "Training makes at most 1000 steps instead of 100 000, so that minutes are enough. Where training was still "
+        "improving at the last step (`steps` in the JSON file), the loss may lie above the published one for this "
+        "reason."
     ),
     minutes=9.2,
 )

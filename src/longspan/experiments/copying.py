@@ -200,14 +200,14 @@ EXPERIMENT = Experiment(
     draw=draw_curves,
     source="Katharopoulos et al. 2020 (2006.16236), section 4.1.1 and figure 2, of which no figures are published",
     differs=(
-        "The publication says neither how wide its models are nor how they know positions, and has sequences of at "
-        "most 128 tokens; here all have as many: a separator and 63 symbols, twice. So that minutes are enough for "
-        "a training, the models are 128 wide with feed-forward networks of 256, an update has 16 sequences instead "
-        "of 64, and the learning rate falls earlier than after 3000 updates. Weights begin as PyTorch makes "
-        "them, not with the deviation of 0.02 of our decoders, which is made for wider models. `--scale paper` "
-        "takes the published batch and rates, and the width of the publication's images. Reformer, the publication's "
-        "lsh-1 and lsh-4, is ours, whose causal chunks are counted inside a bucket, so that nothing leaks; a figure "
-        "says which attentions it has."
+        "The publication does not state the width of its models or their kind of positions, and its sequences have at "
+        "most 128 tokens. Here all have 128: a separator and 63 symbols, twice. To train in minutes, the models are "
+        "128 wide with feed-forward networks of 256, an update has 16 sequences instead of 64, and the learning rate "
+        "drops before 3000 updates. Weights start as PyTorch initializes them, not with the deviation of 0.02 of our "
+        "decoders, which suits wider models. `--scale paper` uses the published batch and rates, and the width of the "
+        "publication's image models. Reformer, the publication's lsh-1 and lsh-4, is our implementation: its causal "
+        "chunks are counted inside a bucket, so that later tokens do not leak. Each figure names the attentions that "
+        "it has."
     ),
     minutes=37.0,
 )

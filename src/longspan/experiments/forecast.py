@@ -330,7 +330,7 @@ def draw(plt: Any, result: Result) -> Any:
 
 
 EXPERIMENT = Experiment(
-    about="an electricity transformer's hours to come, by Informer, softmax, linear attention, GLA and a linear map",
+    about="forecasts of an electricity transformer by Informer, softmax, linear attention, GLA and a linear map",
     scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
     quick=QUICK,
     points=points,
@@ -339,17 +339,17 @@ EXPERIMENT = Experiment(
     draw=draw,
     source=f"{published.FORECAST_SOURCE}, read in Gu et al. 2021 (2111.00396), tables 13 and 14",
     differs=(
-        "Data, split, standardisation and windows are as published; of the test windows, which overlap but for an "
-        "hour, some are taken, evenly spaced, the same for all. Published models are 512 wide, with feed-forward "
-        "networks of 2048, dropout, and up to six epochs of batches of 32 with early stopping; here they are as small "
-        "as minutes allow, learn for one rate's cosine, and have as many windows in a step as make equally many "
-        "hours. At paper scale they have the published sizes and batches, that cosine, and no dropout. Distilling has "
-        "no batch normalisation, and the blocks normalise what they read instead of what they write. The decoder's "
-        "ProbSparse attention is our causal form, which reads means instead of sums where a query is not active. The "
-        "decoder reads the encoder by softmax attention in every model, so that only the attention inside them "
-        "differs; a recurrence, which has no bidirectional form, reads the encoder's input in its order. "
-        "The last value, the last day and the linear map are not in the publication: they read the same hours as the "
-        "models, and say what a model must beat to have learned something."
+        "Data, split, standardization and windows are as published. Test windows, which overlap by all but an hour, "
+        "are subsampled at even distances, the same for all models. Published models are 512 wide with feed-forward "
+        "networks of 2048 and dropout, and train for up to six epochs of batches of 32 with early stopping. Here they "
+        "are small enough for minutes, train for one cosine schedule, and a step has as many windows as make equally "
+        "many hours. `--scale paper` has the published sizes and batches, the cosine schedule, and no dropout. "
+        "Distilling has no batch normalization, and the blocks normalize their inputs instead of their outputs. The "
+        "decoder's ProbSparse attention is our causal form, which uses means instead of sums for inactive queries. "
+        "The decoder reads the encoder by softmax attention in every model, so only the attention inside them "
+        "differs. A recurrence has no bidirectional form and reads the encoder's input in order. The baselines (the "
+        "last value, the last day, the linear map) are not in the publication. They read the same hours as the "
+        "models, and show what a model must beat."
     ),
     data=data,
     minutes=4.6,

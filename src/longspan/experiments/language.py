@@ -336,7 +336,7 @@ def draw(plt: Any, result: Result) -> Any:
 
 
 EXPERIMENT = Experiment(
-    about="byte text by one model of each family and an LSTM, of equal size, in equal time: bits, speed, state",
+    about="byte models of every family and an LSTM, of equal size, in equal time: bits, speed, state",
     scales={"laptop": Settings(), "gpu": GPU},
     quick=QUICK,
     points=points,
@@ -345,14 +345,14 @@ EXPERIMENT = Experiment(
     draw=draw,
     source=published.TEXT_SOURCE,
     differs=(
-        "Published models have 40 to 300 million weights and learn 90 million bytes of Wikipedia for days; here each "
-        "has half a million and about a minute, so that no figure compares, and an order found here is that of "
-        "beginnings: it favours what trains fast. All have the same width and number of blocks, one learning rate and "
-        "one optimiser; feed-forward networks are as wide as equal numbers of weights ask for, and the LSTM is wider. "
-        "Equal time is that of the machine named above, so that another machine gives other steps; `--budget steps` "
-        "gives each the same number of steps. Transformer-XL reads the text in its order, in training and in the test, "
-        "and so sees earlier segments; the others see examples by themselves. Generation has random bytes before it, "
-        "`linear` and `softmax` by the decode engine, the others step by step in Python."
+        "Published models have 40 to 300 million weights and train on 90 million bytes of Wikipedia for days. Here "
+        "each has half a million weights and about a minute, so the figures do not compare, and the order found here "
+        "is that of the start of training: it favors what trains fast. All models have the same width, number of "
+        "blocks, learning rate and optimizer. Feed-forward networks are sized for equal numbers of weights, and the "
+        "LSTM is wider. Equal time depends on the machine; `--budget steps` gives each the same number of steps. "
+        "Transformer-XL reads the text in order, in training and in the test, and so sees earlier segments; the "
+        "others see separate examples. Generation starts from random bytes. `linear` and `softmax` use the decode "
+        "engine, the others step in Python."
     ),
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data, settings.length).checksum},
     minutes=18.4,

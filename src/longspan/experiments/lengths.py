@@ -186,7 +186,7 @@ def draw(plt: Any, result: Result) -> Any:
 
 
 EXPERIMENT = Experiment(
-    about="copying sequences longer than those of the training: a Universal Transformer beside plain ones",
+    about="copying sequences longer than in training: a Universal Transformer and plain transformers",
     scales={"laptop": Settings()},
     quick=QUICK,
     points=points,
@@ -195,10 +195,10 @@ EXPERIMENT = Experiment(
     draw=draw,
     source="Dehghani et al. 2018 (1807.03819), section 3.3, where models learn 40 symbols and copy 400",
     differs=(
-        "Published are encoders and decoders with 40 symbols in training and 400 in the test, large models, and one "
-        "kind of positions. Here small decoders learn lengths from 1 on for minutes, and read up to three times as "
-        "many symbols; what comes before each symbol is given, so that one mistake makes no others. As published, "
-        "sinusoidal positions begin at a random offset in training."
+        "The publication has encoder-decoder models, 40 symbols in training and 400 in the test, large models, and "
+        "one kind of positions. Here small decoders train for minutes on lengths from 1 on, and read up to three "
+        "times as many symbols. The correct earlier symbols are given, so one mistake causes no others. As published, "
+        "sinusoidal positions start at a random offset in training."
     ),
     minutes=1.5,
 )

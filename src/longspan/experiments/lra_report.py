@@ -205,15 +205,16 @@ def _family(name: str) -> str:
 
 
 DIFFERS = (
-    "Published models are larger, of another size for each task, and learn for 5,000 to 62,400 updates of sequences "
-    "of 1,024 to 4,000 tokens. Here one configuration serves all tasks, which are short: minutes are enough to tell "
-    "what learns at all from what does not, and orders those that learn loosely; accuracies are no truth about longer"
-    " ones. A mechanism is built with windows, blocks, clusters and landmarks of a fixed part of the length, and with"
-    " its other options as they are; the table names them. Mechanisms with only a causal form take part with it, "
-    "marked as seeing the past. Cuts of sequences, symbols and rules are as published, with these exceptions. The "
-    "image task is scikit-learn's digits of 8 x 8 pixels where CIFAR-10 is not asked for. Retrieval matches passages "
-    "of one document, as the published corpus of papers is not free. Pathfinder's pictures are drawn anew, in three "
-    "levels of grey, with discs equally far apart in both classes, so that it tells nothing. Picks of sac learn from "
-    "the likelihood, and centres of routing from their members, as in train; no mechanism's penalty is added. The "
-    "published speed and memory were measured on TPUs at 4,000 bytes of text; only their picture is had again."
+    "Published models are larger, sized per task, and train for 5,000 to 62,400 updates on sequences of 1,024 to "
+    "4,000 tokens. Here one configuration serves all tasks, and the sequences are short. Minutes are enough to "
+    "separate what learns from what does not and to order the rest roughly; the accuracies do not predict those on "
+    "longer sequences. Windows, blocks, clusters and landmarks are a fixed part of the length, and other options keep "
+    "their defaults; the table names them. Mechanisms with only a causal form use it and are marked as seeing the "
+    "past. Cuts of sequences, symbols and rules are as published, with these exceptions. The image task uses "
+    "scikit-learn's digits of 8 x 8 pixels unless you select CIFAR-10. Retrieval matches passages of one document, "
+    "because the published corpus of papers is not free. Pathfinder's pictures are generated, in three levels of "
+    "gray, with discs equally far apart in both classes, so that the distance gives no hint. The picks of sac learn "
+    "from the likelihood, and the centers of routing from their members, as in `longspan train`; no penalty of a "
+    "mechanism is added. The published speed and memory were measured on TPUs at 4,000 bytes of text; only their "
+    "picture is reproduced."
 )

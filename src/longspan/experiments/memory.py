@@ -251,19 +251,18 @@ EXPERIMENT = Experiment(
         "games; the tasks are those of Morad et al. 2023 (2303.01859), section 4, and of MiniGrid"
     ),
     differs=(
-        "Published agents are far larger, see pictures, and learn much longer by another algorithm, V-MPO. Here small"
-        " ones learn card games of popgym, or MiniGrid's MemoryS7, by PPO, from as many steps for each agent. All "
-        "have about the same number of parameters, so that an LSTM of one layer and a Transformer-XL without gates "
-        "are wider than GTrXL. TrXL normalises after each sub-layer, as Transformer-XL was published; TrXL-I before "
-        "it, which is the identity map reordering without gates; GTrXL is that with gates (GRU). The last two "
-        "normalise once more at the end, and TrXL-I has no relu before its sums. Feed-forward networks are twice as "
-        "wide as the model. Learning rate and discount were chosen by short trainings of LSTM and GTrXL in "
-        "repeat_previous, and not for each agent. States are carried from rollout to rollout and begin anew with each"
-        " episode; gradients reach back to the beginning of a rollout. Every few rollouts all episodes begin anew, so"
-        " that a training that was interrupted goes on with the same numbers. An episode that ran out of time has "
-        "ended. Rewards of cards are multiplied by 10 for the learning and not in the figures; at the laptop's scale "
-        "the discount is 0.5, because cards come as they come, whatever is done. A curve shows episodes of the "
-        "training itself, with actions by chance."
+        "Published agents are far larger, see pictures, and train much longer with another algorithm, V-MPO. Here "
+        "small agents learn card games of popgym, or MiniGrid's MemoryS7, by PPO, with the same number of steps each. "
+        "All have about the same number of parameters, so an LSTM of one layer and a Transformer-XL without gates are "
+        "wider than GTrXL. TrXL normalizes after each sub-layer, as Transformer-XL was published. TrXL-I normalizes "
+        "before it, which is the identity map reordering without gates. GTrXL adds gates (GRU) to that. The last two "
+        "have one more normalization at the end, and TrXL-I has no ReLU before its sums. Feed-forward networks are "
+        "twice as wide as the model. Learning rate and discount were chosen by short trainings of LSTM and GTrXL on "
+        "repeat_previous, and not for each agent. States carry over from rollout to rollout and restart with each "
+        "episode; gradients reach back to the start of a rollout. Every few rollouts all episodes restart, so that an "
+        "interrupted training resumes with the same numbers. An episode that runs out of time counts as ended. Card "
+        "rewards are multiplied by 10 for learning and not in the figures. At laptop scale the discount is 0.5, "
+        "because actions do not influence the cards. A curve shows training episodes, with sampled actions."
     ),
     needs=tasks.PACKAGES,
     minutes=10.5,

@@ -170,11 +170,10 @@ EXPERIMENT = Experiment(
     draw=picture,
     source="Arora et al. 2023 (2312.04927), figure 2, of which no figures are published",
     differs=(
-        "One block instead of two, with one short convolution in front of it for every mechanism, softmax included, "
-        "where the published models have convolutions in some mechanisms only, and need the second block to bring a "
-        "key to its value. Mechanisms that have short convolutions of their own keep them. Further a feed-forward "
-        "network, and a task small enough for a laptop: 16 keys and 16 values, 4 tokens for each pair, 500 steps at "
-        "most."
+        "One block instead of two. One short convolution precedes it for every mechanism, softmax included; the "
+        "published models have convolutions in some mechanisms only, and need the second block to bring a key to its "
+        "value. Mechanisms with built-in short convolutions keep them. There is also a feed-forward network, and the "
+        "task is small enough for a laptop: 16 keys and 16 values, 4 tokens for each pair, 500 steps at most."
     ),
     minutes=12.1,
 )

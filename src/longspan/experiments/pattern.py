@@ -172,7 +172,7 @@ def _tests(result: Result, name: str) -> dict[int, float]:
 
 
 EXPERIMENT = Experiment(
-    about="what the choice of keys is worth: images learned under sparse patterns that cost the same",
+    about="the choice of keys: images learned under sparse patterns of equal cost",
     scales={"laptop": Settings()},
     quick=QUICK,
     points=points,
@@ -181,8 +181,9 @@ EXPERIMENT = Experiment(
     draw=draw,
     source="Child et al. 2019 (1904.10509), section 4.2, which argues for columns without such a comparison",
     differs=(
-        "There is no published figure: the publication trains large models on CIFAR-10 and ImageNet. Here two patterns "
-        "of as many keys a query, and all keys beside them, learn MNIST in a small model for as long as minutes allow."
+        "There is no published figure: the publication trains large models on CIFAR-10 and ImageNet. Here two "
+        "patterns with equally many keys per query, and a third with all keys, train on MNIST in a small model for "
+        "minutes."
     ),
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data).checksum},
     minutes=14.8,

@@ -164,12 +164,12 @@ EXPERIMENT = Experiment(
     source="Graves 2016 (1603.08983), section 3.1, whose figures show the same of a recurrent network; per token as in "
     "Dehghani et al. 2018 (1807.03819), section 2.2",
     differs=(
-        "Published are recurrent networks that read a vector of up to 64 bits at once and learn for a million updates. "
-        "Here a block of a Universal Transformer reads bits one token each, and is asked for the parity of the first "
-        "t at token t. Its attention sees one token to the left and no more, so that a bit t tokens away needs t "
-        "steps: what is hard is known beforehand. The halting unit begins at -2, with about eight steps, instead of 1, "
-        "with two, from which a token had to find out that more of them would help; and steps have no price until the "
-        "half of the training."
+        "The publication trains recurrent networks that read a vector of up to 64 bits as one input, for a million "
+        "updates. Here a block of a Universal Transformer reads one bit per token and predicts the parity of the "
+        "first t bits at token t. Its attention sees one token to the left only, so a bit t tokens away needs t "
+        "steps, and the difficulty is known. The halting unit starts at -2, about eight steps, instead of 1, two "
+        "steps, from which a token would have to discover that more steps help. Steps are free for the first half of "
+        "the training."
     ),
     minutes=1.5,
 )

@@ -298,7 +298,7 @@ def draw(plt: Any, result: Result) -> Any:
 
 
 EXPERIMENT = Experiment(
-    about="amino acids of a proteome from those before and from those around them: Performer, softmax, linear",
+    about="amino acids predicted from the earlier ones or from all others: Performer, softmax, linear",
     scales={"laptop": Settings(), "gpu": GPU, "paper": PAPER},
     quick=QUICK,
     points=points,
@@ -307,16 +307,15 @@ EXPERIMENT = Experiment(
     draw=draw,
     source=f"{published.PROTEIN_SOURCE}; figure 6 has the curves",
     differs=(
-        "Published models have 36 layers, are 512 wide, and learn TrEMBL, a hundred million proteins, on TPUs; here "
-        "they are as small as minutes allow, and learn the few thousand of one bacterium; `--scale paper` has the "
-        "sizes, for what `--data protein:FILE` names. Proteins stand side by side in "
-        "rows and do not see each other; what is longer than a row is cut, in the paper what is longer than "
-        "1024. Families are not known here: proteins of which one shares a hundredth of its words of six "
-        "residues with the other, and at least two, are of one family, and so are all that are connected so. That "
-        "finds relatives of which about half the residues agree, and not those of the far past, so families here "
-        "are narrower than the Pfam families that the paper holds out. In training residues are masked as in BERT; "
-        "in tests all that are asked for are masked, since those that BERT leaves as they are would be told by "
-        "copying. Performers draw their rows once."
+        "Published models have 36 layers, are 512 wide, and train on TrEMBL, a hundred million proteins, on TPUs. "
+        "Here they are small enough for minutes and train on the few thousand proteins of one bacterium. `--scale "
+        "paper` has the published sizes, for the data that `--data protein:FILE` names. Several proteins share a row "
+        "and do not see each other. A protein longer than a row is cut; the paper cuts at 1024. Families are not "
+        "known here. Two proteins belong to one family if one shares a hundredth of its words of six residues with "
+        "the other, and at least two words; families are the connected groups. This finds relatives that agree in "
+        "about half of their residues, and no distant ones, so families are narrower than the Pfam families that the "
+        "paper holds out. Training masks residues as in BERT. Tests mask every residue to be predicted, because a "
+        "model could copy those that BERT leaves unchanged. Performers draw their rows once."
     ),
     data=data,
     minutes=7.4,

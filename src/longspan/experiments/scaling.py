@@ -244,7 +244,7 @@ def draw(plt: Any, result: Result) -> Any:
 
 
 EXPERIMENT = Experiment(
-    about="how time and memory of one attention layer grow with the length, forward and backward",
+    about="time and memory of one attention layer by length, forward and backward",
     scales={
         "laptop": Settings(),
         "gpu": Settings(tokens=2**16, device="cuda", rounds=7),
@@ -257,12 +257,13 @@ EXPERIMENT = Experiment(
     draw=draw,
     source="Katharopoulos et al. 2020 (2006.16236), section 4.1.2 and figure 1, of which no figures are published",
     differs=(
-        "The publication measured on a GPU of 11 GB, where softmax ended at 4096 tokens; the machine here is named "
-        "above. `softmax` is torch's fused kernel of today, which computes as many products but holds no matrix of "
-        "N x N, so its memory grows with N alone; `softmax@reference` writes the matrix out, as programs of that "
-        "time did, and shows the published growth of memory. The layer is the attention with its projections, "
-        "without a feed-forward network. Reformer, the publication's lsh-1 and lsh-4, is ours, whose causal chunks are "
-        "counted inside a bucket, so that nothing leaks; a figure says which attentions it has."
+        "The publication measured on a GPU of 11 GB, where softmax ended at 4096 tokens; ours is the machine named "
+        "with the figures. `softmax` is torch's current fused kernel. It computes as many products but keeps no "
+        "matrix of N x N, so its memory grows with N alone. `softmax@reference` writes the matrix out, as programs "
+        "did at the time, and shows the published growth of memory. The layer is the attention with its projections, "
+        "without a feed-forward network. Reformer, the publication's lsh-1 and lsh-4, is our implementation: its "
+        "causal chunks are counted inside a bucket, so that later tokens do not leak. Each figure names the "
+        "attentions that it has."
     ),
     minutes=11.3,
 )

@@ -202,20 +202,21 @@ def _by_steps(axis: Any, history: list) -> None:
 
 
 EXPERIMENT = Experiment(
-    about="windows whose lengths are learned: spans on text with and without a penalty, beside a fixed window",
+    about="learned attention spans on text, with and without a penalty, and a fixed window",
     scales={"laptop": Settings()},
     quick=QUICK,
     points=points,
     measure=measure,
     tables=tables,
     draw=draw,
-    source="Sukhbaatar et al. 2019 (1905.07799), the figure with the spans of every head, and the losses beside it",
+    source="Sukhbaatar et al. 2019 (1905.07799), the figure with the spans of every head, and the reported losses",
     differs=(
-        "Published models are large, learn enwik8 and text8 for days, have spans of up to 8192 that begin at 0, and "
-        "relative positions. Here a small one learns source code for minutes, with absolute positions; its spans begin "
-        "in the middle, so that one sees whether they grow or shrink, and cost more, as there is less time. A query's "
-        "keys are counted head by head, ceil(z + R) for a span z and a ramp R; our kernels read as many for all heads "
-        "of a layer as the widest one needs. The window is as long as the mean of these keys."
+        "Published models are large, train on enwik8 and text8 for days, have spans of up to 8192 that start at 0, "
+        "and relative positions. Here a small model trains on source code for minutes, with absolute positions. Its "
+        "spans start in the middle, to show whether they grow or shrink, and the penalty is higher, because there is "
+        "less time. The keys of a query are counted per head, ceil(z + R) for a span z and a ramp R; our kernels read "
+        "as many keys for all heads of a layer as the widest needs. The fixed window is as long as the mean of these "
+        "counts."
     ),
     data=lambda settings: {settings.data.partition(":")[0]: data.load(settings.data, settings.length).checksum},
     minutes=4.5,

@@ -207,7 +207,7 @@ def steps(settings: Settings, frames: int, place: Place) -> Row:
 
 
 EXPERIMENT = Experiment(
-    about="speech recognition with CTC by encoders of equal size: errors on unseen speakers, seconds of training",
+    about="speech recognition with CTC by encoders of equal size: errors on unseen speakers, training time",
     scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
     quick=QUICK,
     points=points,
@@ -216,14 +216,14 @@ EXPERIMENT = Experiment(
     draw=speech_report.draw,
     source=published.SPEECH_SOURCE,
     differs=(
-        "The publication has the Wall Street Journal's 80 hours, which are not free: phonemes, and 40 filter banks of "
-        "utterances of 800 frames on average and 2400 at most, on a GPU. Here strings of digits are put together from "
-        "the Free Spoken Digit Dataset, up to the same lengths, with 40 filter banks, and letters are told; one "
-        "speaker is in no part of the training, and few others are, so that errors are those of a small data set. AN4 "
-        "(--data an4:FOLDER) has cepstra of 13 numbers. `tones`, the data of --quick, are no speech at all. The models "
-        "have 3 layers of width 96 instead of 9 of 6 heads, the LSTM as many parameters as they; all are trained "
-        "alike, by AdamW with a cosine for some minutes, and two frames make a token. Seconds of an epoch are those of "
-        "its updates on a CPU; steps by length are timed with a token for every frame."
+        "The publication uses 80 hours of the Wall Street Journal, which are not free: phonemes, and 40 filter banks "
+        "of utterances of 800 frames on average and 2400 at most, on a GPU. Here strings of digits from the Free "
+        "Spoken Digit Dataset are joined up to the same lengths, with 40 filter banks and letters as labels. One "
+        "speaker is in no part of the training and few others exist, so the errors are those of a small data set. AN4 "
+        "(--data an4:FOLDER) has 13 cepstral coefficients per frame. `tones`, the data of --quick, are not speech. "
+        "The models have 3 layers of width 96 instead of 9 of 6 heads, and the LSTM has as many parameters. All train "
+        "alike, by AdamW with a cosine schedule for some minutes, and two frames make a token. The time of an epoch "
+        "is that of its updates on a CPU. Steps by length are timed with one token per frame."
     ),
     data=lambda settings: {settings.data.partition(":")[0]: settings.corpus().checksum},
     minutes=30.0,

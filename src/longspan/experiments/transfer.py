@@ -244,7 +244,7 @@ def _mean(values: list[float]) -> str:
 
 
 EXPERIMENT = Experiment(
-    about="what a performer keeps of a trained softmax transformer whose weights it takes over",
+    about="what a performer retains of a trained softmax transformer whose weights it takes over",
     scales={"laptop": Settings()},
     quick=QUICK,
     points=points,
@@ -253,8 +253,8 @@ EXPERIMENT = Experiment(
     draw=draw,
     source="Choromanski et al. 2020 (2009.14794), figure 5 (left), where the model is a language model",
     differs=(
-        "The model draws the digits of scikit-learn, where the published one is a language model, and is as small "
-        "as minutes allow. The publication shows curves without printed figures."
+        "The model generates the digits of scikit-learn and is small enough for minutes; the published one is a "
+        "language model. The publication shows curves without printed figures."
     ),
     data=lambda _: {"digits": digits().checksum},
     minutes=6.1,
