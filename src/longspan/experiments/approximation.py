@@ -32,14 +32,14 @@ class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     estimators: tuple[str, ...] = setting(tuple(ESTIMATORS), f"of {', '.join(ESTIMATORS)}")
-    features: tuple[int, ...] = setting((16, 32, 64, 128, 256, 512, 1024), "numbers of features, even ones")
+    features: tuple[int, ...] = setting((16, 32, 64, 128, 256, 512, 1024), "even numbers of features")
     size: int = setting(16, "channels of a head, D")
-    length: int = setting(512, "queries, keys and values, all Gaussian, whose attention is compared")
+    length: int = setting(512, "number of queries, keys and values, all Gaussian")
     spreads: tuple[float, ...] = setting((0.5, 1.0), "standard deviations of queries and keys")
     draws: int = setting(20, "independent sets of rows for the output")
     pairs: int = setting(1000, "independent sets of rows for the kernel of single pairs")
     angles: tuple[int, ...] = setting(tuple(range(0, 181, 15)), "degrees between a query and a key, scaled to length 1")
-    seed: int = setting(0, "of queries, keys, values and rows")
+    seed: int = setting(0, "seed of queries, keys, values and rows")
 
     def __post_init__(self):
         for name in self.estimators:

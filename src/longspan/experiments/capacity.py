@@ -27,12 +27,12 @@ class Settings(Buildable):
     replacing: tuple[str, ...] = setting(("linear", "dpfp1", "dpfp2"), "with replacement: kinds, each with both rules")
     repeated: tuple[int, ...] = setting((20, 60, 100, 200), "with replacement: numbers of keys S; 2 S tokens")
     size: int = setting(64, "channels of a key, D")
-    steps: int = setting(1000, "training steps at most")
+    steps: int = setting(1000, "maximum number of training steps")
     rate: float = setting(1e-3, "learning rate of Adam")
-    queries: int = setting(128, "queries per step at least: so many sequences, and all their keys")
+    queries: int = setting(128, "minimum number of queries per step; a step reads whole sequences")
     tests: int = setting(20, f"test sequences, every {EVERY} steps and at the end")
-    patience: int = setting(4, "tests without a better loss, by 1 %, before a training ends")
-    seed: int = setting(0, "of weights and sequences")
+    patience: int = setting(4, "tests without an improvement of 1 % before training stops")
+    seed: int = setting(0, "seed of weights and sequences")
 
     def __post_init__(self):
         for name in (*self.kinds, *self.replacing):

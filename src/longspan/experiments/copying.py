@@ -38,23 +38,21 @@ GOAL = 1e-2
 class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
-    specs: str = setting(
-        f"softmax; linear; {paper.LSH}", "attentions, separated by semicolons; each makes a whole model"
-    )
-    seeds: tuple[int, ...] = setting((0,), "of weights and sequences; one training of each attention for each")
-    length: int = setting(128, "tokens: twice a separator and the symbols, so an even number")
-    symbols: int = setting(10, "different symbols; the separator comes on top of them")
+    specs: str = setting(f"softmax; linear; {paper.LSH}", "attentions, separated by semicolons; one model each")
+    seeds: tuple[int, ...] = setting((0,), "seeds of weights and sequences; one training per attention and seed")
+    length: int = setting(128, "even number of tokens: twice a separator and the symbols")
+    symbols: int = setting(10, "number of different symbols, without the separator")
     dim: int = setting(128, "width of the models")
-    depth: int = setting(4, "blocks")
+    depth: int = setting(4, "number of blocks")
     heads: int = setting(8, "heads of each attention")
-    feedforward: int = setting(256, "inner width of their feed-forward networks")
-    positions: str = setting("sinusoidal", "none, sinusoidal, learned or rotary")
-    batch: int = setting(16, "sequences of an update")
-    steps: int = setting(1500, "updates")
-    rate: float = setting(1e-3, "learning rate of RAdam at first")
-    drop_at: int = setting(1200, "updates after which it drops to a tenth")
+    feedforward: int = setting(256, "inner width of the feed-forward networks")
+    positions: str = setting("sinusoidal", "positions: none, sinusoidal, learned or rotary")
+    batch: int = setting(16, "sequences per update")
+    steps: int = setting(1500, "number of updates")
+    rate: float = setting(1e-3, "initial learning rate of RAdam")
+    drop_at: int = setting(1200, "updates after which the learning rate drops to a tenth")
     tests: int = setting(64, f"test sequences, every {EVERY} updates")
-    device: str = setting("cpu", "cpu or cuda")
+    device: str = setting("cpu", "device: cpu or cuda")
 
     def __post_init__(self):
         at_least(0, seeds=self.seeds)

@@ -37,24 +37,26 @@ class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("ett", "ett (ETTh1, downloaded once), ett:FILE, ett:FOLDER, or synthetic")
-    series: str = setting("all", "all: each series from all; or the name of one, from itself: OT as published")
-    specs: str = setting("informer; softmax; linear; gla", "attentions, separated by semicolons; each makes a model")
-    horizons: tuple[int, ...] = setting((24, 48, 168, 336, 720), "hours to be foretold")
-    reads: int = setting(0, "hours that the encoder reads; 0: as published for each horizon")
-    label: int = setting(0, "the last of these, with which the decoder begins; 0: as published")
-    seeds: tuple[int, ...] = setting((0,), "of weights and order of the windows, and of synthetic series")
+    series: str = setting(
+        "all", "all: predict every series from all; or a name: that series from itself (published: OT)"
+    )
+    specs: str = setting("informer; softmax; linear; gla", "attentions, separated by semicolons; one model each")
+    horizons: tuple[int, ...] = setting((24, 48, 168, 336, 720), "numbers of hours to predict")
+    reads: int = setting(0, "hours that the encoder reads; 0: the published number for each horizon")
+    label: int = setting(0, "how many of these the decoder starts with; 0: the published number")
+    seeds: tuple[int, ...] = setting((0,), "seeds of weights, order of the windows and synthetic series")
     dim: int = setting(64, "width of the models")
     heads: int = setting(4, "heads of each attention")
-    depth: int = setting(2, "blocks of the encoder; the decoder has one")
+    depth: int = setting(2, "number of encoder blocks; the decoder has one")
     feedforward: int = setting(128, "inner width of the feed-forward networks")
-    steps: int = setting(150, "training steps")
-    tokens: int = setting(4000, "hours of a training step: as many windows as that makes, at least 4")
-    batch: int = setting(0, "windows of a training step; 0: as many as --tokens makes")
-    rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
-    every: int = setting(25, "steps between two looks at validation windows, of which the best weights are kept")
-    looked: int = setting(32, "validation windows of such a look, evenly spaced; 0: all")
+    steps: int = setting(150, "number of training steps")
+    tokens: int = setting(4000, "hours per training step, which set the number of windows, at least 4")
+    batch: int = setting(0, "windows per training step; 0: set by --tokens")
+    rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
+    every: int = setting(25, "steps between two evaluations on validation windows; the best weights are kept")
+    looked: int = setting(32, "validation windows per evaluation, evenly spaced; 0: all")
     tests: int = setting(128, "test windows, evenly spaced; 0: all")
-    device: str = setting("cpu", "cpu or cuda")
+    device: str = setting("cpu", "device: cpu or cuda")
 
     def __post_init__(self):
         for name in ("horizons", "dim", "heads", "depth", "feedforward", "steps", "tokens", "every"):

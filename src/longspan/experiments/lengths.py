@@ -24,21 +24,23 @@ VARIANTS = (UNIVERSAL, TIED, DEEP)
 class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
-    attention: str = setting("softmax", "of all models")
-    positions: str = setting("sinusoidal; relative", "positions, separated by semicolons; each with every model")
-    longest: int = setting(8, "symbols of the longest training sequence; lengths are drawn from 1 on")
-    tests: tuple[int, ...] = setting((4, 8, 12, 16, 24), "symbols of the test sequences")
-    symbols: int = setting(10, "different symbols")
-    offset: int = setting(32, "sinusoidal positions begin at a random number below this in training")
-    steps: int = setting(4, "times that the universal block is repeated; blocks of the plain models")
-    dim: int = setting(64, "width of the universal model and of the plain one that is as wide")
-    narrow: int = setting(32, "width of the plain model of as many weights")
+    attention: str = setting("softmax", "attention of all models")
+    positions: str = setting(
+        "sinusoidal; relative", "positions, separated by semicolons; every model is trained with each"
+    )
+    longest: int = setting(8, "symbols of the longest training sequence; lengths start at 1")
+    tests: tuple[int, ...] = setting((4, 8, 12, 16, 24), "numbers of symbols of the test sequences")
+    symbols: int = setting(10, "number of different symbols")
+    offset: int = setting(32, "upper bound of the random start of sinusoidal positions in training")
+    steps: int = setting(4, "repetitions of the universal block; number of blocks of the plain models")
+    dim: int = setting(64, "width of the universal model and of the equally wide plain one")
+    narrow: int = setting(32, "width of the plain model with equally many weights")
     heads: int = setting(4, "heads of each attention")
-    batch: int = setting(32, "sequences of an update")
-    updates: int = setting(700, "updates")
-    rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
+    batch: int = setting(32, "sequences per update")
+    updates: int = setting(700, "number of updates")
+    rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
     count: int = setting(64, "test sequences of each length")
-    seed: int = setting(0, "of weights and sequences")
+    seed: int = setting(0, "seed of weights and sequences")
 
     def __post_init__(self):
         at_least(0, seed=self.seed)

@@ -35,18 +35,20 @@ MARKS = "osDv^<>PXph*"
 class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
-    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; each makes a whole model")
-    dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of their states")
-    rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; of several, the best counts")
+    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
+    dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of the states")
+    rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; the best one counts")
     heads: int = setting(1, "heads of each attention")
-    depth: int = setting(1, "blocks of a model")
-    pairs: tuple[int, ...] = setting((2, 4, 8, 16), "keys with values in a sequence, taken in turn in training")
-    tokens: int = setting(4, "tokens of a sequence for each of its pairs; more than 4 leave blanks between queries")
-    vocab: int = setting(32, "tokens: half of them keys, half values")
+    depth: int = setting(1, "number of blocks")
+    pairs: tuple[int, ...] = setting(
+        (2, 4, 8, 16), "numbers of key-value pairs in a sequence, in turns during training"
+    )
+    tokens: int = setting(4, "tokens per pair in a sequence; more than 4 leave blanks between queries")
+    vocab: int = setting(32, "vocabulary size: half keys, half values")
     steps: int = setting(500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled")
-    batch: int = setting(32, "sequences of a training step")
+    batch: int = setting(32, "sequences per training step")
     tests: int = setting(256, "test sequences for each number of pairs")
-    seed: int = setting(0, "of weights and sequences")
+    seed: int = setting(0, "seed of weights and sequences")
 
     def __post_init__(self):
         for name in ("dims", "heads", "depth", "pairs", "steps", "batch", "tests"):

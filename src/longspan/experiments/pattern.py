@@ -25,18 +25,20 @@ class Settings(Buildable):
     data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
     patterns: str = setting(
         "band(28); band(14) | columns(28); causal",
-        "patterns, separated by semicolons, each joined with causal; the others are compared with the first",
+        "patterns, separated by semicolons, each joined with causal; all are compared with the first",
     )
-    seeds: tuple[int, ...] = setting((0, 1), "of weights and order of the images; a training of each pattern each")
+    seeds: tuple[int, ...] = setting(
+        (0, 1), "seeds of weights and order of the images; one training per pattern and seed"
+    )
     dim: int = setting(64, "width of the models")
-    depth: int = setting(2, "blocks")
+    depth: int = setting(2, "number of blocks")
     heads: int = setting(4, "heads of each attention")
-    steps: int = setting(400, "training steps")
-    batch: int = setting(10, "images of a training step")
-    learning_rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
-    warmup: int = setting(50, "steps in which the learning rate rises")
-    evaluate_every: int = setting(100, "steps between two tests on validation images")
-    evaluate_examples: int = setting(250, "validation images of such a test; 0: all")
+    steps: int = setting(400, "number of training steps")
+    batch: int = setting(10, "images per training step")
+    learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
+    warmup: int = setting(50, "number of warm-up steps")
+    evaluate_every: int = setting(100, "steps between two evaluations on validation images")
+    evaluate_examples: int = setting(250, "validation images per evaluation; 0: all")
     tests: int = setting(1000, "test images at the end, evenly spaced; 0: all")
 
     def __post_init__(self):

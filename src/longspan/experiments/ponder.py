@@ -20,20 +20,20 @@ FIXED = "all steps"
 class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
-    attention: str = setting("local(window=2)", "of the block that is repeated; window=2 reads one bit more a step")
-    penalties: tuple[float, ...] = setting((0.002, 0.02), "weights of the ponder cost, one training for each")
-    bits: int = setting(6, "bits of a sequence; token t is asked for the parity of the first t")
-    cap: int = setting(8, "steps at most")
-    bias: float = setting(-2.0, "of the halting unit at first: sigmoid(-2) a step is about eight steps")
+    attention: str = setting("local(window=2)", "attention of the repeated block; window=2 adds one bit per step")
+    penalties: tuple[float, ...] = setting((0.002, 0.02), "weights of the ponder cost; one training each")
+    bits: int = setting(6, "bits of a sequence; token t predicts the parity of the first t")
+    cap: int = setting(8, "maximum number of steps")
+    bias: float = setting(-2.0, "initial bias of the halting unit; -2 gives about eight steps")
     dim: int = setting(64, "width of the model")
-    heads: int = setting(2, "heads of its attention")
-    feedforward: int = setting(128, "inner width of its feed-forward network")
-    batch: int = setting(64, "sequences of an update")
-    steps: int = setting(600, "updates")
-    free: int = setting(300, "updates before steps have a price: first the task, then how to save")
-    rate: float = setting(2e-3, "the highest learning rate; a cosine down to 0")
+    heads: int = setting(2, "heads of the attention")
+    feedforward: int = setting(128, "inner width of the feed-forward network")
+    batch: int = setting(64, "sequences per update")
+    steps: int = setting(600, "number of updates")
+    free: int = setting(300, "updates before steps have a price")
+    rate: float = setting(2e-3, "peak learning rate of a cosine schedule")
     tests: int = setting(512, "test sequences")
-    seed: int = setting(0, "of weights and sequences")
+    seed: int = setting(0, "seed of weights and sequences")
 
     def __post_init__(self):
         at_least(0, seed=self.seed, free=self.free)

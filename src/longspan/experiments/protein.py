@@ -33,19 +33,19 @@ class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     data: str = setting("protein", "protein:FILE, a FASTA file of proteins; protein:FOLDER, with one; or synthetic")
-    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; each makes a whole model")
-    length: int = setting(512, "residues of a row, in which several proteins stand; longer ones are cut")
+    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
+    length: int = setting(512, "residues per row; a row holds several proteins, and longer ones are cut")
     dim: int = setting(64, "width of the models")
-    depth: int = setting(2, "blocks")
+    depth: int = setting(2, "number of blocks")
     heads: int = setting(4, "heads of each attention")
-    steps: int = setting(400, "training steps")
-    batch: int = setting(8, "rows of a training step")
-    rate: float = setting(3e-3, "the highest learning rate; a cosine down to 0")
-    every: int = setting(50, "steps between two looks at validation proteins")
-    looked: int = setting(0, "validation rows of such a look, evenly spaced; 0: all")
+    steps: int = setting(400, "number of training steps")
+    batch: int = setting(8, "rows per training step")
+    rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
+    every: int = setting(50, "steps between two evaluations on validation proteins")
+    looked: int = setting(0, "validation rows per evaluation, evenly spaced; 0: all")
     draws: int = setting(2, f"of {residues.SHARES} parts of the test's residues as many are masked, each in its turn")
-    seeds: tuple[int, ...] = setting((0,), "of weights, order and masks, and of synthetic proteins")
-    device: str = setting("cpu", "cpu or cuda")
+    seeds: tuple[int, ...] = setting((0,), "seed of weights, order, masks and synthetic proteins")
+    device: str = setting("cpu", "device: cpu or cuda")
 
     def __post_init__(self):
         for name in ("length", "dim", "depth", "heads", "steps", "batch", "every", "draws"):

@@ -45,16 +45,16 @@ class Settings(Buildable):
 
     specs: str = setting(
         f"softmax; softmax@reference; linear; {paper.LSH}",
-        "attentions, separated by semicolons, with @BACKEND where one is forced",
+        "attentions, separated by semicolons; @BACKEND selects a backend",
     )
-    lengths: tuple[int, ...] = setting(tuple(2**power for power in range(9, 17)), "tokens of a sequence, N")
-    tokens: int = setting(2**13, "tokens of a batch: so many divided by N are its sequences, but one at least")
+    lengths: tuple[int, ...] = setting(tuple(2**power for power in range(9, 17)), "tokens per sequence, N")
+    tokens: int = setting(2**13, "tokens per batch; its sequences are this number divided by N, at least one")
     heads: int = setting(8, "heads of the layer")
     size: int = setting(32, "channels of a head")
-    rounds: int = setting(3, "samples of each time, of which the median counts")
-    limit: float = setting(60.0, "seconds that one sequence may be expected to take, by the length before it")
-    device: str = setting("cpu", "cpu or cuda")
-    seed: int = setting(0, "of weights and inputs")
+    rounds: int = setting(3, "timing samples; the median counts")
+    limit: float = setting(60.0, "limit in seconds per sequence, predicted from the previous length")
+    device: str = setting("cpu", "device: cpu or cuda")
+    seed: int = setting(0, "seed of weights and inputs")
 
     def __post_init__(self):
         at_least(SHORT, lengths=self.lengths)

@@ -37,31 +37,31 @@ def slug(encoder: str) -> str:
 class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
-    data: str = _setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones, which stand for speech")
-    units: str = _setting("letters", "what is told and counted: letters | phonemes | words")
-    speaker: str = _setting("", "of fsdd: who is held out of the training; empty: the last by name")
-    longest: int = _setting(24, "digits of a string at most; they are drawn from 1 on")
+    data: str = _setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones (synthetic)")
+    units: str = _setting("letters", "predicted and counted units: letters | phonemes | words")
+    speaker: str = _setting("", "held-out speaker of fsdd; empty: the last by name")
+    longest: int = _setting(24, "maximum digits per string; lengths start at 1")
     encoders: str = _setting(
-        "lstm; softmax; reformer(rounds=4); linear", "attentions and lstm, separated by semicolons; one a model"
+        "lstm; softmax; reformer(rounds=4); linear", "attentions and lstm, separated by semicolons; one model each"
     )
-    direction: str = _setting("bidirectional", "of the encoders: bidirectional | causal, as --stream needs them")
+    direction: str = _setting("bidirectional", "direction of the encoders: bidirectional | causal (for --stream)")
     dim: int = _setting(96, "width of the models")
-    depth: int = _setting(3, "blocks, and layers of the LSTM")
+    depth: int = _setting(3, "number of blocks, and of LSTM layers")
     heads: int = _setting(4, "heads of each attention")
-    positions: str = _setting("sinusoidal", "of the attentions: sinusoidal | rotary | none")
-    stride: int = _setting(2, "frames, of 10 ms, from one token to the next")
-    context: int = _setting(8, "frames that a token reads")
-    epochs: int = _setting(40, "passes through the training, the same for each")
-    batch: int = _setting(4, "utterances of an update")
-    learning_rate: float = _setting(2e-3, "the highest learning rate")
-    evaluate_every: int = _setting(4, "epochs between two tests on validation utterances")
-    beams: int = _setting(8, "prefixes that the beam search follows at the end")
-    lengths: tuple[int, ...] = _setting((800, 1200, 1600, 2000, 2400), "frames of utterances where a step is timed")
-    step_stride: int = _setting(1, "frames of a token where a step is timed")
-    step_batch: int = _setting(2, "utterances of such a step")
-    rounds: int = _setting(3, "rounds of each timing")
-    device: str = _setting("cpu", "cpu or cuda")
-    seed: int = _setting(0, "of weights, strings of digits and order")
+    positions: str = _setting("sinusoidal", "positions of the attentions: sinusoidal | rotary | none")
+    stride: int = _setting(2, "frames of 10 ms between two tokens")
+    context: int = _setting(8, "frames per token")
+    epochs: int = _setting(40, "epochs for each encoder")
+    batch: int = _setting(4, "utterances per update")
+    learning_rate: float = _setting(2e-3, "peak learning rate")
+    evaluate_every: int = _setting(4, "epochs between two evaluations on validation utterances")
+    beams: int = _setting(8, "beam size of the final test")
+    lengths: tuple[int, ...] = _setting((800, 1200, 1600, 2000, 2400), "frames per utterance in the timed steps")
+    step_stride: int = _setting(1, "frames between two tokens in the timed steps")
+    step_batch: int = _setting(2, "utterances per timed step")
+    rounds: int = _setting(3, "timing rounds")
+    device: str = _setting("cpu", "device: cpu or cuda")
+    seed: int = _setting(0, "seed of weights, strings of digits and order")
 
     def __post_init__(self):
         names = (

@@ -34,18 +34,18 @@ class Settings(Buildable):
     """How large the experiment is; the defaults are those of a laptop."""
 
     dim: int = setting(64, "width of the models")
-    depth: int = setting(3, "blocks")
+    depth: int = setting(3, "number of blocks")
     heads: int = setting(4, "heads of each attention")
     steps: int = setting(600, "training steps of the softmax transformer")
-    rate: float = setting(3e-3, "its highest learning rate; a cosine down to 0, as in the finetune")
-    finetune: int = setting(150, "steps after the swap, and of the performer that starts from scratch")
-    finetune_rate: float = setting(1e-3, "highest learning rate after the swap")
-    batch: int = setting(32, "images of a step")
-    features: tuple[int, ...] = setting((16, 64, 256), "random rows of each head of the performers")
-    draws: int = setting(5, "independent sets of rows with which the swapped weights are tested")
-    every: int = setting(10, "steps between two tests on the validation images")
-    images: int = setting(0, "images of such a test; 0: all")
-    seed: int = setting(0, "of weights, rows and order of the images")
+    rate: float = setting(3e-3, "peak learning rate of its cosine schedule")
+    finetune: int = setting(150, "finetuning steps, and steps of the performer from scratch")
+    finetune_rate: float = setting(1e-3, "peak learning rate after the swap")
+    batch: int = setting(32, "images per step")
+    features: tuple[int, ...] = setting((16, 64, 256), "random rows per head of the performers")
+    draws: int = setting(5, "independent sets of rows for testing the swapped weights")
+    every: int = setting(10, "steps between two evaluations on validation images")
+    images: int = setting(0, "images per evaluation; 0: all")
+    seed: int = setting(0, "seed of weights, rows and order of the images")
 
     def __post_init__(self):
         for name in ("dim", "depth", "heads", "steps", "finetune", "batch", "features", "draws", "every"):
