@@ -3,8 +3,8 @@
     python tools/leaks.py
 
 A leak is the share of outputs before t that change when the tokens from t on are drawn anew, over cuts t of random
-sequences. An output is one token's row: it counts as changed where any of its heads reads something else, so that more
-heads leak more. ``tests/attention/test_leaks.py`` compares the docstrings with the same figures.
+sequences. An output is the row of one token. It counts as changed if any of its heads changes, so more heads leak more.
+``tests/attention/test_leaks.py`` compares the docstrings with the same figures.
 """
 
 from pathlib import Path
@@ -28,7 +28,7 @@ SPECS = (
 
 @torch.no_grad()
 def leak(spec: str, heads: int) -> float:
-    """The share of outputs before t that move when the tokens from t on are drawn anew, over all cuts t."""
+    """Return the share of outputs before t that change when the tokens from t on are drawn anew, over all cuts t."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         attention = longspan.build(spec, WIDTH, heads).double().eval()
@@ -42,20 +42,20 @@ def leak(spec: str, heads: int) -> float:
 
 
 def shares(spec: str) -> list[str]:
-    """The leak with each number of heads, in per cent: whole ones from 1 % on, else with one digit."""
+    """Return the leak for each number of heads in per cent, rounded to integers from 1 % on, else to one digit."""
     found = [100 * leak(spec, heads) for heads in HEADS]
     return [f"{share:.0f}" if share >= 1 else f"{share:.1f}" for share in found]
 
 
 def table() -> str:
-    """Markdown: a row for each spec, a column for each number of heads."""
+    """Return Markdown with a row per spec and a column per number of heads."""
     titles = ("published form", *(f"{heads} head{'s' * (heads > 1)}" for heads in HEADS))
     rows = [(f"`{spec}`", *(f"{share} %" for share in shares(spec))) for spec in SPECS]
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
 def written(text: str, found: str) -> str:
-    """The page with this table between its markers. Raises ValueError for a page without them."""
+    """Return the page with this table between its markers. Raises ValueError for a page without them."""
     begin, end = BLOCK.split("\n\n{}\n\n")
     if begin not in text or end not in text:
         raise ValueError(f"the page has no block between {begin} and {end}")

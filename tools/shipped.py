@@ -1,11 +1,11 @@
-"""Turn the best checkpoint of a training run into a model that comes with the package.
+"""Turn the best checkpoint of a training run into a model that ships with the package.
 
     longspan train --config mnist
     python tools/shipped.py runs/mnist --data mnist
 
-writes ``src/longspan/models/mnist``: the weights in bfloat16, and ``record.json``, which holds what they were trained
-with, the curve of the training (steps, seconds, validation bits per dim or byte) and what they score. To be run where
-the run was made, since the record names the machine. A model of a text likewise:
+writes ``src/longspan/models/mnist``: the weights in bfloat16, and ``record.json`` with the settings of the training,
+its curve (steps, seconds, validation bits per dim or byte) and the test scores. Run it on the machine of the training,
+because the record names the machine. For a model of text:
 
     longspan train --config text --run.data text:FILE
     python tools/shipped.py runs/text --data text:FILE --about "Tolstoy, War and Peace, in English"
@@ -40,16 +40,16 @@ SAMPLES, SEED, STEPPED, TRAIN, BROKEN, SURE = 500, 0, 100, 20_000, 2000, 0.5
 BYTES, TEMPERATURE = 400, 0.7
 PROMPTS = ("The prince ", '"My dear," said ', "On the morning of the battle ")
 SIZES = (1, 4, 7)  # pixels of a side of the pieces of broken images
-# What a run may say otherwise than its recipe: where it reads and writes, not what.
+# Fields that may differ from the recipe: the places that a run reads and writes.
 PLACES = ("data", "out")
 
 
 def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: str = "") -> dict[str, Any]:
-    """Write the model that a run's best checkpoint is, under ``name`` (that of its recipe) -> its record.
+    """Write a run's best checkpoint as the model ``name`` (default: its recipe's) and return the record.
 
-    ``source``: the data, as ``longspan.data.load`` takes it; ``about``: which they are, in words, where their kind does
-    not say it. Raises ValueError for a folder without a training run, for data that it was not trained on, and for a
-    text of which nothing is said.
+    ``source``: the data, as for ``longspan.data.load``; ``about``: a description, required for a text. Raises
+    ValueError for a folder without a training run, for data of another kind than the training's, and for a text
+    without a description.
     """
     header = checkpoint.read_config(checkpoint.resolve(run))
     kind = source.partition(":")[0]
@@ -57,11 +57,11 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
     if trained_on.partition(":")[0] != kind:
         raise ValueError(f"{run} was trained on {trained_on!r}, not on {kind}")
     if kind == "text" and not about:
-        raise ValueError("which text was it? Name it by --about, in words; its checksum alone tells nobody")
+        raise ValueError("a text needs a description: pass --about, for example --about 'Tolstoy, War and Peace'")
     name, dataset = name or kind, data.load(source, header["run"]["length"])
-    commit = provenance.commit()  # before what is written below changes the folder
+    commit = provenance.commit()  # before the files below change the folder
     settings = {**header["run"], "data": kind, "out": f"runs/{name}"}
-    # What is in the package must not know the folders of the machine that made it.
+    # The package must not contain folder names of this machine.
     checkpoint.save(
         checkpoint.load(run).bfloat16(),
         pretrained.FOLDER / name,
@@ -92,14 +92,14 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
 
 
 def drawing(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
-    """What a model of images draws, how fast, and what classifiers see in it."""
+    """Measure a model of images: speed, and what classifiers see in its samples."""
     drawn = generate(model, max_new_tokens=dataset.length, batch=count, seed=SEED)
     rates = {str(batch): round(batch / throughput.whole(model, dataset.length, batch), 3) for batch in (1, 64)}
     return {"images_per_second": rates, "samples": {"count": count, "seed": SEED, **recognised(drawn, dataset)}}
 
 
 def writing(model: Any) -> dict[str, Any]:
-    """How fast a model of text writes, what it keeps of a text of any length, and what comes of some beginnings."""
+    """Measure a model of text: speed, bytes of the state, and continuations of some prompts."""
     rates = {str(batch): round(batch * BYTES / throughput.whole(model, BYTES, batch), 1) for batch in (1, 64)}
     texts = [continued(model, prompt) for prompt in PROMPTS]
     same = {"seed": SEED, "temperature": TEMPERATURE}
@@ -108,14 +108,14 @@ def writing(model: Any) -> dict[str, Any]:
 
 
 def continued(model: Any, prompt: str) -> str:
-    """A beginning and what the model writes after it, as ``longspan generate`` does with the same seed."""
+    """Return a prompt and its continuation, as ``longspan generate`` with the same seed."""
     tokens = torch.tensor([list(prompt.encode())])
     drawn = generate(model, tokens, max_new_tokens=BYTES, temperature=TEMPERATURE, seed=SEED, stream=True)
     return prompt + bytes(int(token) for token in drawn).decode("utf-8", "replace")
 
 
 def command(config: dict[str, Any], run: dict[str, Any], name: str) -> str:
-    """The line that trains the model: its recipe, and what differs from it as flags; a text is a file of one's own."""
+    """Return the command that trains the model: its recipe, with flags for differing fields; a text is your file."""
     recipe = yaml.safe_load(recipes.find(name).read_text(encoding="utf-8"))
     words = ["longspan", "train", "--config", name, *(["--run.data", "text:FILE"] if run["data"] == "text" else [])]
     for part, fields, asked in (
@@ -129,7 +129,7 @@ def command(config: dict[str, Any], run: dict[str, Any], name: str) -> str:
 
 
 def stepping(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
-    """Log-likelihoods of test examples in one parallel pass against those of the RNN: nats per example."""
+    """Compare log-likelihoods of test examples in one parallel pass and step by step: nats per example."""
     tokens = images.examples(dataset, "test", count)
     whole, stepped = log_likelihood(model, tokens), log_likelihood(model, tokens, chunk=1)
     what = "images" if dataset.grid else "examples"
@@ -137,12 +137,12 @@ def stepping(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
 
 
 def recognised(drawn: Tensor, dataset: Dataset) -> dict[str, Any]:
-    """What classifiers see in images (B,N), and in test images and broken ones beside them.
+    """Classify images (B,N), and for comparison test images and broken ones.
 
-    ``recognised``: the share that a classifier of ten digits is sure of, by more than a half; ``classes``: how many of
-    each digit it takes all of them for. Such a classifier is sure of nearly anything, so ``recognised_strictly`` is by
-    one that has also learned to tell images put together from pieces of several: one pixel, 4x4 or 7x7 of them, each
-    at its place. ``digits`` and ``broken`` are the same shares of test images, and of test images in pieces.
+    ``recognised``: the share to which a classifier of ten digits gives more than one half; ``classes``: the number of
+    images per digit. Such a classifier is sure of nearly anything, so ``recognised_strictly`` uses one that has also
+    learned a class of images assembled from pieces of several: one pixel, 4x4 or 7x7 pixels, each at its place.
+    ``digits`` and ``broken`` are the same shares of test images, and of test images in pieces.
     """
     test = pixels(dataset.splits["test"])
     kinds = {"samples": pixels(drawn), "digits": test, "broken": in_pieces(test, len(drawn), seed=1)}
@@ -159,7 +159,7 @@ def recognised(drawn: Tensor, dataset: Dataset) -> dict[str, Any]:
 
 
 def classifier(dataset: Dataset, strict: bool) -> Any:
-    """A small network of scikit-learn's, trained on the first images; ``strict``: with broken ones as a class."""
+    """A small network of scikit-learn, trained on the first images; ``strict``: with broken ones as a class."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
 
@@ -167,7 +167,7 @@ def classifier(dataset: Dataset, strict: bool) -> Any:
     if strict:
         broken = in_pieces(rows, BROKEN * len(SIZES), seed=0)
         rows, labels = np.concatenate([rows, broken]), np.concatenate([labels, np.full(len(broken), 10)])
-    make: Any = MLPClassifier  # whose annotations are narrower than what it takes
+    make: Any = MLPClassifier  # its annotations are narrower than what it accepts
     network = make((128,), batch_size=min(200, len(rows)), max_iter=8, random_state=SEED)
     with warnings.catch_warnings():
         # Eight epochs are enough.
@@ -176,7 +176,7 @@ def classifier(dataset: Dataset, strict: bool) -> Any:
 
 
 def in_pieces(rows: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """``count`` images (count,N) of square pieces, each from an image of its own; the sizes of the pieces in turn."""
+    """``count`` images (count,N) of square pieces, each from a different image; the piece sizes take turns."""
     random, side, found = np.random.default_rng(seed), round(rows.shape[1] ** 0.5), []
     pictures = rows.reshape(-1, side, side)
     y, x = np.indices((side, side))
@@ -189,15 +189,15 @@ def in_pieces(rows: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 
 def pixels(rows: Tensor) -> np.ndarray:
-    """Grey levels 0 ... 255 as numbers from 0 to 1."""
+    """Gray levels 0 ... 255 as numbers from 0 to 1."""
     return rows.numpy() / 255
 
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the training run")
-    parser.add_argument("--data", default="mnist", help="the data it was trained on: mnist, mnist:FOLDER or text:FILE")
-    parser.add_argument("--about", default="", help="of a text: which it is, in words")
+    parser.add_argument("--data", default="mnist", help="its training data: mnist, mnist:FOLDER or text:FILE")
+    parser.add_argument("--about", default="", help="description of a text")
     parsed = parser.parse_args(arguments)
     print(json.dumps(ship(parsed.run, parsed.data, about=parsed.about), indent=2))
 

@@ -1,11 +1,11 @@
-"""Turn a transcriber of the speech experiment into a model that comes with the package.
+"""Turn a transcriber of the speech experiment into a model that ships with the package.
 
     longspan reproduce speech --data fsdd:PATH --encoders gated_deltanet --direction causal ... --out FOLDER
     python tools/shipped_speech.py FOLDER gated_deltanet --data fsdd:PATH --name digits
 
-writes ``src/longspan/models/digits``: the weights in bfloat16, and ``record.json``, which holds the command of the
-training, its curve, and how many recordings of digits are transcribed right, of the speaker who was held out and of
-the official test set. ``--data`` are those that the experiment had.
+writes ``src/longspan/models/digits``: the weights in bfloat16, and ``record.json``, with the command of the
+training, its curve, and the share of correctly transcribed digits for the held-out speaker and the official test set.
+``--data`` is the data of the experiment.
 """
 
 import argparse
@@ -35,9 +35,9 @@ LICENCE = (
 
 
 def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
-    """Write the encoder's model of an experiment's folder under ``name`` -> its record.
+    """Write the encoder's model of an experiment's folder as the model ``name`` and return the record.
 
-    Raises ValueError for a folder without such an experiment, and for other data than it had.
+    Raises ValueError for a folder without such an experiment, and for other data than the experiment's.
     """
     path = out / "speech.json"
     result = sealed_dir.parsed(path, atomic_io.read(path))
@@ -48,7 +48,7 @@ def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
     found, checksum = fsdd.recordings(source)
     if result["data"] != {"fsdd": checksum}:
         raise ValueError(f"{path} was made with other recordings than fsdd:{source}")
-    commit = provenance.commit()  # before what is written below changes the folder
+    commit = provenance.commit()  # before the files below change the folder
     folder = out / "speech-work" / speech.slug(encoder)
     run = checkpoint.read_config(folder)["run"]
     checkpoint.save(checkpoint.load(folder).bfloat16(), pretrained.FOLDER / name, extra={"run": run})
@@ -88,7 +88,7 @@ def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
 
 
 def command(result: Result) -> str:
-    """The line that trains the model, without the folders of the machine on which it did."""
+    """Return the command that trains the model, without folder names of this machine."""
     settings = result["settings"] | {"data": "fsdd:PATH"}
     return page.command(EXPERIMENTS["speech"], result | {"settings": settings})
 
@@ -99,7 +99,7 @@ def official(found: list[fsdd.Recording], held: str) -> list[fsdd.Recording]:
 
 
 def heard(model: Transcriber, recordings: list[fsdd.Recording]) -> dict[str, Any]:
-    """What is transcribed of single digits, each a file of its own: how many are right, and the word error rate."""
+    """Transcribe single digits, one per file: number correct, and word error rate."""
     pairs = [(transcribe(model, one.samples, fsdd.RATE), [SPOKEN[one.digit]]) for one in recordings]
     return {"count": len(pairs), "right": sum(a == b for a, b in pairs), "word_errors": round(rate(pairs), 5)}
 
@@ -123,13 +123,13 @@ def streaming(model: Transcriber, recordings: list[fsdd.Recording]) -> float:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the experiment")
-    parser.add_argument("encoder", help="whose model: one of the experiment's encoders")
-    parser.add_argument("--data", required=True, help="the data it was trained on: fsdd:PATH")
-    parser.add_argument("--name", default="digits", help="what the model is called")
+    parser.add_argument("encoder", help="one of the experiment's encoders")
+    parser.add_argument("--data", required=True, help="its training data: fsdd:PATH")
+    parser.add_argument("--name", default="digits", help="name of the model")
     parsed = parser.parse_args(arguments)
     kind, _, source = parsed.data.partition(":")
     if kind != "fsdd":
-        raise ValueError(f"--data={parsed.data}: only models of fsdd come with the package")
+        raise ValueError(f"--data={parsed.data}: only models of fsdd ship with the package")
     print(json.dumps(ship(parsed.out, parsed.encoder, source, parsed.name), indent=2))
 
 

@@ -240,7 +240,7 @@ def test_recomputing_reads_the_prefix_of_few_images_at_most(models, clock, monke
     assert asked == [(models["softmax"], 3, position) for position in (0, 16, 32, 47, 63)]
 
 
-def test_a_token_is_timed_behind_others_beside_the_bytes_that_they_need(models, clock):
+def test_a_token_is_timed_after_others_with_the_bytes_that_they_need(models, clock):
     clock["seconds"] = lambda name: {"linear": 1.0, "softmax": 2.0}[name]
     found = images_speed.token(models, 70, 3, 2, unwatched)
     assert found["seconds"] == {"linear": 1.0, "softmax": 2.0}
@@ -332,7 +332,7 @@ RESULT = {
 }
 
 
-def test_ours_stand_beside_what_was_published():
+def test_ours_are_compared_with_what_was_published():
     bits, speed, alone, together = images_report.tables(RESULT)
     assert bits[0][5:] == ["after 2.5 s", "test", "published"]
     assert bits[1:3] == [
@@ -345,7 +345,7 @@ def test_ours_stand_beside_what_was_published():
         ["lsh-4", *[""] * 5, "not in this run", "0.676"],
     ]
     assert speed == [
-        ["images per second", "8 at once", "published, GPU", "published, CPU, one at once"],
+        ["images per second", "batch 8", "published, GPU", "published, CPU, batch 1"],
         ["linear", "4", "142.8", "0.182"],
         ["softmax", "2 (2x)", "7.56", "0.135"],
         ["softmax, prefix recomputed", "0.5 (8x)", "0.45", "0.0138"],
@@ -353,11 +353,11 @@ def test_ours_stand_beside_what_was_published():
         ["lsh-4", "not in this run", "0.27", "0.00893"],
     ]
     assert len(alone) == 1
-    assert together[0][0] == "one token, 8 at once, after"
+    assert together[0][0] == "one token, batch 8, after"
     assert together[1:] == [["4", "1 ms", "4 ms", "4.00", "2.00"], ["10", "1 ms", "left out", "", "5.00"]]
 
 
-def test_nothing_published_is_shown_beside_other_data():
+def test_nothing_published_is_shown_for_other_data():
     result = {**RESULT, "settings": {**RESULT["settings"], "data": "digits"}}
     bits, speed, *_ = images_report.tables(result)
     assert [row[0] for row in bits[1:]] == ["linear", "softmax"]

@@ -254,10 +254,10 @@ class TestReport:
         # 18.01 is less than two standard errors above 17.
         assert rows["performer"][-1] == "listops"
 
-    def test_ours_stand_beside_the_published_with_both_places(self):
-        _, beside, _ = lra_report.tables(made_up())
-        rows = {row[0]: row for row in beside[1:]}
-        assert beside[0][1:] == ["listops", "image"]
+    def test_ours_are_compared_with_the_published_by_place(self):
+        _, compared, _ = lra_report.tables(made_up())
+        rows = {row[0]: row for row in compared[1:]}
+        assert compared[0][1:] == ["listops", "image"]
         assert rows["Reformer, reformer"][1] == "37.3 (1) | 37.27 (1)"
         assert rows["Reformer, reformer"][2] == "61.9 (1) | 38.07 (11)"
         assert rows["rank correlation"][1:] == ["+1.00", "-1.00"]

@@ -168,7 +168,7 @@ def result():
     return {"settings": settings, "rows": rows + steps}
 
 
-def test_the_tables_have_ours_beside_the_published(result):
+def test_the_tables_have_ours_and_the_published(result):
     errors, official, epochs, steps, relative = speech_report.tables(result)
     assert errors[1] == ["lstm", "1,000", "12.50", "50.00", "12.50", "50.00", "10.94"]
     assert official[0][0] == "official test"

@@ -1,4 +1,4 @@
-"""Agents of equal size: a network with a state that reads observations, and says what to do and what it will bring."""
+"""Agents of equal size: recurrent networks that map observations to action logits and values."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..models.stacks import Stack
 from ..ops import lstm
 from .experiment import generator
 
-# name -> attention, or nothing for an LSTM; whether sub-layers read what is normalised; how they join the stream
+# name -> attention ("" for an LSTM), whether sub-layers are pre-norm, how they join the residual stream
 CORES: dict[str, tuple[str, bool, str]] = {
     "LSTM": ("", False, "add"),
     "TrXL": ("transformer_xl(memory={memory})", False, "add"),
@@ -25,7 +25,7 @@ CORES: dict[str, tuple[str, bool, str]] = {
 
 
 class Transformer(nn.Module):
-    """A stack of which each episode reads its own observations alone."""
+    """A stack in which an episode sees its observations alone."""
 
     def __init__(self, config: StackConfig):
         super().__init__()
@@ -36,7 +36,7 @@ class Transformer(nn.Module):
         return self.stack.init_state(batch)
 
     def forward(self, x: Tensor, first: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """x (B,N,dim), first (B,N) bool, the state of what column 0 belongs to -> y (B,N,dim), the state after."""
+        """x (B,N,dim), first (B,N) bool, the state before column 0 -> y (B,N,dim), the state after."""
         episodes = F.pad(first[:, 1:].long().cumsum(1), (1, 0))
         return self.stack(x, state, segments=episodes if x.shape[1] > 1 else None)
 
@@ -66,9 +66,9 @@ class LSTM(nn.Module):
 
 
 class Agent(nn.Module):
-    """``logits, values, state = agent(observations, first, state)``, a step or many in one call, with the same answer.
+    """``logits, values, state = agent(observations, first, state)``, one step or many per call, with equal results.
 
-    observations (B,N,observed); first (B,N) bool, where an episode begins, which knows nothing of those before it ->
+    observations (B,N,observed); first (B,N) bool, where an episode begins, which does not see earlier ones ->
     logits (B,N,actions), values (B,N), the state after them. ``kind``: one of KINDS, ``depth`` blocks of which have a
     feed-forward network twice as wide as themselves; an LSTM has one layer.
 
@@ -89,7 +89,7 @@ class Agent(nn.Module):
             self.core = LSTM(dim)
         self.policy, self.value = nn.Linear(dim, actions), nn.Linear(dim, 1)
         with torch.no_grad():
-            # All actions are about as likely at first.
+            # All actions are about equally likely at first.
             self.policy.weight.mul_(0.01)
 
     def init_state(self, batch: int) -> Any:
@@ -97,7 +97,7 @@ class Agent(nn.Module):
         return self.core.start(batch)
 
     def forward(self, observations: Tensor, first: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
-        """See the class."""
+        """Apply the model; the class documents the shapes."""
         if first[:, 0].any():
             fresh, begins = self.init_state(len(first)), first[:, 0]
             state = pytree.tree_map(
@@ -108,14 +108,14 @@ class Agent(nn.Module):
 
 
 def count(kind: str, dim: int, observed: int, actions: int, **sizes: int) -> int:
-    """How many parameters an agent of this width has."""
+    """Count the parameters of an agent of this width."""
     return sum(
         p.numel() for p in model_memory.shapes(lambda: Agent(kind, dim, observed, actions, **sizes)).parameters()
     )
 
 
 def fitting(kind: str, wanted: int, observed: int, actions: int, *, heads: int, **sizes: int) -> int:
-    """The width, a multiple of ``heads``, with which an agent comes closest to so many parameters."""
+    """The width, a multiple of ``heads``, whose parameter count is closest to the given one."""
     below, above = 0, 1
     while count(kind, above * heads, observed, actions, heads=heads, **sizes) < wanted:
         below, above = above, 2 * above
@@ -128,7 +128,7 @@ def fitting(kind: str, wanted: int, observed: int, actions: int, *, heads: int, 
 
 
 def born(seed: int, kind: str, dim: int, observed: int, actions: int, **sizes: int) -> Agent:
-    """An agent as it is born, the same for the same seed."""
+    """An agent with initial weights that depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "weights").initial_seed())
         return Agent(kind, dim, observed, actions, **sizes)

@@ -1,4 +1,4 @@
-"""How well random features stand in for softmax: errors of the kernel and of the output by number of features."""
+"""Random features as an approximation of softmax: errors of the kernel and the output by number of features."""
 
 import math
 from collections.abc import Callable
@@ -29,7 +29,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     estimators: tuple[str, ...] = setting(tuple(ESTIMATORS), f"of {', '.join(ESTIMATORS)}")
     features: tuple[int, ...] = setting((16, 32, 64, 128, 256, 512, 1024), "even numbers of features")
@@ -67,7 +67,7 @@ def points(settings: Settings) -> list[Row]:
 def measure(settings: Settings, point: Row, place: Place) -> Row:
     """Errors of one number of features, with their standard errors.
 
-    ``kernel``: for each angle the mean of (estimate / e^(q.k) - 1)^2, |q| = |k| = 1; ``formula``: what it is on average
+    ``kernel``: for each angle the mean of (estimate / e^(q.k) - 1)^2, |q| = |k| = 1; ``formula``: its expectation
     for independent rows. ``output``: for each spread the geometric mean of |o - exact|^2 / |exact|^2, of which single
     draws may lie orders of magnitude apart; ``output_se`` is that of its natural logarithm.
     """
@@ -97,7 +97,7 @@ def output_errors(settings: Settings, w: Tensor, features: Features, spread: flo
     q, k, scale = spread * q, spread * k, settings.size**-0.25
     exact = dense.attend(q, k, v)
     errors = []
-    # One by one: all of them would be some hundred megabytes.
+    # One by one: together they would take some hundred megabytes.
     for rows in w:
         o, _ = stabilised.attend(features(scale * q, rows), features(scale * k, rows), v, causal=False, eps=EPS)
         errors.append((o - exact).square().sum() / exact.square().sum())
@@ -114,7 +114,7 @@ def pairs(settings: Settings) -> tuple[Tensor, Tensor]:
 
 
 def tables(result: Result) -> list[Table]:
-    """The output's error by number of features, and the kernel's at one angle, beside the formula."""
+    """The output's error by number of features, and the kernel's at one angle with its formula."""
     settings, columns = result["settings"], sorted({row["features"] for row in result["rows"]})
     angle = _shown(settings["angles"])
     at = settings["angles"].index(angle)

@@ -1,4 +1,4 @@
-"""How many associations a memory of fixed size holds: retrieval by number of keys, kernel and update rule."""
+"""Associations in a memory of fixed size: retrieval loss by number of keys, kernel and update rule."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -18,7 +18,7 @@ EVERY, DONE = 100, 1e-3
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     kinds: tuple[str, ...] = setting(
         tuple(retrieval.ENCODERS), f"without replacement: of {', '.join(retrieval.ENCODERS)}"
@@ -59,7 +59,7 @@ QUICK = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """Every training, those with short sequences first, so that a picture of some use is there early."""
+    """List every training, short sequences first, so that a useful picture exists early."""
     first = product(sorted(settings.keys), settings.kinds)
     second = product(sorted(settings.repeated), retrieval.RULES, settings.replacing)
     found: list[Row] = [{"keys": keys, "replaced": False, "rule": "sum", "kind": kind} for keys, kind in first]
@@ -148,7 +148,7 @@ def capacity(kind: str, size: int) -> int | None:
 
 
 def same(kind: str) -> bool:
-    """Whether the kernel is the same in every call, so that the bound holds for what a training can reach."""
+    """Whether the kernel is the same in every call; only then the bound holds for a training."""
     one = retrieval.ENCODERS[kind]
     return one.kept or not one.rows
 
@@ -193,7 +193,7 @@ def draw(plt: Any, result: Result) -> Any:
             place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 4}
             axis.legend(fontsize=8, title="kind, features", title_fontsize=8, **place)
     figure.suptitle(
-        "lines: ours; crosses: published; dots: least loss of any kernel with so many features", fontsize=10
+        "lines: ours; crosses: published; dots: least loss of any kernel with this number of features", fontsize=10
     )
     return figure
 

@@ -1,4 +1,4 @@
-"""A first task: to say a sequence of symbols once more. How fast do transformers learn it, by their attention?"""
+"""Copying a sequence of symbols: how fast transformers learn it, by their attention."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ GOAL = 1e-2
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     specs: str = setting(f"softmax; linear; {paper.LSH}", "attentions, separated by semicolons; one model each")
     seeds: tuple[int, ...] = setting((0,), "seeds of weights and sequences; one training per attention and seed")
@@ -66,13 +66,13 @@ class Settings(Buildable):
         known(self.device, DEVICES, "device")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for name in spec.split(self.specs):
             build(name, self.dim, self.heads)
             self.config(name)
 
     def config(self, attention: str) -> DecoderConfig:
-        """The decoder's. Raises ValueError where the sizes do not fit each other."""
+        """The config of the decoder. Raises ValueError for inconsistent sizes."""
         kind: dict[str, Any] = {"attention": attention, "vocab": self.symbols + 1, "positions": self.positions}
         size = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": self.feedforward}
         return DecoderConfig(**size, **kind, length=self.length)
@@ -82,12 +82,12 @@ QUICK = Settings(
     seeds=(0, 1), length=10, symbols=3, dim=8, depth=1, heads=2, feedforward=16, batch=3, steps=20, drop_at=10, tests=2
 )
 
-# The publication gives no width; that of its images is taken.
+# The publication gives no width; this is the width of its image models.
 PAPER = Settings(seeds=(0, 1, 2), dim=256, feedforward=1024, batch=64, steps=10_000, drop_at=3000, device="cuda")
 
 
 def points(settings: Settings) -> list[Row]:
-    """Every training, seed by seed. Raises ValueError without a GPU that is asked for."""
+    """Every training, seed by seed. Raises ValueError if the requested GPU is missing."""
     check_device(settings.device)
     return [{"seed": seed, "spec": name} for seed in settings.seeds for name in spec.split(settings.specs)]
 
@@ -108,9 +108,9 @@ def loss(model: Decoder, tokens: Tensor) -> Tensor:
 
 
 def fresh(settings: Settings, attention: str, seed: int) -> Decoder:
-    """A decoder as it is born, the same for the same seed, with PyTorch's own first weights.
+    """A decoder with initial weights that depend on the seed alone, with PyTorch's initialization.
 
-    Ours, of deviation 0.02, are made for wider models.
+    Ours, with a deviation of 0.02, suit wider models.
     """
     with drawing(seed, "weights"):
         model = Decoder(settings.config(attention))
@@ -121,8 +121,8 @@ def fresh(settings: Settings, attention: str, seed: int) -> Decoder:
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """One training -> ``curve``: [updates, test loss in nats]; ``test``: the last of these; ``reached``: updates when
-    the test loss first was below GOAL, None for never.
+    """One training -> ``curve``: [updates, test loss in nats]; ``test``: the last of these; ``reached``: updates until
+    the test loss was first below GOAL, None for never.
     """
     seed, name = point["seed"], f"{point['spec']}-{point['seed']}"
     model = fresh(settings, point["spec"], seed).to(settings.device)

@@ -1,4 +1,4 @@
-"""The main job in one command: train on real images, generate new ones as an RNN, and time it against softmax."""
+"""The demo: train on real images, generate new ones as an RNN, and compare the time with softmax."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def run(
     """Train ``linear`` and ``softmax`` of equal size on the embedded digits, sample, and time generation.
 
     ``steps`` of training each; ``paper`` is the model that is timed, untrained, over ``paper.length`` tokens for
-    ``batch`` images. Goes on with the training of an earlier demo in the same folder. Writes ``demo.json``,
+    ``batch`` images. Resumes the training of an earlier demo in the same folder. Writes ``demo.json``,
     ``demo.csv``, ``samples_linear.png``, ``samples_softmax.png`` and ``throughput.png`` into the folder ``out`` and
     returns what ``demo.json`` holds.
 
@@ -74,7 +74,7 @@ def _run(out: Path, steps: int, paper: DecoderConfig, batch: int, seed: int) -> 
         _say(f"training {spec} on {dataset.count('train')} images of {dataset.name}, {steps} steps")
         folder = out / spec
         settings = replace(TRAINING, steps=steps, warmup=min(TRAINING.warmup, steps), out=str(folder), seed=seed)
-        # What an earlier, interrupted demo has trained is not trained again.
+        # Reuse the finished trainings of an earlier, interrupted demo.
         trained = fit(replace(DIGITS, attention=spec), settings, resume=begun(folder))
         models[spec] = checkpoint.load(folder)  # type: ignore[assignment]
         result["bits_per_dim"][spec] = trained.bits["test"]
@@ -119,7 +119,7 @@ def histogram_bits(dataset: Dataset) -> float:
 
 
 def likeness(images: Tensor, dataset: Dataset) -> dict[str, Any]:
-    """Do samples (B,N) look like the data? By nearest training images (Euclidean).
+    """Compare samples (B,N) with the data by their nearest training images (Euclidean).
 
     ``smallest_class``: share of samples in the rarest class, by their nearest neighbour's label; ``distance_ratio``:
     the samples' mean distance to their nearest neighbour, over that of the held-out test images.
@@ -137,7 +137,7 @@ def likeness(images: Tensor, dataset: Dataset) -> dict[str, Any]:
 
 
 def _digits_speed(models: dict[str, Decoder], length: int, batch: int) -> dict[str, float]:
-    few = max(batch // 16, 1)  # recomputing is as fast per image with a few images as with many
+    few = max(batch // 16, 1)  # recomputation is as fast per image for few images as for many
     calls: dict[str, Callable[[], object]] = {
         "linear": lambda: throughput.whole(models["linear"], length, batch),
         "softmax_cached": lambda: throughput.whole(models["softmax"], length, batch),
@@ -175,7 +175,7 @@ def _paper_speed(config: DecoderConfig, batch: int) -> tuple[dict[str, float], d
 
 
 def _state_bytes(models: dict[str, Decoder], length: int) -> dict[str, int]:
-    """Bytes of one image's state when ``length`` tokens have been read."""
+    """Bytes of one image's state after ``length`` tokens."""
     return {spec: nbytes(model.init_state(1, length).layers) for spec, model in models.items()}
 
 

@@ -1,4 +1,4 @@
-"""Every experiment, one after the other: what is there already is skipped, what cannot run is told, one page of all."""
+"""Run every experiment in turn: skip finished ones, report those that cannot run, write one page of all results."""
 
 import json
 import time
@@ -14,12 +14,12 @@ from . import EXPERIMENTS, page, runner
 from .experiment import QUICK, Result, Track
 
 PAGE = "reproduction.md"
-# Minutes of the clock for one of processor time, before anything was run: two cores need between a half of it and all.
+# Clock minutes per minute of processor time before the first run; on two cores it lies between a half and one.
 USUAL = 0.7
 
 
 class Outcome(NamedTuple):
-    """What came of one experiment: "done", "done before", or why it could not run."""
+    """The outcome of one experiment: "done", "done before", or why it could not run."""
 
     name: str
     said: str
@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
 def names(scale: str, only: Iterable[str] = (), skip: Iterable[str] = ()) -> list[str]:
     """The experiments that have a scale, in the order of their names.
 
-    Raises ValueError for one of ``only`` that has it not.
+    Raises ValueError if one of ``only`` lacks the scale.
     """
     for name in only:
         EXPERIMENTS[name].settings(scale)
@@ -40,14 +40,14 @@ def names(scale: str, only: Iterable[str] = (), skip: Iterable[str] = ()) -> lis
 def run(
     chosen: list[str], scale: str, out: Path, data: Path | None, track: Track, say: Callable[[str], None]
 ) -> list[Outcome]:
-    """Run these experiments at a scale, into ``out`` as ``longspan reproduce NAME`` does each, and write ``out/PAGE``.
+    """Run these experiments at a scale, each as ``longspan reproduce NAME`` would, and write ``out/PAGE``.
 
-    ``data``: a folder with one of each kind of data, see ``Experiment.beside``. One that cannot run, for want of data,
-    a package or a folder of its own, does not end the others. ``say`` gets a line before each: what it is expected to
-    take, and how long all that is left.
+    ``data``: a folder with a folder for each kind of data, see ``Experiment.with_data``. If one experiment cannot run,
+    because data or a package is missing, the others still run. ``say`` receives a line before each, with the expected
+    time of the experiment and of all that remain.
 
     Raises ``signals.Interrupted`` as ``experiment.run`` does; ValueError and ImportError where nothing could be written
-    or drawn at all.
+    or drawn.
     """
     optional_deps.need("the experiments", "matplotlib", "PIL")
     png.claim_folder(out)
@@ -63,7 +63,7 @@ def run(
             if runner.missing(out / f"{name}.json", one, settings):
                 say(f"{head}: {pace.line(expected[name], sum(expected[after] for after in chosen[number - 1 :]))}")
                 runner.run(name, one, scale, settings, out, track)
-                pace.told(expected[name], time.monotonic() - begin)
+                pace.record(expected[name], time.monotonic() - begin)
                 found.append(Outcome(name, "done"))
             else:
                 say(f"{head}: done before")
@@ -74,34 +74,34 @@ def run(
                 raise
             found.append(Outcome(name, " ".join(str(error).split()), failed=True))
             say(f"{name} cannot run: {found[-1].said}")
-        # After each, so that there is a page of what there is whenever this ends.
+        # After each experiment, so that an interruption leaves a page of the finished ones.
         checkpoint.write_text(out / PAGE, text(out, scale, found))
     return found
 
 
 class Pace:
-    """Minutes of the clock for a minute of processor time, as far as experiments of this call have told."""
+    """Clock minutes per minute of processor time, from the experiments of this call."""
 
     def __init__(self):
         self.expected, self.taken = 0.0, 0.0
 
-    def told(self, expected: float, seconds: float) -> None:
-        """One that was expected to take so many minutes of processor time took these seconds."""
+    def record(self, expected: float, seconds: float) -> None:
+        """Record that an experiment expected to take these minutes of processor time took these seconds."""
         if expected:
             self.expected, self.taken = self.expected + expected, self.taken + seconds / 60
 
     def clock(self, minutes: float) -> str:
-        """These minutes of processor time as time of the clock.
+        """Convert minutes of processor time to clock time.
 
         >>> pace = Pace()
-        >>> pace.told(2.0, 60.0)
+        >>> pace.record(2.0, 60.0)
         >>> pace.clock(50.0)
         '25:00'
         """
         return tqdm.format_interval(60 * minutes * (self.taken / self.expected if self.expected else USUAL))
 
     def line(self, own: float, left: float) -> str:
-        """What an experiment is expected to take, and all that is left with it, of processor time both; 0: not known.
+        """Format the expected time of an experiment and of all that remain, from processor time; 0: unknown.
 
         >>> Pace().line(10.0, 30.0), Pace().line(0.0, 0.0)
         ('takes about 07:00; about 21:00 left in all', 'begins')
@@ -113,12 +113,12 @@ class Pace:
 
 
 def minutes(name: str, scale: str, out: Path, data: Path | None) -> float:
-    """Minutes of processor time that an experiment is expected to take from here; 0.0: not known, or nothing."""
+    """Expected remaining minutes of processor time of an experiment; 0.0: unknown or none."""
     one = EXPERIMENTS[name]
     try:
         settings = _settings(name, scale, data)
     except ValueError:
-        # It says why when its turn comes.
+        # Its error is reported when its turn comes.
         return 0.0
     left = len(runner.missing(out / f"{name}.json", one, settings)) / len(one.points(settings))
     return one.minutes * left if scale == "laptop" else 0.0
@@ -127,35 +127,35 @@ def minutes(name: str, scale: str, out: Path, data: Path | None) -> float:
 def _settings(name: str, scale: str, data: Path | None) -> Any:
     one = EXPERIMENTS[name]
     settings = one.settings(scale)
-    return settings if data is None else one.beside(settings, data)
+    return settings if data is None else one.with_data(settings, data)
 
 
 def _shown(name: str, out: Path) -> None:
-    """See that a result is drawn, which needs nothing but its JSON."""
+    """Draw a result from its JSON if its picture or page is missing."""
     path = out / f"{name}.json"
     if not (path.with_suffix(".png").exists() and path.with_suffix(".md").exists()):
         runner.show(name, EXPERIMENTS[name], json.loads(atomic_io.read_text(path)), out)
 
 
 def text(out: Path, scale: str, found: Iterable[Outcome]) -> str:
-    """The page of a folder, in Markdown: every result that it holds whole, from its JSON, and what could not run."""
+    """Return the page of a folder in Markdown: its complete results, and the experiments that could not run."""
     results = dict(_results(out))
     said = {one.name: one.said for one in found if one.failed}
-    head = ["# Published results, had again", f"`longspan reproduce all {_flag(scale)} --out FOLDER` wrote this page."]
+    head = ["# Reproduced results", f"`longspan reproduce all {_flag(scale)} --out FOLDER` wrote this page."]
     rows = ["| experiment | what it measures | took | result |", "|---|---|---|---|"]
     for name, one in EXPERIMENTS.items():
         state = f"[below](#{name})" if name in results else said.get(name, "not measured")
         took = _interval(results[name].get("clock_seconds", 0)) if name in results else ""
         rows.append(f"| `{name}` | {one.about} | {took} | {state.replace('|', '/')} |")
     total = sum(result.get("clock_seconds", 0) for result in results.values())
-    parts = ["\n\n".join(head), "\n".join(rows), f"All of it took {_interval(total)} by the clock."]
+    parts = ["\n\n".join(head), "\n".join(rows), f"All experiments together took {_interval(total)} by the clock."]
     for name, result in results.items():
         parts.append(f"## {name}\n\n{page.fragment(EXPERIMENTS[name], result, page.pictures(out, name)).rstrip()}")
     return "\n\n".join(parts) + "\n"
 
 
 def _interval(seconds: float) -> str:
-    """Hours, minutes and seconds of the clock; - where none were written down."""
+    """Format clock time as hours, minutes and seconds; - if it was not recorded."""
     return tqdm.format_interval(seconds) if seconds else "-"
 
 
@@ -164,7 +164,7 @@ def _flag(scale: str) -> str:
 
 
 def _results(out: Path) -> Iterator[tuple[str, Result]]:
-    """Those that were drawn, which is done when they are whole."""
+    """Yield the results that were drawn, which happens when they are complete."""
     for name in EXPERIMENTS:
         path = out / f"{name}.json"
         if path.exists() and path.with_suffix(".png").exists():
@@ -172,6 +172,6 @@ def _results(out: Path) -> Iterator[tuple[str, Result]]:
 
 
 def summary(found: Iterable[Outcome]) -> str:
-    """What came of them, a line each."""
+    """Return one line per outcome."""
     states: Mapping[bool, str] = {True: "cannot run: ", False: ""}
     return "\n".join(f"{one.name}: {states[one.failed]}{one.said}" for one in found)

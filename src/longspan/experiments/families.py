@@ -1,4 +1,4 @@
-"""One model of each family with as many weights, and an LSTM beside them: they differ in what they keep of a text."""
+"""One model of each family and an LSTM with equally many weights."""
 
 import functools
 import time
@@ -21,11 +21,11 @@ VOCAB = 256
 
 
 class Family(NamedTuple):
-    """An attention, or several tiled over the blocks, and how the tokens' order is known and the text read."""
+    """An attention, or several tiled over the blocks, with its positions and its way to read a text."""
 
-    attention: str  # "" for the LSTM; {window} and {length} stand for the settings'
+    attention: str  # "" for the LSTM; {window} and {length} are replaced by the settings
     positions: str = "none"
-    stream: bool = False  # reads the text in its order, and takes its state along
+    stream: bool = False  # reads the text in order and carries its state along
 
 
 REFERENCE, LSTM_NAME = "softmax", "lstm"
@@ -45,13 +45,13 @@ FAMILIES = {
 
 
 class LSTM(nn.Module):
-    """A long short-term memory over bytes, trained and read as a ``Decoder`` is.
+    """A long short-term memory over bytes, with the interface of ``Decoder``.
 
     ``outputs, state = lstm(tokens, state)``: tokens (B,N) int64, where ``vocab`` is the start token, to outputs
-    (B,N,vocab); the state is (hidden, cell), each (depth,B,dim). The gates of forgetting begin with a bias of 1
+    (B,N,vocab); the state is (hidden, cell), each (depth,B,dim). The forget gates start with a bias of 1
     (Jozefowicz et al. 2015, section 2).
 
-    Source: Hochreiter and Schmidhuber 1997, with the gate of forgetting of Gers et al. 2000.
+    Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers et al. 2000.
     """
 
     def __init__(self, dim: int, depth: int, vocab: int = VOCAB):
@@ -75,7 +75,7 @@ class LSTM(nn.Module):
         return F.pad(tokens, (1, 0), value=self.start)[:, : tokens.shape[1]]
 
     def forward(self, tokens: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Any]:
-        """See the class."""
+        """Apply the model; the class documents the shapes."""
         outputs, state = self.cells(self.embedding(tokens), state)
         return self.head(outputs), state
 
@@ -84,7 +84,7 @@ Model = Decoder | LSTM
 
 
 class Size(NamedTuple):
-    """What the models have in common."""
+    """Sizes that the models share."""
 
     dim: int
     depth: int
@@ -103,7 +103,7 @@ def build(name: str, size: Size) -> Model:
 
 @functools.lru_cache
 def config(name: str, size: Size) -> DecoderConfig:
-    """A decoder's: as wide as the others, with a feed-forward network that makes it as large as the softmax one.
+    """A decoder's config: as wide as the others, with a feed-forward network that equalizes its size.
 
     Raises ValueError where its attention alone is larger than that, and for sizes that do not fit each other.
     """
@@ -130,7 +130,7 @@ def _shapes(config: DecoderConfig) -> nn.Module:
 
 @functools.lru_cache
 def width(size: Size) -> int:
-    """Of the LSTM that is nearest in size to the softmax decoder."""
+    """Width of the LSTM that is closest in size to the softmax decoder."""
     target = parameters(_shapes(config(REFERENCE, size)))
     sizes = range(1, 8 * size.dim + 1)
     return min(sizes, key=lambda dim: abs(_lstm(dim, size.layers) - target))
@@ -142,13 +142,13 @@ def _lstm(dim: int, layers: int) -> int:
 
 
 def parameters(model: nn.Module) -> int:
-    """How many numbers are learned."""
+    """Number of learned parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
 @torch.no_grad()
 def state_bytes(model: Model, prompt: Tensor) -> int:
-    """What must be kept of a sequence (1,P) to go on with it."""
+    """Bytes of the state after a sequence (1,P)."""
     if isinstance(model, LSTM):
         return nbytes(model(prompt)[1])
     # One more for the start token.
@@ -156,7 +156,7 @@ def state_bytes(model: Model, prompt: Tensor) -> int:
 
 
 def written(model: Model, prompt: Tensor, tokens: int) -> Iterator[Tensor]:
-    """Tokens (B,) drawn one by one after a prompt (B,P): ``generate``, and for the LSTM the same by its own steps."""
+    """Yield tokens (B,) sampled after a prompt (B,P): ``generate``, and the same with the steps of the LSTM."""
     if isinstance(model, LSTM):
         return _steps(model, prompt, tokens)
     return generate(model, prompt, max_new_tokens=tokens, seed=0, stream=True)
@@ -166,7 +166,7 @@ def _steps(model: LSTM, prompt: Tensor, tokens: int) -> Iterator[Tensor]:
     generator, state = torch.Generator().manual_seed(0), None
     read = F.pad(prompt, (1, 0), value=model.start)
     for _ in range(tokens):
-        # Entered anew for each token: a generator must not hold a context open while its caller runs.
+        # Entered for each token: a generator must not hold a context open while its caller runs.
         with torch.no_grad():
             outputs, state = model(read, state)
             token = model.likelihood.sample(outputs[:, -1], generator=generator)
@@ -175,7 +175,7 @@ def _steps(model: LSTM, prompt: Tensor, tokens: int) -> Iterator[Tensor]:
 
 
 def speed(model: Model, prompt: Tensor, tokens: int, rounds: int) -> float:
-    """Tokens per second of all rows after a prompt (B,P), which is read before the clock starts: the fastest round."""
+    """Tokens per second of all rows after a prompt (B,P), without reading the prompt: the fastest round."""
     found = []
     for _ in range(rounds):
         drawn = written(model, prompt, tokens + 1)

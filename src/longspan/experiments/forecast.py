@@ -1,4 +1,4 @@
-"""Informer's experiment: an electricity transformer's loads and oil temperature, foretold by hours to a month."""
+"""Informer's experiment: an electricity transformer's loads and oil temperature, predicted for a day to a month."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from .learning import Learning, learn
 
 VALUE, DAY, LINEAR = "the last value again", "the last day again", "linear map, ridge"
 BASELINES: dict[str, Callable[[Tensor, int], Tensor] | None] = {VALUE: last_value, DAY: last_day, LINEAR: None}
-# Hours foretold -> (hours that the encoder reads, hours that the decoder begins with), from the authors' scripts.
+# Predicted hours -> (hours that the encoder reads, hours that the decoder starts with), from the authors' scripts.
 WINDOWS = {
     "all": {24: (48, 48), 48: (96, 48), 168: (168, 168), 336: (168, 168), 720: (336, 336)},
     "one": {24: (720, 168), 48: (720, 168), 168: (720, 336), 336: (720, 336), 720: (720, 336)},
@@ -34,7 +34,7 @@ TESTED = 2**15
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("ett", "ett (ETTh1, downloaded once), ett:FILE, ett:FOLDER, or synthetic")
     series: str = setting(
@@ -73,16 +73,16 @@ class Settings(Buildable):
             self.window(horizon)
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for one in spec.split(self.specs):
             if one in BASELINES:
                 continue
             weights.shapes(lambda one=one: self.model(one, 1, 0))
 
     def window(self, horizon: int) -> tuple[int, int]:
-        """Hours that the encoder reads, and with how many of them the decoder begins.
+        """Hours that the encoder reads, and how many of them the decoder starts with.
 
-        Raises ValueError where nothing was published and nothing is set, and for a label longer than what is read.
+        Raises ValueError if nothing is published or set, and for a label longer than the input.
         """
         usual = WINDOWS["all" if self.series == "all" else "one"].get(horizon, (0, 0))
         reads, label = self.reads or usual[0], self.label or usual[1]
@@ -93,7 +93,7 @@ class Settings(Buildable):
         return reads, label
 
     def model(self, attention: str, channels: int, seed: int) -> Forecaster:
-        """A model as it is born, the same for the same seed."""
+        """A model with initial weights that depend on the seed alone."""
         size = {"dim": self.dim, "heads": self.heads, "depth": self.depth, "feedforward": self.feedforward}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator(seed, "weights").initial_seed())
@@ -123,7 +123,7 @@ PAPER = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """For each horizon what costs next to nothing, and then the trainings. Raises ValueError without a GPU that is
+    """For each horizon the baselines, then the trainings. Raises ValueError if the requested GPU is
     asked for.
     """
     check_device(settings.device)
@@ -142,7 +142,7 @@ def loaded(name: str, only: str, seed: int) -> Series:
 
 
 def data(settings: Settings) -> dict[str, str]:
-    """The checksum of the file; nothing for what the seed makes. Raises ValueError where windows have no room in it."""
+    """The checksum of the file; nothing for synthetic series. Raises ValueError if the windows do not fit in it."""
     found = loaded(settings.data, settings.series, settings.seeds[0])
     for horizon, split in product(settings.horizons, series.SPLITS):
         found.windows(split, settings.window(horizon)[0], horizon)
@@ -150,9 +150,9 @@ def data(settings: Settings) -> dict[str, str]:
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """One forecast by one model, on test windows that no training has seen.
+    """One forecast by one model, on unseen test windows.
 
-    -> ``mse`` and ``mae``: mean squared and absolute errors of the standardised numbers. Of a training also ``curve``:
+    -> ``mse`` and ``mae``: mean squared and absolute errors of the standardized numbers. Of a training also ``curve``:
     validation errors by step; ``best``: the step whose weights are tested; ``parameters``. Of the linear map
     ``penalty``, which validation chose.
     """
@@ -230,7 +230,7 @@ def spaced(begins: range, count: int) -> Tensor:
 
 
 def taken(found: Series, windows: Tensor, reads: int, horizon: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Windows (B,) by the hour at which the forecast begins -> what is known (B,reads,C), the times of all of it
+    """Windows (B,) by the first hour of the forecast -> known values (B,reads,C), the times of all of it
     (B,reads+horizon,4), and what comes (B,horizon,C).
     """
     at = windows[:, None] + torch.arange(-reads, horizon)
@@ -267,7 +267,7 @@ def means(result: Result) -> dict[str, dict[int, tuple[float, float]]]:
 
 
 def of_the_paper(result: Result) -> dict[str, dict[int, tuple[float, float]]]:
-    """The published errors for these series; nothing beside data that were not published."""
+    """The published errors for these series; empty for other data."""
     settings = result["settings"]
     return published.FORECAST.get(settings["series"], {}) if settings["data"].partition(":")[0] == "ett" else {}
 
@@ -281,11 +281,11 @@ def tables(result: Result) -> list[Table]:
     shown = [first]
     if theirs:
         shown.append([["published", *head[1:]], *(_line(name, errors, horizons) for name, errors in theirs.items())])
-    told = [["training", "hours", "seed", "parameters", "best step", "validation there", "validation at the end"]]
+    trainings = [["training", "hours", "seed", "parameters", "best step", "validation there", "validation at the end"]]
     for row in result["rows"]:
         if "curve" in row:
             best, last = min(one["mse"] for one in row["curve"]), row["curve"][-1]["mse"]
-            told.append(
+            trainings.append(
                 [
                     row["model"],
                     str(row["horizon"]),
@@ -296,7 +296,7 @@ def tables(result: Result) -> list[Table]:
                     f"{last:.3f}",
                 ]
             )
-    return [*shown, told]
+    return [*shown, trainings]
 
 
 def _line(name: str, errors: dict[int, tuple[float, float]], horizons: list[int]) -> list[str]:
@@ -305,7 +305,7 @@ def _line(name: str, errors: dict[int, tuple[float, float]], horizons: list[int]
 
 
 def draw(plt: Any, result: Result) -> Any:
-    """Squared and absolute errors by horizon: ours, what costs next to nothing dashed, and the published dotted."""
+    """Squared and absolute errors by horizon: ours, the baselines dashed, the published dotted."""
     figure, axes = plt.subplots(1, 2, figsize=(12.5, 5), layout="constrained")
     horizons = sorted(result["settings"]["horizons"])
     lines = [(name, errors, "o-" if name not in BASELINES else "s--") for name, errors in means(result).items()]

@@ -1,4 +1,4 @@
-"""Forecasts of several hours at once: a small Informer around any attention, and what costs next to nothing."""
+"""Forecasts of several hours at once: a small Informer around any attention, and simple baselines."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from ..models.stacks import Stack
 from ..modules.sinusoidal import sinusoid
 
 DAY = 24
-# Of these the validation part chooses; each is multiplied by the number of examples.
+# Validation selects one of these; each is multiplied by the number of examples.
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 
 
@@ -28,7 +28,7 @@ class Embedding(nn.Module):
         self.times = nn.Linear(4, dim, bias=False)
 
     def forward(self, values: Tensor, times: Tensor) -> Tensor:
-        """See the class."""
+        """Apply the model; the class documents the shapes."""
         at = torch.arange(values.shape[1], device=values.device)[None]
         return self.values(values.mT).mT + self.times(times) + sinusoid(at, self.dim, values.dtype)
 
@@ -44,12 +44,12 @@ class Distilling(nn.Module):
         self.convolution = nn.Conv1d(dim, dim, 3, padding=1, padding_mode="circular")
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
+        """Apply the model; the class documents the shapes."""
         return F.max_pool1d(F.elu(self.convolution(x.mT)), 3, 2, 1).mT
 
 
 class Forecaster(nn.Module):
-    """An encoder of what is known, and a decoder that foretells all hours in one pass (Zhou et al. 2021, figure 2).
+    """An encoder of the known hours, and a decoder that predicts all hours in one pass (Zhou et al. 2021, figure 2).
 
     ``forward(known, times, label)``: known (B,reads,C), times (B,reads+horizon,4) -> (B,horizon,C). The encoder has
     ``depth`` blocks, each but the last followed by distilling, and sees its input in both directions, unless the
@@ -70,7 +70,7 @@ class Forecaster(nn.Module):
         self.head = nn.Linear(dim, channels)
 
     def forward(self, known: Tensor, times: Tensor, label: int) -> Tensor:
-        """See the class."""
+        """Apply the model; the class documents the shapes."""
         reads = known.shape[1]
         horizon = times.shape[1] - reads
         x = self.source(known, times[:, :reads])
@@ -90,12 +90,12 @@ def sees_both_ways(attention: str, dim: int, heads: int) -> bool:
 
 
 def last_value(known: Tensor, horizon: int) -> Tensor:
-    """known (B,reads,C) -> its last hour again and again (B,horizon,C)."""
+    """known (B,reads,C) -> its last hour, repeated (B,horizon,C)."""
     return known[:, -1:].expand(-1, horizon, -1)
 
 
 def last_day(known: Tensor, horizon: int) -> Tensor:
-    """known (B,reads,C) -> its last 24 hours again and again (B,horizon,C), or all of fewer."""
+    """known (B,reads,C) -> its last 24 hours or fewer, repeated (B,horizon,C)."""
     day = known[:, -DAY:]
     return day[:, torch.arange(horizon) % day.shape[1]]
 
@@ -103,8 +103,8 @@ def last_day(known: Tensor, horizon: int) -> Tensor:
 class Ridge:
     """A linear map from the hours that are read to those to come, the same for every series, by least squares.
 
-    The last value is taken away from all and added again, so that the map is about changes; there is a constant term.
-    It minimises the squared error over all windows of the training part plus ``penalty`` times their number times the
+    The last value is subtracted and added again, so the map predicts changes; there is a constant term.
+    It minimizes the squared error over all windows of the training part plus ``penalty`` times their number times the
     squared weights. Source: Zeng et al. 2022 (2205.13504), section 4, NLinear, there trained by gradient descent.
     """
 
@@ -127,7 +127,7 @@ class Ridge:
         """(reads+1,horizon) float64; the constant, which has no penalty, comes last."""
         added = torch.full((self.reads + 1,), penalty * self.count, dtype=torch.float64)
         added[-1] = 0.0
-        # The last value less itself is nothing, so without a penalty its weight would be anything.
+        # The last value minus itself is zero, so without a penalty its weight would be arbitrary.
         added[self.reads - 1] += 1.0
         return torch.linalg.solve(self.gram + added.diag(), self.moment)
 

@@ -1,4 +1,4 @@
-"""Images drawn pixel by pixel: what linear and softmax transformers of equal size learn, draw, and how fast."""
+"""Images, pixel by pixel: what linear and softmax transformers of equal size learn and generate, and how fast."""
 
 import csv
 import io
@@ -28,7 +28,7 @@ DATA = ("digits", "mnist", "cifar10")
 
 
 def slug(attention: str) -> str:
-    """A spec as part of a file's name.
+    """Return a spec as part of a file name.
 
     >>> slug("softmax(kv_heads=2)")
     'softmax-kv_heads-2'
@@ -38,7 +38,7 @@ def slug(attention: str) -> str:
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
     attentions: str = setting(
@@ -81,17 +81,17 @@ class Settings(Buildable):
         self.run(Path("work"))
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for name in self.names():
             self.config(name)
             build(name, self.dim, self.heads)
 
     def names(self) -> list[str]:
-        """The attentions, one a model."""
+        """The attentions, one per model."""
         return spec.split(self.attentions)
 
     def config(self, attention: str, vocab: int = 256, length: int = 784) -> DecoderConfig:
-        """A model's config. Raises ValueError where the sizes do not fit each other."""
+        """A model's config. Raises ValueError for inconsistent sizes."""
         sizes: dict[str, Any] = {"dim": self.dim, "depth": self.depth, "heads": self.heads}
         kind = {"likelihood": self.likelihood, "positions": "learned", "vocab": vocab, "length": length}
         return DecoderConfig(attention=attention, feedforward=4 * self.dim, **sizes, **kind)
@@ -156,7 +156,7 @@ PAPER = replace(
 
 
 def points(settings: Settings) -> list[Row]:
-    """The trainings; whole images by number generated at once; one token by that and by those before it."""
+    """The trainings; whole images by batch size; one token by batch size and by the tokens before it."""
     trainings = [{"what": "training", "attention": name} for name in settings.names()]
     images = [{"what": "images", "batch": batch} for batch in settings.batches]
     pairs = product(settings.batches, settings.lengths)
@@ -166,7 +166,7 @@ def points(settings: Settings) -> list[Row]:
 def measure(settings: Settings, point: Row, place: Place) -> Row:
     """One training with its samples, or one comparison of speed by the models trained before.
 
-    Raises ValueError where those are gone.
+    Raises ValueError if those are missing.
     """
     if point["what"] == "training":
         return train(settings, point["attention"], place)
@@ -178,7 +178,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
 
 def train(settings: Settings, attention: str, place: Place) -> Row:
-    """Train, or go on with what an interruption left; then draw and complete images.
+    """Train, or resume an interrupted training; then generate and complete images.
 
     -> ``parameters``; ``curve``: [steps made, seconds spent on them, validation bits per dim]; ``validation``: the
     fewest of these; ``test``: test bits of the checkpoint that had them.
@@ -199,7 +199,7 @@ def train(settings: Settings, attention: str, place: Place) -> Row:
 def draw(
     settings: Settings, model: Decoder, dataset: Dataset, attention: str, place: Place
 ) -> list[tuple[str, Tensor, int]]:
-    """-> (kind, images (B,N), columns): samples; and completions, each as it was given, completed, and as it was."""
+    """-> (kind, images (B,N), columns): samples; and completions, each as given, completed, and original."""
     count, seed = settings.samples, settings.seed
     steps = generate(model, max_new_tokens=dataset.length, batch=count, seed=seed, stream=True)
     samples = torch.stack(list(place.track(steps, dataset.length, f"samples of {attention}")), 1)
@@ -220,13 +220,13 @@ def examples(dataset: Dataset, split: str, count: int) -> Tensor:
 
 
 def given(dataset: Dataset, top: float) -> int:
-    """How many tokens the upper part of an image has: whole rows of pixels, at least one, and not all."""
+    """Number of given tokens: whole rows of pixels, at least one and not all."""
     height = dataset.grid[0]
     return min(max(round(top * height), 1), height - 1) * dataset.length // height
 
 
 def trained(folder: Path) -> Decoder:
-    """The best checkpoint of a training. Raises ValueError where there is none."""
+    """The best checkpoint of a training. Raises ValueError if there is none."""
     try:
         return checkpoint.load(folder)
     except ValueError as error:
@@ -241,7 +241,7 @@ def curve(folder: Path) -> list[list]:
     found, before, last = [], 0.0, 0.0
     for row in csv.DictReader(io.StringIO(atomic_io.read_text(folder / "metrics.csv"), newline="")):
         seconds = float(row["seconds"])
-        # A process that goes on with a training counts from zero again.
+        # A process that resumes a training counts from zero.
         before, last = before + (last if seconds < last else 0.0), seconds
         if row["validation_bits"]:
             found.append([int(row["step"]), round(before + seconds, 2), round(float(row["validation_bits"]), 5)])

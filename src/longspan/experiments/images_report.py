@@ -1,4 +1,4 @@
-"""Tables and picture of the images experiment, the published figures beside ours."""
+"""Tables and picture of the images experiment, with the published figures next to ours."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from .experiment import Result, Row
 from .images_speed import RECOMPUTED
 
 OPEN = "not in this run"
-MEASURED = {"linear", "softmax"}  # whatever else is open, these are not
+MEASURED = {"linear", "softmax"}  # measured by every run
 
 
 def tables(result: Result) -> list[Table]:
@@ -24,7 +24,7 @@ def rows(result: Result, what: str) -> list[Row]:
 
 
 def bits(result: Result) -> Table:
-    """Each training at equal steps, and at the time at which the fastest was done."""
+    """Each training at equal steps, and when the fastest finished."""
     found, published = rows(result, "training"), paper.methods(result["settings"]["data"])
     shared = min((row["curve"][-1][1] for row in found), default=0.0)
     head = ["bits/dim", "parameters", "steps", "time", "validation", f"after {duration(shared)}", "test", "published"]
@@ -42,16 +42,16 @@ def bits(result: Result) -> Table:
 
 
 def at_time(curve: list[list], seconds: float) -> str:
-    """Validation bits when that much time was spent: those of the last evaluation before."""
+    """Validation bits after that time: those of the last evaluation before."""
     found = [value for _, spent, value in curve if spent <= seconds]
     return f"{found[-1]:.3f}" if found else ""
 
 
 def speed(result: Result) -> Table:
-    """Images per second of whole images, the first attention's gain in brackets, and what was published."""
+    """Images per second of whole images, the first attention's speed-up in brackets, and the published figures."""
     found, published = rows(result, "images"), paper.methods(result["settings"]["data"])
-    head = ["images per second", *(f"{row['batch']} at once" for row in found)]
-    table = [head + (["published, GPU", "published, CPU, one at once"] if published else [])]
+    head = ["images per second", *(f"batch {row['batch']}" for row in found)]
+    table = [head + (["published, GPU", "published, CPU, batch 1"] if published else [])]
     first = spec.split(result["settings"]["attentions"])[0]
     for name in found[0]["seconds"] if found else []:
         shown = [_gain(row["images_per_second"], name, first) for row in found]
@@ -75,7 +75,7 @@ def ratios(result: Result) -> Iterable[Table]:
     first, *others = spec.split(result["settings"]["attentions"])
     for batch in result["settings"]["batches"]:
         found = [row for row in rows(result, "token") if row["batch"] == batch]
-        head = [f"one token, {batch} at once, after", first]
+        head = [f"one token, batch {batch}, after", first]
         for name in others:
             head += [name, f"time of {name} / {first}", f"bytes of {name} / {first}"]
         table = [head]

@@ -17,18 +17,18 @@ from . import paper
 from .experiment import Row, Track
 
 RECOMPUTED = ", prefix recomputed"
-FEW = 4  # images for which a prefix is recomputed at once: more are not faster, one by one
-POSITIONS = 5  # at which recomputing is timed
+FEW = 4  # batch size of recomputation: more images are not faster
+POSITIONS = 5  # positions at which recomputation is timed
 WARM = 16  # tokens
 
 
 def images(models: dict[str, Decoder], length: int, batch: int, rounds: int, track: Track) -> Row:
-    """Whole images of ``length`` tokens, drawn with a state, and, where that grows or the publication has none, by
-    reading the prefix again.
+    """Whole images of ``length`` tokens, generated with a state, and, where that grows or the publication has none, by
+    recomputing the prefix.
 
     -> by candidate: ``seconds`` for ``images``, hence ``images_per_second``; ``rejected`` and ``disturbed``: samples
-    taken while the machine was busy, and thrown away or kept. All candidates take turns in the same rounds. Recomputing
-    is timed at some positions, for few images at once, and integrated.
+    taken while the machine was busy, and discarded or kept. All candidates take turns. Recomputation
+    is timed at some positions, for few images, and integrated.
     """
     reuse_pages()  # as generate does
     samplers: dict[str, Sampler] = {}
@@ -83,17 +83,17 @@ def token(models: dict[str, Decoder], tokens: int, batch: int, rounds: int, trac
 
 
 def state_bytes(model: Decoder, tokens: int) -> int:
-    """What must be kept of one sequence that many tokens long."""
+    """Bytes of the state of one sequence of that length."""
     return nbytes(model.init_state(1, tokens).layers)
 
 
 def grows(model: Decoder) -> bool:
-    """Whether the state is the larger the more was read."""
+    """Whether the state grows with the length."""
     return state_bytes(model, 2) > state_bytes(model, 1)
 
 
 def extended(model: Decoder, length: int) -> Decoder:
-    """The model with its learned positions repeated up to ``length``, for timing: nothing else is made longer."""
+    """The model with its learned positions repeated up to ``length``, for timing only."""
     config = model.config
     if config.positions != "learned" or config.length >= length:
         return model

@@ -1,4 +1,4 @@
-"""Byte text, one model of each family beside an LSTM: what equal numbers of weights learn in equal time, and hold."""
+"""Byte models of every family and an LSTM: what equal numbers of weights learn in equal time."""
 
 import math
 import time
@@ -39,7 +39,7 @@ BUDGETS = {"seconds": "each model trains for the same time", "steps": "for the s
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
     models: str = setting("; ".join(FAMILIES), "models, separated by semicolons")
@@ -80,14 +80,14 @@ class Settings(Buildable):
             spec.known(name, FAMILIES, "model")
 
     def buildable(self) -> None:
-        """See the base."""
-        # Of equal blocks, one tells of all.
+        """Raise ValueError for settings that cannot be built."""
+        # One of several equal blocks is enough.
         for name in {*self.names(), families.REFERENCE} - {families.LSTM_NAME}:
             depth = self.depth if len(spec.split(FAMILIES[name].attention)) > 1 else 1
             families.config(name, self.size()._replace(depth=depth))
 
     def names(self) -> list[str]:
-        """The models, in the order in which they are trained."""
+        """The models in training order."""
         return spec.split(self.models)
 
     def size(self) -> Size:
@@ -95,7 +95,7 @@ class Settings(Buildable):
         return Size(self.dim, self.depth, self.heads, self.layers, self.window, self.length)
 
     def part(self, step: int, seconds: float) -> float:
-        """The part of the budget that is spent, from 0."""
+        """The spent part of the budget, from 0."""
         return step / self.steps if self.budget == "steps" else seconds / self.seconds
 
     def rate(self, step: int, part: float) -> float:
@@ -125,7 +125,7 @@ QUICK = Settings(
     rounds=1,
 )
 
-# Half an hour of one GPU for each. enwik8, of which the published figures are, is a text of one's own: text:FILE.
+# Half an hour of one GPU for each. The published figures are for enwik8: pass it as text:FILE.
 GPU = Settings(
     length=1024,
     window=256,
@@ -147,18 +147,18 @@ GPU = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """The models. Raises ValueError without a GPU that is asked for."""
+    """The models. Raises ValueError if the requested GPU is missing."""
     check_device(settings.device)
     return [{"model": name} for name in settings.names()]
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """Train one model, or go on with what an interruption left, test it, and let it generate.
+    """Train one model, or resume it, then test it and time its generation.
 
     -> ``attention``, ``parameters``; ``steps``, ``seconds`` of training and ``processor``, the seconds of all cores in
     them; ``curve``: [steps made, seconds, validation bits per byte]; ``test``: bits per byte with the last weights;
     ``training``: bytes per second; ``generation``: batch -> bytes per second; ``state``: bytes of that of one text.
-    The model that reads the text in its order is tested so, with its state carried along; the others by examples.
+    A model that reads the text in order is tested with its state carried along, the others by examples.
     """
     name = point["model"]
     reuse_pages()  # as training and generation do
@@ -188,14 +188,14 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
 
 def born(settings: Settings, name: str) -> Model:
-    """A model before its training, the same for the same seed."""
+    """A model before training; it depends on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(settings.seed, "weights").initial_seed())
         return families.build(name, settings.size())
 
 
 class Reader:
-    """The loss of a model on one step's batch; with a state that goes from step to step where a text is read so."""
+    """The loss of a model on one step's batch, with a state carried between steps where the text is read in order."""
 
     def __init__(self, settings: Settings, name: str, model: Model, dataset: Dataset):
         self.settings, self.model, self.dataset = settings, model, dataset
@@ -218,11 +218,11 @@ class Reader:
         return -self.model.likelihood.log_prob(outputs, tokens).mean()
 
     def kept(self) -> dict[str, Any]:
-        """The state that goes on, for a file."""
+        """The carried state, for a file."""
         return {} if self.stream is None else self.stream.get_extra_state()
 
     def go_on(self, kept: dict[str, Any]) -> None:
-        """Take it from there."""
+        """Resume from a saved state."""
         if self.stream is not None:
             self.stream.set_extra_state(kept)
 
@@ -230,7 +230,7 @@ class Reader:
 def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: Place) -> Row:
     """Train in place until the budget is spent -> ``step``, ``seconds``, ``processor`` and ``curve``, see ``measure``.
 
-    What there is after each look is kept. Raises ValueError for a loss that is not finite.
+    Saves after each evaluation. Raises ValueError for a loss that is not finite.
     """
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     now: Row = {"step": 0, "seconds": 0.0, "processor": 0.0, "curve": []}
@@ -241,7 +241,7 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
         optimiser.load_state_dict(kept["optimiser"])
         reader.go_on(kept["reader"])
     else:
-        # What is compiled and allocated at the first call is not part of anybody's time.
+        # Compilation and allocation in the first call are not timed.
         Reader(settings, name, model, dataset).loss(0).backward()
     model.train()
     first = len(now["curve"])
@@ -281,11 +281,11 @@ def held_out(settings: Settings, name: str, model: Model, dataset: Dataset, spli
 
 
 def tables(result: Result) -> list[Table]:
-    """What each model reaches and costs; and published bits of larger models on another text."""
+    """Quality and cost of each model, and published bits of larger models on another text."""
     equal, batches = result["settings"]["budget"], [str(batch) for batch in result["settings"]["batches"]]
     context = result["settings"]["context"]
     head = [f"equal {equal}", "test bits per byte", "parameters", "steps", "seconds", "cores busy"]
-    speeds = [f"generated, {batch} at once" for batch in batches]
+    speeds = [f"generated, batch {batch}" for batch in batches]
     table = [[*head, "bytes per second: trained", *speeds, f"bytes of state after {context:,}"]]
     for row in sorted(result["rows"], key=lambda row: row["test"]):
         facts = [f"{row['parameters']:,}", f"{row['steps']:,}", f"{row['seconds']:.1f}"]

@@ -1,4 +1,4 @@
-"""A training of a small model on what a seed draws, which goes on where it was stopped."""
+"""Resumable training of a small model on generated data."""
 
 import math
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from ..train import TrainConfig, rate
 from .experiment import Place, Row, drawing
 
 M = TypeVar("M", bound=nn.Module)
-KEEP = 100  # updates between two looks at the tests, after each of which what there is is kept
+KEEP = 100  # updates between two evaluations; the training is saved after each
 
 
 class Learning(NamedTuple):
-    """One training: ``loss(model, step)`` is that of one update, ``look(model)`` what the curve is to tell.
+    """One training: ``loss(model, step)`` is that of one update, ``look(model)`` returns a point of the curve.
 
-    What a step draws from PyTorch's own generator depends on ``seed`` and the step.
+    Random numbers of a step depend on ``seed`` and the step.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Learning(NamedTuple):
     rate: float
     loss: Callable[[Any, int], Tensor]
     look: Callable[[Any], Any]
-    every: int = 0  # updates between two looks; 0: KEEP
+    every: int = 0  # updates between two evaluations; 0: KEEP
 
 
 def fresh(config: DecoderConfig, seed: int) -> Decoder:
@@ -37,9 +37,9 @@ def fresh(config: DecoderConfig, seed: int) -> Decoder:
 
 
 def born(make: Callable[[], M], seed: int) -> M:
-    """A model as it is made, the same for the same seed, with PyTorch's own first weights.
+    """A model with PyTorch's initialization, which depends on the seed alone.
 
-    Ours, of deviation 0.02, are made for wider models.
+    Ours, with a deviation of 0.02, suit wider models.
     """
     with drawing(seed, "weights"):
         model = make()
@@ -50,14 +50,14 @@ def born(make: Callable[[], M], seed: int) -> M:
 
 
 def finite(loss: Tensor, where: str, flag: str = "--rate") -> Tensor:
-    """The loss; ValueError where it is not finite, before the weights are lost, too."""
+    """Return the loss. Raises ValueError if it is not finite, before it reaches the weights."""
     if not math.isfinite(value := loss.item()):
         raise ValueError(f"the loss became {value} {where}; a lower {flag} may help")
     return loss
 
 
 def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
-    """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: what every look found, with ``step``.
+    """Train with AdamW, a cosine and a warm-up of a tenth -> the curve: every evaluation, with its ``step``.
 
     Raises ValueError for a loss that is not finite.
     """

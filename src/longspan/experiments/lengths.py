@@ -1,4 +1,4 @@
-"""Beyond the lengths of the training: copying, by a Universal Transformer and by a plain one of the same size."""
+"""Copying beyond the trained lengths, by a Universal Transformer and plain ones."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ VARIANTS = (UNIVERSAL, TIED, DEEP)
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     attention: str = setting("softmax", "attention of all models")
     positions: str = setting(
@@ -63,18 +63,18 @@ class Settings(Buildable):
             raise ValueError(f"rate={self.rate} must be positive")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for positions in spec.split(self.positions):
             for kind in VARIANTS:
                 self.config(kind, positions)
             fresh(self.config(UNIVERSAL, positions), self.seed)
 
     def config(self, kind: str, positions: str) -> DecoderConfig:
-        """A model's. Raises ValueError where the sizes do not fit each other."""
+        """A model's config. Raises ValueError for inconsistent sizes."""
         dim, depth, stack = (self.narrow if kind == TIED else self.dim), self.steps, "plain"
         if kind == UNIVERSAL:
             both = positions == "sinusoidal"
-            # As published these are added before every step; the attention's own are there in every step anyway.
+            # As published, these are added before every step; relative positions act in every step anyway.
             depth, positions = 1, "none" if both else positions
             stack = f"universal(steps={self.steps}, coordinates={'both' if both else 'step'!r})"
         same: dict[str, Any] = {
@@ -113,7 +113,7 @@ def begun(model: Decoder, offsets: Tensor) -> DecoderState:
 
 
 def outputs_of(model: Decoder, tokens: Tensor, offsets: Tensor | None) -> Tensor:
-    """What the model says of each token of the second half's symbols."""
+    """Logits for the symbols of the second half."""
     half = tokens.shape[1] // 2 - 1
     outputs, _ = model(model.shift(tokens), None if offsets is None else begun(model, offsets))
     return outputs[:, -half:]

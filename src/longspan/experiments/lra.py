@@ -1,4 +1,4 @@
-"""The Long Range Arena: every mechanism classifies long sequences, in one configuration, and what its steps cost."""
+"""The Long Range Arena: every mechanism classifies long sequences, in one configuration; accuracy and cost."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from .lra_cost import cost
 from .lra_models import ALL, Classifier, Shape, both, mechanisms, shape, sized
 
 FEW = ("softmax", "linear")
-LOOK = 256  # validation examples of a look at a training
+LOOK = 256  # validation examples per evaluation
 
 
 def _setting(default: Any, what: str) -> Any:
@@ -30,7 +30,7 @@ def _setting(default: Any, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     specs: str = _setting(
         ALL, "attentions, separated by semicolons; a bare name gets fitting sizes; all: every mechanism"
@@ -85,7 +85,7 @@ class Settings(Buildable):
         StackConfig(dim=self.dim, depth=self.depth, heads=self.heads, feedforward=self.feedforward)
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for text in (*spec.split(self.few), *(() if self.specs == ALL else spec.split(self.specs))):
             if text not in REGISTRY:
                 build(text, self.dim, self.heads, causal=not both(text))
@@ -96,12 +96,12 @@ class Settings(Buildable):
 
     def load(self, task: str) -> Arena:
         """A task's examples. Raises ValueError, see ``arena.load``."""
-        # Images have lengths of their own.
+        # The length of an image is fixed.
         length = 1 if task == "image" else getattr(self, f"{task}_length")
         return arena.load(task, getattr(self, task), length, self.examples, self.tests, self.seed)
 
     def own_tasks(self) -> list[str]:
-        """All tasks, in the order in which they are learned."""
+        """All tasks in training order."""
         return [task for task in (*self.tasks, *self.more) if task != lra_report.NONE]
 
     def cost_shape(self, text: str) -> Shape:
@@ -173,9 +173,9 @@ QUICK = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """Every training, task by task; then what a step costs, which wants a quiet machine.
+    """Every training, task by task; then the cost of a step, which needs a quiet machine.
 
-    Raises ValueError without a GPU that is asked for.
+    Raises ValueError if the requested GPU is missing.
     """
     check_device(settings.device)
     every, few = mechanisms(settings.specs), spec.split(settings.few)
@@ -188,11 +188,11 @@ def points(settings: Settings) -> list[Row]:
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """One training, or going on with what an interruption left, and its test; or what a step costs, see ``cost``.
+    """One training, possibly resumed, and its test; or the cost of a step, see ``cost``.
 
     A training -> ``spec`` that was built; ``accuracy`` on the test set, of which ``majority`` is the share of its most
     frequent class and ``tests`` the size; ``parameters``; ``curve``: rows of ``step`` and ``accuracy`` on validation
-    examples. A cost that cannot be had -> ``refused``: why.
+    examples. An unmeasurable cost -> ``refused``: why.
     """
     name = point["mechanism"]
     if point["what"] == "cost":
@@ -208,7 +208,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     tell = partial(model.accuracy, task, batch=settings.batch, device=settings.device)
 
     def loss(model: Classifier, step: int) -> Tensor:
-        # What the step before has counted; together with the call in ``look``, one for each step.
+        # Statistics of the previous step; with the call in ``look``, one update per step.
         model.update()
         chosen = batch_indices(task.count("train"), settings.seed, step, settings.batch)
         return model.loss(task.take("train", chosen).to(settings.device))
@@ -227,7 +227,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         "parameters": sum(p.numel() for p in model.parameters()),
         "curve": curve,
     }
-    # Its weights are of no use any more.
+    # The weights are no longer needed.
     (place.folder / f"{kept}.pt").unlink(missing_ok=True)
     return row
 

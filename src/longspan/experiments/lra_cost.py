@@ -1,4 +1,4 @@
-"""What a training step of a classifier costs: seconds, and memory at its peak, by mechanism."""
+"""Cost of a classifier's training step by mechanism: seconds and peak memory."""
 
 import sys
 from typing import Any
@@ -38,26 +38,26 @@ def stepping(shape: Shape, batch: int, tokens: int, device: str) -> Call:
 
 
 def find(_: str) -> Makers:
-    """The makers of every subject, as a worker asks for them."""
+    """The makers of every subject, for a worker process."""
 
     def train(task: Task) -> Call:
-        return_pages()  # as train does for what is to need less memory
+        return_pages()  # as ``train`` does to save memory
         return stepping(Shape(*task["shape"]), task["batch"], task["length"], "cpu")
 
     return {"train": train}
 
 
 def weigher() -> Process:
-    """The process that measures memory, of each step in a child of its own."""
+    """The process that measures memory, each step in a separate child."""
     # The experiments' defaults are checked as they are imported, which computes; a child of a process whose other
-    # threads have computed would wait for them for ever.
+    # threads have computed would wait for them forever.
     alone = "import torch; torch.set_num_threads(1); "
     code = "from longspan.bench import worker; from longspan.experiments import lra_cost; worker.serve(lra_cost.find)"
     return Process([sys.executable, "-P", "-c", alone + plugins.again() + code])
 
 
 def weighed(shape: Shape, batch: int, device: str) -> float | None:
-    """MB at the peak of a step, beyond weights and inputs; on a GPU with these. None where the system does not tell.
+    """Peak MB of a step, beyond weights and inputs; on a GPU with these. None if the system does not report it.
 
     Raises Refused where the step fails.
     """
@@ -86,7 +86,7 @@ def weighed(shape: Shape, batch: int, device: str) -> float | None:
 def cost(shape: Shape, batch: int, device: str, rounds: int, track: Track) -> Row:
     """Training steps a second, the median of ``rounds`` samples, and ``mb``, see ``weighed``.
 
-    -> also ``rejected`` and ``disturbed``: samples taken while the machine was busy, and thrown away or kept. Raises
+    -> also ``rejected`` and ``disturbed``: samples taken while the machine was busy, and discarded or kept. Raises
     Refused where a step fails.
     """
     mb = weighed(shape, batch, device)

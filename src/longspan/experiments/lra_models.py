@@ -19,7 +19,7 @@ from ..ops.edges import reinforce
 
 ALL = "all"
 # Options that are meant for thousands of tokens, as parts of a sequence: n tokens, an eighth and a sixteenth of them,
-# and the side of a square of so many pixels. What is not here is built by its name alone.
+# and the side of a square of n pixels. Other mechanisms are built by name alone.
 SIZES: dict[str, str] = {
     "adaptive_span": "span={eighth}, ramp={sixteenth}, initial={sixteenth}.0",
     "axial": "width={side}",
@@ -38,7 +38,7 @@ SIZES: dict[str, str] = {
     "nystrom": "landmarks={eighth}",
     "poolingformer": "window={sixteenth}, far_window={far}",
     "reformer": "chunk={sixteenth}, buckets={even}",
-    # Its picks come one after the other: of four for each token, it trains for as long as all other mechanisms.
+    # Its picks are sequential: with four per token it trains for as long as all other mechanisms together.
     "sac": "edges=2",
     "routing": "clusters=8, window={eighth}",
     "set_transformer": "points={eighth}",
@@ -56,7 +56,7 @@ def mechanisms(specs: str) -> list[str]:
 
 
 def sized(text: str, length: int) -> str:
-    """The spec to build for sequences of ``length`` tokens: a name alone gets the sizes that fit, anything else stays.
+    """The spec to build for sequences of ``length`` tokens: a bare name gets fitting sizes, any other spec stays.
 
     >>> sized("linformer", 256), sized("linear", 256), sized("local(window=7)", 256)
     ('linformer(length=256, slots=32)', 'linear', 'local(window=7)')
@@ -72,7 +72,7 @@ def sized(text: str, length: int) -> str:
 
 
 def both(text: str) -> bool:
-    """Whether the mechanism of a spec sees a whole sequence, and not only what came before."""
+    """Whether the mechanism of a spec sees the whole sequence instead of the past alone."""
     return "bidirectional" in mechanism(spec.head(text) or text).directions
 
 
@@ -100,7 +100,7 @@ class Classifier(nn.Module):
     """Tokens and learned positions, a stack of blocks, the mean over real tokens, a hidden layer, and the classes.
 
     Two sequences are read by the same stack, each alone; their means e and f are compared as [e, f, e * f, e - f]. A
-    mechanism that has only a causal form has that one. Weights are PyTorch's own, drawn from ``seed`` alone.
+    mechanism that has only a causal form has that one. Weights have PyTorch's initialization, from ``seed`` alone.
 
     Source: Tay et al. 2020 (2011.04006), section 2.2, and its code's dual head, google-research/long-range-arena
     cd31e5c, models/layers/common_layers.py. Raises ValueError for what cannot be built.
@@ -125,7 +125,7 @@ class Classifier(nn.Module):
             width = shape.dim if shape.towers == 1 else 4 * shape.dim
             self.head = nn.Sequential(nn.Linear(width, shape.dim), nn.ReLU(), nn.Linear(shape.dim, shape.classes))
         self.shape = shape
-        # What layers have counted since the last step, for those that move so.
+        # Statistics of the layers since the last step, for mechanisms that need them.
         self.counted: dict[int, Any] = {}
 
     def forward(self, tokens: Tensor, mask: Tensor | None = None, record: dict | None = None) -> Tensor:
@@ -142,7 +142,7 @@ class Classifier(nn.Module):
         return self.head(torch.cat([e, f, e * f, e - f], 1))
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean nats per example. Picks that were drawn, such as those of sac, learn from each row's likelihood."""
+        """Mean nats per example. Sampled picks, such as those of sac, learn from each row's likelihood."""
         attentions = self.stack.attentions()
         wanted = {
             "log_prob": any(attention.samples for attention in attentions),
@@ -152,9 +152,9 @@ class Classifier(nn.Module):
         nats = F.cross_entropy(self(batch.tokens, batch.mask, record), batch.labels, reduction="none")  # (B,)
         if record is None:
             return nats.mean()
-        for layer, (attention, told) in enumerate(zip(attentions, record["layers"], strict=True)):
+        for layer, (attention, recorded) in enumerate(zip(attentions, record["layers"], strict=True)):
             if attention.statistics:
-                before, new = self.counted.get(layer), told["statistics"]
+                before, new = self.counted.get(layer), recorded["statistics"]
                 self.counted[layer] = new if before is None else pytree.tree_map(torch.add, before, new)
         if "log_prob" not in record:
             return nats.mean()
@@ -162,14 +162,14 @@ class Classifier(nn.Module):
         return nats.mean() + reinforce(record["log_prob"], -nats.detach().repeat_interleave(self.shape.towers))
 
     def update(self) -> None:
-        """Move what no gradient moves, after the optimizer's step."""
+        """Update what has no gradient, after the optimizer's step."""
         for layer, statistics in self.counted.items():
             self.stack.attentions()[layer].update({"statistics": statistics})
         self.counted.clear()
 
     @torch.no_grad()
     def accuracy(self, task: Arena, split: str, batch: int, device: str, most: int) -> float:
-        """The share of the first ``most`` examples of a split whose class is told; leaves it in training mode."""
+        """Share of correct classes in the first ``most`` examples of a split; leaves the model in training mode."""
         right, count = 0, min(most, task.count(split))
         self.eval()
         try:

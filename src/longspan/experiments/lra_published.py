@@ -1,4 +1,4 @@
-"""The published table of the Long Range Arena, typed in once, with its place."""
+"""The published table of the Long Range Arena, with its source."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Published(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Over the five tasks; that of Sinkhorn is printed as 51.29, which its own row is not."""
+        """Over the five tasks; the publication prints 51.29 for Sinkhorn, which is not the mean of its row."""
         return sum(self.accuracies) / len(self.accuracies)
 
 

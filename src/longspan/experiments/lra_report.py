@@ -13,12 +13,12 @@ from .lra_published import TABLE
 from .lra_published import TASKS as PUBLISHED
 
 NONE = "none"
-ERRORS = 2.0  # standard errors above a guess by which something has surely been learned
+ERRORS = 2.0  # standard errors above a guess that count as learned
 MARKS = (30.0, 900.0)  # sizes of the smallest and the largest mark, in square points
 
 
 def order(result: Result) -> list[str]:
-    """The mechanisms, in the order in which they were measured."""
+    """The mechanisms in measured order."""
     return list(dict.fromkeys(row["mechanism"] for row in result["rows"]))
 
 
@@ -28,12 +28,12 @@ def trainings(result: Result) -> dict[tuple[str, str], Row]:
 
 
 def costs(result: Result) -> dict[str, Row]:
-    """Mechanism -> what its step costs, of those where that is known."""
+    """Mechanism -> cost of its step, where measured."""
     return {row["mechanism"]: row for row in result["rows"] if row["what"] == "cost" and "refused" not in row}
 
 
 def learned(row: Row) -> bool:
-    """Whether a test is surely better than a guess of the most frequent class, by ERRORS standard errors of a guess."""
+    """Whether a test exceeds a guess of the most frequent class by ERRORS standard errors."""
     guess = row["majority"]
     return row["accuracy"] > guess + ERRORS * (guess * (1 - guess) / row["tests"]) ** 0.5
 
@@ -52,8 +52,8 @@ def score(result: Result, name: str, tasks: list[str]) -> float | None:
 
 
 def tables(result: Result) -> list[Table]:
-    """Accuracies; what was not learned; ours beside the published ones; and costs."""
-    return [table for table in (_accuracies(result), _beside(result), _costs(result)) if len(table) > 1]
+    """Accuracies with what was not learned, ours compared with the published ones, and costs."""
+    return [table for table in (_accuracies(result), _compared(result), _costs(result)) if len(table) > 1]
 
 
 def _accuracies(result: Result) -> Table:
@@ -76,7 +76,7 @@ def _accuracies(result: Result) -> Table:
     return table
 
 
-def _beside(result: Result) -> Table:
+def _compared(result: Result) -> Table:
     """Ours and the published ones, with the places of both among the rows of this table."""
     found = trainings(result)
     tasks = [task for task in PUBLISHED if all((row.mechanism, task) in found for row in TABLE)]
@@ -130,15 +130,15 @@ def _costs(result: Result) -> Table:
             table.append([row["mechanism"], built, "", "", "", row["refused"]])
             continue
         speed, memory = row["steps_per_second"], row["mb"]
-        beside = f"{speed / base['steps_per_second']:.2f}" if base else ""
+        relative = f"{speed / base['steps_per_second']:.2f}" if base else ""
         less = f"{memory / base['mb']:.2f}" if base and memory is not None and base["mb"] else ""
         weight = "" if memory is None else f"{memory:.0f}"
-        table.append([row["mechanism"], built, f"{speed:.2f}", beside, weight, less])
+        table.append([row["mechanism"], built, f"{speed:.2f}", relative, weight, less])
     return table
 
 
 def draw(plt: Any, result: Result) -> Any:
-    """Left: accuracy by speed, the mark as large as the memory. Right: our accuracies beside the published ones."""
+    """Left: accuracy by speed, the mark as large as the memory. Right: our accuracies over the published ones."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 7.5), layout="constrained", width_ratios=(1.8, 1))
     named = _arena(left, result)
     _ordering(right, result)
@@ -175,7 +175,7 @@ def _arena(axis: Any, result: Result) -> list[tuple[str, float, float, float]]:
     )
     axis.xaxis.set_major_formatter("{x:g}")
     speeds = [row["steps_per_second"] for row in found.values()]
-    # Over many decades they would cover each other.
+    # Over many decades the labels would overlap.
     axis.xaxis.set_minor_formatter("{x:g}" if speeds and max(speeds) < 100 * min(speeds) else "")
     axis.grid(alpha=0.3)
     # Room for the largest mark.
@@ -194,7 +194,7 @@ def _ordering(axis: Any, result: Result) -> None:
         y = [100 * found[row.mechanism, task]["accuracy"] for row in both_]
         label = f"{task}, rank correlation {agreement(y, x):+.2f}" if len(both_) > 4 else task
         axis.scatter(x, y, s=28, color=f"C{i}", marker="osD^v"[i], label=label)
-    axis.set(xlabel="published accuracy, %", ylabel="our accuracy, %", title="beside the published table")
+    axis.set(xlabel="published accuracy, %", ylabel="our accuracy, %", title="compared with the published table")
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""Tasks that need a memory, learned by reinforcement: GTrXL beside an LSTM and transformers without its gates."""
+"""Reinforcement learning with a memory: GTrXL, transformers without its gates, and an LSTM."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from . import agents, tasks
 from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator
 from .ppo import Learning, learn, play
 
-LAST = 0.1  # the part of the curve, at its end, of which the table tells
+LAST = 0.1  # last part of the curve that the table averages
 
 
 def _setting(default: Any, what: str) -> Any:
@@ -22,7 +22,7 @@ def _setting(default: Any, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     tasks: tuple[str, ...] = _setting(("repeat_previous", "autoencode"), f"of {', '.join(tasks.TASKS)}")
     agents: tuple[str, ...] = _setting(tuple(agents.CORES), f"of {', '.join(agents.CORES)}")
@@ -72,7 +72,7 @@ class Settings(Buildable):
         known(self.device, DEVICES, "device")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for kind in self.agents:
             agents.count(kind, self.heads, 4, 4, **self.sizes)
 
@@ -83,7 +83,7 @@ class Settings(Buildable):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What agents have in common, besides their parameters."""
+        """Sizes that the agents share."""
         return {"depth": self.depth, "heads": self.heads, "memory": self.memory}
 
     @property
@@ -109,7 +109,7 @@ QUICK = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """Every agent in every task, once for each seed. Raises ValueError without a GPU that is asked for."""
+    """Every agent in every task, once for each seed. Raises ValueError if the requested GPU is missing."""
     check_device(settings.device)
     return [
         {"task": task, "agent": kind, "seed": seed}
@@ -151,7 +151,7 @@ def trained(
     seed: int,
     block: int,
 ) -> list[float]:
-    """Learn for a block, which depends on the weights and the optimiser before it and on nothing else -> the returns of
+    """Learn for a block, which depends only on the weights and the optimizer before it -> the returns of
     the episodes that ended in it.
     """
     chance = generator(seed, task, "episodes", block)
@@ -181,7 +181,7 @@ def _grouped(result: Result) -> Iterator[tuple[str, str, list[Row]]]:
 
 
 def tables(result: Result) -> list[Table]:
-    """What each agent gets at the end of its training: the mean over the seeds, and every one."""
+    """Return of each agent at the end of its training: the mean over the seeds, and every one."""
     seeds = result["settings"]["seeds"]
     head = ["return at the end", "parameters", "width", "mean", *(f"seed {seed}" for seed in seeds), "without memory"]
     found: dict[str, Table] = {}
@@ -207,11 +207,11 @@ def draw(plt: Any, result: Result) -> Any:
     for task, kind, rows in _grouped(result):
         curves = [[value for _, value in row["curve"]] for row in rows]
         values = [[v for v in column if v is not None] for column in zip(*curves, strict=True)]
-        told = [(step, column) for (step, _), column in zip(rows[0]["curve"], values, strict=True) if column]
-        steps = [step for step, _ in told]
+        known = [(step, column) for (step, _), column in zip(rows[0]["curve"], values, strict=True) if column]
+        steps = [step for step, _ in known]
         color = f"C{list(agents.CORES).index(kind)}"
-        panels[task].plot(steps, [mean(column) for _, column in told], ".-", color=color, label=kind)
-        least, most = [min(column) for _, column in told], [max(column) for _, column in told]
+        panels[task].plot(steps, [mean(column) for _, column in known], ".-", color=color, label=kind)
+        least, most = [min(column) for _, column in known], [max(column) for _, column in known]
         panels[task].fill_between(steps, least, most, color=color, alpha=0.15, linewidth=0)
     for task, axis in panels.items():
         if (blind := tasks.TASKS[task].blind) is not None:
@@ -222,7 +222,7 @@ def draw(plt: Any, result: Result) -> Any:
     return figure
 
 
-# MiniGrid's reward comes at the end of an episode, so that what is to come counts for much.
+# MiniGrid rewards the end of an episode, so the discount is close to one.
 GPU = replace(
     Settings(),
     tasks=(*Settings().tasks, "memory_s7"),

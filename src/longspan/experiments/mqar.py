@@ -33,7 +33,7 @@ MARKS = "osDv^<>PXph*"
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
     dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of the states")
@@ -60,7 +60,7 @@ class Settings(Buildable):
             raise ValueError(f"vocab={self.vocab} must be at least {2 * max(self.pairs)}, twice the number of pairs")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for name, dim in product(spec.split(self.specs), self.dims):
             build(name, dim, self.heads)
 
@@ -77,7 +77,7 @@ def points(settings: Settings) -> list[Row]:
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """Train once: accuracy for each number of pairs on sequences of its own, bytes of the state, steps made."""
+    """Train once: accuracy for each number of pairs on new sequences, bytes of the state, steps made."""
     random = generator(settings.seed, point)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(random.initial_seed())
@@ -112,7 +112,7 @@ def test(model: recall.Recaller, settings: Settings, count: int, random: torch.G
 
 
 def best(rows: list[Row]) -> list[Row]:
-    """Of each spec and width the rate that recalled most, in the order in which they came."""
+    """The best learning rate of each spec and width, in measured order."""
     chosen: dict[tuple, Row] = {}
     for row in rows:
         key = row["spec"], row["dim"]

@@ -1,4 +1,4 @@
-"""A result as text for the screen and as Markdown for a page, made of what its JSON holds and nothing else."""
+"""A result as text for the screen and as Markdown, from its JSON alone."""
 
 import shlex
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from .experiment import Experiment, Result, words
 from .provenance import MISSING
 
 # key of the JSON, its title, what an empty one means
-FACTS = (("versions", "Versions", ""), ("data", "Data, sha256", "none, the seed makes all of it"))
+FACTS = (("versions", "Versions", ""), ("data", "Data, sha256", "none, generated from the seed"))
 
 
 def show(experiment: Experiment, result: Result) -> str:
-    """The result as text: its tables, the command, the settings and where it was had."""
+    """Return the result as text: tables, command, settings and environment."""
     settings = "; ".join(f"{name} {words(value)}" for name, value in result["settings"].items())
     notes = [f"Reproduces: {result['source']}.", f"Command: {command(experiment, result)}", f"Settings: {settings}."]
     commit = {"": "none, outside a checkout", None: MISSING}.get(result.get("commit"), result.get("commit"))
@@ -28,9 +28,9 @@ def show(experiment: Experiment, result: Result) -> str:
 
 
 def fragment(experiment: Experiment, result: Result, images: Iterable[str]) -> str:
-    """Markdown: the pictures at these addresses, what ``show`` has, and what differs from the publication."""
+    """Return Markdown: the pictures, the text of ``show``, and the deviations from the publication."""
     shown = "\n\n".join(f"![{Path(image).stem}]({image})" for image in images)
-    differs = f"What differs from the publication, and why: {experiment.differs}"
+    differs = f"Deviations from the publication: {experiment.differs}"
     return f"{shown}\n\n```text\n{show(experiment, result)}\n```\n\n{differs}\n"
 
 
@@ -41,9 +41,9 @@ def pictures(folder: Path, name: str) -> list[str]:
 
 
 def command(experiment: Experiment, result: Result) -> str:
-    """The line that has the result again: the scale, and what differs from it.
+    """Return the command that reproduces the result: the scale, and settings that differ from it.
 
-    A result of before there were scales is told from the laptop's settings.
+    A result without a scale is compared with the laptop settings.
     """
     scale = result.get("scale", "laptop")
     parts = ["longspan", "reproduce", result["experiment"]]

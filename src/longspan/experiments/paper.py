@@ -1,4 +1,4 @@
-"""The linear transformer's published tables, typed in once, each with its place."""
+"""The linear transformer's published tables, each with its source."""
 
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ LSH_IMAGES = "reformer(chunk=29, buckets=64, rounds=1); reformer(chunk=29, bucke
 
 
 def called(attention: str) -> str:
-    """What the publication calls the attention of a spec; the spec itself where it has no other name for it.
+    """Return the publication's name for the attention of a spec; the spec itself if it has none.
 
     >>> called("reformer(rounds=1)"), called("softmax")
     ('lsh-1', 'softmax')
@@ -55,7 +55,7 @@ def called(attention: str) -> str:
 
 
 def title(attention: str) -> str:
-    """The spec, behind the publication's name where that is another.
+    """Return the spec, preceded by the publication's name if that differs.
 
     >>> title("reformer(rounds=4)"), title("softmax")
     ('lsh-4, reformer(rounds=4)', 'softmax')
@@ -64,7 +64,7 @@ def title(attention: str) -> str:
 
 
 def recomputed(attention: str) -> bool:
-    """Whether the publication's programs also read the whole prefix again for every pixel."""
+    """Whether the publication also recomputes the prefix for every pixel."""
     return any(row.name == called(attention) and not row.state for rows in IMAGES.values() for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""Which keys are seen matters, not only how many: images learned under patterns of equal cost."""
+"""The choice of keys: images learned under sparse patterns of equal cost."""
 
 import statistics
 import sys
@@ -20,7 +20,7 @@ from .images import DATA, curve, slug, trained
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
     patterns: str = setting(
@@ -50,16 +50,16 @@ class Settings(Buildable):
         self.run(Path("work"), 0)
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for name in self.names():
             self.config(name)
 
     def names(self) -> list[str]:
-        """The patterns, one a model."""
+        """The patterns, one per model."""
         return spec.split(self.patterns)
 
     def config(self, pattern: str, vocab: int = 256, length: int = 784) -> DecoderConfig:
-        """A model's config. Raises ValueError where the sizes do not fit each other."""
+        """A model's config. Raises ValueError for inconsistent sizes."""
         kind: dict[str, Any] = {"vocab": vocab, "length": length, "positions": "learned"}
         size = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim}
         return DecoderConfig(attention=f"sparse(pattern={pattern!r})", **size, **kind)
@@ -94,7 +94,7 @@ def points(settings: Settings) -> list[Row]:
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """Train, or go on with what an interruption left.
+    """Train, or resume an interrupted training.
 
     -> ``keys``: keys that a query sees, on average; ``curve``: [steps made, validation bits per dim];
     ``test``: test bits of the checkpoint with the best validation.

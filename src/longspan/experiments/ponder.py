@@ -1,4 +1,4 @@
-"""Time to think: how many steps adaptive computation time takes for parities of more and more bits."""
+"""Adaptive computation time: number of steps for parities of increasing length."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ FIXED = "all steps"
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     attention: str = setting("local(window=2)", "attention of the repeated block; window=2 adds one bit per step")
     penalties: tuple[float, ...] = setting((0.002, 0.02), "weights of the ponder cost; one training each")
@@ -40,16 +40,16 @@ class Settings(Buildable):
         for name in ("bits", "cap", "dim", "heads", "feedforward", "batch", "steps", "tests"):
             at_least(1, **{name: getattr(self, name)})
         if not self.penalties or not min(self.penalties) > 0:
-            raise ValueError("penalties must be positive; all steps are taken in a training of its own in any case")
+            raise ValueError("penalties must be positive; a separate training without a penalty always runs")
         if not self.rate > 0:
             raise ValueError(f"rate={self.rate} must be positive")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         fresh(self.config(1.0), self.seed)
 
     def config(self, penalty: float) -> DecoderConfig:
-        """The model's: one block, as often as each token wants, or ``cap`` times without a penalty."""
+        """The model's config: one block that each token repeats until it halts, or ``cap`` times without a penalty."""
         stack = f"act(steps={self.cap}, bias={self.bias})" if penalty else f"universal(steps={self.cap})"
         size: dict[str, Any] = {"dim": self.dim, "heads": self.heads, "feedforward": self.feedforward}
         return DecoderConfig(**size, depth=1, attention=self.attention, vocab=2, positions="none", stack=stack)
@@ -147,7 +147,7 @@ def draw(plt: Any, result: Result) -> Any:
     for axis in axes:
         axis.grid(alpha=0.3)
     for axis in axes[1::2]:
-        # No error at all is a line at the bottom, not one in the middle.
+        # Zero errors are a line at the bottom, not in the middle.
         axis.set_ylim(0, max(5.0, axis.get_ylim()[1]))
     axes[0].legend(fontsize=8)
     return figure

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation for agents with a state: acting step by step, learning from whole rows in one call."""
+"""Proximal policy optimization for recurrent agents: step-by-step acting, learning from whole rows in one call."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,21 +18,21 @@ Agent = Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor, Any]]
 class Learning(NamedTuple):
     """How an agent learns from a rollout."""
 
-    discount: float  # of the rewards to come, for each step
-    trace: float  # lambda of the generalised advantage estimate
-    clip: float  # how far the ratio of probabilities counts
+    discount: float  # discount of future rewards, per step
+    trace: float  # lambda of the generalized advantage estimate
+    clip: float  # clipping range of the ratio of probabilities
     entropy: float  # weight of the entropy in the loss
     value: float  # weight of the values' squared error
-    epochs: int  # how often all of a rollout is learned from
-    parts: int  # into how many updates an epoch is cut, each of whole rows
-    norm: float = 0.5  # the longest gradient
+    epochs: int  # epochs per rollout
+    parts: int  # updates per epoch, each of whole rows
+    norm: float = 0.5  # maximum gradient norm
 
 
 class Rollout(NamedTuple):
-    """What B environments and the agent did in N steps.
+    """N steps of B environments and the agent.
 
     ``first``: an episode begins with this observation; ``ended``: one ends with this action. ``state`` is the agent's
-    before the first step, ``after`` (B,) the value of what comes after the last one.
+    before the first step, ``after`` (B,) the value after the last one.
     """
 
     observations: Tensor  # (B,N,observed)
@@ -54,15 +54,15 @@ class Rollout(NamedTuple):
 def play(
     agent: Agent, batch: Batch, state: Any, steps: int, generator: torch.Generator, scale: float = 1.0
 ) -> tuple[Rollout, Any, list[float]]:
-    """Act for some steps, by chance as the agent's probabilities say -> what was done, the agent's state after it, and
-    the returns of all episodes that have ended. The rollout's rewards are multiplied by ``scale``, the returns not.
+    """Act for some steps with sampled actions -> the rollout, the agent's state after it, and
+    the returns of all finished episodes. ``scale`` multiplies the rollout's rewards, not the returns.
     """
     begun, kept, returns = state, [], []
     for _ in range(steps):
         seen, first = batch.observations, batch.first
         logits, values, state = agent(seen[:, None], first[:, None], state)
         chances = logits[:, 0].log_softmax(-1)
-        # The same chance on every device.
+        # Sampled on the CPU, so that every device draws the same actions.
         actions = torch.multinomial(chances.exp().cpu(), 1, generator=generator).to(chances.device)
         rewards, done = batch.step(actions[:, 0].tolist())
         taken = chances.gather(1, actions)[:, 0]
@@ -74,7 +74,7 @@ def play(
 
 
 def advantages(rollout: Rollout, discount: float, trace: float) -> Tensor:
-    """How much better each action was than the value of where it was taken, (B,N): the generalised estimate.
+    """Generalized advantage estimates (B,N).
 
     A_t = delta_t + discount trace A_{t+1}, delta_t = r_t + discount V_{t+1} - V_t; nothing follows the last action of
     an episode.
@@ -100,9 +100,9 @@ def clipped(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
 
 
 def objective(agent: Agent, rollout: Rollout, advantage: Tensor, learning: Learning) -> Tensor:
-    """The loss of some rows: what they did is read in one call, from the state before it, episode after episode.
+    """The loss of some rows, read in one call from the state before them, episode after episode.
 
-    ``advantage`` (B,N); it is brought to mean 0 and deviation 1 here. The values learn advantage + old value.
+    ``advantage`` (B,N); it is standardized here. The values learn advantage + old value.
 
     Source: Schulman et al. 2017 (1707.06347), eq. 9.
     """
@@ -123,7 +123,7 @@ def learn(
     learning: Learning,
     generator: torch.Generator,
 ) -> None:
-    """All updates from one rollout. The state at its beginning stays that of acting, whatever the weights become."""
+    """Make all updates from one rollout. Its initial state stays fixed while the weights change."""
     advantage = advantages(rollout, learning.discount, learning.trace)
     for _ in range(learning.epochs):
         for rows in torch.randperm(len(advantage), generator=generator).chunk(learning.parts):

@@ -1,4 +1,4 @@
-"""The proteins of a bacterium, residue by residue: from those before it, and from those around it."""
+"""Proteins of a bacterium: residues predicted from the earlier ones, or from all others."""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ SPECS = ("softmax", "performer(map='relu', features=64)", "performer(features=64
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("protein", "protein:FILE, a FASTA file of proteins; protein:FOLDER, with one; or synthetic")
     specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
@@ -60,13 +60,13 @@ class Settings(Buildable):
             raise ValueError("data=synthetic is made from the seed, so that several seeds would have several data")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for one in spec.split(self.specs):
             for task in TASKS:
                 model_memory.shapes(lambda one=one, task=task: made(replace(self.config(task, one), depth=1)))
 
     def config(self, task: str, attention: str) -> DecoderConfig | EncoderConfig:
-        """Of a model of one task."""
+        """Config of the model of one task."""
         size: dict[str, Any] = {
             "dim": self.dim,
             "depth": self.depth,
@@ -81,7 +81,7 @@ class Settings(Buildable):
         return EncoderConfig(vocab=residues.LEVELS + 1, outputs=residues.LEVELS, **size)
 
     def model(self, task: str, attention: str, seed: int) -> Decoder | Encoder:
-        """A model of one task as it is born, the same for the same seed."""
+        """A model of one task with initial weights that depend on the seed alone."""
         return born(lambda: made(self.config(task, attention)), seed)
 
 
@@ -104,7 +104,7 @@ QUICK = Settings(
     draws=1,
 )
 
-# As deep, wide and long as published, for one GPU and data of one's own; heads, rate and steps are ours.
+# As deep, wide and long as published, for one GPU and your data; heads, rate and steps are ours.
 PAPER = Settings(
     length=1024,
     dim=512,
@@ -120,7 +120,7 @@ GPU = replace(PAPER, dim=256, depth=6, steps=5000, every=250)
 
 
 def points(settings: Settings) -> list[Row]:
-    """For each task the frequencies of the residues, then the trainings. Raises ValueError without a GPU that is asked
+    """For each task the residue frequencies, then the trainings. Raises ValueError without a GPU that is asked
     for.
     """
     check_device(settings.device)
@@ -149,15 +149,15 @@ def packed(name: str, seed: int, length: int) -> dict[str, Rows]:
 
 
 def data(settings: Settings) -> dict[str, str]:
-    """The checksum of the file; nothing for what the seed makes."""
+    """The checksum of the file; nothing for synthetic proteins."""
     found = loaded(settings.data, settings.seeds[0])
     return {"protein": found.checksum} if found.checksum else {}
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """One task by one model, on proteins of families that no training has seen.
+    """One task by one model, on proteins of unseen families.
 
-    -> ``accuracy`` and ``perplexity`` on the residues of the test that are asked for. Of a training also ``curve``, the
+    -> ``accuracy`` and ``perplexity`` on the requested residues of the test. Of a training also ``curve``, the
     same on validation proteins by step, and ``parameters``; of the frequencies ``validation``, and ``splits``: how many
     families, proteins and residues each split has.
     """
@@ -170,8 +170,8 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     }
     if point["model"] == UNIGRAM:
         counts = torch.bincount(found["train"].tokens[found["train"].real], minlength=residues.LEVELS)
-        told = {split: unigram(counts, *question) for split, question in questions.items()}
-        return {**told["test"], "validation": told["validation"], "splits": _sizes(settings, found)}
+        shares = {split: unigram(counts, *question) for split, question in questions.items()}
+        return {**shares["test"], "validation": shares["validation"], "splits": _sizes(settings, found)}
     model = settings.model(task, point["model"], point["seed"]).to(settings.device)
     train, seed = found["train"], point["seed"]
 
@@ -192,26 +192,26 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
 
 def asked(task: str, rows: Rows, random: torch.Generator, draws: int) -> list[Asked]:
-    """What a model is asked in a test."""
+    """Inputs and requested residues of a test."""
     return [residues.causal(rows)] if task == CAUSAL else residues.parts(rows, random, draws)
 
 
 def answers(model: Decoder | Encoder, rows: Rows, question: Asked) -> Tensor:
-    """What a model answers: logits (B,N,LEVELS), where the model is."""
+    """Logits of a model (B,N,LEVELS), where the model is."""
     device = next(model.parameters()).device
     found = model(question.inputs.to(device), segments=rows.segments.to(device))
     return found[0] if isinstance(model, Decoder) else found
 
 
 def replies(model: Decoder | Encoder, rows: Rows, question: Asked) -> tuple[Tensor, Tensor]:
-    """The answers about the residues that are asked for (A,LEVELS), and these (A,), where the model is."""
+    """Logits of the requested residues (A,LEVELS), and these residues (A,), on the device of the model."""
     logits = answers(model, rows, question)
     return logits[question.asked.to(logits.device)], rows.tokens[question.asked].to(logits.device)
 
 
 @torch.no_grad()
 def tested(model: Decoder | Encoder, rows: Rows, questions: list[Asked], batch: int) -> Row:
-    """``accuracy`` and ``perplexity`` on all residues that are asked for."""
+    """``accuracy`` and ``perplexity`` on all requested residues."""
     right, nats, count = 0, 0.0, 0
     for question in questions:
         for chosen in torch.arange(len(rows.tokens)).split(batch):
@@ -251,7 +251,7 @@ def _sizes(settings: Settings, found: dict[str, Rows]) -> dict[str, list[int]]:
 
 
 def tables(result: Result) -> list[Table]:
-    """Accuracy and perplexity of both tasks, ours and the published; what the splits have."""
+    """Accuracy and perplexity of both tasks, ours and the published; sizes of the splits."""
     names = list(dict.fromkeys((row["model"], row.get("seed")) for row in result["rows"]))
     several = len(result["settings"]["seeds"]) > 1
     head = [f"{task}: {what}" for task in TASKS for what in ("accuracy, %", "perplexity")]
@@ -261,8 +261,8 @@ def tables(result: Result) -> list[Table]:
         by = {row["task"]: row for row in rows}
         cells = [_cells(by.get(task)) for task in TASKS]
         title = f"{name}, seed {seed}" if several and seed is not None else name
-        told = [f"{row['parameters']:,}" for row in rows if "parameters" in row]
-        first.append([title, *cells[0], *cells[1], ", ".join(dict.fromkeys(told))])
+        sizes = [f"{row['parameters']:,}" for row in rows if "parameters" in row]
+        first.append([title, *cells[0], *cells[1], ", ".join(dict.fromkeys(sizes))])
     second = [["published, on TrEMBL", "accuracy, %", "perplexity", "families held out: accuracy, %", "perplexity"]]
     for row in published.PROTEIN:
         figures = (row.accuracy, row.perplexity, *row.families)
@@ -291,7 +291,7 @@ def draw(plt: Any, result: Result) -> Any:
             axis.plot(
                 x, y, "o-", color=f"C{order.index(row['model'])}", markersize=4, label=row["model"] if first else None
             )
-        axis.set(title=task, xlabel="training steps", ylabel="residues told right, validation, %")
+        axis.set(title=task, xlabel="training steps", ylabel="correct residues, validation, %")
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     return figure

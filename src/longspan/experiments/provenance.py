@@ -1,4 +1,4 @@
-"""Where figures come from: the commit, the versions and the machine of a measurement, so that it can be had again."""
+"""Provenance of a measurement: commit, versions and machine."""
 
 import importlib.metadata
 import platform
@@ -19,14 +19,14 @@ def commit(folder: Path | None = None) -> str:
     the folder have changed since; "" outside a checkout and without git.
     """
     folder = folder or Path(__file__).resolve().parents[1]
-    # A package installed inside somebody else's checkout, ignored there, is not at that commit.
+    # A package installed inside another checkout, and ignored there, is not at that commit.
     if not _git(folder, "ls-files", "--", "."):
         return ""
     return _git(folder, "rev-parse", "HEAD") + ("+" if _git(folder, "status", "--porcelain", "--", ".") else "")
 
 
 def _git(folder: Path, *words: str) -> str:
-    """What git prints; "" where it fails or is not there."""
+    """Output of git; "" if it fails or is missing."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
     except OSError:
@@ -46,13 +46,13 @@ def versions(more: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def machine() -> dict[str, object]:
-    """What is measured on: ``guard.machine()`` without its load, which passes, and the GPU where there is one."""
+    """The machine: ``guard.machine()`` without its load, and the GPU if there is one."""
     found = {fact: value for fact, value in guard.machine().items() if fact != "load"}
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def merged(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
-    """What took part in two measurements: values that differ stand side by side.
+    """Merge the facts of two measurements: values that differ are listed.
 
     >>> merged({"torch": "2.6", "numpy": "2.4"}, {"torch": "2.7", "numpy": "2.4"})
     {'torch': '2.6, 2.7', 'numpy': '2.4'}
@@ -61,7 +61,7 @@ def merged(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
 
 
 def joined(before: str, now: str) -> str:
-    """Two values side by side, each once; "" stands for none.
+    """Join two lists of values, each once; "" stands for none.
 
     >>> joined("a, b", "b"), joined("a", ""), joined("", "")
     ('a, b', 'a, none', '')

@@ -1,4 +1,4 @@
-"""Published figures, typed in once, each with the place where it was read."""
+"""Published figures, each with its source."""
 
 from typing import NamedTuple
 
@@ -43,14 +43,14 @@ CAPACITY = (
 
 
 def capacity(replaced: bool, rule: str, kind: str) -> dict[int, float]:
-    """Number of keys -> published loss; empty where nothing was published."""
+    """Number of keys -> published loss; empty if nothing was published."""
     found = [row.losses for row in CAPACITY if (row.replaced, row.rule, row.kind) == (replaced, rule, kind)]
     return found[0] if found else {}
 
 
-# Zhou et al. 2021 (2012.07436), tables 1 and 2, as they stand again in Gu et al. 2021 (2111.00396), tables 13 and 14.
+# Zhou et al. 2021 (2012.07436), tables 1 and 2, as repeated in Gu et al. 2021 (2111.00396), tables 13 and 14.
 FORECAST_SOURCE = "Zhou et al. 2021 (2012.07436), tables 1 and 2, ETTh1"
-# Squared and absolute error by hours foretold: of all seven series, and of the oil temperature from itself.
+# Squared and absolute error by predicted hours: of all seven series, and of the oil temperature from itself.
 _HOURS = (24, 48, 168, 336, 720)
 FORECAST: dict[str, dict[str, dict[int, tuple[float, float]]]] = {
     part: {name: dict(zip(_HOURS, errors, strict=True)) for name, errors in rows.items()}
@@ -141,7 +141,7 @@ class Speech(NamedTuple):
     epoch: int  # seconds of an epoch of training
 
 
-# The Wall Street Journal corpus of 80 hours, which is not free, so that nothing is set beside these figures yet.
+# The Wall Street Journal corpus of 80 hours, which is not free, so ours use other data.
 SPEECH_SOURCE = "Katharopoulos et al. 2020 (2006.16236), section 4.3, table 3"
 SPEECH = (
     Speech("Bi-LSTM", 10.94, 1047),

@@ -1,4 +1,4 @@
-"""Multi-query associative recall: pairs of key and value are read, then keys come again and ask for their values."""
+"""Multi-query associative recall: key-value pairs, then the keys again, whose values must be predicted."""
 
 from typing import NamedTuple
 
@@ -12,19 +12,19 @@ from ..modules.short_conv import ShortConvolution
 from ..states import nbytes
 
 CONVOLUTION = 4
-# The exponent of the power law by which queries keep close to the pairs, plus one.
+# Exponent of the power law of the distances between queries and pairs, plus one.
 POWER = 0.01
 
 
 class Sequences(NamedTuple):
-    """Tokens (B,N), and the value that each asks for, -1 where it asks for none: (B,N)."""
+    """Tokens (B,N), and the target value of each, -1 for none: (B,N)."""
 
     tokens: Tensor
     targets: Tensor
 
 
 def draw(count: int, pairs: int, length: int, vocab: int, generator: torch.Generator) -> Sequences:
-    """k_1 v_1 ... k_n v_n, then every key once more in another order, blanks (the token ``vocab``) in between.
+    """k_1 v_1 ... k_n v_n, then every key again in another order, blanks (the token ``vocab``) in between.
 
     Keys are the lower half of the vocabulary, values the upper; none comes twice among the pairs. Behind the last value
     every second token may be a query: the g-th such place is drawn, without replacement, with a weight of g^(0.01 - 1).
@@ -47,7 +47,7 @@ class Recaller(nn.Module):
     """Embedding, one short convolution with a residual path around it, a stack, and the embedding again as output.
 
     tokens (B,N) in 0 ... vocab -> scores (B,N,vocab). There are no positions. The convolution lets a value's token see
-    its key, for every mechanism alike, so that the stack is left to remember and one block is enough; published models
+    its key, for every mechanism alike, so that the stack only has to remember and one block is enough; published models
     have two, and convolutions in some mechanisms only.
 
     Raises ValueError for specs and sizes that cannot be built.
@@ -68,11 +68,11 @@ class Recaller(nn.Module):
         return F.linear(y, self.embedding.weight[:-1])
 
     def state_bytes(self, length: int) -> int:
-        """What must be kept of one sequence of ``length`` tokens to go on with it."""
+        """Bytes of the state after ``length`` tokens."""
         return nbytes((self.stack.init_state(1, length), self.convolution.start(1)))
 
     def loss(self, sequences: Sequences) -> Tensor:
-        """Cross entropy of the values that are asked for, in nats."""
+        """Cross entropy of the target values, in nats."""
         asked = sequences.targets >= 0
         return F.cross_entropy(self(sequences.tokens)[asked], sequences.targets[asked])
 

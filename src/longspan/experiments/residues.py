@@ -1,4 +1,4 @@
-"""Proteins side by side in rows, and what a model is asked about their residues."""
+"""Proteins packed in rows, and the residues that a model must predict."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ from torch import Tensor
 from ..data.proteins import RESIDUES, STANDARD
 
 LEVELS = len(RESIDUES)
-# In place of a residue that is to be told; in front of a protein's first one.
+# Mask token, and start token in front of a protein.
 MASK = START = LEVELS
-# Devlin et al. 2018 (1810.04805), section 3.1: of the residues 15 % are asked for, and of these 80 % masked, 10 % drawn
-# anew and 10 % left.
+# Devlin et al. 2018 (1810.04805), section 3.1: 15 % of the residues are predicted, and of these 80 % are masked,
+# 10 % drawn anew and 10 % left.
 ASKED, MASKED, DRAWN = 0.15, 0.8, 0.1
-# So many parts of the residues are each about as many as are asked for in training.
+# Number of parts of the residues, each about as large as the predicted part in training.
 SHARES = round(1 / ASKED)
 
 
 class Rows(NamedTuple):
-    """Several proteins a row, one after the other, and at its end what is no residue."""
+    """Several proteins per row, one after the other, and padding at its end."""
 
     tokens: Tensor  # (R,N) int64; 0 where nothing is real
     segments: Tensor  # (R,N) int64: the proteins of a row from 0 on, what is not real as one more
@@ -32,15 +32,15 @@ class Rows(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What a model reads and is asked."""
+    """Inputs of a model and the residues that it must predict."""
 
     inputs: Tensor  # (R,N) int64
-    asked: Tensor  # (R,N) bool: residues that it is to tell
+    asked: Tensor  # (R,N) bool: residues to predict
 
 
 def packed(lengths: Iterable[int], size: int) -> list[list[int]]:
-    """Which of sequences of these ``lengths`` stand in each row of ``size``: the longest first, each where the least
-    room is left that is enough.
+    """Assign sequences of these ``lengths`` to rows of ``size``: the longest first, each where the least
+    sufficient room is left.
 
     >>> packed([3, 2, 5, 2, 1], 6)
     [[2, 4], [0, 1], [3]]
@@ -59,7 +59,7 @@ def packed(lengths: Iterable[int], size: int) -> list[list[int]]:
 
 
 def rows(sequences: list[Tensor], size: int) -> Rows:
-    """Sequences as rows of ``size`` tokens; of a longer one the beginning."""
+    """Sequences as rows of ``size`` tokens; longer ones are cut."""
     cut = [sequence[:size] for sequence in sequences]
     order = packed(map(len, cut), size)
     tokens = torch.zeros(len(order), size, dtype=torch.int64)
@@ -82,7 +82,7 @@ def causal(found: Rows) -> Asked:
 
 
 def masked(found: Rows, random: torch.Generator) -> Asked:
-    """Residues that are drawn, from the others, as in the training of BERT."""
+    """Random residues, predicted from the others, as in the training of BERT."""
     draws, kinds = torch.rand(2, *found.tokens.shape, generator=random)
     others = torch.randint(0, STANDARD, found.tokens.shape, generator=random)
     asked = found.real & (draws < ASKED)
@@ -91,9 +91,9 @@ def masked(found: Rows, random: torch.Generator) -> Asked:
 
 
 def parts(found: Rows, random: torch.Generator, count: int) -> list[Asked]:
-    """``count`` of SHARES disjoint parts of the residues, each asked for with all of it masked.
+    """``count`` of SHARES disjoint parts of the residues, each predicted while all of it is masked.
 
-    A residue that is left as it is, as a tenth of BERT's are, would be told by copying.
+    A model could copy residues that stay unchanged, as a tenth of BERT's do.
     """
     part = torch.randint(0, SHARES, found.tokens.shape, generator=random)
     asked = [found.real & (part == i) for i in range(count)]

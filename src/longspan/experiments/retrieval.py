@@ -1,4 +1,4 @@
-"""Associative retrieval: which value belongs to a key? One layer of attention with a fixed state must tell."""
+"""Associative retrieval: one layer of attention with a fixed state returns the value of a key."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,7 +20,7 @@ EPS = 1e-6
 
 
 class Kind(NamedTuple):
-    """What stands in for the softmax kernel."""
+    """Replacement of the softmax kernel."""
 
     about: str
     capacity: Callable[[int], int] | None = None  # key channels -> features; None: no finite number
@@ -68,7 +68,7 @@ def draw(count: int, length: int, symbols: int, replace: bool, generator: torch.
 
 
 def answers(sequences: Sequences, symbols: int) -> Tensor:
-    """The value with which each key came last, -1 for keys that did not come: (B,S)."""
+    """The last value of each key, -1 for absent keys: (B,S)."""
     at = torch.arange(sequences.keys.shape[1]).expand_as(sequences.keys)
     last = torch.full((len(at), symbols), -1).scatter_reduce(1, sequences.keys, at, "amax")
     return sequences.values.gather(1, last.clamp(min=0)).where(last >= 0, -1)
@@ -103,7 +103,7 @@ class Retriever(nn.Module):
         self.rows = self._draw(generator) if self.kind.kept else None
 
     def forward(self, sequences: Sequences, generator: torch.Generator) -> Tensor:
-        """For every key symbol what the attention returns: (B,S,S). ``generator``: for rows that are not kept."""
+        """Output of the attention for every key symbol (B,S,S). ``generator``: for rows drawn per call."""
         queries = (self.embedding @ self.query)[None]
         keys = (self.embedding @ self.key)[sequences.keys] + self.key_of_value[sequences.values]  # (B,L,D)
         if self.delta:
@@ -113,7 +113,7 @@ class Retriever(nn.Module):
         return weights.new_zeros(len(at), self.symbols, self.symbols).scatter_add(2, at, weights)
 
     def loss(self, sequences: Sequences, generator: torch.Generator) -> Tensor:
-        """Half the squared error, averaged over the keys that came: 0.5 for an answer of zeros."""
+        """Half the squared error, averaged over the keys of the sequence: 0.5 for an output of zeros."""
         right = answers(sequences, self.symbols)
         found, came = self(sequences, generator), right >= 0
         hit = found.gather(2, right.clamp(min=0)[..., None])[..., 0]
@@ -127,7 +127,7 @@ class Retriever(nn.Module):
             scale = self.size**-0.25 if self.kind.kept else 1.0
             q, k = (random_features.hyperbolic(scale * x, rows) for x in (queries, keys))
             if not self.kind.kept:
-                # Without shifts, as published, EPS makes unlikely answers smaller. Weights that are nothing beside it
+                # Without shifts, as published, EPS makes unlikely answers smaller. Weights far below it
                 # would have denormal gradients, which are slow.
                 weights = _floored(q, -40.0).features() @ _floored(k, -40.0).features().mT
                 return _normalised(F.threshold(weights, 1e-9 * EPS, 0.0))
@@ -145,7 +145,7 @@ class Retriever(nn.Module):
         phi_q, phi_k = (sum_normalise(self.kind.features(x)) for x in (queries, keys))
         values = F.one_hot(sequences.values, self.symbols).to(keys)
         rate = (self.embedding @ self.rate)[sequences.keys] + self.rate_of_value[sequences.values]  # (B,L,1)
-        # What the tokens themselves would read is of no interest; the queries come after the last.
+        # Outputs of the tokens are not used; the queries come after the last.
         _, state = gated.recur(phi_k[:, None], phi_k[:, None], values[:, None], beta=rate.sigmoid().mT, scale=1.0)
         return phi_q @ state[:, 0]
 
@@ -159,7 +159,7 @@ def _normalised(weights: Tensor) -> Tensor:
 
 
 def _floored(parts: random_features.Parts, lowest: float, shift: Tensor | None = None) -> random_features.Parts:
-    """With exponents less ``shift``, and none below ``lowest``: smaller features are nothing beside EPS."""
+    """With exponents less ``shift``, and none below ``lowest``: smaller features vanish next to EPS."""
     exponent = parts.exponent
     assert exponent is not None
     return parts._replace(exponent=(exponent if shift is None else exponent - shift[..., None]).clamp(min=lowest))

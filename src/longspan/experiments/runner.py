@@ -1,4 +1,4 @@
-"""Run an experiment point by point; each point is kept as soon as it is done."""
+"""Run an experiment point by point; each point is saved when it is done."""
 
 import importlib.metadata
 import json
@@ -14,21 +14,21 @@ from ..models import checkpoint
 from . import page, provenance
 from .experiment import Experiment, Place, Result, Row, Track, words
 
-# What the points took together. Results of earlier days do not have the clock's.
+# Total time of the points. Older results lack the clock time.
 NOTHING_YET = {"cpu_seconds": 0.0, "clock_seconds": 0.0}
 
 
 def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path, track: Track) -> Result:
-    """Measure every point that ``out/NAME.json`` does not hold yet; write that file after each, and at last a picture
+    """Measure every point that ``out/NAME.json`` lacks; write that file after each, and finally a picture
     and ``NAME.md``.
 
     -> experiment, source, scale, settings, longspan (its version), commit (of its checkout, "" outside one), versions,
     data (checksums), machines, cpu_seconds and clock_seconds (of all points) and rows: the fields of each point
-    together with its figures. Ctrl-C loses the point at which it comes, up to what that point keeps in
+    together with its figures. Ctrl-C loses the current point, except for what it saved in
     ``out/NAME-work``.
 
-    Raises ``signals.Interrupted``, which says what is kept, after Ctrl-C and SIGTERM; ValueError where a model cannot
-    be built, the files cannot be written (any more), another process is at it, or the folder holds the experiment with
+    Raises ``signals.Interrupted``, which names what was saved, after Ctrl-C and SIGTERM; ValueError if a model cannot
+    be built, the files cannot be written (any more), another process runs it, or the folder holds the experiment with
     other settings, data or version; ImportError without matplotlib or what the experiment needs.
     """
     optional_deps.need("the experiments", "matplotlib", "PIL", *experiment.needs)
@@ -43,7 +43,7 @@ def run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path,
 
 
 def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path, track: Track) -> Result:
-    """``run`` in a folder in which nobody else is at this experiment."""
+    """``run`` in a folder without another process at this experiment."""
     path = out / f"{name}.json"
     place = Place(out / f"{name}-work", track)
     result = _begun(path, name, experiment, scale, settings, place.folder)
@@ -69,13 +69,13 @@ def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path
 
 
 def show(name: str, experiment: Experiment, result: Result, out: Path) -> None:
-    """Write ``out/NAME.png`` and ``out/NAME.md`` of a whole result."""
+    """Write ``out/NAME.png`` and ``out/NAME.md`` of a complete result."""
     picture(out / f"{name}.png", experiment, result)
     checkpoint.write_text(out / f"{name}.md", page.fragment(experiment, result, page.pictures(out, name)))
 
 
 def missing(path: Path, experiment: Experiment, settings: Any) -> list[Row]:
-    """The points that ``path`` does not hold with these settings, whatever data they were measured on."""
+    """Points that ``path`` lacks for these settings, regardless of the data."""
     points = experiment.points(settings)
     try:
         result = json.loads(atomic_io.read_text(path))
@@ -96,14 +96,14 @@ def _kept(path: Path, points: list[Row]) -> str:
 
 
 def picture(path: Path, experiment: Experiment, result: Result) -> None:
-    """Draw a result as one PNG, whole or not at all."""
+    """Draw a result as one PNG, atomically."""
     plt = plots.pyplot()
     figure = experiment.draw(plt, result)
     plots.save(plt, figure, path)
 
 
 def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: Any, work: Path) -> Result:
-    """What is there of this result; a new one where nothing is."""
+    """Load the existing part of a result, or start a new one."""
     version = importlib.metadata.version("longspan")
     asked = json.loads(json.dumps(asdict(settings)))
     data = experiment.data(settings)
@@ -125,7 +125,7 @@ def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: 
 
 
 def _took_part(result: Result, packages: tuple[str, ...]) -> None:
-    """Write down with what the rows to come are measured, beside what the others were measured with."""
+    """Record the environment of the next rows in addition to that of the earlier ones."""
     commit, versions, machine = provenance.commit(), provenance.versions(packages), provenance.machine()
     if result["rows"]:
         commit = provenance.joined(result.get("commit", provenance.MISSING), commit)

@@ -1,4 +1,4 @@
-"""How time and memory of one attention layer grow with the length of the sequence, forward and backward."""
+"""Time and memory of one attention layer by sequence length, forward and backward."""
 
 import subprocess
 import sys
@@ -21,16 +21,16 @@ from ..bench.worker import timed
 from . import paper
 from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, setting
 
-# Exponents are fitted from here on: below, what does not grow with the length still counts.
+# Exponents are fitted from here on; below, constant costs still count.
 FROM = 4096
 SHORT = 64
-LEAST = 1e-3  # ms and MB: nothing at all has no logarithm
+LEAST = 1e-3  # ms and MB: zero has no logarithm
 LONG = 5.0  # seconds
-ROOM = 0.8  # part of the free memory that may be expected to be taken
+ROOM = 0.8  # part of the free memory that a call may take
 
 
 def layer(name: str, dim: int, heads: int, seed: int) -> tuple[torch.nn.Module, str]:
-    """The attention of a name, and the backend that it forces, "" for none. Raises ValueError for what is not known."""
+    """The attention of a name, and its backend, "" for the default. Raises ValueError for unknown names."""
     named = local.read(name)
     if named.spec in ("sdpa", "kernel"):
         raise ValueError(f"{name} is no layer; {'softmax' if named.spec == 'sdpa' else 'linear'} is")
@@ -41,7 +41,7 @@ def layer(name: str, dim: int, heads: int, seed: int) -> tuple[torch.nn.Module, 
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     specs: str = setting(
         f"softmax; softmax@reference; linear; {paper.LSH}",
@@ -64,7 +64,7 @@ class Settings(Buildable):
         known(self.device, DEVICES, "device")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for name in spec.split(self.specs):
             layer(name, self.heads * self.size, self.heads, self.seed)
 
@@ -77,7 +77,7 @@ QUICK = Settings(specs="softmax; linear", lengths=(64, 67), tokens=128, heads=2,
 
 
 def points(settings: Settings) -> list[Row]:
-    """One for each attention; inside, each length is kept as soon as it is measured. Raises ValueError without a GPU
+    """One point per attention, in which each length is saved when it is measured. Raises ValueError without a GPU
     that is asked for.
     """
     check_device(settings.device)
@@ -85,7 +85,7 @@ def points(settings: Settings) -> list[Row]:
 
 
 def call(settings: Settings, name: str, length: int) -> Callable[[], tuple[Tensor | None, ...]]:
-    """Forward and backward of a batch of the layer -> gradients of the input and of all weights, None of a weight that
+    """Forward and backward of a batch of the layer -> gradients of the input and of all weights, None for a weight that
     such a call does not read. Inputs are made now.
     """
     attention, backend = layer(name, settings.heads * settings.size, settings.heads, settings.seed)
@@ -109,7 +109,7 @@ def weigh(settings: Settings, name: str, length: int) -> float:
     """MB that one such call takes at its peak beyond its inputs and weights: on the CPU in a process that has made no
     longer one.
     """
-    # A short call first loads whatever is loaded once.
+    # A short call first, to load lazily loaded code.
     call(replace(settings, tokens=SHORT), name, SHORT)()
     measured = call(settings, name, length)
     if settings.device == "cuda":
@@ -123,7 +123,7 @@ def weigh(settings: Settings, name: str, length: int) -> float:
 
 
 def weighed(settings: Settings, name: str, length: int) -> float:
-    """``weigh`` in a process of its own, with as many threads. Raises ValueError where that fails."""
+    """``weigh`` in a separate process with as many threads. Raises ValueError where that fails."""
     if settings.device == "cuda":
         return weigh(settings, name, length)
     code = plugins.again() + f"import torch; torch.set_num_threads({torch.get_num_threads()})\n"
@@ -141,7 +141,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     first length that was expected to take too long or too much memory, and why, None where there is none.
     """
     name = point["spec"]
-    # Its place instead of its name, which has characters that a file's may not have.
+    # Its index instead of its name, whose characters a file name may not have.
     file = f"scaling-{spec.split(settings.specs).index(name)}"
     kept = place.load(file) or {"cases": [], "stopped": None}
     done = [one["length"] for one in kept["cases"]]
@@ -162,7 +162,7 @@ def one_length(settings: Settings, name: str, length: int, seconds: float) -> Ro
     batch = settings.batch(length)
     megabytes = weighed(settings, name, length)
     samplers = {name: partial(timed, call(settings, name, length))}
-    # What takes long needs no rehearsal.
+    # Long calls need no warm-up.
     warm = seconds * batch < LONG
     found, _ = case.take(samplers, settings.rounds, name, lambda items, *_: items, warm=warm)
     row = found[name].row()
@@ -184,7 +184,7 @@ def expected(settings: Settings, name: str, cases: list[Row], length: int) -> tu
     growth = length / cases[-1]["length"]
     power = figures.declared(local.read(name).cost)
     seconds = cases[-1]["ms"] / 1e3 * growth**power
-    # A matrix of all pairs grows with the square; other forms hold none.
+    # Only a matrix of all pairs grows with the square.
     megabytes = cases[-1]["mb"] * settings.batch(length) * growth ** (power if name.endswith("@reference") else 1)
     if seconds > settings.limit:
         return seconds, f"about {seconds:.0f} s a sequence, more than the limit of {settings.limit:g}"
@@ -219,7 +219,7 @@ def tables(result: Result) -> list[Table]:
 
 
 def draw(plt: Any, result: Result) -> Any:
-    """Time and memory of one sequence by length, both axes logarithmic; a cross where a length was left out."""
+    """Time and memory of one sequence by length, both axes logarithmic; a cross marks the first length left out."""
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     lengths, settings = result["settings"]["lengths"], result["settings"]
     for axis, what, title in zip(axes, ("ms", "mb"), ("time", "peak memory beyond input and weights"), strict=True):

@@ -1,4 +1,4 @@
-"""Text read segment by segment: memory, learned spans and auxiliary losses, and what evaluation by states saves."""
+"""Text in segments: memory, learned spans and auxiliary losses, and the speed of evaluation by states."""
 
 import math
 import sys
@@ -29,7 +29,7 @@ WAYS = {"alone": "segments by themselves", "sliding": "a window that slides", "c
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
     length: int = setting(128, "bytes per segment")
@@ -67,13 +67,13 @@ class Settings(Buildable):
             self.run(kind, Path("work"))
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for kind in VARIANTS:
             with torch.random.fork_rng(devices=[]):
                 Decoder(self.config(kind))
 
     def config(self, kind: str) -> DecoderConfig:
-        """A model's config. Raises ValueError where the sizes do not fit each other."""
+        """A model's config. Raises ValueError for inconsistent sizes."""
         memory = f"transformer_xl(memory={self.memory}, same_length=False, segment={self.length})"
         spans = f"adaptive_span(span={self.span}, ramp={self.ramp}, initial={self.initial})"
         attention = {XL: memory, SPANS: f"{memory}; {spans}"}.get(kind, "softmax")
@@ -124,7 +124,7 @@ def points(settings: Settings) -> list[Row]:
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """One training, or going on with what an interruption left, and its tests; or a comparison of speed.
+    """One training, possibly resumed, and its tests; or a comparison of speed.
 
     A training -> ``parameters``; ``curve``: [steps made, seconds, validation bits per byte], of states carried where
     there are any; ``span``: the mean of the learned spans, None without; ``tests``: by way of evaluation, bits per byte
@@ -145,8 +145,8 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     }
     if kind in STREAMS:
         ways["carried"] = lambda: streaming_eval.carried(model, dataset, "test", rows, chosen, track=place.track)
-    told = history(folder)
-    spans = [z for _, heads in told[-1]["spans"] for z in heads] if told else None
+    recorded = history(folder)
+    spans = [z for _, heads in recorded[-1]["spans"] for z in heads] if recorded else None
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "curve": curve(folder),
@@ -163,7 +163,7 @@ def _tested(evaluate: Callable[[], torch.Tensor]) -> dict[str, float]:
 
 @torch.no_grad()
 def speed(settings: Settings, attended: int) -> Row:
-    """Tokens per second of models that have learned nothing: ``sliding``, of a vanilla one whose window of ``attended``
+    """Tokens per second of untrained models: ``sliding``, of a vanilla one whose window of ``attended``
     tokens is computed anew for each token; ``carried``, of a Transformer-XL with a memory of as many, a segment a call.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -181,13 +181,13 @@ def speed(settings: Settings, attended: int) -> Row:
 
     def sliding() -> int:
         vanilla(windows)
-        return len(windows)  # of each the last token alone counts
+        return len(windows)  # only the last token of each counts
 
     return {"sliding": _fastest(sliding, settings.rounds), "carried": _fastest(carried, settings.rounds)}
 
 
 def _fastest(call: Callable[[], int], rounds: int) -> float:
-    """Tokens per second of the fastest of some calls, after one that does not count."""
+    """Tokens per second of the fastest call, after a warm-up."""
     call()
     found = []
     for _ in range(rounds):
@@ -241,7 +241,7 @@ def draw(plt: Any, result: Result) -> Any:
     axes[2].set(title="tests", xlabel="tokens per second", ylabel="test bits per byte", xscale="log")
     axes[2].xaxis.set_major_locator(plt.LogLocator(subs=(1, 3)))
     axes[2].xaxis.set_major_formatter("{x:,.0f}")
-    axes[2].xaxis.set_minor_formatter(plt.NullFormatter())  # its own labels overlap below two decades
+    axes[2].xaxis.set_minor_formatter(plt.NullFormatter())  # the default labels overlap below two decades
     attended = [row["attended"] for row in speeds]
     axes[3].plot(attended, [row["carried"] / row["sliding"] for row in speeds], "o-", color="C1")
     axes[3].set(title="states carried, or sliding by 1", xlabel="tokens in view", ylabel="ratio of tokens per second")

@@ -1,4 +1,4 @@
-"""Spans as they are learned: windows that heads choose for themselves, with and without a price on their length."""
+"""Learned attention spans, with and without a penalty on their length."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ VARIANTS = {FREE: "free", PRICED: "priced", WINDOW: "window"}
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
     length: int = setting(256, "bytes per example")
@@ -54,19 +54,19 @@ class Settings(Buildable):
         self.run(PRICED, Path("work"))
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         with torch.random.fork_rng(devices=[]):
             Decoder(self.config(PRICED))
 
     def config(self, kind: str, window: int = 1) -> DecoderConfig:
-        """A model's config. Raises ValueError where the sizes do not fit each other."""
+        """A model's config. Raises ValueError for inconsistent sizes."""
         spans = f"adaptive_span(span={self.span}, ramp={self.ramp}, initial={self.initial})"
         attention = f"local(window={window})" if kind == WINDOW else spans
         size: dict[str, Any] = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim}
         return DecoderConfig(attention=attention, vocab=256, length=self.length, positions="learned", **size)
 
     def run(self, kind: str, folder: Path) -> TrainConfig:
-        """A training in a folder, which keeps a checkpoint of each look. Raises ValueError for a field out of range."""
+        """A training in a folder, with a checkpoint per evaluation. Raises ValueError for a field out of range."""
         same = ("data", "length", "steps", "batch", "learning_rate", "evaluate_every", "evaluate_examples", "seed")
         fields = {name: getattr(self, name) for name in same}
         penalty = self.penalty if kind == PRICED else 0.0
@@ -99,18 +99,18 @@ QUICK = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """Spans with and without a penalty; and the window that costs as much as those with one."""
+    """Spans with and without a penalty, and a window of the same cost as the former."""
     return [{"kind": kind} for kind in VARIANTS]
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """Train, or go on with what an interruption left.
+    """Train, or resume an interrupted training.
 
     -> ``keys``: keys that a head reads for a query, mean over heads and layers; ``spans``: [steps made, the spans of
     the heads of each layer, in tokens], none for a window; ``curve``: [steps made, validation bits per byte]; ``test``:
     test bits of the checkpoint with the best validation.
 
-    Raises ValueError for the window where the training with a penalty is gone.
+    Raises ValueError for the window if the training with a penalty is missing.
     """
     kind = point["kind"]
     folder, dataset = place.folder / VARIANTS[kind], data.load(settings.data, settings.length)
@@ -133,13 +133,13 @@ def spans(model: Decoder) -> list[list[float]]:
 
 
 def cost(model: Decoder) -> float:
-    """Keys of a weight above zero that a head has for a query far from the beginning: the mean of ceil(z + R)."""
+    """Keys with a weight above zero for a query far from the start: the mean of ceil(z + R)."""
     ramps = [attention.ramp for attention in model.stack.attentions()]
     return mean(math.ceil(z + ramp) for layer, ramp in zip(spans(model), ramps, strict=True) for z in layer)  # type: ignore
 
 
 def learned(folder: Path, settings: Settings) -> list[list]:
-    """[steps made, spans] at the beginning and of each checkpoint that is kept."""
+    """[steps made, spans] at the start and at each saved checkpoint."""
     found = [[0, [[settings.initial] * settings.heads] * settings.depth]]
     for path in sorted((folder / "checkpoints").glob("step-*")):
         layers = [[round(z, 2) for z in layer] for layer in spans(checkpoint.load(path))]

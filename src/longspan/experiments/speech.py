@@ -1,4 +1,4 @@
-"""Speech recognition with CTC: encoders of equal size, their errors on unseen speakers, and what training costs."""
+"""Speech recognition with CTC: encoders of equal size, errors on unseen speakers, training time."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ def slug(encoder: str) -> str:
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = _setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones (synthetic)")
     units: str = _setting("letters", "predicted and counted units: letters | phonemes | words")
@@ -85,13 +85,13 @@ class Settings(Buildable):
             raise ValueError(f"encoders={self.encoders}: each of them must come once")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         for name in self.names():
             config = self.config(name)
             build(config.attention, self.dim, self.heads, causal=config.causal, positions=self.positions)
 
     def names(self) -> list[str]:
-        """The encoders, one a model."""
+        """The encoders, one per model."""
         return spec.split(self.encoders)
 
     def config(self, encoder: str, corpus: Corpus | None = None) -> TranscriberConfig:
@@ -106,7 +106,7 @@ class Settings(Buildable):
         )
 
     def corpus(self) -> Corpus:
-        """The data. Raises ValueError where they cannot be had."""
+        """The data. Raises ValueError if they are unavailable."""
         return _corpus(self.data, self.units, self.speaker, self.longest, self.seed)
 
 
@@ -143,7 +143,7 @@ PAPER = Settings(
 
 
 def points(settings: Settings) -> list[Row]:
-    """The trainings; then steps by length. Raises ValueError without a GPU that is asked for."""
+    """The trainings; then steps by length. Raises ValueError if the requested GPU is missing."""
     check_device(settings.device)
     trainings = [{"what": "training", "encoder": name} for name in settings.names()]
     return [*trainings, *({"what": "step", "frames": count} for count in settings.lengths)]
@@ -152,9 +152,9 @@ def points(settings: Settings) -> list[Row]:
 def measure(settings: Settings, point: Row, place: Place) -> Row:
     """One training, or the steps of all encoders at one length.
 
-    Of a training: ``parameters``, what ``speech_train.learn`` tells, ``errors``: of each held-out part the error rates
-    of labels and words, greedily and by the beam. An attention's model is then a checkpoint in the experiment's folder,
-    for ``longspan transcribe``. Of steps: ``seconds`` by encoder, ``rejected`` and ``disturbed`` samples.
+    Of a training: ``parameters``, the fields of ``speech_train.learn``, ``errors``: the error rates of each held-out
+    part, of labels and words, greedy and by beam search. An attention's model is then a checkpoint in the experiment's
+    folder, for ``longspan transcribe``. Of steps: ``seconds`` by encoder, ``rejected`` and ``disturbed`` samples.
     """
     if point["what"] == "training":
         return train(settings, point["encoder"], place)

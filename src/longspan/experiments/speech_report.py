@@ -1,4 +1,4 @@
-"""Tables and picture of the speech experiment, the published figures beside ours."""
+"""Tables and picture of the speech experiment, with the published figures next to ours."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ PARTS = {"test": "unseen speakers", "official": "official test", "validation": "
 
 
 def called(encoder: str) -> str:
-    """What the publication calls an encoder; its own name where that has no other.
+    """Return the publication's name of an encoder; the name itself if it has none.
 
     >>> called("reformer(rounds=4)"), called("lstm"), called("linear")
     ('lsh-4', 'Bi-LSTM', 'linear')
@@ -29,7 +29,7 @@ def rows(result: Result, what: str) -> list[Row]:
 
 
 def kinds(result: Result) -> dict[str, str]:
-    """What errors are counted -> what they are errors of: labels, and words where these are something else."""
+    """Counted errors -> their unit: labels, and words where these differ."""
     unit = result["settings"]["units"].removesuffix("s")
     return {"labels": unit} | ({} if unit == "word" else {"words": "word"})
 
@@ -67,7 +67,7 @@ def others(result: Result) -> list[Table]:
 
 
 def epochs(result: Result) -> Table:
-    """Seconds of an epoch's updates, and relative to softmax, with the published ones beside."""
+    """Seconds of an epoch's updates, and relative to softmax, with the published ones."""
     found = {row["encoder"]: row for row in rows(result, "training")}
     theirs = {one.name: one for one in published.SPEECH}
     head = ["an epoch", "updates", "frames", "time", "relative to softmax", "published", "relative to softmax"]

@@ -1,4 +1,4 @@
-"""The encoders of the speech experiment, alike in size, and a training of one that goes on where it was stopped."""
+"""The encoders of the speech experiment, equal in size, and their resumable training."""
 
 import math
 import time
@@ -22,12 +22,12 @@ from ..train import TrainConfig, rate
 from .experiment import Place, Row, drawing, generator
 
 LSTM = "lstm"
-# Bands of channels that are hidden from each batch, and the widest of them, as a part of all (Park et al. 2019).
+# Number of masked bands of channels per batch, and the widest as a part of all (Park et al. 2019).
 BANDS, WIDEST = 2, 0.15
 
 
 class Recurrent(nn.Module):
-    """The LSTM that stands beside the transcribers: their front and head, layers of both directions or one between.
+    """The LSTM baseline: front and head of the transcribers, with LSTM layers of one or two directions between.
 
     frames (B,T,features), lengths (B,) -> logits (B,N,classes), tokens (B,), as ``Transcriber``.
     """
@@ -41,7 +41,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear((1 + both) * hidden, 1 + len(config.labels.split()))
 
     def forward(self, frames: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """See the class."""
+        """Apply the model; the class documents the shapes."""
         frames, tokens, _ = tokens_of(frames, lengths, self.config.features, self.config.stride)
         x, _ = self.front(frames, self.front.start(len(frames)))
         packed = pack_padded_sequence(x, tokens.cpu(), batch_first=True, enforce_sorted=False)
@@ -50,7 +50,7 @@ class Recurrent(nn.Module):
 
 
 def build(encoder: str, config: TranscriberConfig, seed: int) -> Any:
-    """A model as it is born, the same for the same seed: the transcriber of a config, or the LSTM of its size."""
+    """A model with weights that depend on the seed alone: the transcriber of a config, or the LSTM of its size."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "weights").initial_seed())
         model = Transcriber(config)
@@ -58,12 +58,12 @@ def build(encoder: str, config: TranscriberConfig, seed: int) -> Any:
 
 
 def size(model: nn.Module) -> int:
-    """How many numbers are learned."""
+    """Number of learned parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
 def hidden(config: TranscriberConfig, wanted: int) -> int:
-    """The width of the LSTM's layers with which it comes closest to so many parameters."""
+    """The width of the LSTM's layers whose parameter count is closest to the given one."""
 
     def parameters(width: int) -> int:
         with torch.device("meta"):
@@ -79,7 +79,7 @@ def hidden(config: TranscriberConfig, wanted: int) -> int:
 
 
 class Training(NamedTuple):
-    """How a model is trained; ``name`` is that of the file in which it is kept."""
+    """How a model is trained; ``name``: the file in which it is saved."""
 
     name: str
     epochs: int
@@ -94,11 +94,11 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
     label errors]; ``seconds``: of an epoch's updates, the median over the last quarter of them; ``updates`` and
     ``frames`` of the last one.
 
-    What was kept of an interruption goes on, with the same numbers.
+    Resumes an interrupted training with the same numbers.
     """
     model.front.calibrate(torch.cat([one.frames for one in corpus.train(0)]))
     optimiser = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
-    # Made anew for every epoch, so counted in the first one.
+    # Built for every epoch, so counted in the first one.
     run = TrainConfig(steps=training.epochs, learning_rate=training.learning_rate, warmup=max(1, training.epochs // 10))
     first, curve, seconds = 0, [], []
     kept = place.load(training.name)
@@ -139,7 +139,7 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
 
 
 def update(model: Any, optimiser: Any, frames: Tensor, lengths: Tensor, targets: list[list[int]]) -> float:
-    """One step of the optimiser -> the loss before it."""
+    """One step of the optimizer -> the loss before it."""
     device = place_of(model)
     logits, counts = model(frames.to(device), lengths.to(device))
     loss = ctc.loss(logits, counts, targets)
@@ -156,7 +156,7 @@ def place_of(model: Any) -> torch.device:
 
 
 def hide(frames: Tensor, mean: Tensor, random: np.random.Generator) -> None:
-    """Put the mean in the place of some channels of each row of frames (B,T,features), in bands that are drawn."""
+    """Replace random bands of channels of frames (B,T,features) by the mean."""
     features = frames.shape[-1]
     for row in frames:
         for _ in range(BANDS):
@@ -211,6 +211,6 @@ def _endless(corpus: Corpus) -> Any:
 def stepper(
     model: Any, batch: tuple[Tensor, Tensor, list[list[int]]], learning_rate: float = 1e-4
 ) -> Callable[[], object]:
-    """A training step on the same batch again and again, for timing."""
+    """A training step on a fixed batch, for timing."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
     return lambda: update(model, optimiser, *batch)

@@ -1,4 +1,4 @@
-"""Tasks that nobody solves without a memory, by name, in gymnasium's interface; and many of them played at once."""
+"""Tasks that need a memory, by name, with the interface of gymnasium, and batches of them."""
 
 import importlib
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# What has to be installed.
+# Packages that must be installed.
 PACKAGES = ("gymnasium", "popgym", "minigrid")
 
 
 class Task(NamedTuple):
-    """Where an environment is, and what is known of it.
+    """Location and properties of an environment.
 
-    ``scale``: by what its rewards are multiplied while an agent learns, and then alone. ``blind``: what an agent
-    without a memory can expect to get in an episode, None where that is not known: one suit of four is the right one.
+    ``scale``: factor of its rewards during learning only. ``blind``: what an agent
+    without a memory can expect per episode, None if unknown: one suit of four is the right one.
     """
 
     module: str
@@ -36,7 +36,7 @@ TASKS = {
 
 
 def make(name: str) -> Any:
-    """An environment of gymnasium whose observations are vectors and whose actions are numbers from 0 on.
+    """Return an environment of gymnasium with vector observations and discrete actions.
 
     Cards and modes are one-hot; of MiniGrid what the agent sees is, 7 by 7 squares, without the direction and the
     mission, which is always the same.

@@ -1,4 +1,4 @@
-"""A performer that starts from a softmax transformer's weights: the loss right after the swap, and after a finetune."""
+"""A performer with a softmax transformer's weights: the loss right after the swap and after finetuning."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +18,7 @@ from .experiment import Buildable, Experiment, Place, Result, Row, at_least, dra
 from .learning import finite
 
 STARTS = ("swapped", "scratch")
-# Weights that a performer has of its own: the random rows, which its seed determines.
+# Additional weights of a performer: the random rows, which its seed determines.
 ROWS = "projection"
 # What a point in the picture shows -> (marker, filled, in words).
 MARKS = {
@@ -31,7 +31,7 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """How large the experiment is; the defaults are those of a laptop."""
+    """Settings of the experiment; the defaults are those of the laptop scale."""
 
     dim: int = setting(64, "width of the models")
     depth: int = setting(3, "number of blocks")
@@ -56,11 +56,11 @@ class Settings(Buildable):
                 raise ValueError(f"{name}={getattr(self, name)} must be positive")
 
     def buildable(self) -> None:
-        """See the base."""
+        """Raise ValueError for settings that cannot be built."""
         self.config("softmax")
 
     def config(self, attention: str) -> DecoderConfig:
-        """The decoder's: 64 pixels of 17 levels. Raises ValueError where the sizes do not fit each other."""
+        """The decoder's: 64 pixels of 17 levels. Raises ValueError for inconsistent sizes."""
         kind: dict[str, Any] = {"attention": attention, "vocab": 17, "positions": "learned", "length": 64}
         return DecoderConfig(dim=self.dim, depth=self.depth, heads=self.heads, feedforward=4 * self.dim, **kind)
 
@@ -110,7 +110,7 @@ def digits() -> Dataset:
 
 
 def fresh(settings: Settings, spec: str) -> Decoder:
-    """A decoder as it is born, the same for the same seed."""
+    """A decoder with initial weights that depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         return Decoder(settings.config(spec))
@@ -118,14 +118,14 @@ def fresh(settings: Settings, spec: str) -> Decoder:
 
 @lru_cache(maxsize=1)
 def trained(settings: Settings) -> tuple[Decoder, list[list]]:
-    """The softmax transformer at the time of the swap, and its curve. Not to be changed: other points get it."""
+    """The softmax transformer at the time of the swap, and its curve. Treat it as read-only: other points share it."""
     model = fresh(settings, "softmax")
     curve = train(model, settings, settings.steps, settings.rate, 0)
     return model, [[step - settings.steps, value] for step, value in curve]
 
 
 def swap(model: Decoder, spec: str) -> Decoder:
-    """A new decoder with other attentions and the same weights; only a performer's rows are its own.
+    """A new decoder with other attentions and the same weights; only a performer's rows are new.
 
     Raises ValueError where the attentions' weights differ otherwise, in names or in shapes.
     """
@@ -227,7 +227,7 @@ def draw(plt: Any, result: Result) -> Any:
     right.axvline(0, color="grey", linewidth=1, linestyle=":")
     right.set(title="validation images, while training", xlabel="steps after the swap", ylabel="bits per dim")
     right.set_xlim(-2 * settings["finetune"], None)
-    # The first steps from scratch would leave no room for all the rest.
+    # The first steps from scratch would hide the rest.
     right.set_ylim(None, 1.05 * max((row["curve"][0][1] for row in rows if row["start"] == "swapped"), default=1.0))
     for axis in (left, right):
         axis.legend(fontsize=8, loc="upper right" if axis is left else "upper left")
