@@ -109,7 +109,7 @@ def _short(commits: str) -> str:
 def verdicts() -> Iterator[str]:
     """Yield the table of all pages: experiment, paper, verdict, its figure and command."""
     yield from ("| experiment | paper | verdict | figure | command |", "|---|---|---|---|---|")
-    for name, experiment in EXPERIMENTS.items():
+    for name, experiment in sorted(EXPERIMENTS.items()):
         path = RESULTS / f"{name}.md"
         text = path.read_text(encoding="utf-8")
         verdict = re.search(r"^\*\*Verdict: (.*?)\.\*\* (.*)\.$", text, re.MULTILINE)

@@ -112,10 +112,11 @@ def test_a_text_model_is_measured_on_a_text_that_is_named(capsys, tmp_path):
     )
 
 
-def test_the_page_has_the_figures_of_the_record():
-    page, record = (ROOT / "docs" / "how-to" / "train-from-the-cli.md").read_text(encoding="utf-8"), pretrained.record("text")
-    assert f"{record['bits_per_byte']['test']:.2f} bits per byte" in page
-    assert f"{record['state_bytes']:,} bytes" in page
+def test_a_page_has_the_figures_of_the_record():
+    record = pretrained.record("text")
+    figures = (f"{record['bits_per_byte']['test']:.2f}", f"{record['state_bytes']:,}")
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "how-to").glob("*.md")]
+    assert any(all(figure in page for figure in figures) for page in pages)
     batches = TrainConfig(**checkpoint.read_config(pretrained.path("text"))["run"])
     # Less than the nine tenths of the book that are for training.
     assert record["steps"] * batches.batch * batches.length < 0.9 * 3_196_228
