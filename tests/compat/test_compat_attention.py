@@ -281,10 +281,10 @@ def test_linear_attentions_compile_whole(random):
 @pytest.mark.parametrize(
     ("module", "mask", "error", "message"),
     [
-        (a.LinearAttention(E), TriangularCausalMask(L), RuntimeError, "sees all keys; attn_mask must be all ones"),
-        (a.CausalLinearAttention(E), FullMask(L), RuntimeError, "is causal; attn_mask must be triangular"),
-        (a.AFTFullAttention(7), FullMask(L), ValueError, "max_sequence_length=7 is too small for 13 queries and 13"),
-        (a.AFTSimpleAttention(), LengthMask(torch.arange(13)), ValueError, "attn_mask is all ones, or triangular"),
+        (a.LinearAttention(E), TriangularCausalMask(L), RuntimeError, "LinearAttention.*FullMask"),
+        (a.CausalLinearAttention(E), FullMask(L), RuntimeError, "CausalLinearAttention.*TriangularCausalMask"),
+        (a.AFTFullAttention(7), FullMask(L), ValueError, "max_sequence_length=7 .*13 queries and 13"),
+        (a.AFTSimpleAttention(), LengthMask(torch.arange(13)), ValueError, "AFTSimpleAttention.*attn_mask"),
     ],
 )
 def test_attentions_refuse_what_they_cannot_do(qkv, module, mask, error, message):
@@ -296,16 +296,16 @@ def test_attentions_refuse_what_they_cannot_do(qkv, module, mask, error, message
 def test_wrong_sizes_are_refused(qkv):
     lengths = LengthMask(torch.full((N,), L))
     for module in (a.AFTFullAttention(), a.AFTSimpleAttention()):
-        with pytest.raises(ValueError, match="5 query channels cannot serve 7 value channels"):
+        with pytest.raises(ValueError, match="5.*7.*query_dimensions"):
             module(*qkv(L, L), FullMask(L), lengths, lengths)
-    with pytest.raises(ValueError, match="local_context=0: a window holds at least one key"):
+    with pytest.raises(ValueError, match="local_context=0"):
         a.LocalAttention(0)
-    with pytest.raises(ValueError, match="topk=0: a query must see at least one key"):
+    with pytest.raises(ValueError, match="topk=0"):
         a.ExactTopKAttention(0)
     q, k, v = (x.transpose(1, 2) for x in qkv(L, L))
-    with pytest.raises(ValueError, match="do not fit"):
+    with pytest.raises(ValueError, match="fit"):
         causal_dot_product(q[:, :, :-1], k, v)
-    with pytest.raises(ValueError, match="K has 1 heads and V has 2"):
+    with pytest.raises(ValueError, match="1 heads.*2"):
         causal_dot_product(q[:, :1], k[:, :1], v)
 
 

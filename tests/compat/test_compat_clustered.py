@@ -106,7 +106,7 @@ def test_causal_improved_is_its_definition():
 
 
 def test_causal_improved_leaks_by_what_it_selects():
-    # The page tells this figure: 8 clusters, 8 keys, 64 tokens of which the second half is drawn again.
+    # The figure of docs/how-to/from-fast-transformers.md: 8 clusters, 8 keys, 64 tokens with a redrawn second half.
     length, half, rows = 64, 32, 64
     lengths = LengthMask(torch.full((rows,), length))
     module = a.ImprovedClusteredCausalAttention(8, topk=8).eval()
@@ -116,7 +116,7 @@ def test_causal_improved_leaks_by_what_it_selects():
     moved = ((y - again)[:, :half].abs().amax(-1) > 1e-9).double().mean()
     assert round(100 * float(moved)) == 85
     assert round(100 * float((y.abs().amax(-1) == 0).double().mean())) == 10
-    # No gradient tells of it, since what is chosen has none.
+    # Gradients do not show it, because a choice has no gradient.
     x = [t.clone().requires_grad_() for t in inputs]
     early = module(*x, TriangularCausalMask(length), lengths, lengths)[:, :half].sum()
     assert not any(g[:, half:].any() for g in torch.autograd.grad(early, x))
@@ -159,7 +159,7 @@ def test_builders_pass_the_parameters_and_their_defaults():
         assert (bare.iterations, bare.bits, bare.hash_bias) == (10, 32, True)
         if name != "clustered":
             assert module.topk == bare.topk == 32
-    with pytest.raises(ValueError, match="Invalid value None for parameter 'clusters'"):
+    with pytest.raises(ValueError, match="None.*'clusters'"):
         AttentionBuilder().get("clustered")
     builder = AttentionBuilder.from_kwargs(clusters=7, bits=16, iterations=3, hash_bias="false", topk=5)
     module = builder.get("improved-clustered")
@@ -201,15 +201,15 @@ def test_they_take_every_dtype_and_sequences_without_tokens(dtype):
 def test_masks_and_sizes_that_cannot_be_are_refused():
     inputs = qkv(L, L)
     for kind in (a.ClusteredAttention, a.ImprovedClusteredAttention):
-        with pytest.raises(RuntimeError, match=f"{kind.__name__} sees all keys; attn_mask must be all ones"):
+        with pytest.raises(RuntimeError, match=f"{kind.__name__}.*FullMask"):
             kind(3)(*inputs, TriangularCausalMask(L), whole(L), whole(L))
-    with pytest.raises(RuntimeError, match="ImprovedClusteredCausalAttention is causal; attn_mask must be triangular"):
+    with pytest.raises(RuntimeError, match="ImprovedClusteredCausalAttention.*TriangularCausalMask"):
         a.ImprovedClusteredCausalAttention(3)(*inputs, full(L), whole(L), whole(L))
-    with pytest.raises(ValueError, match="clusters=0 and iterations=10 are counts"):
+    with pytest.raises(ValueError, match="clusters=0"):
         a.ClusteredAttention(0)
-    with pytest.raises(ValueError, match="bits=64 of a hash must be from 1 to 63"):
+    with pytest.raises(ValueError, match="bits=64.*63"):
         a.ImprovedClusteredAttention(3, bits=64)
-    with pytest.raises(ValueError, match="topk=0: a cluster must have at least one key"):
+    with pytest.raises(ValueError, match="topk=0"):
         a.ImprovedClusteredAttention(3, topk=0)
 
 
@@ -229,7 +229,7 @@ def test_hashes_are_the_signs_of_projections(bits):
     other = torch.zeros_like(buffer)
     hashing.hash_cpu.compute_hashes_from_projections(x @ planes[:, :-1].mT, other)
     assert torch.equal(buffer, other)
-    with pytest.raises(ValueError, match=r"The hash requires a bias: A must be \(bits, 9\) with at most 63 bits"):
+    with pytest.raises(ValueError, match=r"\(bits, 9\).*63"):
         hashing.compute_hashes(x, planes[:, 1:])
 
 
@@ -242,7 +242,7 @@ def test_clusters_of_hashes():
     # Behind its length a row has nothing, whose group is C + 1 as in the original.
     assert groups[1, 2].tolist() == [0, 1, 0, 1, 0, 3, 3]
     assert counts.tolist() == [[[3, 4]] * 3, [[3, 2]] * 3]
-    # A number of bits that leaves nothing to tell them apart.
+    # Hashes that differ only in bits that are not compared.
     assert hamming.cluster(hashes << 8, lengths, clusters=2, bits=8)[1].tolist() == [[[7, 0]] * 3, [[5, 0]] * 3]
     # More clusters than hashes.
     assert hamming.cluster(hashes, lengths, clusters=30, bits=8)[1].shape == (2, 3, 30)

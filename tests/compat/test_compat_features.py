@@ -76,14 +76,14 @@ def test_stabilised_features_need_whole_sequences(random):
     plain.omega = phi.omega
     factor = (-(q * E**-0.25).square().sum(-1, keepdim=True).amax(1, keepdim=True)).exp()
     torch.testing.assert_close(phi(q), plain(q) * factor)
-    with pytest.raises(ValueError, match="looks at whole sequences .* recurrent models need stabilize=False"):
+    with pytest.raises(ValueError, match="stabilize=False"):
         phi(q[:, 0])
 
 
 def test_a_feature_map_must_be_defined():
-    with pytest.raises(NotImplementedError, match="FeatureMap must define forward"):
+    with pytest.raises(NotImplementedError, match="FeatureMap.*forward"):
         maps.FeatureMap(E)(torch.ones(E))
-    with pytest.raises(NotImplementedError, match="FeatureMap must define new_feature_map"):
+    with pytest.raises(NotImplementedError, match="FeatureMap.*new_feature_map"):
         maps.FeatureMap(E).new_feature_map("cpu")
     relu = maps.ActivationFunctionFeatureMap.factory(torch.relu)(E)
     assert relu.forward_keys(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
@@ -91,7 +91,7 @@ def test_a_feature_map_must_be_defined():
 
 def test_impossible_sizes_are_refused():
     for options in ({"redraw": 0}, {"n_dims": 1}):
-        with pytest.raises(ValueError, match="must be at least 1, and n_dims=.* at least 2"):
+        with pytest.raises(ValueError, match="redraw=.*n_dims="):
             maps.RandomFourierFeatures(E, **options)
 
 

@@ -119,9 +119,9 @@ def test_rules_rename_split_and_drop():
     rules = [w.RegexRule("^a", "c")]
     w.SimpleMapper(rules)
     assert len(rules) == 1
-    with pytest.raises(NotImplementedError, match=r"MappingRule must define matches\(key\)"):
+    with pytest.raises(NotImplementedError, match=r"MappingRule.*matches"):
         w.MappingRule().matches("a")
-    with pytest.raises(NotImplementedError, match=r"MappingRule must define apply\(key, value\)"):
+    with pytest.raises(NotImplementedError, match=r"MappingRule.*apply"):
         w.MappingRule().apply("a", one)
 
 
@@ -190,12 +190,12 @@ def test_eps_and_dropout_go_along(builder, kind, causal):
 @pytest.mark.parametrize(
     ("options", "causal", "message"),
     [
-        ({"attention_type": "linear"}, True, "LinearAttention cannot be causal=True"),
-        ({"attention_type": "causal-linear"}, False, "CausalLinearAttention cannot be causal=False"),
-        ({"attention_type": "linear", "feature_map": Favor.factory()}, False, r"only the feature map elu\(x\) \+ 1"),
-        ({"softmax_temp": 0.5}, False, "softmax_temp=0.5 has no counterpart"),
-        ({"query_dimensions": 5}, False, r"the heads are together \[12, 15\] wide; a longspan.Stack of dim=12 needs"),
-        ({"attention_type": "local", "local_context": 3}, False, "LocalAttention has no counterpart"),
+        ({"attention_type": "linear"}, True, "LinearAttention.*causal=True"),
+        ({"attention_type": "causal-linear"}, False, "CausalLinearAttention.*causal=False"),
+        ({"attention_type": "linear", "feature_map": Favor.factory()}, False, r"elu\(x\) \+ 1"),
+        ({"softmax_temp": 0.5}, False, "softmax_temp=0.5"),
+        ({"query_dimensions": 5}, False, r"\[12, 15\].*dim=12"),
+        ({"attention_type": "local", "local_context": 3}, False, "LocalAttention"),
     ],
 )
 def test_what_a_stack_cannot_be_is_refused(options, causal, message):
@@ -205,17 +205,17 @@ def test_what_a_stack_cannot_be_is_refused(options, causal, message):
 
 def test_what_is_no_encoder_is_refused():
     decoder = TransformerDecoderBuilder.from_kwargs(**SIZES).get()
-    with pytest.raises(ValueError, match="to_native takes an encoder with at least one layer, not TransformerDecoder"):
+    with pytest.raises(ValueError, match="TransformerDecoder"):
         to_native(decoder, causal=True)
-    with pytest.raises(ValueError, match="RecurrentFullAttention cannot be causal=False"):
+    with pytest.raises(ValueError, match="RecurrentFullAttention.*causal=False"):
         to_native(encoder(RecurrentEncoderBuilder), causal=False)
     other = encoder()
     other.layers[1] = nn.Identity()
-    with pytest.raises(ValueError, match="a layer of its own, Identity, has no counterpart"):
+    with pytest.raises(ValueError, match="Identity"):
         to_native(other, causal=False)
     for layer in (other := encoder()).layers:
         layer.activation = torch.tanh
-    with pytest.raises(ValueError, match="activation 'tanh' has no counterpart; relu and gelu have"):
+    with pytest.raises(ValueError, match="'tanh'.*relu.*gelu"):
         to_native(other, causal=False)
 
 
@@ -284,11 +284,9 @@ def test_filters_combine():
         assert [bool(condition(event)) for event in (first, second, outside)] == expected
     with pytest.raises(TypeError, match="unsupported operand"):
         _ = named & 3
-    with pytest.raises(
-        ValueError, match="an event filter is an Event class, a filter or a function of the event, not 3"
-    ):
+    with pytest.raises(ValueError, match="Event class.*not 3"):
         EventDispatcher().listen(3, print)
-    with pytest.raises(NotImplementedError, match="EventFilter must define __call__"):
+    with pytest.raises(NotImplementedError, match="EventFilter.*__call__"):
         filters.EventFilter()(first)
 
 
@@ -324,7 +322,7 @@ def test_dispatchers_are_shared_by_name():
 
 def test_a_file_runs_no_code_unless_that_is_asked_for(tmp_path, monkeypatch):
     torch.save({"model": Planted(tmp_path / "owned")}, tmp_path / "a.pt")
-    # This turns torch's default round, where nothing else is said.
+    # This turns torch's default round, without other settings.
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     with pytest.raises(pickle.UnpicklingError):
         w.SimpleMapper.load_file(tmp_path / "a.pt")

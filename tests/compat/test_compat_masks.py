@@ -1,4 +1,4 @@
-"""Masks of ``compat.fast_transformers``: True means keep, and every property says the same."""
+"""Masks of ``compat.fast_transformers``: True means keep, and all properties agree."""
 
 import pytest
 import torch
@@ -16,11 +16,11 @@ def test_a_full_mask_is_made_in_four_ways():
         assert mask.shape == shape
         assert mask.bool_matrix.all()
         assert mask.all_ones is True
-    with pytest.raises(ValueError, match=r"expects a bool tensor, not torch.float32; True means keep"):
+    with pytest.raises(ValueError, match=r"bool.*torch.float32"):
         FullMask(torch.ones(2, 2))
-    with pytest.raises(ValueError, match="needs a bool tensor, or the size N"):
+    with pytest.raises(ValueError, match="FullMask"):
         FullMask()
-    with pytest.raises(NotImplementedError, match="BaseMask must define bool_matrix"):
+    with pytest.raises(NotImplementedError, match="BaseMask.*bool_matrix"):
         _ = BaseMask().bool_matrix
 
 
@@ -35,9 +35,9 @@ def test_a_length_mask_keeps_the_first_of_each_row():
     assert {m.dtype for m in (mask.float_matrix, mask.additive_matrix, mask.additive_matrix_finite)} == {torch.float32}
     assert not mask.all_ones
     assert LengthMask(torch.tensor([3, 3])).all_ones
-    with pytest.raises(ValueError, match=r"one number per sequence, not \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"lengths.*\(1, 2\)"):
         LengthMask(torch.tensor([[1, 2]]))
-    with pytest.raises(ValueError, match="not a length mask: a row keeps a position behind one that it drops"):
+    with pytest.raises(ValueError, match="length mask"):
         _ = FullMask(torch.tensor([[True, False, True]])).lengths
 
 

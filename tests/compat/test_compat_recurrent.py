@@ -121,7 +121,7 @@ def test_states_have_the_shapes_of_the_original(random):
         assert out.shape == (N, H, D)
         assert out.is_contiguous()
         assert [tuple(part.shape) for part in state] == shapes
-        with pytest.raises(ValueError, match="the state is of 3 sequences and the query of 2; the batch cannot change"):
+        with pytest.raises(ValueError, match="3 sequences.*2"):
             module(q[:2], k[:2], v[:2], state)
     cross = {
         recurrent.attention.RecurrentCrossFullAttention(): [(N, S, H, E), (N, S, H, D)],
@@ -133,7 +133,7 @@ def test_states_have_the_shapes_of_the_original(random):
         assert out.shape == (N, H, D)
         assert [tuple(part.shape) for part in state] == shapes
         close(module(q, None, None, lengths, state)[0], out, 1e-6)
-        with pytest.raises(ValueError, match="the state is of 3 sequences and the query of 2"):
+        with pytest.raises(ValueError, match="3 sequences.*2"):
             module(q[:2], keys[:2], values[:2], lengths, state)
 
 
@@ -173,7 +173,7 @@ def test_a_recurrent_decoder_is_the_batch_decoder(own, cross, random):
 
 def test_lists_of_states_must_fit():
     _, stepwise = encoders("linear")
-    with pytest.raises(ValueError, match="a list of 2 states, not 1"):
+    with pytest.raises(ValueError, match="2 states.*1"):
         stepwise(torch.zeros(N, H * D, dtype=torch.float64), state=[None])
 
 
@@ -184,7 +184,7 @@ def test_memory_is_an_older_name_of_state(random):
     layer = stepwise.layers[0]
     for module in (stepwise, layer):
         _, state = module(x[:, 0])
-        with pytest.warns(DeprecationWarning, match="memory= of a recurrent transformer is deprecated, use state="):
+        with pytest.warns(DeprecationWarning, match="memory=.*state="):
             old, _ = module(x[:, 1], memory=state)
         close(old, module(x[:, 1], state=state)[0], 0)
     token = x[:, 0]
@@ -207,7 +207,7 @@ def test_a_model_that_is_no_mirror_draws_for_each_sequence(random):
 
 def test_a_stabilised_map_refuses_single_tokens():
     module = recurrent.attention.RecurrentLinearAttention(E, maps.Favor.factory(stabilize=True))
-    with pytest.raises(ValueError, match="recurrent models need stabilize=False"):
+    with pytest.raises(ValueError, match="stabilize=False"):
         module(torch.zeros(N, H, E), torch.zeros(N, H, E), torch.zeros(N, H, D))
 
 
@@ -234,7 +234,7 @@ def test_a_mirror_shares_parameters_and_buffers():
     assert list(two.state_dict()) == ["0.weight", "0.count"]
 
 
-def test_a_mirror_keeps_buffers_of_its_own():
+def test_a_mirror_keeps_its_separate_buffers():
     one, two = Counter("theirs"), Counter("ours")
     make_mirror(one, two)
     one.count += 1
@@ -243,9 +243,9 @@ def test_a_mirror_keeps_buffers_of_its_own():
 
 
 def test_a_mirror_must_have_what_it_mirrors():
-    with pytest.raises(ValueError, match=r"0.weight \(2,\) has no counterpart in the mirror, which has none"):
+    with pytest.raises(ValueError, match=r"0.weight \(2,\).*none"):
         make_mirror(nn.Sequential(Counter()), nn.Sequential())
     other = Counter()
     other.weight = nn.Parameter(torch.zeros(3))
-    with pytest.raises(ValueError, match=r"weight \(2,\) has no counterpart in the mirror, which has \(3,\)"):
+    with pytest.raises(ValueError, match=r"weight \(2,\).*\(3,\)"):
         make_mirror(Counter(), other)

@@ -69,7 +69,7 @@ def test_padding_moves_nothing():
 
 
 def test_a_causal_mask_leaks_by_the_chunks():
-    """As in the original; the page says so."""
+    """As in the original, and as documented."""
     module, lengths = ReformerAttention(8, 8, 1, attention_dropout=0.0), LengthMask(torch.full((8,), 64))
     q, v, other = data(8, 64, 1, 16), data(8, 64, 1, 16, seed=1), data(8, 64, 1, 16, seed=2)
     outputs = []
@@ -116,8 +116,8 @@ def test_no_tokens():
 
 def test_what_cannot_be_is_refused():
     for options in ({"chunk_size": 0}, {"bits": 0}, {"rounds": 0}):
-        with pytest.raises(ValueError, match="=0 must be at least 1"):
+        with pytest.raises(ValueError, match="=0.*1"):
             ReformerAttention(**options)
     q, k = data(1, 4, 2, 3), data(1, 5, 2, 3)
-    with pytest.raises(ValueError, match="4 queries and 5 keys: in reformer queries are the keys"):
+    with pytest.raises(ValueError, match="4 queries and 5 keys"):
         ReformerAttention()(q, k, k, FullMask(4, 5), FullMask(1, 4), FullMask(1, 5))

@@ -54,7 +54,7 @@ def gamma():
 
 
 def calls():
-    """Function -> arguments beside q, k, v, those of ``naive``."""
+    """Function -> arguments after q, k, v, those of ``naive``."""
     *_, g, gk, beta, _ = operands()
     rates, decays = {"beta": beta}, {"g": g, "beta": beta}
     found = {
@@ -86,7 +86,7 @@ def test_every_name_is_tested():
 @pytest.mark.parametrize("name", NAMES)
 def test_the_formula_of_the_paper(name):
     given, formula = calls()[name]
-    # Retention counts the decays of its own heads.
+    # Retention has fixed decays per head.
     heads = HV if "retention" in name else H
     q, k, v, *_, state = operands(heads=heads)
     function = getattr(ops, name)
@@ -144,7 +144,7 @@ def test_packed_sequences_have_states_of_their_own(name):
 
 
 @pytest.mark.parametrize("form", ["chunk", "fused_chunk", "fused_recurrent"])
-def test_the_normaliser_goes_on_in_a_state_of_its_own(form):
+def test_the_normaliser_goes_on_in_a_separate_state(form):
     function = getattr(ops, f"{form}_linear_attn")
     q, k, v, *_ = operands(heads=HV)
     q, k = q.exp(), k.exp()
@@ -200,11 +200,11 @@ def test_the_names_are_found_where_they_were(installed):
     assert fused_recurrent_simple_gla is ops.fused_recurrent_simple_gla
     assert importlib.util.find_spec("fla") is not None
     fla.install()
-    with pytest.raises(ImportError, match="cannot import name 'chunk_rwkv7'"):
+    with pytest.raises(ImportError, match="'chunk_rwkv7'"):
         from fla.ops import chunk_rwkv7  # pyright: ignore[reportMissingImports]  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match=r"fla\.modules"):
         importlib.import_module("fla.modules")
-    with pytest.raises(AttributeError, match=r"longspan's fla.ops.gla has no 'chunk_hgrn'; it has chunk, chunk_gla, "):
+    with pytest.raises(AttributeError, match=r"fla.ops.gla.*'chunk_hgrn'.*chunk, chunk_gla, "):
         sys.modules["fla.ops.gla"].chunk_hgrn  # noqa: B018
 
 
@@ -212,7 +212,7 @@ def test_the_names_are_found_where_they_were(installed):
 def test_a_real_one_is_displaced_only_where_that_is_meant(monkeypatch):
     real = type(sys)("fla")
     monkeypatch.setitem(sys.modules, "fla", real)
-    with pytest.raises(ValueError, match="fla is already imported; install"):
+    with pytest.raises(ValueError, match="fla is already imported.*replace=True"):
         fla.install()
     fla.install(replace=True)
     assert sys.modules["fla"] is not real
@@ -224,19 +224,19 @@ def test_a_real_one_is_displaced_only_where_that_is_meant(monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"head_first": True}, r"does not serve head_first=: the layout is \(B, T, H, D\)"),
-        ({"use_gate_in_kernel": True}, "does not serve use_gate_in_kernel=: give g = -A_log.exp"),
-        ({"use_beta_sigmoid_in_kernel": True}, "does not serve use_beta_sigmoid_in_kernel=: give beta.sigmoid"),
-        ({"state_v_first": True}, "does not serve state_v_first=: states are"),
-        ({"offsets": torch.tensor([0, 3])}, "chunk_gated_delta_rule has no argument 'offsets'"),
-        ({"q": torch.zeros(2, T, K)}, r"q must be \(B, T, H, D\), not \(2, 37, 3\)"),
+        ({"head_first": True}, r"head_first=True: .*\(B, T, H, D\)"),
+        ({"use_gate_in_kernel": True}, "use_gate_in_kernel=True: .*g = -A_log.exp"),
+        ({"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel=True: .*beta.sigmoid"),
+        ({"state_v_first": True}, "state_v_first=True: "),
+        ({"offsets": torch.tensor([0, 3])}, "chunk_gated_delta_rule.*'offsets'"),
+        ({"q": torch.zeros(2, T, K)}, r"q .*\(B, T, H, D\).*\(2, 37, 3\)"),
         (
             {"g": torch.zeros(B, HV, T)},
-            r"decays must be \(B, T, HV\) = \(2, 37, 4\) or \(B, T, HV, K\), not \(2, 4, 37\)",
+            r"\(2, 37, 4\).*\(2, 4, 37\)",
         ),
-        ({"beta": torch.zeros(B, T, HV, V)}, r"beta must be \(B, T, HV\) = \(2, 37, 4\), not"),
-        ({"cu_seqlens": torch.tensor([0, T])}, "cu_seqlens packs sequences into one row, and there are 2"),
-        ({"initial_state": torch.zeros(1, HV, K, V)}, r"state must be torch.float64 \(B, H, D, E\) = \(2, 4, 3, 5\)"),
+        ({"beta": torch.zeros(B, T, HV, V)}, r"beta .*\(2, 37, 4\)"),
+        ({"cu_seqlens": torch.tensor([0, T])}, "cu_seqlens.*2"),
+        ({"initial_state": torch.zeros(1, HV, K, V)}, r"state .*torch.float64.*\(2, 4, 3, 5\)"),
     ],
 )
 def test_what_is_not_carried_over_is_refused(changed, said):
@@ -247,14 +247,14 @@ def test_what_is_not_carried_over_is_refused(changed, said):
 
 def test_decays_of_other_axes_are_refused():
     q, k, v, g, *_ = operands()
-    # What is meant as beta comes where gk stands.
-    with pytest.raises(ValueError, match=r"gk must be \(B, T, HV, K\), decays per channel of the keys, not"):
+    # The third decay argument is gk, not beta.
+    with pytest.raises(ValueError, match=r"gk .*\(B, T, HV, K\)"):
         ops.fused_recurrent_gated_delta_rule(q, k, v, g, torch.rand(B, T, HV))
-    with pytest.raises(ValueError, match=r"g must be \(B, T, HV\) = \(2, 37, 4\), as gk has it, not \(2, 37, 1\)"):
+    with pytest.raises(ValueError, match=r"g .*\(2, 37, 4\).*gk.*\(2, 37, 1\)"):
         ops.fused_recurrent_gated_delta_rule(q, k, v, torch.zeros(B, T, 1), torch.zeros(B, T, HV, K))
-    with pytest.raises(ValueError, match=r"g_gamma must be \(HV,\) = \(4,\), not \(3,\)"):
+    with pytest.raises(ValueError, match=r"g_gamma .*\(4,\).*\(3,\)"):
         ops.chunk_simple_gla(q, k, v, g_gamma=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"g must be \(B, T, HV\) = \(2, 37, 4\), not \(2, 37, 1\)"):
+    with pytest.raises(ValueError, match=r"g .*\(2, 37, 4\).*\(2, 37, 1\)"):
         ops.chunk_simple_gla(q, k, v, torch.zeros(B, T, 1), torch.zeros(HV))
 
 
@@ -275,16 +275,15 @@ def test_decays_of_other_axes_are_refused():
 def test_decays_per_head_and_per_channel_do_not_stand_for_each_other(name, decays):
     q, k, v, *_ = operands()
     given = {one: torch.zeros(shape).double() for one, shape in decays.items()}
-    said = r"^gk? must be \(B, T, HV(, K)?\), decays per (head|channel of the keys), not"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=r"^gk? .*\(B, T, HV(, K)?\)"):
         getattr(ops, name)(q, k, v, **given)
 
 
 def test_decays_of_values_and_reversed_sequences_are_refused():
     q, k, v, *_ = operands()
-    with pytest.raises(ValueError, match="does not serve gv=: longspan has no decay of the values' channels"):
+    with pytest.raises(ValueError, match="fused_recurrent_gla.*gv="):
         ops.fused_recurrent_gla(q, k, v, gv=torch.zeros_like(v))
-    with pytest.raises(ValueError, match=r"does not serve reverse=: flip\(1\)"):
+    with pytest.raises(ValueError, match=r"reverse=True.*flip\(1\)"):
         ops.fused_recurrent_simple_gla(q, k, v, reverse=True)
-    # What says nothing about the result is taken.
+    # Arguments that do not affect the result are accepted.
     assert ops.chunk_gla(q, k, v, torch.zeros(B, T, HV, K).double(), cu_seqlens_cpu=None, head_first=False)[1] is None

@@ -148,7 +148,7 @@ def test_positions_go_on_with_a_cache_or_begin_again():
     assert (on.tokens.tolist(), on.segments) == (begun.tolist(), None)
     again = read(begun, 9, positions=torch.tensor([[6, 7, 2, 3, 2]]), **mine)
     assert again.tokens.tolist() == [[3, 4, 9, 5, 6, 9, 7]]
-    with pytest.raises(ValueError, match="from 7 to 3 in row 0; .* or go back to 2, the smallest of the row"):
+    with pytest.raises(ValueError, match="from 7 to 3 in row 0; .* 2"):
         read(begun, 9, positions=torch.tensor([[6, 7, 3, 2, 3]]), **mine)
 
 
@@ -176,7 +176,7 @@ def test_a_cache_goes_on_in_any_cut_and_copies_stand_alone():
     assert torch.allclose(torch.cat([first.logits, *rest], 1), whole, atol=1e-5)
     assert torch.allclose(again, whole[:, 5:], atol=1e-5)
     assert cache.get_seq_length() == 12
-    with pytest.raises(ValueError, match="a recurrent state cannot go back"):
+    with pytest.raises(ValueError, match="copy.deepcopy"):
         cache.crop(1)
     cache.batch_repeat_interleave(2)
     assert len(cache.state.position) == 4
@@ -223,17 +223,17 @@ def test_saved_and_loaded_by_the_auto_classes(tmp_path):
 def test_weights_that_do_not_fit_are_refused(tied, said, tmp_path):
     model(tied=tied).save_pretrained(tmp_path)
     model(tied=not tied).config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"the weights do not fit the model; {said}"):
+    with pytest.raises(ValueError, match=said):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda name, t: (t * 100).long(), "of another kind: .* torch.int64 instead of torch.float32"),
-        (lambda name, t: t > 0, "of another kind: .* torch.bool instead of torch.float32"),
+        (lambda name, t: (t * 100).long(), "torch.int64 instead of torch.float32"),
+        (lambda name, t: t > 0, "torch.bool instead of torch.float32"),
         (lambda name, t: t.to(torch.complex64), "cannot load .*model.safetensors: .* C64"),
-        (lambda name, t: t.masked_fill(t == t.max(), torch.nan), "the model has NaN among its weights: [0-9]+ of"),
+        (lambda name, t: t.masked_fill(t == t.max(), torch.nan), "NaN.* [0-9]+ of"),
     ],
     ids=["whole numbers", "bools", "complex numbers", "NaN"],
 )
@@ -277,7 +277,7 @@ def test_from_a_checkpoint_and_back(tmp_path):
     assert LongspanForCausalLM.from_longspan(lm.decoder).decoder is lm.decoder
     encoder = longspan.Encoder(longspan.EncoderConfig(dim=8, heads=2, depth=1, feedforward=8, vocab=5))
     longspan.save(encoder, tmp_path / "encoder")
-    with pytest.raises(ValueError, match="holds an encoder; only a decoder is a causal language model"):
+    with pytest.raises(ValueError, match="an encoder"):
         LongspanForCausalLM.from_longspan(tmp_path / "encoder")
 
 
@@ -328,16 +328,16 @@ def test_streaming(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"input_ids": None}, "give input_ids, and no inputs_embeds"),
-        ({"inputs_embeds": torch.zeros(1, 3, 16)}, "give input_ids, and no inputs_embeds"),
-        ({"output_attentions": True}, "output_attentions=True: a longspan decoder hands out none"),
-        ({"past_key_values": ()}, "past_key_values must be a LongspanCache, not tuple"),
-        ({"cache": ()}, "cache must be a LongspanCache, not tuple"),
-        ({"cache": LongspanCache(), "past_key_values": LongspanCache()}, "one thing by two names: give one of them"),
-        ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"attention_mask must be \(B, N\) = \(1, 3\), or longer"),
-        ({"position_ids": torch.tensor([[0, 2, 3]])}, "position_ids go from 0 to 2 in row 0; they must count up"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3])}, "'cu_seq_lens_q'; packed rows are told by position_ids"),
-        ({"token_type_ids": torch.zeros(1, 3)}, "has no argument 'token_type_ids'"),
+        ({"input_ids": None}, "input_ids.*inputs_embeds"),
+        ({"inputs_embeds": torch.zeros(1, 3, 16)}, "input_ids.*inputs_embeds"),
+        ({"output_attentions": True}, "output_attentions=True"),
+        ({"past_key_values": ()}, "past_key_values .*LongspanCache.*tuple"),
+        ({"cache": ()}, "cache .*LongspanCache.*tuple"),
+        ({"cache": LongspanCache(), "past_key_values": LongspanCache()}, "cache and past_key_values"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"attention_mask .*\(1, 3\).*\(1, 1, 3, 3\)"),
+        ({"position_ids": torch.tensor([[0, 2, 3]])}, "position_ids .*from 0 to 2 in row 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 3])}, "'cu_seq_lens_q'.*position_ids"),
+        ({"token_type_ids": torch.zeros(1, 3)}, "'token_type_ids'"),
     ],
 )
 def test_what_there_is_not_is_refused(arguments, said):
@@ -346,16 +346,16 @@ def test_what_there_is_not_is_refused(arguments, said):
 
 
 def test_other_caches_and_vocabularies_are_refused():
-    with pytest.raises(ValueError, match="cache_implementation='static': a longspan decoder has its own cache"):
+    with pytest.raises(ValueError, match="cache_implementation='static'.*LongspanCache"):
         model().generate(ids(1, 3), max_new_tokens=2, cache_implementation="static")
-    with pytest.raises(ValueError, match="keeps its vocabulary"):
+    with pytest.raises(ValueError, match="vocab="):
         model().resize_token_embeddings(5)
-    with pytest.raises(ValueError, match="dim=16 is not a multiple of heads=3"):
+    with pytest.raises(ValueError, match="dim=16.*heads=3"):
         LongspanConfig(dim=16, heads=3)
 
 
 def test_the_world_is_imported_when_it_is_asked_for():
     import longspan.compat.transformers as world
 
-    with pytest.raises(AttributeError, match="has no attribute 'Longspan'"):
+    with pytest.raises(AttributeError, match="'Longspan'"):
         world.Longspan  # noqa: B018

@@ -80,9 +80,7 @@ def test_adapters_train_alone_and_merge(tmp_path):
     wrapped.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(model().eval(), tmp_path)
     assert torch.allclose(again(tokens()).logits, wrapped(tokens()).logits, atol=1e-6)
-    with pytest.raises(
-        ValueError, match="'stack.blocks.0.attention.query.base_layer.weight' first; merge adapters before"
-    ):
+    with pytest.raises(ValueError, match="'stack.blocks.0.attention.query.base_layer.weight'.*merge"):
         lm.to_longspan(tmp_path / "unmerged")
     merged = wrapped.merge_and_unload()
     merged.to_longspan(tmp_path / "merged")

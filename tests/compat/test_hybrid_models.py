@@ -1,4 +1,4 @@
-"""Every recurrent model type of transformers on our kernels: the same answers, gradients and texts as by its code."""
+"""Every recurrent model type of transformers on our kernels: outputs, gradients and texts equal those of its code."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_texts_are_those_of_the_original_code(kind):
     made, x = model(kind), tokens(3, 11)
     hidden = torch.ones_like(x)
     hidden[1, :4] = hidden[2, :7] = 0
-    asked = [
+    requests = [
         {"inputs": x},
         {"inputs": x, "attention_mask": hidden},
         {"inputs": x, "num_beams": 3},
@@ -65,7 +65,7 @@ def test_texts_are_those_of_the_original_code(kind):
     ]
 
     def texts(**more):
-        return [made.generate(**one, **more, max_new_tokens=13, do_sample=False, pad_token_id=0) for one in asked]
+        return [made.generate(**one, **more, max_new_tokens=13, do_sample=False, pad_token_id=0) for one in requests]
 
     # The original cache of MiniMax loses the padding after the first token, and the states of beams.
     theirs = texts(use_cache=kind != "minimax")
@@ -100,7 +100,7 @@ def test_native_kernels_serve_forward_backward_and_steps(kind, monkeypatch, comp
     assert all(what.startswith("native (") for by in found.values() for what in by)
     steps = sum(n for name, by in found.items() if any(word in name for word in STEPS) for n in by.values())
     assert steps >= 4 * layers
-    assert counted["forward"] == 2 * layers  # steps have a kernel of their own
+    assert counted["forward"] == 2 * layers  # steps have a separate kernel
 
 
 _MIXERS = {
@@ -206,7 +206,7 @@ def test_gradients_are_as_near_to_float64_as_those_of_the_original_code(kind):
             errors.setdefault(name, []).append([off(ours[1][name], wanted), off(theirs[1][name], wanted)])
     for name, each in errors.items():
         ours, theirs = (torch.tensor(each).square().mean(0) ** 0.5).tolist()
-        # Far below what float32 can say of a sum, neither is better.
+        # Far below the precision of a float32 sum, neither is better.
         assert ours <= 1.5 * max(theirs, 5e-6), (name, ours, theirs)
 
 

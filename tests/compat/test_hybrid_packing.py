@@ -37,9 +37,9 @@ def batch(**flags):
     return dict(made)
 
 
-def told(kind):
+def require_packing(kind):
     if not packs(kind):
-        pytest.skip("these transformers do not tell its layers where sequences begin, and packed rows are refused")
+        pytest.skip("this version of transformers does not pass sequence boundaries to the layers of this type")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,7 +47,7 @@ def told(kind):
 def test_a_packed_row_is_its_sequences_alone(kind, flags):
     made, given = model(kind).train(), batch(**FLAGS[flags])
     if not packs(kind):
-        with pytest.raises(ValueError, match="packed rows|rows are packed"):
+        with pytest.raises(ValueError, match="packed"):
             made(**given)
         return
     made.zero_grad()
@@ -73,7 +73,7 @@ def test_a_packed_row_is_its_sequences_alone(kind, flags):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_reaches_another_sequence(kind):
     """Exactly nothing: gradients of the outputs of each sequence are zero at the tokens of all others."""
-    told(kind)
+    require_packing(kind)
     made, given = model(kind), batch()
     embedded = made.get_input_embeddings()(given["input_ids"]).detach().requires_grad_()
     out = made(inputs_embeds=embedded, position_ids=given["position_ids"], use_cache=False).logits[0]
@@ -88,7 +88,7 @@ def test_no_token_reaches_another_sequence(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointed_layers_do_not_leak_when_they_are_computed_again(kind):
-    told(kind)
+    require_packing(kind)
     made, given = model(kind).train(), batch()
     found = {}
     for again in (False, True):
@@ -138,10 +138,10 @@ def test_empty_sequences_have_no_token(name, starts, wanted):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, r"cu_seqlens=\[\] must rise from 0"),
-        ({"seq_idx": torch.zeros(1, 5)}, r"seq_idx \(1, 5\) must have a number for each token: \(1, 6\)"),
-        ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens=\[0, 3\] must rise from 0 to the 6 tokens"),
-        ({"cu_seqlens": torch.tensor([0, 4, 3, 6])}, "must rise from 0"),
+        ({"cu_seqlens": torch.tensor([], dtype=torch.int64)}, r"cu_seqlens=\[\]"),
+        ({"seq_idx": torch.zeros(1, 5)}, r"seq_idx .*\(1, 6\).*\(1, 5\)"),
+        ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens=\[0, 3\] .*6"),
+        ({"cu_seqlens": torch.tensor([0, 4, 3, 6])}, r"cu_seqlens=\[0, 4, 3, 6\]"),
     ],
 )
 def test_borders_that_do_not_fit_are_refused(given, said):
@@ -152,14 +152,14 @@ def test_borders_that_do_not_fit_are_refused(given, said):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"use_cache": True}, "packed rows need use_cache=False"),
-        ({"attention_mask": "padded"}, "packed rows take no padding"),
-        ({"seq_idx": "other"}, "position_ids start again at other tokens"),
-        ({"position_ids": "straight", "seq_idx": "own"}, "position_ids do not start again"),
+        ({"use_cache": True}, "use_cache=False"),
+        ({"attention_mask": "padded"}, "padding.*attention_mask"),
+        ({"seq_idx": "other"}, "position_ids and seq_idx"),
+        ({"position_ids": "straight", "seq_idx": "own"}, "position_ids do not.*seq_idx"),
     ],
 )
 def test_what_contradicts_packed_rows_is_refused(more, said):
-    told("qwen3_next")
+    require_packing("qwen3_next")
     made, given = model("qwen3_next"), batch()
     ids = packing.of_positions(given["position_ids"])
     special = {
@@ -174,7 +174,7 @@ def test_what_contradicts_packed_rows_is_refused(more, said):
 
 
 def test_a_mask_that_hides_nothing_does_not_hide_the_borders():
-    told("bamba")
+    require_packing("bamba")
     made, given = model("bamba"), batch()
     with torch.no_grad():
         wanted = made(**given).logits
@@ -182,14 +182,14 @@ def test_a_mask_that_hides_nothing_does_not_hide_the_borders():
     assert torch.equal(found, wanted)
 
 
-def test_layers_that_are_not_told_refuse_to_run():
+def test_layers_without_boundaries_refuse_to_run():
     """As in transformers before 5.15, whose recurrent layers never hear of borders."""
-    told("qwen3_next")
+    require_packing("qwen3_next")
     made, given = model("qwen3_next"), batch()
     layer = made.model.layers[0].linear_attn
     forward = layer.forward
     layer.forward = lambda **kwargs: forward(**{k: v for k, v in kwargs.items() if k != "seq_idx"})
-    with pytest.raises(ValueError, match="rows are packed, but this version of the model does not tell"):
+    with pytest.raises(ValueError, match="packed.*5.15"):
         made(**given)
     assert made(given["input_ids"], use_cache=False).logits.isfinite().all()
 
@@ -201,7 +201,7 @@ def test_convolutions_that_look_across_refuse_packed_rows(flags, monkeypatch):
     monkeypatch.setattr(file("qwen3_next"), "causal_conv1d_fn", None)
     on_cpu.accelerate()
     made, given = model("qwen3_next"), batch(**FLAGS[flags])
-    with pytest.raises(ValueError, match="cannot take packed rows: .* short convolutions look across sequences"):
+    with pytest.raises(ValueError, match="packed rows: .*short convolutions"):
         made(**given)
 
 
@@ -210,8 +210,8 @@ def test_models_whose_other_layers_leak_refuse_packed_rows(kind):
     from longspan.compat.transformers.families import LEAKING
 
     file(kind)
-    entry = packing.told(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", LEAKING[kind])
+    entry = packing.pass_borders(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", LEAKING[kind])
     given = batch()
-    with pytest.raises(ValueError, match="cannot take packed rows: its layers with an indexer"):
+    with pytest.raises(ValueError, match="packed rows: .*indexer"):
         entry(None, **given)
     assert entry(None, input_ids=given["input_ids"]) == "ran"

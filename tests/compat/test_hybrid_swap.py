@@ -1,4 +1,4 @@
-"""What accelerate puts in place of transformers' functions, what it leaves alone, and what it tells of it."""
+"""What accelerate replaces in transformers, what it leaves unchanged, and what it reports."""
 
 import importlib
 import subprocess
@@ -37,7 +37,7 @@ def test_restore_puts_everything_back(kind):
     assert functions(kind) == before
     assert {n: c.__dict__.get("forward") for n, c in vars(file(kind)).items() if isinstance(c, type)} == classes
     assert on_cpu.status() == on_cpu.Status({}, {})
-    assert str(on_cpu.status()) == "nothing is replaced: longspan.compat.transformers.accelerate() does it"
+    assert str(on_cpu.status()).startswith("nothing is replaced")
 
 
 def test_restore_takes_methods_from_a_cache_that_inherits_them():
@@ -68,7 +68,7 @@ def test_what_is_not_known_stays_untouched_and_is_named():
     plain = LlamaForCausalLM(
         LlamaConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
     )
-    assert on_cpu.accelerate(plain).untouched == {"llama": "it has no recurrent layer that longspan knows"}
+    assert on_cpu.accelerate(plain).untouched.keys() == {"llama"}
     selective = MambaForCausalLM(MambaConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1))
     assert "Mamba-1" in on_cpu.accelerate(selective).untouched["mamba"]
     assert {"jamba", "rwkv"} <= set(on_cpu.accelerate().untouched)
@@ -77,7 +77,7 @@ def test_what_is_not_known_stays_untouched_and_is_named():
 def test_layers_that_forget_a_cache_are_named(monkeypatch):
     made = model("qwen3_next")
     monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.6.0")
-    assert "from 5.7 on not" in on_cpu.accelerate(made).untouched["qwen3_next.cache"]
+    assert "5.7" in on_cpu.accelerate(made).untouched["qwen3_next.cache"]
     on_cpu.restore()
     monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.7.0")
     assert "qwen3_next.cache" not in on_cpu.accelerate(made).untouched
@@ -92,8 +92,7 @@ def test_a_function_with_an_unknown_parameter_is_left_alone(monkeypatch):
     monkeypatch.setattr(module, "chunk_kimi_delta_attention", newer)
     found = on_cpu.accelerate(model("kimi_linear"))
     assert module.chunk_kimi_delta_attention is newer
-    said = found.untouched["kimi_linear.chunk_kimi_delta_attention"]
-    assert said == "it takes allow_half, which longspan does not know"
+    assert "allow_half" in found.untouched["kimi_linear.chunk_kimi_delta_attention"]
 
 
 def test_a_layer_that_keeps_its_functions_is_found_in_a_model():
@@ -126,17 +125,18 @@ def test_a_layer_that_keeps_its_functions_is_found_in_a_model():
     kept = layer.chunk_gated_delta_rule
     on_cpu.restore()
     assert layer.chunk_gated_delta_rule is chunk_gated_delta_rule
-    kept(q, q, q, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))  # whoever has kept ours gets theirs again
+    kept(q, q, q, -torch.rand(1, 5, 2), torch.rand(1, 5, 2))  # a kept reference to ours runs theirs again
     assert calls == [1]
 
 
-def test_other_devices_are_left_to_the_original_and_told():
+def test_other_devices_are_left_to_the_original_and_counted():
     on_cpu.accelerate()
     q, decay = torch.empty(1, 5, 2, 4, device="meta"), torch.empty(1, 5, 2, device="meta")
     o, _ = file("qwen3_next").torch_chunk_gated_delta_rule(q, q, q, g=decay, beta=decay)
     assert o.device.type == "meta"
     by = on_cpu.status().functions["qwen3_next"]["torch_chunk_gated_delta_rule"]
-    assert by == {"the original, since they are on meta": 1}
+    assert list(by.values()) == [1]
+    assert all("original" in name and "meta" in name for name in by)
 
 
 def test_steps_of_another_form_are_left_to_the_original():
@@ -180,10 +180,10 @@ def test_step_sizes_are_clamped():
 def test_packed_rows_of_a_type_that_is_not_served_are_refused_too(monkeypatch):
     """As of Mamba-2 in transformers before 5.15."""
     monkeypatch.setattr(replace, "FUNCTIONS", {})
-    said = "this version of transformers has its recurrence in one piece"
-    assert said in on_cpu.accelerate(model("bamba")).untouched["bamba"]
+    why = on_cpu.accelerate(model("bamba")).untouched["bamba"]
+    assert "5.15" in why
     made, x = model("bamba"), tokens(1, 9)
-    with pytest.raises(ValueError, match=f"BambaForCausalLM cannot take packed rows: {said}"):
+    with pytest.raises(ValueError, match=f"BambaForCausalLM .*packed rows: {why}"):
         made(x, position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]))
     assert made(x, use_cache=False).logits.isfinite().all()
 
@@ -208,14 +208,12 @@ def test_importing_longspan_does_not_import_transformers():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_is_missing_too_old_or_too_new_is_said(monkeypatch):
+def test_missing_old_and_new_versions_are_refused(monkeypatch):
     monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "4.57.6")
-    with pytest.raises(ValueError, match=r"transformers 4\.57\.6 is older than 5\.5"):
+    with pytest.raises(ValueError, match=r"transformers 4\.57\.6 .*5\.5"):
         on_cpu.accelerate()
     monkeypatch.setattr(importlib.import_module("transformers"), "__version__", "5.25.0")
-    with pytest.raises(
-        ValueError, match=r"transformers 5\.25\.0 is newer than 5\.24, the newest .* 'transformers<5\.25'"
-    ):
+    with pytest.raises(ValueError, match=r"transformers 5\.25\.0 .*5\.24.*'transformers<5\.25'"):
         on_cpu.accelerate()
     monkeypatch.setattr(record, "need", lambda *_: (_ for _ in ()).throw(ImportError("pip install")))
     with pytest.raises(ImportError, match="pip install"):
@@ -223,5 +221,5 @@ def test_what_is_missing_too_old_or_too_new_is_said(monkeypatch):
 
 
 def test_something_that_is_no_model_is_refused():
-    with pytest.raises(ValueError, match="accelerate takes a model, or nothing for all model types, not str"):
+    with pytest.raises(ValueError, match="accelerate .*str"):
         on_cpu.accelerate("qwen3_next")

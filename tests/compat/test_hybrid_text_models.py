@@ -119,7 +119,7 @@ def test_packed_rows_are_refused(made):
     _, model = made
     on_cpu.accelerate(model)
     at = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
-    with pytest.raises(ValueError, match="cannot take packed rows: its layers with an indexer"):
+    with pytest.raises(ValueError, match="packed rows: .*indexer"):
         model(tokens(1, 7), position_ids=at)
-    with pytest.raises(ValueError, match="cannot take packed rows: its layers with an indexer"):
+    with pytest.raises(ValueError, match="packed rows: .*indexer"):
         model(tokens(1, 7), position_ids=at.expand(4, 1, -1))

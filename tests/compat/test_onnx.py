@@ -1,4 +1,4 @@
-"""ONNX files: one graph for prompts and steps, in which onnxruntime gives the model's answers."""
+"""ONNX files: one graph for prompts and steps, in which onnxruntime computes the model's outputs."""
 
 import json
 
@@ -27,7 +27,7 @@ SPECS = (
 
 
 class Session:
-    """A file, read with nothing of longspan: its metadata say which states there are."""
+    """A file, run without longspan: its metadata describes the states."""
 
     def __init__(self, path):
         self.run = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -125,22 +125,22 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
 @pytest.mark.full
 def test_what_cannot_be_exported_is_refused(tmp_path):
     path = tmp_path / "a.onnx"
-    with pytest.raises(ValueError, match="export takes a Decoder or an attention, not Linear"):
+    with pytest.raises(ValueError, match="Decoder.*Linear"):
         ours.export(torch.nn.Linear(2, 2), path)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="a bidirectional linear has no step; export takes a causal one"):
+    with pytest.raises(ValueError, match="linear.*causal=True"):
         ours.export(longspan.build("linear", dim=8, heads=2, causal=False), path)
-    with pytest.raises(ValueError, match=r"query.weight is torch.float64 on cpu; .*model.float\(\).cpu\(\)"):
+    with pytest.raises(ValueError, match=r"query.weight .*torch.float64.*model.float\(\).cpu\(\)"):
         ours.export(longspan.build("linear", dim=8, heads=2).double(), path)
-    with pytest.raises(ValueError, match="domain 'onnx'"):
+    with pytest.raises(ValueError, match="'onnx'"):
         ours.export(longspan.build("linear", dim=8, heads=2), path, domain="onnx")
-    with pytest.raises(ValueError, match="reformer.* cannot be exported: "):
+    with pytest.raises(ValueError, match="reformer"):
         ours.export(longspan.build("reformer", dim=8, heads=2), path)
-    with pytest.raises(ValueError, match="local.* cannot be exported: the graph keeps the example's number of tokens"):
+    with pytest.raises(ValueError, match="local.*number of tokens"):
         ours.export(longspan.build("local(window=5)", dim=8, heads=2), path)
     assert not path.exists()
 
 
-def test_a_file_that_answers_otherwise_is_not_written(tmp_path, monkeypatch):
+def test_a_file_with_other_outputs_is_not_written(tmp_path, monkeypatch):
     class Other(ours.Graph):
         def forward(self, given, *state):
             y, *end = super().forward(given, *state)
@@ -148,7 +148,7 @@ def test_a_file_that_answers_otherwise_is_not_written(tmp_path, monkeypatch):
             return y + (0.0 if torch.compiler.is_compiling() else 1e-3), *end
 
     monkeypatch.setattr(ours, "Graph", Other)
-    with pytest.raises(ValueError, match="onnxruntime's y differs from the model's by 1.0e-03 at 1 tokens after 0"):
+    with pytest.raises(ValueError, match="y .*1.0e-03 at 1 tokens after 0"):
         ours.export(longspan.build("gla", dim=8, heads=2), tmp_path / "a.onnx")
     assert not list(tmp_path.iterdir())
 

@@ -93,7 +93,7 @@ def test_a_quantised_decoder_generates():
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("what", ["attention", "decoder", "op"])
 def test_tracing_is_refused(what):
-    """A trace keeps the sizes of its example as constants, among them those that kernels are told."""
+    """A trace stores the sizes of its example as constants, including sizes passed to kernels."""
     if what == "attention":
         subject, example = built("deltanet"), randn(2, 29, 24)
     elif what == "decoder":
@@ -101,7 +101,7 @@ def test_tracing_is_refused(what):
         subject, example = Decoder(config).eval(), torch.zeros(2, 7, dtype=torch.int64)
     else:
         subject, example = longspan.linear_attention, (randn(2, 2, 29, 3),) * 3
-    with pytest.raises(ValueError, match=r"torch.jit.trace .*torch.export or torch.compile"):
+    with pytest.raises(ValueError, match=r"torch.jit.trace.*torch.export.*torch.compile"):
         torch.jit.trace(subject, example, check_trace=False)
 
 
@@ -147,15 +147,15 @@ def test_first_derivatives_of_softmax_are_those_of_the_fused_kernel():
 
 def test_a_model_and_a_path_in_torchs_order(tmp_path):
     model = Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7))
-    with pytest.raises(ValueError, match=r"save\(model, folder\) takes the model first, as torch.save does"):
+    with pytest.raises(ValueError, match=r"save\(model, folder\)"):
         longspan.save(tmp_path / "model", model)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"folder must be a path, not int"):
+    with pytest.raises(ValueError, match=r"folder .*int"):
         longspan.save(model, 3)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_show_offers_build_takes():
-    """A spec is text, so what only Python can give is said of the class and not of the option."""
+    """A spec is text, so a value that only Python can express belongs to the class, not to the option."""
     for cls in REGISTRY.values():
         for option in describe.options(built(cls.examples[0])):
             assert not re.search("callable|function of yours", option["meaning"]), (cls.name, option)

@@ -1,4 +1,4 @@
-"""Other libraries' interfaces on longspan's operations, for code that was written for them."""
+"""Interfaces of other libraries on longspan's operations, for code written for those libraries."""
 
 import importlib
 import importlib.util
@@ -47,13 +47,13 @@ _MODULES = (
     "weight_mapper",
 )
 
-# Where several modules of the original are one here.
+# Several modules of the original are one module here.
 _MERGED = {
     "attention.improved_clustered_attention": "attention.clustered_attention",
     "attention.improved_clustered_causal_attention": "attention.clustered_attention",
     "attention_registry.registry": "attention_registry",
     "attention_registry.spec": "attention_registry",
-    # Imported by other packages only to see whether there are kernels.
+    # Other packages import these only to test whether kernels exist.
     "causal_product.causal_product_cpu": "causal_product",
     "causal_product.causal_product_cuda": "causal_product",
     "recurrent._utils": "recurrent.attention",
@@ -64,18 +64,22 @@ _MERGED = {
     },
 }
 
-# What install() put under the name, and what had been there.
+# Modules that install() put under the name, and modules that they replaced.
 _installed: dict[str, ModuleType] = {}
 _displaced: dict[str, ModuleType] = {}
 
 
 def install(*, replace: bool = False) -> None:
-    """Make ``import fast_transformers``, and its modules, find ``longspan.compat.fast_transformers``.
+    """Make ``import fast_transformers`` find ``longspan.compat.fast_transformers``.
 
-    Holds for this process, until ``uninstall()``; a second call changes nothing. Call it before whatever imports
-    fast_transformers: names that were imported earlier stay what they were.
+    It applies to this process, until ``uninstall()``. A second call changes nothing. Call it before the first import of
+    fast_transformers: names that were imported earlier keep their values.
 
-    Raises ValueError where the real fast_transformers is installed or imported, unless ``replace=True``.
+    Args:
+        replace: replace the real fast_transformers if it is installed or imported. Its files do not change.
+
+    Raises:
+        ValueError: the real fast_transformers is installed or imported, and ``replace`` is False.
     """
     if _installed:
         return
@@ -83,7 +87,7 @@ def install(*, replace: bool = False) -> None:
     if not replace and (real or importlib.util.find_spec(NAME) is not None):
         how = "already imported" if real else "installed here"
         raise ValueError(
-            f"{NAME} is {how}; install(replace=True) takes its place in this process, and leaves its files alone"
+            f"{NAME} is {how}; install(replace=True) replaces it in this process and does not change its files"
         )
     found = _modules()
     for name in real:
@@ -93,7 +97,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install()``: the real package, if there is one, is found again. Without ``install()`` nothing changes."""
+    """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
     for name, module in _installed.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
@@ -103,13 +107,13 @@ def uninstall() -> None:
 
 
 def _modules() -> dict[str, ModuleType]:
-    """Our modules by the original's names."""
+    """Return our modules by the original's names."""
     absent = importlib.import_module(f"{_SOURCE}.absent")
     found = {NAME: importlib.import_module(_SOURCE)}
     for name in _MODULES:
         found[f"{NAME}.{name}"] = importlib.import_module(f"{_SOURCE}.{name}")
     for name, functions in absent.FUNCTIONS.items():
-        module = ModuleType(f"{NAME}.{name}", "Not carried over: what it had raises NotImplementedError when called.")
+        module = ModuleType(f"{NAME}.{name}", "Not carried over: its functions raise NotImplementedError when called.")
         for function in functions:
             setattr(module, function, absent.function(f"{name}.{function}"))
         found[f"{NAME}.{name}"] = module
@@ -117,7 +121,7 @@ def _modules() -> dict[str, ModuleType]:
         found[f"{NAME}.{name}"] = importlib.import_module(f"{_SOURCE}.{ours}")
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
-        # `import a.b as c` reads an attribute of a; it never takes the place of what is there.
+        # `import a.b as c` reads an attribute of a. An attribute that exists is not replaced.
         if parent and child not in vars(found[parent]):
             setattr(found[parent], child, module)
     return found

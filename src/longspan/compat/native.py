@@ -1,4 +1,4 @@
-"""From the interface of fast-transformers to longspan's own: the same weights in a ``longspan.Stack``."""
+"""Convert an encoder of the fast-transformers interface to a ``longspan.Stack`` with the same weights."""
 
 import torch.nn.functional as F
 from torch import nn
@@ -14,7 +14,7 @@ from .fast_transformers.recurrent.transformers import RecurrentTransformerEncode
 from .fast_transformers.transformers import EncoderParts, TransformerEncoder
 from .fast_transformers.weight_mapper import RegexRule, SimpleMapper
 
-# Names of an encoder's weights there, as a regular expression, and here.
+# Names of an encoder's weights in fast-transformers, as regular expressions, and in longspan.
 KEYS = (
     (r"^layers\.(\d+)\.attention\.(query|key|value|out)_projection\.", r"blocks.\1.attention.\2."),
     (r"^layers\.(\d+)\.linear1\.", r"blocks.\1.feedforward.expand."),
@@ -26,33 +26,43 @@ ACTIVATIONS = {F.relu: "relu", F.gelu: "gelu"}
 
 
 class NativeMapper(SimpleMapper):
-    """The state dict of an encoder under the names of a ``longspan.Stack``."""
+    """Rename the state dict of an encoder to the names of a ``longspan.Stack``."""
 
     def __init__(self):
         super().__init__([RegexRule(*rule) for rule in KEYS], add_identity=False)
 
 
 def to_native(encoder: TransformerEncoder | RecurrentTransformerEncoder, *, causal: bool) -> Stack:
-    """A ``longspan.Stack`` with copies of the encoder's weights, and the same outputs in evaluation.
+    """Return a ``longspan.Stack`` with copies of the encoder's weights and equal outputs in evaluation.
 
-    ``causal`` says what the masks of the encoder's calls said: True for ``TriangularCausalMask`` and for a recurrent
-    encoder. For training, one difference is left: a stack has dropout after each part, the encoder also inside the
-    feed-forward network. The stack is on the encoder's device, in its dtype and mode.
+    In training one difference remains: a stack has dropout after each part, the encoder also inside the feed-forward
+    network.
 
-    Raises ValueError for what a stack cannot be: attentions other than linear, causal-linear and full, feature maps
-    other than elu(x) + 1, a ``softmax_temp``, heads that together are not as wide as the model, activations other than
-    relu and gelu, or a ``causal`` that the attention cannot be.
+    Args:
+        encoder: an encoder with at least one layer.
+        causal: True if the encoder was called with ``TriangularCausalMask`` or is a recurrent encoder.
+
+    Returns:
+        The stack, on the encoder's device and in its dtype and mode.
+
+    Raises:
+        ValueError: the encoder has no equivalent stack. A stack has the attentions linear, causal-linear and full with
+            the feature map elu(x) + 1 and no ``softmax_temp``, heads that together are as wide as the model, and the
+            activation relu or gelu. The error is also raised where the attention does not support ``causal``.
     """
     if not isinstance(encoder, TransformerEncoder | RecurrentTransformerEncoder) or not len(encoder.layers):
         raise ValueError(f"to_native takes an encoder with at least one layer, not {type(encoder).__name__}")
     specs = []
     for layer in encoder.layers:
         if not isinstance(layer, EncoderParts) or not isinstance(layer.attention, Projections):
-            raise ValueError(f"a layer of its own, {type(layer).__name__}, has no counterpart in a longspan.Stack")
+            raise ValueError(
+                f"layer {type(layer).__name__} has no counterpart in a longspan.Stack; to_native converts the encoder "
+                f"layers of longspan.compat.fast_transformers"
+            )
         specs.append(_spec(layer.attention, causal))
     first: EncoderParts = encoder.layers[0]  # type: ignore[assignment]
     if first.activation not in ACTIVATIONS:
-        raise ValueError(f"activation {first.activation.__name__!r} has no counterpart; relu and gelu have")
+        raise ValueError(f"activation {first.activation.__name__!r} has no counterpart; use relu or gelu")
     config = StackConfig(
         dim=first.norm1.normalized_shape[0],
         depth=len(specs),
@@ -73,15 +83,15 @@ def to_native(encoder: TransformerEncoder | RecurrentTransformerEncoder, *, caus
 
 
 def _spec(layer: Projections, causal: bool) -> str:
-    """The spec of a layer's attention."""
+    """Return the spec of a layer's attention."""
     inner, dim = layer.inner_attention, layer.query_projection.in_features
     widths = {p.out_features for p in (layer.query_projection, layer.key_projection, layer.value_projection)}
     if widths != {dim} or layer.key_projection.in_features != dim:
-        raise ValueError(f"the heads are together {sorted(widths)} wide; a longspan.Stack of dim={dim} needs {dim}")
+        raise ValueError(f"all heads together are {sorted(widths)} wide; a longspan.Stack of dim={dim} needs {dim}")
     match inner:
         case Sums() if not inner.elu:
             raise ValueError(
-                "only the feature map elu(x) + 1 has the same form in longspan; `longspan show linear` has more"
+                "only the feature map elu(x) + 1 converts to longspan; `longspan show linear` prints longspan's maps"
             )
         case LinearAttention() if not causal:
             return f"linear(eps={inner.eps!r})"
@@ -94,5 +104,5 @@ def _spec(layer: Projections, causal: bool) -> str:
         case FullAttention() | RecurrentFullAttention() if inner.softmax_temp is None:
             return f"softmax(dropout={inner.dropout.p!r})"
         case FullAttention() | RecurrentFullAttention():
-            raise ValueError(f"softmax_temp={inner.softmax_temp} has no counterpart; longspan's is 1 / sqrt(E)")
-    raise ValueError(f"{type(inner).__name__} has no counterpart in a longspan.Stack; linear and full attention have")
+            raise ValueError(f"softmax_temp={inner.softmax_temp} has no counterpart; longspan uses 1 / sqrt(E)")
+    raise ValueError(f"{type(inner).__name__} has no counterpart in a longspan.Stack; use linear or full attention")

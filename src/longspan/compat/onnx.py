@@ -1,4 +1,4 @@
-"""A decoder or an attention as an ONNX file: prefill and step in one graph, and a recurrence is one node of it."""
+"""Export a decoder or an attention to ONNX: one graph for prefill and step, with one node per recurrence."""
 
 import contextlib
 import json
@@ -32,20 +32,27 @@ TOLERANCE = 1e-5
 
 
 def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str = "com.microsoft") -> dict[str, Any]:
-    """Write a causal ``model`` in float32 as an ONNX file, after onnxruntime has given the same answers by it.
+    """Write a causal model as an ONNX file, after checking that onnxruntime computes the same outputs.
 
-    Inputs: ``tokens`` (B,N) int64 of a decoder, where ``vocab`` is the start token, or ``x`` (B,N,dim) of an attention,
-    and the parts of the state, ``state.*``. Outputs: ``outputs`` (B,N,size) or ``y`` (B,N,dim), and the next state,
-    ``next.*``, in the same order. B, N and the slots of keys and values are free: N = 1 is a step. The state before the
-    first token is zeros; the metadata of the file say of which shapes (-1: B; 0: it grows), as JSON. Rows are of equal
-    length: there is no mask.
+    Inputs are ``tokens`` (B,N) int64 of a decoder, where ``vocab`` is the start token, or ``x`` (B,N,dim) of an
+    attention, and the parts of the state, ``state.*``. Outputs are ``outputs`` (B,N,size) or ``y`` (B,N,dim), and the
+    next state, ``next.*``, in the same order. B, N and the slots of keys and values are free; N = 1 is a step. The
+    state before the first token is zeros. The file's metadata holds its shapes as JSON (-1: B; 0: the size grows). All
+    rows have the same length: there is no mask.
 
-    ``domain``: where the node ``LinearAttention`` is from, com.microsoft or ai.onnx. The answers at 1, 9 and 300 tokens
-    of 3 rows, from the first state and from another, may differ by 1e-5 of the largest number of an output, or of 1.
-    -> what was written: inputs, outputs, nodes by operator, the largest difference.
+    Args:
+        model: a decoder or an attention, in float32 on the CPU.
+        path: the file to write.
+        domain: the domain of the node ``LinearAttention``, com.microsoft or ai.onnx.
 
-    Raises ValueError for a model that cannot be exported, a place that cannot be written, and answers that differ; no
-    file is written then. ImportError where onnx, onnxruntime or onnxscript is missing.
+    Returns:
+        A dict with ``inputs``, ``outputs``, ``nodes`` (counts by operator), and ``difference``: the largest difference
+        from the model at 1, 9 and 300 tokens of 3 rows, from the first state and from a later one.
+
+    Raises:
+        ValueError: the model cannot be exported, the path cannot be written, or an output or state differs by more than
+            1e-5 of its largest number, or of 1. No file is written.
+        ImportError: onnx, onnxruntime or onnxscript is missing.
     """
     atomic_io.check_output(Path(os.path.abspath(path)))
     need("the export to ONNX", "onnx", "onnxruntime", "onnxscript")
@@ -69,7 +76,7 @@ def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str =
 
 
 class Graph(nn.Module):
-    """The model with the leaves of its state side by side, as a graph has them."""
+    """The model with the leaves of its state as separate inputs and outputs."""
 
     def __init__(self, model: Decoder | Attention):
         super().__init__()
@@ -86,7 +93,7 @@ class Graph(nn.Module):
         return y, *pytree.tree_leaves(end)
 
     def example(self, rows: int, tokens: int, before: int = BEFORE) -> tuple[Tensor, ...]:
-        """Something to read, and the leaves of a state that has read ``before`` tokens."""
+        """Return random input, and the leaves of a state that has read ``before`` tokens."""
         state = self.model.init_state(rows)
         if before:
             _, state = self.model(self._given(rows, before), state)
@@ -98,9 +105,9 @@ class Graph(nn.Module):
         return torch.randn(rows, tokens, self.model.dim)
 
     def free(self, state: tuple[Tensor, ...]) -> dict[str, Any]:
-        """The free dimensions, as torch.export has them, of a state that has read something."""
+        """Return the free dimensions for torch.export, given a state that has read tokens."""
         batch, tokens = Dim("B", min=1), Dim("N", min=1)
-        # Keys and values of a layer have as many slots.
+        # Keys and values of a layer have the same number of slots.
         slots = {name.rpartition(".")[0]: Dim(f"M{i}", min=0) for i, name in enumerate(self.names)}
         grown = [
             [i for i, size in enumerate(shape) if i and size != leaf.shape[i]]
@@ -112,20 +119,20 @@ class Graph(nn.Module):
         )
         return {"given": {0: batch, 1: tokens}, "state": tuple(sizes)}
 
-    def facts(self) -> dict[str, str]:
-        """What a reader of the file needs beside the graph."""
+    def metadata(self) -> dict[str, str]:
+        """Return the entries that a program needs to run the file."""
         shapes = {name: [-1, *shape[1:]] for name, shape in zip(self.inputs[1:], self.shapes, strict=True)}
-        model, said = self.model, {"longspan": VERSION, "state": json.dumps(shapes)}
+        model, common = self.model, {"longspan": VERSION, "state": json.dumps(shapes)}
         if isinstance(model, Decoder):
-            return said | {"start": str(model.start), "config": json.dumps(model.config.to_dict())}
-        return said | {"attention": model.spec, "heads": str(model.heads)}
+            return common | {"start": str(model.start), "config": json.dumps(model.config.to_dict())}
+        return common | {"attention": model.spec, "heads": str(model.heads)}
 
 
 def _check(model: Any) -> None:
     if not isinstance(model, Decoder | Attention):
         raise ValueError(f"export takes a Decoder or an attention, not {type(model).__name__}")
     if isinstance(model, Attention) and not model.causal:
-        raise ValueError(f"a bidirectional {model.name} has no step; export takes a causal one")
+        raise ValueError(f"{model.name} with causal=False has no step; build it with causal=True to export it")
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and (tensor.dtype != torch.float32 or tensor.device.type != "cpu"):
             raise ValueError(
@@ -139,7 +146,7 @@ def _name(path: tuple) -> str:
 
 
 def _proto(graph: Graph, domain: str) -> Any:
-    """The file's content."""
+    """Return the content of the file."""
     import onnx
 
     options: dict[str, Any] = {"opset_version": OPSET} if domain == "ai.onnx" else {}
@@ -158,34 +165,35 @@ def _proto(graph: Graph, domain: str) -> Any:
                 **options,
             )
         except Exception as error:
-            # torch says it over many pages; what comes first is the cause.
-            said = " ".join(str(error.__cause__ or error).split())[:400]
-            raise ValueError(f"{graph.called} cannot be exported: {said}") from error
+            # torch's message has many pages, and the cause comes first.
+            cause = " ".join(str(error.__cause__ or error).split())[:400]
+            raise ValueError(f"{graph.called} cannot be exported: {cause}") from error
     assert program is not None
     proto = program.model_proto
     if domain == "ai.onnx":
-        # The converter knows no way up to this opset; of what the graph has, nothing has changed on it.
+        # The converter does not reach this opset. No operator of the graph has changed up to it.
         del proto.opset_import[:]
         proto.opset_import.extend([onnx.helper.make_opsetid("", OPSET)])
     proto.producer_name, proto.producer_version = "longspan", VERSION
-    onnx.helper.set_model_props(proto, graph.facts())
+    onnx.helper.set_model_props(proto, graph.metadata())
     for value in proto.graph.input:
         sizes = value.type.tensor_type.shape.dim[: 2 if value.name == graph.first else 1]
         if fixed := [what for what, size in zip(("rows", "tokens"), sizes, strict=False) if not size.dim_param]:
             raise ValueError(
-                f"{graph.called} cannot be exported: the graph keeps the example's number of {fixed[0]} in {value.name}"
+                f"{graph.called} cannot be exported: the graph fixes the number of {fixed[0]} in {value.name}, "
+                "which must be free"
             )
     return proto
 
 
 def _translation(domain: str) -> Any:
-    """What stands for the recurrence in the graph."""
+    """Return the function that writes the recurrence into the graph."""
     import onnxscript  # pyright: ignore[reportMissingImports]
 
     own = domain == "com.microsoft"
     if own:
         _register(domain)
-    # Its operators are typed for scripts that are compiled, not for ones that are traced.
+    # onnxscript types its operators for compiled scripts, not for traced ones.
     script: Any = onnxscript
     attention = script.values.Opset("com.microsoft" if own else "", 1 if own else OPSET)
     op = script.opset18
@@ -199,14 +207,14 @@ def _translation(domain: str) -> Any:
 
     def recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalise):
         if mask is not None or segments is not None or cu_seqlens is not None:
-            raise ValueError("the operator LinearAttention has neither masks nor packed sequences")
+            raise ValueError("the operator LinearAttention supports neither masks nor packed sequences")
         groups, heads = int(q.shape[1]), int(v.shape[1])
 
         def keys(x: Any) -> Any:
             size, x = int(x.shape[3]), unit(x) if normalise else x
             if own or groups == heads:
                 return packed(x)
-            # The standard's operator shares values among queries, and not keys among values: they are repeated.
+            # The standard's operator cannot share a key among values, so keys are repeated.
             x = op.Unsqueeze(x, op.Constant(value_ints=[2]))
             x = op.Expand(x, op.Constant(value_ints=[1, 1, heads // groups, 1, 1]))
             return op.Reshape(op.Transpose(x, perm=[0, 3, 1, 2, 4]), op.Constant(value_ints=[0, 0, heads * size]))
@@ -238,7 +246,7 @@ def _translation(domain: str) -> Any:
 
 
 def _register(domain: str) -> None:
-    """Tell onnx of onnxruntime's operator, which has the inputs, outputs and attributes of the standard's."""
+    """Register onnxruntime's operator with onnx; it has the inputs, outputs and attributes of the standard's."""
     import onnx
 
     if onnx.defs.has("LinearAttention", domain):
@@ -258,7 +266,7 @@ def _register(domain: str) -> None:
 
 
 def _compare(graph: Graph, content: bytes) -> float:
-    """The largest difference between the model and onnxruntime. Raises ValueError where it is too large."""
+    """Return the largest difference between the model and onnxruntime; raise ValueError if it is too large."""
     import onnxruntime  # pyright: ignore[reportMissingImports]
 
     options = onnxruntime.SessionOptions()
@@ -277,7 +285,7 @@ def _compare(graph: Graph, content: bytes) -> float:
                 if not off <= TOLERANCE:
                     raise ValueError(
                         f"onnxruntime's {name} differs from the model's by {off:.1e} at {tokens} tokens after "
-                        f"{before}; at most {TOLERANCE:.0e} is right"
+                        f"{before}; the limit is {TOLERANCE:.0e}"
                     )
                 worst = max(worst, off)
     return worst
@@ -285,12 +293,12 @@ def _compare(graph: Graph, content: bytes) -> float:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what torch and its exporter say on the way."""
+    """Suppress the output of torch and its exporter."""
     logs = {name: logging.getLogger(name).level for name in ("torch.onnx", "onnxscript")}
     for name in logs:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), open(os.devnull, "w") as nobody, contextlib.redirect_stdout(nobody):
+        with warnings.catch_warnings(), open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
             warnings.simplefilter("ignore")
             yield
     finally:

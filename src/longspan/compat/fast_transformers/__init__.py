@@ -1,6 +1,6 @@
-"""The public surface of pytorch-fast-transformers 0.4.0 on longspan's operations, with the same parameter names.
+"""The public interface of pytorch-fast-transformers 0.4.0 on longspan's operations, with equal parameter names.
 
-``longspan.compat.install()`` makes ``import fast_transformers`` find it. Shapes in this folder are the original's,
+After ``longspan.compat.install()``, ``import fast_transformers`` finds it. Shapes in this folder are the original's,
 batch first with the heads third: ``N`` batch, ``L`` queries, ``S`` keys, ``H`` heads, ``E`` query and key channels,
 ``D`` value channels, ``F`` features.
 """

@@ -1,4 +1,4 @@
-"""What is not carried over: an error that says so and names the page."""
+"""Names of the original that are not carried over: they raise an error that refers to the documentation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,15 @@ FUNCTIONS = {"local_product": ("local_dot_product", "local_weighted_average")}
 
 
 def refusal(what: str) -> NotImplementedError:
-    """The error for a name of the original that is not carried over."""
+    """Return the error for a name of the original that is not carried over."""
     return NotImplementedError(
         f"{what} of fast-transformers is not carried over to longspan; "
-        f'docs/how-to/from-fast-transformers.md, section "What is not carried over", says what there is instead'
+        "docs/how-to/from-fast-transformers.md lists alternatives"
     )
 
 
 def function(name: str) -> Callable[..., Any]:
-    """A function that raises ``refusal(name)`` when it is called, not when it is imported."""
+    """Return a function that raises ``refusal(name)`` when it is called, not when it is imported."""
 
     def absent(*args: Any, **kwargs: Any) -> Any:
         raise refusal(name)

@@ -1,6 +1,6 @@
-"""Sums of the vectors of a group, and what groups have back to their members.
+"""Sum the vectors of each group, and copy values of groups back to their members.
 
-``G`` (N,H,L) are the groups of the vectors; a number that is none of 0 to C - 1 stands for no group.
+``G`` (N,H,L) are the groups of the vectors. Numbers outside 0 to C - 1 mean no group.
 """
 
 from torch import Tensor
@@ -10,9 +10,16 @@ from .absent import function
 
 
 def aggregate(X: Tensor, G: Tensor, F: Tensor, Y: Tensor | None = None) -> Tensor:
-    """sum of F_c X_l over the l in group c: X (N,H,L,E), factors F (N,H,C) -> (N,H,C,E), in the buffer ``Y`` if given.
+    """Sum the vectors of each group, times the factor of the group.
 
-    Zero for an empty group, whatever its factor.
+    Args:
+        X: vectors (N,H,L,E).
+        G: groups (N,H,L).
+        F: factors (N,H,C).
+        Y: buffer for the result, or None.
+
+    Returns:
+        (N,H,C,E), zero for an empty group.
     """
     groups = numbered(G, F.shape[-1])
     found = pack.total(X * pack.spread(F[..., None], groups), groups, F.shape[-1])
@@ -20,9 +27,16 @@ def aggregate(X: Tensor, G: Tensor, F: Tensor, Y: Tensor | None = None) -> Tenso
 
 
 def broadcast(Y: Tensor, G: Tensor, F: Tensor, X: Tensor | None = None) -> Tensor:
-    """F_c Y_c for every l in group c: Y (N,H,C,E) -> (N,H,L,E), in the buffer ``X`` if given.
+    """Copy the value of each group, times its factor, to the members of the group.
 
-    Without a group: zero, or what the buffer has.
+    Args:
+        Y: values (N,H,C,E).
+        G: groups (N,H,L).
+        F: factors (N,H,C).
+        X: buffer for the result, or None.
+
+    Returns:
+        (N,H,L,E). Vectors without a group keep the value of the buffer, or are zero without a buffer.
     """
     groups = numbered(G, F.shape[-1])
     found = pack.spread(Y * F[..., None], groups)
@@ -30,27 +44,27 @@ def broadcast(Y: Tensor, G: Tensor, F: Tensor, X: Tensor | None = None) -> Tenso
 
 
 def clustered_aggregate(X: Tensor, G: Tensor, F: Tensor, lengths: Tensor, Y: Tensor | None = None) -> Tensor:
-    """``aggregate``; the original wants sorted groups on a GPU. What is behind ``lengths`` (N,) has no group in G."""
+    """Call ``aggregate``. Groups need not be sorted; vectors after ``lengths`` (N,) have no group in ``G``."""
     return aggregate(X, G, F, Y)
 
 
 def clustered_broadcast(Y: Tensor, groups: Tensor, counts: Tensor, factors: Tensor, X: Tensor | None = None) -> Tensor:
-    """``broadcast``; the original wants sorted groups on a GPU, and their ``counts``."""
+    """Call ``broadcast``. Groups need not be sorted, and ``counts`` is ignored."""
     return broadcast(Y, groups, factors, X)
 
 
 def aggregate_cpu(X: Tensor, G: Tensor, F: Tensor, Y: Tensor) -> None:
-    """``aggregate`` added to ``Y``, as the original's extension does."""
+    """Add the result of ``aggregate`` to ``Y``, as the original's extension does."""
     Y.add_(aggregate(X, G, F).view_as(Y))
 
 
 def broadcast_cpu(Y: Tensor, G: Tensor, F: Tensor, X: Tensor) -> None:
-    """``broadcast`` into ``X``."""
+    """Write the result of ``broadcast`` into ``X``."""
     broadcast(Y, G, F, X)
 
 
 def numbered(G: Tensor, clusters: int) -> Tensor:
-    """Groups as int64, where C stands for none."""
+    """Convert groups to int64, with C for no group."""
     return G.long().where((G >= 0) & (G < clusters), clusters)
 
 

@@ -1,4 +1,4 @@
-"""Attentions by name, and what each of their parameters may be."""
+"""Registries of attentions by name, with the allowed values of their parameters."""
 
 from collections.abc import Callable as Function
 from collections.abc import Sequence
@@ -8,17 +8,22 @@ from .events import EventDispatcher
 
 
 class Spec:
-    """What a parameter may be: ``predicate`` returns a value in its canonical form, or raises ValueError."""
+    """Allowed values of a parameter.
+
+    Args:
+        predicate: a function that returns a value in its canonical form, or raises ValueError.
+        name: the text of ``repr``.
+    """
 
     def __init__(self, predicate: Function[[Any], Any], name: str = "CustomSpec"):
         self._predicate, self._name = predicate, name
 
     def get(self, x):
-        """The value in its canonical form; ValueError where it is none."""
+        """Return the value in its canonical form; raise ValueError if it is not allowed."""
         return self._predicate(x)
 
     def check(self, x) -> bool:
-        """Whether ``get`` would return."""
+        """Return whether the value is allowed."""
         try:
             self.get(x)
         except ValueError:
@@ -48,7 +53,7 @@ class Choice(Spec):
 
 
 class Optional(Spec):
-    """What ``spec`` allows, or None, which stands for ``default``."""
+    """A value that ``spec`` allows, or None, which means ``default``."""
 
     def __init__(self, spec: Spec, default=None):
         super().__init__(lambda x: default if x is None else spec.get(x), f"Optional[{spec!r}, {default!r}]")
@@ -61,7 +66,7 @@ class Optional(Spec):
 
 
 def _boolean(x):
-    # bool("False") is True, which is what a flag of a command line would fall for.
+    # bool("False") is True, which would be wrong for a command-line flag.
     words = {"true": True, "false": False}
     if isinstance(x, str):
         if x.lower() not in words:
@@ -89,7 +94,7 @@ Callable, EventDispatcherInstance = Spec(_function, "Callable"), Spec(_dispatche
 class Registry:
     """Attention classes by name, each with the parameters that a builder passes to it.
 
-    A parameter's name means the same for all attentions of a registry.
+    A parameter's name has one meaning for all attentions of a registry.
     """
 
     def __init__(self):
@@ -97,7 +102,16 @@ class Registry:
         self._specs: dict[str, Spec] = {}
 
     def register(self, key: str, class_object: type, parameter_tuples: Sequence[tuple[str, Spec]]) -> None:
-        """Add an attention. Raises ValueError for a name that is taken, and for another spec of a known parameter."""
+        """Add an attention.
+
+        Args:
+            key: name of the attention.
+            class_object: its class.
+            parameter_tuples: names of its parameters with their specs.
+
+        Raises:
+            ValueError: the name is taken, or a parameter is already registered with a different spec.
+        """
         if key in self._entries:
             raise ValueError(f"{key!r} is already registered, for {self._entries[key][0].__name__}")
         for name, spec in parameter_tuples:
@@ -111,7 +125,7 @@ class Registry:
         return key in self._entries
 
     def __getitem__(self, key: str) -> tuple[type, list[str]]:
-        """The class and the names of its parameters."""
+        """Return the class and the names of its parameters."""
         return self._entries[key]
 
     @property
@@ -120,11 +134,11 @@ class Registry:
         return list(self._entries)
 
     def contains_parameter(self, key: str) -> bool:
-        """Whether some attention has a parameter of that name."""
+        """Return whether an attention has a parameter of that name."""
         return key in self._specs
 
     def validate_parameter(self, key: str, value):
-        """The value in its canonical form. Raises ValueError where it is none, or nobody has such a parameter."""
+        """Return the value in its canonical form; raise ValueError if it, or the parameter, is unknown."""
         if key not in self._specs:
             raise ValueError(f"no attention has a parameter {key!r}; known: {', '.join(self._specs)}")
         try:

@@ -1,4 +1,4 @@
-"""Hashes that tell on which sides of random planes a vector is."""
+"""Hash vectors by the sides of random planes on which they lie."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,18 @@ from ...ops.compress import clusters as pack
 
 
 def compute_hashes(X: Tensor, A: Tensor, H: Tensor | None = None) -> Tensor:
-    """X (n,D), A (bits,D+1), whose last column is compared with -> int64 (n), in the buffer ``H`` where it is given.
+    """Hash vectors: bit b is set if the product with plane b exceeds its bias.
 
-    Raises ValueError unless ``A`` has a column more than ``X``, and at most 63 rows.
+    Args:
+        X: vectors (n,D).
+        A: planes (bits,D+1), with the bias as last column.
+        H: buffer for the result, or None.
+
+    Returns:
+        int64 (n).
+
+    Raises:
+        ValueError: ``A`` does not have D+1 columns, or has more than 63 rows.
     """
     if A.shape[1] != X.shape[1] + 1 or len(A) > pack.BITS:
         raise ValueError(
@@ -21,11 +30,11 @@ def compute_hashes(X: Tensor, A: Tensor, H: Tensor | None = None) -> Tensor:
 
 
 class hash_cpu:
-    """The same under the names of the original's extension, which writes into its last argument."""
+    """Hash functions under the names of the original's extension, which write into their last argument."""
 
     compute_hashes = staticmethod(compute_hashes)
 
     @staticmethod
     def compute_hashes_from_projections(P: Tensor, H: Tensor) -> None:
-        """P (n,bits), compared with zero -> H int64 (n)."""
+        """Write hashes of the signs of ``P`` (n,bits) into ``H`` int64 (n)."""
         H.copy_(((P > 0).long() << torch.arange(P.shape[1], device=P.device)).sum(-1))

@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 class BaseMask:
-    """Which positions are kept. A mask of your own defines ``bool_matrix``; every other property follows from it.
+    """Base class of masks. A custom mask defines ``bool_matrix``; every other property follows from it.
 
-    Answers are computed once and kept. The matrices of floats are float32, as in the original; the attentions here
-    read ``bool_matrix`` alone, so they work in every dtype.
+    Properties are computed once and cached. The float matrices are float32, as in the original. The attentions here
+    read only ``bool_matrix``, so they work in every dtype.
     """
 
     @property
@@ -33,21 +33,21 @@ class BaseMask:
 
     @property
     def lengths(self) -> Tensor:
-        """How many positions each row keeps, int64. Raises ValueError unless a row's kept positions come first."""
+        """Number of positions that each row keeps, int64; ValueError unless a row's kept positions come first."""
 
         def count() -> Tensor:
             matrix = self.bool_matrix
             lengths = matrix.long().sum(-1)
             first = torch.arange(matrix.shape[-1], device=matrix.device) < lengths[..., None]
             if not torch.equal(first, matrix):
-                raise ValueError("not a length mask: a row keeps a position behind one that it drops")
+                raise ValueError("not a length mask: a row keeps a position after one that it drops")
             return lengths
 
         return self._once("_lengths", count)
 
     @property
     def shape(self) -> torch.Size:
-        """Of ``bool_matrix``."""
+        """Shape of ``bool_matrix``."""
         return self.bool_matrix.shape
 
     @property
@@ -76,14 +76,21 @@ class BaseMask:
 
 
 class FullMask(BaseMask):
-    """Any mask: from a bool tensor, which is copied, or all ones of a size: ``FullMask(N)``, ``FullMask(N, M)``.
+    """Any mask, from a bool tensor, or all ones: ``FullMask(N)``, ``FullMask(N, M)``.
 
-    M defaults to N. Raises ValueError for a tensor that is not bool and where neither tensor nor size is given.
+    Args:
+        mask: a bool tensor, which is copied; None means all ones.
+        N: number of rows without a tensor.
+        M: number of columns without a tensor; None means N.
+        device: device of a mask without a tensor.
+
+    Raises:
+        ValueError: the tensor is not bool, or neither tensor nor size is given.
     """
 
     def __init__(self, mask=None, N=None, M=None, device: torch.device | str = "cpu"):
         if isinstance(mask, int):
-            # FullMask(N) and FullMask(N, M): the sizes stand one place to the left of their names.
+            # FullMask(N) and FullMask(N, M) pass the sizes one position to the left of their names.
             mask, N, M = None, mask, N if M is None else M
         if mask is not None:
             if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -102,10 +109,15 @@ class FullMask(BaseMask):
 
 
 class LengthMask(BaseMask):
-    """The first ``lengths[i]`` positions of row i, in a matrix (len(lengths), max_len).
+    """Mask that keeps the first ``lengths[i]`` positions of row i, of shape (len(lengths), max_len).
 
-    ``lengths`` int64 (N,). ``max_len`` defaults to the largest length, which makes a GPU wait; better give it. Raises
-    ValueError for lengths that are not one-dimensional.
+    Args:
+        lengths: int64 (N,).
+        max_len: number of columns; None means the largest length, which synchronizes a GPU.
+        device: device of the mask; None means that of ``lengths``.
+
+    Raises:
+        ValueError: lengths are not one-dimensional.
     """
 
     def __init__(self, lengths, max_len=None, device=None):
@@ -121,7 +133,7 @@ class LengthMask(BaseMask):
 
 
 class TriangularCausalMask(LengthMask):
-    """Row i keeps its first i + 1 of ``N`` positions."""
+    """Causal mask: row i keeps its first i + 1 of ``N`` positions."""
 
     def __init__(self, N: int, device: torch.device | str = "cpu"):
         super().__init__(torch.arange(1, N + 1, device=device), max_len=N)
@@ -130,24 +142,24 @@ class TriangularCausalMask(LengthMask):
 
 
 def whole(batch: int, length: int, device: torch.device) -> LengthMask:
-    """The length mask of a batch without padding, which knows that it keeps everything without looking."""
+    """Return the length mask of a batch without padding, with ``all_ones`` already set."""
     mask = LengthMask(torch.full((batch,), length, dtype=torch.long, device=device), max_len=length)
     mask.__dict__["_all_ones"] = True
     return mask
 
 
 def keys_of(key_lengths: BaseMask) -> Tensor | None:
-    """The kept keys, bool (N,S); None where all are."""
-    # A compiler must not be asked what depends on data; a mask that is all ones gives the same answer.
+    """Return the kept keys, bool (N,S); None if all are kept."""
+    # Under a compiler no branch may depend on data. A mask of all ones gives the same result.
     if torch.compiler.is_compiling() and "_all_ones" not in key_lengths.__dict__:
         return key_lengths.bool_matrix
     return None if key_lengths.all_ones else key_lengths.bool_matrix
 
 
 def visible(attn_mask: BaseMask, key_lengths: BaseMask) -> tuple[Tensor | None, bool]:
-    """What softmax attention may see: a mask that broadcasts to (N,H,L,S), or None, and whether it is causal instead.
+    """Return the arguments ``mask`` and ``causal`` of ``ops.softmax.attend``.
 
-    The two are the ``mask`` and ``causal`` of ``ops.softmax.attend``.
+    The mask broadcasts to (N,H,L,S). It is None if nothing is hidden, or if the causal mask is all that there is.
     """
     keys = keys_of(key_lengths)
     if keys is None and attn_mask.lower_triangular and attn_mask.shape[0] == attn_mask.shape[1]:

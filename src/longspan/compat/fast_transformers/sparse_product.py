@@ -1,4 +1,4 @@
-"""Products with a few keys of each query, and sums of their values."""
+"""Products of each query with a few keys, and weighted sums of their values."""
 
 from collections.abc import Callable
 
@@ -9,16 +9,34 @@ from torch.utils.checkpoint import checkpoint
 from ...ops.compress import prototypes as tiled
 from .aggregate import numbered
 
-_ROOM = 2**24  # numbers gathered at once
+_ROOM = 2**24  # numbers gathered in one step
 
 
 def sparse_dot_product(Q: Tensor, K: Tensor, topk: Tensor) -> Tensor:
-    """Q (N,H,L,E) with those of K (N,H,S,E) that ``topk`` (N,H,L,k) tells by number -> (N,H,L,k)."""
+    """Multiply each query with its own keys.
+
+    Args:
+        Q: queries (N,H,L,E).
+        K: keys (N,H,S,E).
+        topk: indices of the keys of each query (N,H,L,k).
+
+    Returns:
+        Products (N,H,L,k).
+    """
     return _pieces(lambda q, top: torch.einsum("nhle,nhlke->nhlk", q, tiled.gathered(K, top)), Q, topk, K.shape[-1])
 
 
 def sparse_weighted_average(weights: Tensor, values: Tensor, topk: Tensor) -> Tensor:
-    """sum over k of weights (N,H,L,k) times those of values (N,H,S,D) that ``topk`` (N,H,L,k) tells -> (N,H,L,D)."""
+    """Sum the values of each query's own keys, with weights.
+
+    Args:
+        weights: (N,H,L,k).
+        values: (N,H,S,D).
+        topk: indices of the keys of each query (N,H,L,k).
+
+    Returns:
+        (N,H,L,D).
+    """
 
     def read(w: Tensor, top: Tensor) -> Tensor:
         return torch.einsum("nhlk,nhlkd->nhld", w, tiled.gathered(values, top))
@@ -27,7 +45,7 @@ def sparse_weighted_average(weights: Tensor, values: Tensor, topk: Tensor) -> Te
 
 
 def _pieces(read: Callable[[Tensor, Tensor], Tensor], x: Tensor, topk: Tensor, size: int) -> Tensor:
-    """``read`` for some queries at a time; what it gathers is gathered again for the gradients, and not kept."""
+    """Run ``read`` on a few queries at a time; the backward pass gathers again instead of storing."""
     together = max(1, _ROOM // max(1, topk[:, :, :1].numel() * size))
     parts = zip(x.split(together, 2), topk.split(together, 2), strict=True)
     return torch.cat([checkpoint(read, one, top, use_reentrant=False) for one, top in parts], 2)  # type: ignore[misc]
@@ -36,9 +54,18 @@ def _pieces(read: Callable[[Tensor, Tensor], Tensor], x: Tensor, topk: Tensor, s
 def clustered_sparse_dot_product(
     Q: Tensor, K: Tensor, topk: Tensor, groups: Tensor, counts: Tensor, lengths: Tensor
 ) -> Tensor:
-    """The same with keys for each group: topk (N,H,C,k), groups (N,H,L) as in ``aggregate`` -> (N,H,L,k).
+    """Multiply each query with the keys of its group.
 
-    Zero without a group. ``counts`` and ``lengths`` follow from the groups.
+    Args:
+        Q: queries (N,H,L,E).
+        K: keys (N,H,S,E).
+        topk: indices of the keys of each group (N,H,C,k).
+        groups: groups of the queries (N,H,L), as in ``aggregate``.
+        counts: ignored.
+        lengths: ignored.
+
+    Returns:
+        Products (N,H,L,k), zero for queries without a group.
     """
     return _clustered(lambda q, keys: q @ keys.mT, Q, K, topk, groups)
 
@@ -46,7 +73,18 @@ def clustered_sparse_dot_product(
 def clustered_sparse_weighted_average(
     weights: Tensor, values: Tensor, topk: Tensor, groups: Tensor, counts: Tensor
 ) -> Tensor:
-    """weights (N,H,L,k) times the values (N,H,S,D) of a group's keys, topk (N,H,C,k) -> (N,H,L,D)."""
+    """Sum the values of the keys of each query's group, with weights.
+
+    Args:
+        weights: (N,H,L,k).
+        values: (N,H,S,D).
+        topk: indices of the keys of each group (N,H,C,k).
+        groups: groups of the queries (N,H,L), as in ``aggregate``.
+        counts: ignored.
+
+    Returns:
+        (N,H,L,D), zero for queries without a group.
+    """
     return _clustered(torch.matmul, weights, values, topk, groups)
 
 

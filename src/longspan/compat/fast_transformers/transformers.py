@@ -1,4 +1,4 @@
-"""Transformer encoders and decoders over whole sequences, normalised after each part."""
+"""Transformer encoders and decoders over whole sequences, normalized after each part."""
 
 from collections.abc import Sequence
 
@@ -10,10 +10,18 @@ from .masking import BaseMask, FullMask, whole
 
 
 class Layer(nn.Module):
-    """What all layers have: the feed-forward network, its norm, and dropout.
+    """Base class of layers: a feed-forward network, two norms, and dropout.
 
-    ``d_ff`` is its inner width (None: 4 d_model), ``activation`` the name of a function of ``torch.nn.functional``,
-    ``attentions`` are kept under their names. Raises ValueError for an activation that is none.
+    Args:
+        d_model: width of the model.
+        d_ff: inner width of the feed-forward network; None means 4 d_model.
+        dropout: probability of dropout.
+        activation: name of a function of ``torch.nn.functional``.
+        event_dispatcher: a dispatcher, or its name.
+        attentions: attention modules, stored under their names.
+
+    Raises:
+        ValueError: ``activation`` is not a function of ``torch.nn.functional``.
     """
 
     def __init__(
@@ -26,7 +34,7 @@ class Layer(nn.Module):
         **attentions: nn.Module,
     ):
         super().__init__()
-        # Before all else, as in the original: an optimiser's checkpoint numbers the parameters in this order.
+        # First, as in the original: an optimizer's checkpoint numbers the parameters in this order.
         for name, attention in attentions.items():
             setattr(self, name, attention)
         d_ff = d_ff or 4 * d_model
@@ -35,18 +43,18 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         function = F.__dict__.get(activation)
         if not callable(function):
-            raise ValueError(f"activation={activation!r} is no function of torch.nn.functional; relu and gelu are")
+            raise ValueError(f"activation={activation!r} is not a function of torch.nn.functional; use relu or gelu")
         self.activation = function
         self.event_dispatcher = EventDispatcher.get(event_dispatcher)
 
     def feed(self, x: Tensor) -> Tensor:
-        """The feed-forward network: (..., d_model) -> (..., d_model)."""
+        """Apply the feed-forward network: (..., d_model) -> (..., d_model)."""
         hidden = self.dropout(self.activation(self.linear1(x)))
         return self.dropout(self.linear2(hidden))
 
 
 class EncoderParts(Layer):
-    """The parameters of an encoder's layer."""
+    """Parameters of an encoder layer."""
 
     attention: nn.Module
 
@@ -63,7 +71,7 @@ class EncoderParts(Layer):
 
 
 class DecoderParts(Layer):
-    """The parameters of a decoder's layer."""
+    """Parameters of a decoder layer."""
 
     self_attention: nn.Module
     cross_attention: nn.Module
@@ -84,7 +92,7 @@ class DecoderParts(Layer):
 
 
 class Layers(nn.Module):
-    """A list of layers, and ``norm_layer`` (or None) after the last."""
+    """Base class of encoders and decoders: a list of layers, and ``norm_layer`` (or None) after the last."""
 
     def __init__(
         self,
@@ -97,21 +105,21 @@ class Layers(nn.Module):
         self.norm = norm_layer
         self.event_dispatcher = EventDispatcher.get(event_dispatcher)
 
-    def tell(self, x: Tensor) -> None:
+    def dispatch(self, x: Tensor) -> None:
         """Dispatch an IntermediateOutput."""
         if self.event_dispatcher.listening:
             self.event_dispatcher.dispatch(IntermediateOutput(self, x))
 
     def end(self, x: Tensor) -> Tensor:
-        """The final norm, where there is one."""
+        """Apply the final norm, if there is one."""
         return x if self.norm is None else self.norm(x)
 
 
 class TransformerEncoderLayer(EncoderParts):
-    """x = norm1(x + attention(x)), y = norm2(x + feed(x))."""
+    """Encoder layer: x = norm1(x + attention(x)), y = norm2(x + feed(x))."""
 
     def forward(self, x: Tensor, attn_mask: BaseMask | None = None, length_mask: BaseMask | None = None) -> Tensor:
-        """x (N,L,d_model) -> (N,L,d_model); masks of (L,L) and (N,L), None keeps everything."""
+        """Return (N,L,d_model) for ``x`` of that shape; masks are (L,L) and (N,L), None keeps everything."""
         attn_mask, length_mask = _everything(x, x, attn_mask), _all_tokens(x, length_mask)
         y = self.attention(x, x, x, attn_mask=attn_mask, query_lengths=length_mask, key_lengths=length_mask)
         x = self.norm1(x + self.dropout(y))
@@ -119,19 +127,28 @@ class TransformerEncoderLayer(EncoderParts):
 
 
 class TransformerEncoder(Layers):
-    """Layers of an encoder. Causality is asked for: ``attn_mask=TriangularCausalMask(L)``."""
+    """Encoder. It is causal with ``attn_mask=TriangularCausalMask(L)``."""
 
     def forward(self, x: Tensor, attn_mask: BaseMask | None = None, length_mask: BaseMask | None = None) -> Tensor:
-        """x (N,L,d_model) -> (N,L,d_model); masks of (L,L) and (N,L), None keeps everything."""
+        """Encode sequences.
+
+        Args:
+            x: (N,L,d_model).
+            attn_mask: (L,L); None keeps everything.
+            length_mask: (N,L); None keeps everything.
+
+        Returns:
+            (N,L,d_model).
+        """
         attn_mask, length_mask = _everything(x, x, attn_mask), _all_tokens(x, length_mask)
         for layer in self.layers:
             x = layer(x, attn_mask=attn_mask, length_mask=length_mask)
-            self.tell(x)
+            self.dispatch(x)
         return self.end(x)
 
 
 class TransformerDecoderLayer(DecoderParts):
-    """x = norm1(x + self_attention(x)), norm2(x + cross_attention(x, memory)), norm3(x + feed(x))."""
+    """Decoder layer: x = norm1(x + self_attention(x)), norm2(x + cross_attention(x, memory)), norm3(x + feed(x))."""
 
     def forward(
         self,
@@ -142,7 +159,19 @@ class TransformerDecoderLayer(DecoderParts):
         memory_mask: BaseMask | None = None,
         memory_length_mask: BaseMask | None = None,
     ) -> Tensor:
-        """x (N,L,d_model), memory (N,S,d_memory) -> (N,L,d_model); masks of (L,L), (N,L), (L,S), (N,S)."""
+        """Decode ``x`` with a memory.
+
+        Args:
+            x: (N,L,d_model).
+            memory: (N,S,d_memory).
+            x_mask: (L,L); None keeps everything, as for all masks.
+            x_length_mask: (N,L).
+            memory_mask: (L,S).
+            memory_length_mask: (N,S).
+
+        Returns:
+            (N,L,d_model).
+        """
         x_mask, x_lengths = _everything(x, x, x_mask), _all_tokens(x, x_length_mask)
         memory_mask, lengths = _everything(x, memory, memory_mask), _all_tokens(memory, memory_length_mask)
         y = self.self_attention(x, x, x, attn_mask=x_mask, query_lengths=x_lengths, key_lengths=x_lengths)
@@ -153,7 +182,7 @@ class TransformerDecoderLayer(DecoderParts):
 
 
 class TransformerDecoder(Layers):
-    """Layers of a decoder, all of which read the same memory."""
+    """Decoder whose layers all read the same memory."""
 
     def forward(
         self,
@@ -164,7 +193,7 @@ class TransformerDecoder(Layers):
         memory_mask: BaseMask | None = None,
         memory_length_mask: BaseMask | None = None,
     ) -> Tensor:
-        """As in ``TransformerDecoderLayer``."""
+        """Decode ``x`` with a memory; arguments as in ``TransformerDecoderLayer``."""
         masks = {
             "x_mask": _everything(x, x, x_mask),
             "x_length_mask": _all_tokens(x, x_length_mask),
@@ -173,7 +202,7 @@ class TransformerDecoder(Layers):
         }
         for layer in self.layers:
             x = layer(x, memory, **masks)
-            self.tell(x)
+            self.dispatch(x)
         return self.end(x)
 
 

@@ -1,4 +1,4 @@
-"""Two modules with the same weights."""
+"""Share weights between two modules."""
 
 from torch import nn
 
@@ -8,10 +8,15 @@ from .recurrent.attention import RecurrentSums
 def make_mirror(src_module: nn.Module, dst_module: nn.Module) -> None:
     """Make ``dst_module`` use the parameters and buffers of ``src_module``, now and as they change.
 
-    Typically a batch model that is trained and a recurrent model that generates. A mirror draws no random features of
-    its own: it has those with which ``src_module`` last ran.
+    Typically a batch model is trained and a recurrent mirror generates. The mirror draws no random features: it uses
+    those of the last call of ``src_module``.
 
-    Raises ValueError where a module or parameter of ``src_module`` has no counterpart of the same name and shape.
+    Args:
+        src_module: the module with the weights.
+        dst_module: the module to change.
+
+    Raises:
+        ValueError: a parameter of ``src_module`` has no counterpart of the same name and shape.
     """
     theirs = dict(dst_module.named_modules(remove_duplicate=False))
     pairs = []

@@ -1,4 +1,4 @@
-"""Weights of other implementations under the names of this one: rules that rename, split or drop keys."""
+"""Rename the weights of other implementations: rules that rename, split or drop keys."""
 
 import os
 import re
@@ -12,19 +12,19 @@ from ..._utils import atomic_io
 
 
 class MappingRule:
-    """``matches(key)`` says whether a rule is for a key, ``apply(key, value)`` returns what becomes of it."""
+    """Base class of rules: ``matches(key)`` selects keys, ``apply(key, value)`` returns their new entries."""
 
     def matches(self, key: str) -> bool:
-        """Whether the rule is for this key."""
+        """Return whether the rule applies to this key."""
         raise NotImplementedError(f"{type(self).__name__} must define matches(key)")
 
     def apply(self, key: str, value: Tensor) -> list[tuple[str, Tensor]]:
-        """The entries that take its place."""
+        """Return the entries that replace this one."""
         raise NotImplementedError(f"{type(self).__name__} must define apply(key, value)")
 
 
 class IdentityRule(MappingRule):
-    """Keeps every key."""
+    """Keep every key."""
 
     def matches(self, key: str) -> bool:
         return True
@@ -34,7 +34,7 @@ class IdentityRule(MappingRule):
 
 
 class NotRule(MappingRule):
-    """Keeps every key that ``rule`` does not match."""
+    """Keep every key that ``rule`` does not match."""
 
     def __init__(self, rule: MappingRule):
         self.rule = rule
@@ -47,7 +47,7 @@ class NotRule(MappingRule):
 
 
 class OrRule(MappingRule):
-    """Matches where one of ``rules`` does, and applies those that do, one to the results of the other."""
+    """Match if one of ``rules`` does, and apply the rules that match, in turn."""
 
     def __init__(self, *rules: MappingRule):
         self.rules = rules
@@ -63,7 +63,7 @@ class OrRule(MappingRule):
 
 
 class RegexRule(MappingRule):
-    """Replaces each match of a regular expression; ``replace`` as in ``re.sub``."""
+    """Replace each match of a regular expression; ``replace`` as in ``re.sub``."""
 
     def __init__(self, search: str, replace: str | Callable[[re.Match], str]):
         self.pattern, self.replace = re.compile(search), replace
@@ -76,7 +76,7 @@ class RegexRule(MappingRule):
 
 
 class PytorchAttentionWeightsRule(MappingRule):
-    """Cuts the weights and biases that ``nn.MultiheadAttention`` keeps for queries, keys and values together."""
+    """Split the joint weights and biases of ``nn.MultiheadAttention`` into queries, keys and values."""
 
     def matches(self, key: str) -> bool:
         return "self_attn.in_proj_" in key
@@ -88,16 +88,18 @@ class PytorchAttentionWeightsRule(MappingRule):
 
 
 class SimpleMapper:
-    """The first rule that matches a key decides; a key that none matches is dropped.
+    """Apply the first rule that matches each key, and drop keys that no rule matches.
 
-    ``add_identity`` appends a rule that keeps what is left.
+    Args:
+        rules: the rules, in order.
+        add_identity: append a rule that keeps the other keys.
     """
 
     def __init__(self, rules: Sequence[MappingRule] = (), add_identity: bool = True):
         self._rules = [*rules, IdentityRule()] if add_identity else list(rules)
 
     def map(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict under its new names; the given one is left as it is."""
+        """Return a state dict with the new names; the given one does not change."""
         new: dict[str, Tensor] = {}
         for key, value in state_dict.items():
             for rule in self._rules:
@@ -110,10 +112,20 @@ class SimpleMapper:
     def load_file(
         cls, filepath: Any, model_root: str | None = None, map_location: Any = None, **other_args: Any
     ) -> Any:
-        """``torch.load`` and ``map``. ``model_root``: the key under which a checkpoint has the state dict.
+        """Load a checkpoint by ``torch.load`` and map its state dict.
 
-        Nothing but plain values and tensors is unpickled, unless ``weights_only=False`` asks for it, which runs
-        whatever code a file brings. Raises OSError for a path that is not a regular file.
+        Args:
+            filepath: a path or file object.
+            model_root: key of the state dict in the checkpoint; None means that the checkpoint is the state dict.
+            map_location: as in ``torch.load``.
+            other_args: other arguments of ``torch.load``. ``weights_only`` defaults to True; False unpickles any
+                object, which can run code from the file.
+
+        Returns:
+            The mapped state dict, or the checkpoint with it at ``model_root``.
+
+        Raises:
+            OSError: the path is not a regular file.
         """
         if isinstance(filepath, str | os.PathLike):
             atomic_io.open_regular(filepath).close()
@@ -124,7 +136,7 @@ class SimpleMapper:
 
 
 class PytorchMapper(SimpleMapper):
-    """From ``nn.TransformerEncoder(nn.TransformerEncoderLayer(...))``, normalised after each part."""
+    """Map ``nn.TransformerEncoder(nn.TransformerEncoderLayer(...))``, normalized after each part."""
 
     def __init__(self):
         rename = RegexRule(
@@ -134,7 +146,7 @@ class PytorchMapper(SimpleMapper):
         super().__init__([PytorchAttentionWeightsRule(), rename, rest], add_identity=False)
 
 
-# The dot behind a name keeps Longformer's ``query_global`` apart.
+# The dot after a name excludes Longformer's ``query_global``.
 _BERT = (
     (r"layer\.(\d+)\.attention\.self\.(query|key|value)\.", r"layers.\1.attention.\2_projection."),
     (r"layer\.(\d+)\.attention\.output\.dense\.", r"layers.\1.attention.out_projection."),
@@ -146,14 +158,14 @@ _BERT = (
 
 
 class HugginfaceBertEncoderMapper(SimpleMapper):
-    """From the encoder of a BERT of the transformers library. (The name is spelt as in the original.)"""
+    """Map the encoder of a BERT of the transformers library. The name is spelled as in the original."""
 
     def __init__(self):
         super().__init__([RegexRule(*rule) for rule in _BERT])
 
 
 class LongformerMapper(SimpleMapper):
-    """From the encoder of a Longformer, whose projections for global attention are left out."""
+    """Map the encoder of a Longformer, without its projections for global attention."""
 
     def __init__(self):
         rules = [RegexRule(*rule) for rule in _BERT]

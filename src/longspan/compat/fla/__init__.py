@@ -1,8 +1,7 @@
-"""The functional names of flash-linear-attention on longspan's operations, for code that was written for a GPU.
+"""Functions of flash-linear-attention on longspan's operations, on any device and in any precision.
 
-``longspan.compat.fla.install()`` makes ``from fla.ops.gated_delta_rule import chunk_gated_delta_rule`` and its like
-find them, on any device and in any precision. Layouts and arguments are the original's: queries, keys (B,T,H,K) and
-values (B,T,HV,V), sequence before heads.
+After ``longspan.compat.fla.install()``, imports such as ``from fla.ops.gated_delta_rule import chunk_gated_delta_rule``
+find them. Layouts and arguments are the original's: queries and keys (B,T,H,K), values (B,T,HV,V).
 """
 
 import importlib.util
@@ -14,7 +13,7 @@ from typing import Any
 from . import ops
 
 NAME = "fla"
-# Module of the original below fla.ops, and its functions; each is also in fla.ops itself.
+# Modules of the original below fla.ops with their functions. Each function is also in fla.ops.
 FUNCTIONS = {
     "delta_rule": ("chunk_delta_rule", "fused_recurrent_delta_rule"),
     "gated_delta_rule": (
@@ -29,20 +28,20 @@ FUNCTIONS = {
     "retention": ("chunk_retention", "fused_chunk_retention", "fused_recurrent_retention"),
     "simple_gla": ("chunk_simple_gla", "fused_chunk_simple_gla", "fused_recurrent_simple_gla"),
 }
-# Where the original has them: chunk_gla also in fla.ops.gla.chunk.
+# Files of the original: chunk_gla is also in fla.ops.gla.chunk.
 FILES = ("fused_chunk", "fused_recurrent", "chunk")
 
-# What install() put under the name, and what had been there.
+# Modules that install() put under the name, and modules that they replaced.
 _installed: dict[str, ModuleType] = {}
 _displaced: dict[str, ModuleType] = {}
 
 
 class Shim(ModuleType):
-    """A module of the original's name; what it does not have is an AttributeError that says what there is."""
+    """A module with the original's name; a missing attribute raises an AttributeError that lists the present ones."""
 
     def __init__(self, name: str, document: str):
         super().__init__(name, document)
-        # Whoever looks for the package, without importing it, finds it.
+        # importlib.util.find_spec finds the package by these.
         self.__spec__, self.__path__ = ModuleSpec(name, None, is_package=True), []
 
     def __getattr__(self, name: str) -> Any:
@@ -58,10 +57,14 @@ class Shim(ModuleType):
 def install(*, replace: bool = False) -> None:
     """Make ``import fla``, and the modules of ``FUNCTIONS`` below ``fla.ops``, find longspan's operations.
 
-    Holds for this process, until ``uninstall()``; a second call changes nothing. Call it before whatever imports fla:
-    names that were imported earlier stay what they were.
+    It applies to this process, until ``uninstall()``. A second call changes nothing. Call it before the first import of
+    fla: names that were imported earlier keep their values.
 
-    Raises ValueError where the real flash-linear-attention is installed or imported, unless ``replace=True``.
+    Args:
+        replace: replace the real flash-linear-attention if it is installed or imported. Its files do not change.
+
+    Raises:
+        ValueError: the real flash-linear-attention is installed or imported, and ``replace`` is False.
     """
     if _installed:
         return
@@ -69,7 +72,7 @@ def install(*, replace: bool = False) -> None:
     if not replace and (real or importlib.util.find_spec(NAME) is not None):
         how = "already imported" if real else "installed here"
         raise ValueError(
-            f"{NAME} is {how}; install(replace=True) takes its place in this process, and leaves its files alone"
+            f"{NAME} is {how}; install(replace=True) replaces it in this process and does not change its files"
         )
     for name in real:
         _displaced[name] = sys.modules.pop(name)
@@ -78,7 +81,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install()``: the real package, if there is one, is found again. Without ``install()`` nothing changes."""
+    """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
     for name, module in _installed.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
@@ -88,7 +91,7 @@ def uninstall() -> None:
 
 
 def _modules() -> dict[str, ModuleType]:
-    """Our modules by the original's names."""
+    """Return our modules by the original's names."""
     found: dict[str, ModuleType] = {}
 
     def module(name: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The arguments of flash-linear-attention's functions: what is served, and how it is laid out here."""
+"""Arguments of flash-linear-attention's functions: which are supported, and their layout in longspan."""
 
 from typing import Any, NamedTuple
 
@@ -6,34 +6,38 @@ from torch import Tensor
 
 from ...ops.tensors import upcast_half
 
-# Arguments that change how the original computes and not what: a value other than these is refused all the same.
+# Arguments that change how the original computes, not its result. They are accepted and ignored.
 HINTS = ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "disable_recompute", "use_graph", "max_num_seqs")
 REFUSED = {
-    "head_first": "the layout is (B, T, H, D); transpose(1, 2) the operands",
-    "gv": "longspan has no decay of the values' channels",
-    "reverse": "flip(1) the operands and the outputs",
+    "head_first": "the layout is (B, T, H, D); call transpose(1, 2) on the operands",
+    "gv": "longspan has no decays of the value channels",
+    "reverse": "call flip(1) on the operands and the outputs",
     "state_v_first": "states are (N, H, K, V); transpose the last two axes",
     "transpose_state_layout": "states are (N, H, K, V); transpose the last two axes",
-    "use_gate_in_kernel": "give g = -A_log.exp() * softplus(g + dt_bias)",
-    "A_log": "give g = -A_log.exp() * softplus(g + dt_bias)",
-    "dt_bias": "give g = -A_log.exp() * softplus(g + dt_bias)",
-    "use_beta_sigmoid_in_kernel": "give beta.sigmoid(), twice that with allow_neg_eigval",
-    "allow_neg_eigval": "give 2 * beta.sigmoid()",
-    "safe_gate": "give the decays that are meant",
-    "lower_bound": "give the decays that are meant",
-    "cp_context": "a sequence is not spread over devices here",
-    "return_intermediate_states": "call once for each part, and keep the states",
-    "output_attentions": "longspan builds no matrix of weights for it",
+    "use_gate_in_kernel": "pass g = -A_log.exp() * softplus(g + dt_bias)",
+    "A_log": "pass g = -A_log.exp() * softplus(g + dt_bias)",
+    "dt_bias": "pass g = -A_log.exp() * softplus(g + dt_bias)",
+    "use_beta_sigmoid_in_kernel": "pass beta=beta.sigmoid(), and twice that for allow_neg_eigval",
+    "allow_neg_eigval": "pass beta=2 * beta.sigmoid()",
+    "safe_gate": "pass the final decays as g",
+    "lower_bound": "pass the final decays as g",
+    "cp_context": "longspan does not spread a sequence over devices",
+    "return_intermediate_states": "call the function once per part and keep the states",
+    "output_attentions": "longspan does not compute the matrix of weights",
 }
 
 
 def refuse(function: str, options: dict[str, Any]) -> None:
-    """Raise ValueError for an argument that is set and not served, or that the function does not have."""
+    """Raise ValueError for an argument that is set and not supported, or that the function does not have."""
     for name, value in options.items():
         if name not in REFUSED and name not in HINTS:
             raise ValueError(f"{function} has no argument {name!r}")
         if name in REFUSED and value is not None and value is not False:
-            raise ValueError(f"{function} does not serve {name}=: {REFUSED[name]}")
+            raise ValueError(f"{function} does not support {name}={_shown(value)}: {REFUSED[name]}")
+
+
+def _shown(value: Any) -> str:
+    return f"Tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 
 
 def refuse_per_channel(g: Tensor | None) -> None:
@@ -49,14 +53,14 @@ def refuse_per_head(g: Tensor | None, name: str = "g") -> None:
 
 
 class LaidOut(NamedTuple):
-    """The operands as ``longspan.ops.gated`` has them: heads before the sequence."""
+    """Operands in the layout of ``longspan.ops.gated``: heads before the sequence."""
 
     q: Tensor  # (B,H,T,K)
     k: Tensor  # (B,H,T,K)
     v: Tensor  # (B,HV,T,V)
     log_decay: Tensor | None  # (B,HV,T) or (B,HV,T,K)
     beta: Tensor | None  # (B,HV,T)
-    state: Tensor | None  # (N,HV,K,V), in float32 at least
+    state: Tensor | None  # (N,HV,K,V), float32 or wider
 
 
 def laid_out(
@@ -68,7 +72,7 @@ def laid_out(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> LaidOut:
-    """Operands in the original's layout, transposed, none copied. Raises ValueError for shapes that cannot be meant."""
+    """Transpose operands of the original's layout without a copy; raise ValueError for shapes that do not fit."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
             raise ValueError(f"{name} must be (B, T, H, D), not {tuple(t.shape)}")
@@ -78,7 +82,7 @@ def laid_out(
     if beta is not None and tuple(beta.shape) != expected:
         raise ValueError(f"beta must be (B, T, HV) = {expected}, not {tuple(beta.shape)}")
     if cu_seqlens is not None and len(q) != 1:
-        raise ValueError(f"cu_seqlens packs sequences into one row, and there are {len(q)}; flatten them first")
+        raise ValueError(f"cu_seqlens needs operands with one row, not {len(q)}; flatten the batch first")
     wide = upcast_half(v[:0]).dtype
     over = (t if t is None else t.transpose(1, 2) for t in (q, k, v, g, beta))
     return LaidOut(*over, None if state is None else state.to(wide))  # type: ignore[misc]

@@ -1,9 +1,8 @@
-"""The functions of flash-linear-attention 0.6 by name, each a call of ``decay_attention`` or ``delta_rule``.
+"""Functions of flash-linear-attention 0.6, each a call of ``decay_attention`` or ``delta_rule``.
 
-Shapes are the original's: q, k (B,T,H,K), v (B,T,HV,V), where H divides HV; decays ``g`` (B,T,HV), their logarithms;
-``beta`` (B,T,HV); states (N,HV,K,V), N = B, or the number of sequences that ``cu_seqlens`` (N+1,) packs into one row.
-Each returns the outputs (B,T,HV,V) and the last state, in float32 at least, or None without ``output_final_state``.
-``scale=None`` means 1 / sqrt(K). Every function raises ValueError for an argument that it does not serve.
+Shapes are the original's, in its letters: B batch, T tokens, H query and key heads, HV value heads (a multiple of H), K
+key dim, V value dim, N states. N equals B, or the number of sequences that ``cu_seqlens`` packs into one row.
+``chunk_gated_delta_rule`` documents the arguments, results and errors that all functions share.
 """
 
 from typing import Any
@@ -30,7 +29,31 @@ def chunk_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule with a decay per head: Yang et al. 2024 (2412.06464), eq. 10."""
+    """Compute the gated delta rule, with a decay per head.
+
+    Args:
+        q: queries (B,T,H,K).
+        k: keys (B,T,H,K).
+        v: values (B,T,HV,V).
+        g: logarithms of the decays (B,T,HV).
+        beta: step sizes (B,T,HV).
+        scale: factor of the queries; None means 1 / sqrt(K).
+        initial_state: states (N,HV,K,V); None means zeros.
+        output_final_state: return the last states.
+        use_qk_l2norm_in_kernel: normalize queries and keys to length 1.
+        cu_seqlens: offsets (N+1,) of the sequences that are packed into a single row.
+        options: other arguments of the original. Those that do not affect the result are ignored.
+
+    Returns:
+        Outputs (B,T,HV,V) in the dtype of ``v``, and the last states (N,HV,K,V) in float32 or wider, or None without
+        ``output_final_state``.
+
+    Raises:
+        ValueError: a shape does not fit, or an argument is not supported.
+
+    References:
+        Yang et al. 2024 (2412.06464), eq. 10.
+    """
     refuse("chunk_gated_delta_rule", options)
     refuse_per_channel(g)
     return _recur(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
@@ -51,7 +74,16 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same; ``gk`` (B,T,HV,K): decays per channel of the keys instead, or beside those per head."""
+    """Compute the gated delta rule, with decays per head, per key channel or both.
+
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
+
+    Args:
+        g: logarithms of the decays per head (B,T,HV); None means no decay.
+        gk: logarithms of the decays per key channel (B,T,HV,K), added to ``g``.
+        gv: not supported.
+        beta: step sizes (B,T,HV); None means 1.
+    """
     refuse("fused_recurrent_gated_delta_rule", options | {"gv": gv})
     return _recur(
         q,
@@ -82,7 +114,13 @@ def chunk_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule without decay: Yang et al. 2024 (2406.06484), eq. 5."""
+    """Compute the delta rule without decay.
+
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
+
+    References:
+        Yang et al. 2024 (2406.06484), eq. 5.
+    """
     refuse("chunk_delta_rule", options)
     return _recur(q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 
@@ -99,7 +137,10 @@ def fused_recurrent_delta_rule(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same; without ``beta`` it is 1."""
+    """Compute the delta rule without decay; ``beta=None`` means 1.
+
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
+    """
     refuse("fused_recurrent_delta_rule", options)
     return chunk_delta_rule(
         q,
@@ -127,7 +168,16 @@ def chunk_kda(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The delta rule with decays per channel of the keys, ``g`` (B,T,HV,K): Kimi Team 2025 (2510.26692), eq. 1."""
+    """Compute the delta rule with decays per key channel.
+
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
+
+    Args:
+        g: logarithms of the decays (B,T,HV,K).
+
+    References:
+        Kimi Team 2025 (2510.26692), eq. 1.
+    """
     refuse("chunk_kda", options)
     refuse_per_head(g)
     return _recur(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
@@ -148,7 +198,7 @@ def fused_recurrent_kda(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same."""
+    """Call ``chunk_kda``; ``A_log`` and ``dt_bias`` are not supported."""
     refuse("fused_recurrent_kda", options | {"A_log": A_log, "dt_bias": dt_bias})
     refuse_per_head(g)
     return _recur(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
@@ -165,14 +215,23 @@ def chunk_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A sum with decays per channel of the keys, ``g`` (B,T,HV,K): Yang et al. 2023 (2312.06635), eq. 3."""
+    """Compute gated linear attention, with decays per key channel.
+
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
+
+    Args:
+        g: logarithms of the decays (B,T,HV,K).
+
+    References:
+        Yang et al. 2023 (2312.06635), eq. 3.
+    """
     refuse("chunk_gla", options)
     refuse_per_head(g)
     return _recur(q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
 
 def fused_chunk_gla(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """``chunk_gla`` under an older name."""
+    """Call ``chunk_gla``; an older name of it."""
     return chunk_gla(*arguments, **options)
 
 
@@ -189,7 +248,15 @@ def fused_recurrent_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The same, the decays as ``gk``; without them nothing decays."""
+    """Compute gated linear attention, with the decays as ``gk``.
+
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
+
+    Args:
+        gk: logarithms of the decays (B,T,HV,K); None means no decay.
+        gv: not supported.
+        reverse: must be False.
+    """
     refuse("fused_recurrent_gla", options | {"gv": gv, "reverse": reverse})
     refuse_per_head(gk, "gk")
     return _recur(q, k, v, gk, None, scale, initial_state, output_final_state, False, cu_seqlens)
@@ -207,9 +274,16 @@ def chunk_simple_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """A sum with decays per head: ``g`` (B,T,HV) of each token, ``g_gamma`` (HV,) of all, or their sum.
+    """Compute linear attention with decays per head.
 
-    Source: Dao and Gu 2024 (2405.21060), eq. 16.
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
+
+    Args:
+        g: logarithms of the decays of each token (B,T,HV); None means 0.
+        g_gamma: logarithms of decays that all tokens share (HV,), added to ``g``; None means 0.
+
+    References:
+        Dao and Gu 2024 (2405.21060), eq. 16.
     """
     refuse("chunk_simple_gla", options)
     refuse_per_channel(g)
@@ -224,7 +298,7 @@ def chunk_simple_gla(
 
 
 def fused_chunk_simple_gla(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """``chunk_simple_gla``."""
+    """Call ``chunk_simple_gla``."""
     return chunk_simple_gla(*arguments, **options)
 
 
@@ -241,7 +315,7 @@ def fused_recurrent_simple_gla(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``chunk_simple_gla``."""
+    """Call ``chunk_simple_gla``; ``reverse`` must be False."""
     refuse("fused_recurrent_simple_gla", options | {"reverse": reverse})
     return chunk_simple_gla(q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens)
 
@@ -256,7 +330,13 @@ def chunk_retention(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""A sum in which head h decays by $1 - 2^{-5-h}$: Sun et al. 2023 (2307.08621), eqs 6 and 8."""
+    r"""Compute retention: linear attention in which head h decays by $1 - 2^{-5-h}$ per token.
+
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
+
+    References:
+        Sun et al. 2023 (2307.08621), eqs 6 and 8.
+    """
     refuse("chunk_retention", options)
     heads = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
     gamma = torch.log1p(-(2.0 ** (-5.0 - heads))).to(upcast_half(v[:0]).dtype)
@@ -264,7 +344,7 @@ def chunk_retention(
 
 
 def fused_chunk_retention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """``chunk_retention``."""
+    """Call ``chunk_retention``."""
     return chunk_retention(*arguments, **options)
 
 
@@ -279,7 +359,7 @@ def fused_recurrent_retention(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """``chunk_retention``."""
+    """Call ``chunk_retention``; ``reverse`` must be False."""
     refuse("fused_recurrent_retention", options | {"reverse": reverse})
     return chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens)
 
@@ -295,17 +375,25 @@ def chunk_linear_attn(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """Sums without decay; with ``normalize`` divided by c q . z + 1e-10, z the sum of the keys, c the scale.
+    r"""Compute linear attention without decay, from queries and keys with their feature map applied.
 
-    The state is then a pair: the sums (N,H,K,V), and z (N,1,H,K). Queries and keys come with their feature map applied.
+    Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
 
-    Source: Katharopoulos et al. 2020 (2006.16236), eqs 9-12.
+    Args:
+        initial_state: states (N,H,K,V). With ``normalize`` also a pair of these and the sums of the keys (N,1,H,K).
+        normalize: divide by $c\, q \cdot z + 10^{-10}$, where z is the sum of the keys and c the scale.
+
+    Returns:
+        Outputs (B,T,HV,V), and the last states, with ``normalize`` the pair, or None without ``output_final_state``.
+
+    References:
+        Katharopoulos et al. 2020 (2006.16236), eqs 9-12.
     """
     refuse("chunk_linear_attn", options)
     if not normalize:
         return _recur(q, k, v, None, None, scale, initial_state, output_final_state, False, cu_seqlens)
     sums, keys = initial_state if isinstance(initial_state, tuple) else (initial_state, None)
-    # The sum of the keys is the state of one more value, which is 1.
+    # The sum of the keys is the state of an additional value channel that is 1.
     wide = upcast_half(v)
     ones = wide.new_ones(*v.shape[:3], 1)
     if sums is not None or keys is not None:
@@ -324,7 +412,7 @@ def chunk_linear_attn(
 
 
 def fused_chunk_linear_attn(*arguments: Any, **options: Any) -> tuple[Tensor, Any]:
-    """``chunk_linear_attn``."""
+    """Call ``chunk_linear_attn``."""
     return chunk_linear_attn(*arguments, **options)
 
 
@@ -340,7 +428,7 @@ def fused_recurrent_linear_attn(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
-    """``chunk_linear_attn``, by default without the normaliser."""
+    """Call ``chunk_linear_attn``, by default without the normalizer; ``reverse`` must be False."""
     refuse("fused_recurrent_linear_attn", options | {"reverse": reverse})
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
@@ -349,7 +437,7 @@ def _recur(q, k, v, g, beta, scale, state, final, normalised, cu_seqlens) -> tup
     check_scale(scale)
     given = laid_out(q, k, v, g, beta, state, cu_seqlens)
     options = {"scale": scale, "cu_seqlens": cu_seqlens, "normalise": "l2" if normalised else None}
-    # By the public operations' own checks; their names for decays and steps are others.
+    # The checks of the public operations, which name decays and step sizes differently.
     gated.check(
         given.q,
         given.k,
@@ -368,7 +456,7 @@ def _recur(q, k, v, g, beta, scale, state, final, normalised, cu_seqlens) -> tup
 
 
 def _both(g: Tensor | None, gk: Tensor | None) -> Tensor | None:
-    """Decays per head (B,T,HV) and per channel (B,T,HV,K), one of them or both. Raises ValueError for other axes."""
+    """Add decays per head (B,T,HV) and per channel (B,T,HV,K), each may be None; raise ValueError for other shapes."""
     refuse_per_channel(g)
     refuse_per_head(gk, "gk")
     if g is None or gk is None:

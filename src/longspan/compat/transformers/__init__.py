@@ -1,14 +1,14 @@
-"""Hugging Face transformers: its models on longspan's CPU kernels, and longspan's decoders among its models.
+"""Hugging Face transformers: run its models on longspan's CPU kernels, and use longspan's decoders as its models.
 
     import longspan.compat.transformers as on_cpu
 
     on_cpu.accelerate()                 # recurrent layers, before or after a model is loaded; restore() undoes it
     on_cpu.register()                   # attn_implementation="longspan": windows, chunks and padding of softmax layers
-    print(on_cpu.status())              # what was replaced, what served each call, and what stays untouched
-    on_cpu.LongspanForCausalLM          # a decoder of longspan's with their generate, Trainer and save_pretrained
-    on_cpu.byte_tokenizer()             # the tokenizer of its models of bytes
+    print(on_cpu.status())              # what was replaced, the backends of its calls, and what was left unchanged
+    on_cpu.LongspanForCausalLM          # a longspan decoder with transformers' generate, Trainer and save_pretrained
+    on_cpu.byte_tokenizer()             # the tokenizer of longspan's models of bytes
 
-transformers (5.5 to 5.24) is imported when one of these is asked for, not before: it is an optional extra of longspan.
+transformers (5.5 to 5.24) is an optional extra of longspan. It is imported on first use of one of these.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The tokenizer of models of bytes, as tools of Hugging Face want one."""
+"""The tokenizer of models of bytes, for Hugging Face tools."""
 
 from typing import TYPE_CHECKING
 
@@ -9,13 +9,17 @@ START = "<start>"
 
 
 def byte_tokenizer() -> "PreTrainedTokenizerFast":
-    """Token b is byte b of the text in UTF-8, as in models that ``longspan train`` makes of texts; 256 is the start.
+    """Return a tokenizer of bytes, for models that ``longspan train`` makes from texts.
 
-    >>> byte_tokenizer()("ü, 1").input_ids
-    [195, 188, 44, 32, 49]
+    Token b is byte b of the text in UTF-8. Token 256 is the start token, named ``<start>``. It is also the end and
+    padding token, which such a model never writes. The tokenizer does not insert it, because the model does.
 
-    The start token is named ``<start>`` and also stands for the end and for padding, which such a model never writes.
-    It is not put before a text: the model does so by itself.
+    Returns:
+        A ``PreTrainedTokenizerFast`` of transformers.
+
+    Example:
+        >>> byte_tokenizer()("ü, 1").input_ids
+        [195, 188, 44, 32, 49]
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -29,9 +33,10 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def _letters() -> dict[str, int]:
-    """What the library writes for each byte: itself where that can be printed, else letters from number 256 on.
+    """Return the tokenizers library's character for each byte: printable bytes themselves, others from 256 on.
 
-    Source: Radford et al. 2019, GPT-2, byte-level BPE.
+    References:
+        Radford et al. 2019, GPT-2, byte-level BPE.
     """
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printed]

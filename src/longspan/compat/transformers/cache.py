@@ -1,4 +1,4 @@
-"""A decoder's state where transformers keeps a cache: it can be reordered and repeated, and not be cut back."""
+"""A decoder's state as a cache of transformers: it can be reordered and repeated, but not cropped."""
 
 from typing import NoReturn
 
@@ -12,15 +12,16 @@ from ...generation.sampling import FEW
 from ...models.decoder import Decoder, DecoderState
 from ...states.utils import clone, select
 
-# What outputs and ``generate`` call it: ``cache`` from transformers 5.24 on.
+# Its name in outputs and in ``generate``: ``cache`` from transformers 5.24 on.
 NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class LongspanCache(Cache):
-    """The state of a ``LongspanForCausalLM`` between calls, which each call that gets it overwrites.
+    """The state of a ``LongspanForCausalLM`` between calls; each call overwrites the given cache.
 
-    ``state``: a ``DecoderState``, or None before the first token. ``seen``: how many tokens have been read, padding
-    included, the start token not.
+    Args:
+        state: a ``DecoderState``, or None before the first token.
+        seen: number of tokens read, including padding but not the start token.
     """
 
     def __init__(self, state: DecoderState | None = None, seen: int = 0):
@@ -33,14 +34,21 @@ class LongspanCache(Cache):
         return f"{type(self).__name__}(seen={self.seen})"
 
     def __deepcopy__(self, memo: dict) -> "LongspanCache":
-        # What goes on from the copy makes an engine of its own.
+        # The copy builds a separate engine when it needs one.
         return type(self)(None if self.state is None else clone(self.state), self.seen)
 
     def step(self, decoder: Decoder, token: Tensor) -> Tensor:
-        """One token of every row, (B,1) int64 -> outputs (B,1,size); without gradients.
+        """Run one decode step without gradients.
 
-        By the decode engine where that serves the decoder and the text is long enough to be worth its preparation. It
-        has the weights of its first step: after a change of the weights, begin a new cache.
+        It uses the decode engine if that supports the decoder and the text is long enough for its setup to pay off. The
+        engine keeps the weights of its first step, so start a new cache after you change the weights.
+
+        Args:
+            decoder: the decoder whose state this is.
+            token: one token per row, (B,1) int64.
+
+        Returns:
+            Outputs (B,1,size).
         """
         assert self.state is not None
         self._steps += 1
@@ -54,7 +62,7 @@ class LongspanCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """[False]: ``generate``, given a text from its start, leaves out what the cache has read."""
+        """[False], so that ``generate`` skips the tokens that the cache has read."""
         return [False]
 
     @property
@@ -63,33 +71,34 @@ class LongspanCache(Cache):
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that have been read, padding included."""
+        """Return the number of tokens read, including padding."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Keys that a mask would speak of, and the first of them."""
+        """Return the number of keys of a mask, and the offset of the first."""
         return self.seen + query_length, 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Go on with these rows, in this order: what beam search asks for."""
+        """Keep the rows ``beam_idx`` (R,), in this order. Beam search calls it."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Go on with these rows, in this order, repeats allowed."""
+        """Keep the rows ``indices`` (R,), in this order; repeats are allowed."""
         if self.state is not None:
             self.state = select(self.state, indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row so many times, side by side."""
+        """Repeat every row ``repeats`` times, with the copies next to each other."""
         if self.state is not None:
             self.state = select(self.state, torch.arange(len(self.state.position)).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove the state."""
         self.state, self.seen, self._engine, self._steps = None, 0, None, 0
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
-        """Raise ValueError: a state of fixed size cannot forget the tokens that it has read last."""
+        """Raise ValueError: a state of fixed size cannot drop its last tokens."""
         raise ValueError(
-            "a recurrent state cannot go back to an earlier token; keep a copy.deepcopy of the cache from then"
+            f"cannot crop {tokens_to_remove} tokens: a recurrent state cannot return to an earlier token; keep a "
+            "copy.deepcopy of the cache at that token"
         )

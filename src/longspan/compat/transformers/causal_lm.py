@@ -1,4 +1,4 @@
-"""A decoder as a causal language model of transformers: generate, Trainer, peft, and what else takes one."""
+"""A decoder as a causal language model of transformers, for generate, Trainer, peft and other tools."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -20,35 +20,40 @@ from .cache import NAME, LongspanCache
 from .config import LongspanConfig
 from .tokens import read
 
-# What others hand over beside the arguments: of a loss, and of packed rows, which position_ids say too.
+# Additional arguments that callers pass: for the loss, and for packed rows, which position_ids describe too.
 _LOSS = ("num_items_in_batch", "shift_labels")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 IGNORED = -100
 
 
 class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
-    """A ``longspan.Decoder`` under the interface of transformers; the decoder itself is ``model.decoder``.
+    """A ``longspan.Decoder`` with the interface of transformers; ``model.decoder`` is the decoder.
 
-    >>> import torch
-    >>> from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
-    >>> model = LongspanForCausalLM(LongspanConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
-    >>> model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=4, do_sample=False).shape
-    torch.Size([1, 7])
+    A decoder's sequences begin with its start token, number ``vocab_size``. Where the given tokens lack it, the model
+    inserts it and returns no logits for it, so ``logits[:, t]`` predict the token after ``input_ids[:, t]``. For a loss
+    that counts the first token too, begin ``input_ids`` and ``labels`` with the start token, which is
+    ``generation_config.bos_token_id``.
 
-    A decoder's sequences begin with its start token, number ``vocab_size``: where the given tokens have none, it is put
-    before them, and no logits are about it. So ``logits[:, t]`` (B,N,vocab_size) are about the token after
-    ``input_ids[:, t]``. For a loss that counts the first token too, begin ``input_ids`` and ``labels`` with the start
-    token, which ``generation_config.bos_token_id`` is.
-
-    Padding (``attention_mask``) may stand on either side. ``position_ids`` only say where packed sequences begin: where
-    they go back to the smallest number of their row, which may be another than 0 (``position_ids_start`` of
+    Padding (``attention_mask``) may be on either side. ``position_ids`` only mark where packed sequences begin: where
+    they return to the smallest number of their row, which may differ from 0 (``position_ids_start`` of
     ``DataCollatorWithFlattening``). Learned and sinusoidal positions do not depend on them: the decoder counts from the
-    start of each sequence.
-    A likelihood that is not categorical answers with the logarithms of its probabilities. Losses of mechanisms' own
-    (``penalty``) are no part of the loss here.
+    start of each sequence. For a likelihood that is not categorical, logits are the logarithms of its probabilities.
+    Auxiliary losses of mechanisms (``penalty``) are not part of the loss.
 
-    Raises ValueError for what the decoder refuses, and for ``inputs_embeds``, attentions and hidden states, which there
-    are none of.
+    Args:
+        config: the config of the model.
+        decoder: the decoder to use; None means a new decoder built from ``config``.
+
+    Raises:
+        ValueError: the decoder rejects its arguments, or ``inputs_embeds``, attentions or hidden states are requested,
+            which are not supported.
+
+    Example:
+        >>> import torch
+        >>> from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
+        >>> model = LongspanForCausalLM(LongspanConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+        >>> model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=4, do_sample=False).shape
+        torch.Size([1, 7])
     """
 
     config_class = LongspanConfig
@@ -66,10 +71,16 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_longspan(cls, source: str | os.PathLike | Decoder) -> Self:
-        """The model of a run of ``longspan train``, of a checkpoint, or inside longspan by its name; or a decoder.
+        """Return the model of a longspan run, checkpoint, pretrained model or decoder.
 
-        ``LongspanForCausalLM.from_longspan("runs/digits").save_pretrained("folder")``. A decoder is not copied.
-        Raises ValueError for a folder that holds no decoder.
+        For example, ``LongspanForCausalLM.from_longspan("runs/digits").save_pretrained("folder")``.
+
+        Args:
+            source: the folder of a run of ``longspan train``, a checkpoint, the name of a pretrained model of longspan,
+                or a decoder, which is not copied.
+
+        Raises:
+            ValueError: the folder does not hold a decoder.
         """
         run = None
         if not isinstance(source, Decoder):
@@ -90,24 +101,34 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         return model
 
     def to_longspan(self, folder: str | os.PathLike) -> None:
-        """Write the decoder as a checkpoint that ``longspan.load``, ``longspan eval`` and ``generate`` take.
+        """Write the decoder as a checkpoint for ``longspan.load``, ``longspan eval`` and ``longspan generate``.
 
-        Raises ValueError as ``longspan.save`` does, and for weights that a decoder has none of, such as adapters.
+        Args:
+            folder: the folder to write.
+
+        Raises:
+            ValueError: ``longspan.save`` rejects the folder, or the model has weights that a decoder does not have,
+                such as adapters.
         """
         own = set(model_memory.shapes(lambda: Decoder(self.decoder.config)).state_dict())
         if odd := sorted(own ^ set(self.decoder.state_dict())):
             raise ValueError(
-                f"a decoder's weights and others, {odd[0]!r} first; merge adapters before, e.g. by peft's "
-                f"merge_and_unload()"
+                f"the model does not have the weights of a decoder, {odd[0]!r} first; merge adapters before, e.g. by "
+                f"peft's merge_and_unload()"
             )
         checkpoint.save(self.decoder, folder, extra={"run": self.config.run} if self.config.run else None)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As in transformers.
+        """Load a model as transformers does, but raise an error where transformers would invent or convert weights.
 
-        Raises ValueError for weights that do not fit the config, are NaN or have another kind of numbers, where
-        transformers would invent or convert them.
+        Args:
+            args: arguments of ``PreTrainedModel.from_pretrained``.
+            output_loading_info: return the model and a dict with details.
+            kwargs: keyword arguments of ``PreTrainedModel.from_pretrained``.
+
+        Raises:
+            ValueError: weights are missing, unexpected, NaN, or of another shape or kind of numbers than the model's.
         """
         found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         model, info = found
@@ -119,16 +140,16 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
                 ("of another shape", "mismatched_keys"),
             )
         }
-        said = [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in odd.items() if names]
-        if said:
-            raise ValueError(f"the weights do not fit the model; {'; '.join(said)}")
+        problems = [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in odd.items() if names]
+        if problems:
+            raise ValueError(f"the weights do not fit the model; {'; '.join(problems)}")
         checkpoint.refuse_nan("the model", {n: t for n, t in model.state_dict().items() if not t.is_meta})
         model._begin()
         return (model, info) if output_loading_info else model
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
-        """As in transformers, which would turn integers, bools and complex numbers into real ones silently."""
+        """Load weights after a check: transformers silently converts integers, bools and complex numbers to reals."""
         if not load_config.is_quantized:
             _check_kinds(model.state_dict(), state_dict, checkpoint_files or ())
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
@@ -146,13 +167,25 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         cache: LongspanCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple:
-        """input_ids (B,N) int64 -> logits (B,N,vocab_size); see the class.
+        """Return the logits of the tokens after ``input_ids``; see the class.
 
-        ``attention_mask`` (B,N), or (B,past+N) with a cache: 1 on real tokens. ``labels`` (B,N): the ids themselves,
-        -100 where no loss is; they are shifted here. ``past_key_values``: the cache that an earlier call returned,
-        which this one overwrites where no gradients are taken; ``cache``, its name from transformers 5.24 on, does too.
-        ``use_cache``: None means in evaluation without labels.
-        ``logits_to_keep``: the last so many tokens, or those of these numbers; 0: all.
+        Args:
+            input_ids: (B,N) int64.
+            attention_mask: (B,N), or (B,past+N) with a cache: 1 on real tokens.
+            position_ids: (B,N), marks where packed sequences begin.
+            past_key_values: the cache that an earlier call returned. Without gradients, the call overwrites it.
+            labels: (B,N), the ids themselves, -100 where there is no loss. The model shifts them.
+            use_cache: return the cache; None means in evaluation without labels.
+            logits_to_keep: keep the last N tokens, or the tokens at these indices; 0 keeps all.
+            return_dict: False returns a tuple.
+            cache: the cache, by its name from transformers 5.24 on.
+            kwargs: arguments of the loss and of packed rows that transformers passes.
+
+        Returns:
+            ``CausalLMOutputWithPast`` with logits (B,N,vocab_size), the loss and the cache, or a tuple of them.
+
+        Raises:
+            ValueError: an argument is not supported, has the wrong shape, or is rejected by the decoder.
         """
         cache = self._given(past_key_values, cache)
         self._refuse(input_ids, position_ids, kwargs)
@@ -165,7 +198,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self._logits(self._outputs(input_ids, mask, position_ids, cache))
         loss = None
         if labels is not None:
-            # The start token is no target: nothing comes before it.
+            # The start token is not a target, because no token precedes it.
             labels = labels.masked_fill(labels == self.decoder.start, IGNORED)
             given = {name: kwargs[name] for name in _LOSS if name in kwargs}
             loss = self.loss_function(logits.contiguous(), labels, vocab_size=self.config.vocab_size, **given)
@@ -193,7 +226,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         return given.outputs(outputs)
 
     def _single(self, positions: Tensor | None, state: Any) -> bool:
-        """Whether one more token goes on with every row."""
+        """Return whether one more token continues every row."""
         return bool((state.position > 0).all()) and (positions is None or bool((positions > 0).all()))
 
     def _logits(self, outputs: Tensor) -> Tensor:
@@ -201,36 +234,36 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
         return outputs if isinstance(likelihood, Categorical) else likelihood.log_probs(outputs)
 
     def _mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-        """The part of an attention mask that speaks of these tokens, bool (B,N); None where all are real."""
+        """Return the part of an attention mask for these tokens, bool (B,N); None if all are real."""
         if mask is None:
             return None
         if mask.dim() != 2 or len(mask) != len(ids) or mask.shape[1] < ids.shape[1]:
             raise ValueError(
-                f"attention_mask must be (B, N) = {tuple(ids.shape)}, or longer by what the cache has seen, 1 on real "
-                f"tokens, not {tuple(mask.shape)}"
+                f"attention_mask must be (B, N) = {tuple(ids.shape)}, or longer by the tokens of the cache, with 1 on "
+                f"real tokens, not {tuple(mask.shape)}"
             )
         mask = mask[:, mask.shape[1] - ids.shape[1] :].bool()
         return None if bool(mask.all()) else mask
 
     def _given(self, past_key_values: Any, cache: Any) -> LongspanCache | None:
-        """The cache, by either of its names."""
+        """Return the cache, from either of its names."""
         if past_key_values is not None and cache is not None:
-            raise ValueError("cache and past_key_values are one thing by two names: give one of them")
+            raise ValueError("cache and past_key_values are names of the same argument; pass one of them")
         name, found = ("cache", cache) if past_key_values is None else ("past_key_values", past_key_values)
         if found is not None and not isinstance(found, LongspanCache):
             raise ValueError(f"{name} must be a LongspanCache, not {type(found).__name__}")
         return found
 
     def _refuse(self, ids: Any, positions: Any, kwargs: dict[str, Any]) -> None:
-        """Raise ValueError for what this model has not."""
+        """Raise ValueError for arguments that this model does not support."""
         if ids is None or kwargs.pop("inputs_embeds", None) is not None:
-            raise ValueError("a longspan decoder reads tokens: give input_ids, and no inputs_embeds")
+            raise ValueError("a longspan decoder reads tokens: pass input_ids, not inputs_embeds")
         for name in ("output_attentions", "output_hidden_states"):
             if kwargs.pop(name, None):
-                raise ValueError(f"{name}=True: a longspan decoder hands out none; see record= of longspan.Decoder")
+                raise ValueError(f"{name}=True is not supported; use record= of longspan.Decoder")
         known = _LOSS + (_PACKED if positions is not None else ())
         if odd := [name for name, value in kwargs.items() if name not in known and value is not None]:
-            hint = "; packed rows are told by position_ids" if odd[0] in _PACKED else ""
+            hint = "; pass position_ids to mark packed rows" if odd[0] in _PACKED else ""
             raise ValueError(f"LongspanForCausalLM.forward has no argument {odd[0]!r}{hint}")
 
     def _begin(self) -> None:
@@ -238,7 +271,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
             self.generation_config.bos_token_id = self.decoder.start
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: a decoder has initialised itself, and weights that are missing in a file are refused."""
+        """Do nothing: the decoder has initialized itself, and missing weights of a file raise an error."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -246,43 +279,45 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         if (kind := generation_config.cache_implementation) is not None:
-            raise ValueError(f"cache_implementation={kind!r}: a longspan decoder has its own cache, the LongspanCache")
+            raise ValueError(f"cache_implementation={kind!r} is not supported; a longspan decoder uses LongspanCache")
         if model_kwargs.get(NAME) is None and generation_config.use_cache is not False:
             model_kwargs[NAME] = LongspanCache()
 
     def get_input_embeddings(self) -> nn.Module:
-        """The table of tokens, the start token last."""
+        """Return the token embedding; the start token is its last row."""
         return self.decoder.embedding.tokens
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The output matrix; None where the decoder uses the table of tokens (``tied``)."""
+        """Return the output layer; None if the decoder uses the token embedding (``tied``)."""
         return getattr(self.decoder, "head", None)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any):
-        """Raise ValueError: a decoder's likelihood and start token have the size of its vocabulary."""
-        raise ValueError("a longspan decoder keeps its vocabulary; build one with another vocab= and copy the weights")
+        """Raise ValueError: a decoder's likelihood and start token depend on its vocabulary."""
+        raise ValueError(
+            "cannot resize the vocabulary of a longspan decoder; build one with another vocab= and copy the weights"
+        )
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        """Keep each block's input alone for the backward (``DecoderConfig.checkpointing``); options are ignored."""
+        """Store only each block's input for the backward (``DecoderConfig.checkpointing``); options are ignored."""
         self.decoder.stack.checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
-        """Keep everything that the backward needs."""
+        """Store all tensors that the backward needs."""
         self.decoder.stack.checkpointing = False
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether blocks are computed again in the backward."""
+        """Whether the backward recomputes blocks."""
         return self.decoder.stack.checkpointing
 
 
 def _check_kinds(wanted: Mapping[str, Tensor], given: Mapping[str, Any] | None, files: Sequence[str]) -> None:
-    """Raise ValueError for weights, given or in files, of another kind of numbers than the model's."""
+    """Raise ValueError for weights whose kind of numbers differs from the model's, given or in files."""
     found = {name: t.dtype for name, t in (given or {}).items() if isinstance(t, Tensor)}
     for file in files:
         try:
             found |= {name: t.dtype for name, t in load_state_dict(file, map_location="meta").items()}
-        # Complex numbers are a ValueError of transformers.
+        # transformers raises ValueError for complex numbers.
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"cannot load {file}: {' '.join(str(error).split())}") from error
     odd = [

@@ -1,4 +1,4 @@
-"""A decoder's config as transformers keeps one."""
+"""A decoder's config as a config of transformers."""
 
 from dataclasses import fields
 from typing import Any, Self
@@ -9,16 +9,23 @@ from ...models.config import DecoderConfig
 
 
 class LongspanConfig(PreTrainedConfig):
-    """The fields of ``longspan.DecoderConfig`` beside those that every config of transformers has.
+    """Config of a longspan decoder: the fields of ``longspan.DecoderConfig`` and those of every transformers config.
 
-    >>> from longspan.compat.transformers import LongspanConfig
-    >>> config = LongspanConfig(dim=8, depth=2, heads=2, attention="linear; softmax")
-    >>> config.hidden_size, config.num_hidden_layers, config.vocab_size
-    (8, 2, 256)
+    The start token, number ``vocab``, is not among the ``vocab_size`` tokens that the model predicts.
 
-    ``run``: the settings of the training run that made the weights, as ``longspan train`` keeps them; None where there
-    was none. The start token, number ``vocab``, comes on top of the ``vocab_size`` tokens that are predicted.
-    Raises ValueError for what ``longspan.DecoderConfig`` refuses.
+    Args:
+        run: settings of the training run, as ``longspan train`` stores them; None without a run.
+        use_cache: whether the model returns its cache by default.
+        values: fields of ``longspan.DecoderConfig`` and of ``PreTrainedConfig``.
+
+    Raises:
+        ValueError: ``longspan.DecoderConfig`` rejects a field.
+
+    Example:
+        >>> from longspan.compat.transformers import LongspanConfig
+        >>> config = LongspanConfig(dim=8, depth=2, heads=2, attention="linear; softmax")
+        >>> config.hidden_size, config.num_hidden_layers, config.vocab_size
+        (8, 2, 256)
     """
 
     model_type = "longspan"
@@ -38,19 +45,19 @@ class LongspanConfig(PreTrainedConfig):
         for name, value in config.to_dict().items():
             setattr(self, name, value)
         self.run, self.use_cache = run, use_cache
-        # Tied weights are one parameter of the decoder, so there is nothing for transformers to tie.
+        # Tied weights are one parameter of the decoder, so transformers must not tie them.
         rest = {name: value for name, value in values.items() if names[name] not in own} | {
             "tie_word_embeddings": False
         }
         super().__init__(**rest)  # type: ignore[arg-type]
 
     def native(self) -> DecoderConfig:
-        """The same as a ``longspan.DecoderConfig``."""
+        """Return the config as a ``longspan.DecoderConfig``."""
         return DecoderConfig(**{field.name: getattr(self, field.name) for field in fields(DecoderConfig)})
 
     @classmethod
     def of(cls, config: DecoderConfig, run: dict[str, Any] | None = None) -> Self:
-        """The config of a decoder that longspan has built."""
+        """Return the config of a decoder built by longspan; ``run`` as in the class."""
         return cls(run=run, **config.to_dict())
 
 

@@ -1,4 +1,4 @@
-"""The causal depth-wise convolution before recurrent layers, in the layout of transformers: channels first."""
+"""Causal depthwise convolution before recurrent layers, in the layout of transformers: channels first."""
 
 import torch
 from torch import Tensor
@@ -17,11 +17,20 @@ def convolve(
     activation: str | None = None,
     **kwargs,
 ) -> Tensor:
-    """x (B,C,N), weight (C,K), bias (C,) -> (B,C,N): each token sees K - 1 before it, of its own sequence alone.
+    """Replace ``causal_conv1d_fn``: each token sees the K - 1 before it, in its own sequence only.
 
-    Borders of packed rows are in ``kwargs``: see ``borders``.
+    Args:
+        hidden_states: (B,C,N), here C channels.
+        weight: (C,K), here K taps.
+        bias: (C,), or None.
+        activation: name of an activation of transformers, or None.
+        kwargs: boundaries of packed rows; see ``borders``.
 
-    Source: transformers, ``causal_conv1d_fn``.
+    Returns:
+        (B,C,N).
+
+    References:
+        transformers, ``causal_conv1d_fn``.
     """
     batch, _, n = hidden_states.shape
     act = OURS.get(activation or "")
@@ -37,9 +46,20 @@ def update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """x (B,C,N), mostly one token, after the last R >= K - 1 in ``conv_state`` (B,C,R), which is moved on in place.
+    """Replace ``causal_conv1d_update``: continue the convolution, usually by one token.
 
-    Source: transformers, ``causal_conv1d_update``.
+    Args:
+        hidden_states: (B,C,N), here C channels.
+        conv_state: the last R >= K - 1 tokens (B,C,R), updated in place.
+        weight: (C,K), here K taps.
+        bias: (C,), or None.
+        activation: name of an activation of transformers, or None.
+
+    Returns:
+        (B,C,N).
+
+    References:
+        transformers, ``causal_conv1d_update``.
     """
     donate, act = may_be_overwritten(conv_state), OURS.get(activation or "")
     known = conv_state.dtype in (hidden_states.dtype, torch.float32)
@@ -51,7 +71,7 @@ def update(
 
 
 def _activated(y: Tensor, activation: str | None) -> Tensor:
-    """With the activations that our function does not have."""
+    """Apply an activation that our function does not have."""
     if activation is None or activation in OURS:
         return y
     from transformers.activations import ACT2FN

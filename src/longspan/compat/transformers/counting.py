@@ -1,4 +1,4 @@
-"""Counts of calls by what has served them."""
+"""Count calls by the backends that computed them."""
 
 import contextlib
 from collections import Counter
@@ -9,14 +9,14 @@ from ... import ops
 
 @contextlib.contextmanager
 def counted(calls: Counter[str], for_what: str = "") -> Iterator[None]:
-    """Count what runs in a ``with`` block, once, under the backends of its operations and ``for_what``."""
+    """Count a ``with`` block as one call, under the backends of its operations followed by ``for_what``."""
     with ops.watch() as seen:
         yield
-    # A watch around this one is to see them too.
-    for served in seen:
-        ops.log_backend(*served)
-    calls[(", ".join(map(_said, seen)) or "torch") + for_what] += 1
+    # An outer watch must see them too.
+    for use in seen:
+        ops.log_backend(*use)
+    calls[(", ".join(map(_label, seen)) or "torch") + for_what] += 1
 
 
-def _said(served: ops.BackendUse) -> str:
-    return f"{served.backend} ({served.op}{served.why_not and f'; not native, since {served.why_not}'})"
+def _label(use: ops.BackendUse) -> str:
+    return f"{use.backend} ({use.op}{use.why_not and f'; not native, since {use.why_not}'})"

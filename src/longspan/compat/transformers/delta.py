@@ -1,4 +1,4 @@
-"""The gated delta rule, per head or per channel, under the names and in the layout of transformers: (B,N,H,D)."""
+"""The gated delta rule, per head or per channel, with the names and the layout (B,N,H,D) of transformers."""
 
 import torch
 from torch import Tensor
@@ -21,21 +21,33 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """query, key (B,N,G,D), value (B,N,H,E), beta (B,N,H), log decays g (B,N,H) or (B,N,H,D), state (B,H,D,E).
+    """Replace ``torch_chunk_gated_delta_rule`` and the recurrent and Kimi functions.
 
-    -> o (B,N,H,E) in the query's dtype, and the last state in float32, where it is asked for. ``chunk_size`` says how
-    the original computes, not what, and has no effect here. Borders of packed rows are in ``kwargs``: see ``borders``.
-    Of one token without gradients ``initial_state`` may be overwritten by the state that is returned.
+    Args:
+        query: (B,N,G,D), here G heads of queries and keys.
+        key: (B,N,G,D).
+        value: (B,N,H,E).
+        g: logarithms of the decays, (B,N,H) or (B,N,H,D).
+        beta: step sizes (B,N,H).
+        chunk_size: ignored; it does not affect the result.
+        initial_state: (B,H,D,E); None means zeros. A call of one token without gradients may overwrite it.
+        output_final_state: return the last state.
+        use_qk_l2norm_in_kernel: normalize queries and keys to length 1.
+        kwargs: boundaries of packed rows; see ``borders``.
 
-    Source: transformers, ``torch_chunk_gated_delta_rule`` and ``chunk_kimi_delta_attention``.
+    Returns:
+        Outputs (B,N,H,E) in the query's dtype, and the last state in float32, or None.
+
+    References:
+        transformers, ``torch_chunk_gated_delta_rule`` and ``chunk_kimi_delta_attention``.
     """
     batch, n = query.shape[:2]
     segments = borders(kwargs, batch, n)
     q, k, v, decay, rate = (t.transpose(1, 2) for t in (query, key, value, g, beta))
-    # Of float16 the kernels take single tokens alone.
+    # In float16 the kernels support single tokens only.
     if v.dtype == torch.float16 and n > 1:
         q, k, v = (t.float() for t in (q, k, v))
-    # A cache copies the new state over the old one, so that a step may do so at once.
+    # The cache copies the new state over the old one, so a step may overwrite it directly.
     donate = n == 1 and output_final_state and initial_state is not None and may_be_overwritten(initial_state)
     o, state = delta_rule(
         q,

@@ -1,4 +1,4 @@
-"""Which model types have which recurrent layers, and what takes the place of each function of their files."""
+"""Tables of the supported model types, and of the replacements of their functions."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,17 +7,17 @@ from . import convolution, delta, lightning, mamba2
 
 
 class Ours(NamedTuple):
-    """What takes the place of a function, and why it may leave a call to the original."""
+    """Replacement of a function, and why it may leave a call to the original."""
 
     run: Callable
     why_not: Callable[..., str] | None = None
     counts: bool = True
-    """Whether its calls are told of, which is so for what has kernels."""
+    """Whether ``status()`` counts its calls: True for functions with kernels."""
 
 
 DELTA = Ours(delta.gated_delta_rule)
 
-# By the name in a modelling file; the same bodies stand under these names in all files of a family.
+# By the name in a modeling file. All files of a family have the same function under this name.
 FUNCTIONS = {
     "torch_chunk_gated_delta_rule": DELTA,
     "torch_recurrent_gated_delta_rule": DELTA,
@@ -29,9 +29,9 @@ FUNCTIONS = {
     "causal_conv1d_fn": Ours(convolution.convolve),
     "causal_conv1d_update": Ours(convolution.update),
 }
-# By the name that a layer has kept its function under, in transformers before 5.15.
+# By the attribute in which a layer keeps its function, in transformers before 5.15.
 ATTRIBUTES = {"chunk_gated_delta_rule": DELTA, "recurrent_gated_delta_rule": DELTA}
-# By the name of a layer's class.
+# By the names of a layer's class and method.
 METHODS = {("MiniMaxLightningAttention", "forward"): Ours(lightning.forward)}
 
 GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
@@ -40,29 +40,29 @@ MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "zamba2", "falcon
 LIGHTNING = ("minimax",)
 TYPES = (*GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *MAMBA2, *LIGHTNING)
 
-# Model types that number the tokens after a cache from 0 on unless they are given position_ids.
+# Model types that number the tokens after a cache from 0 unless they receive position_ids.
 UNPLACED = ("bamba",)
-# By the name of a cache's class and of its method: what mends the original.
+# By the names of a cache's class and method: wrappers that fix the original.
 CACHES = {
     ("MiniMaxCache", "get_seq_length"): lightning.from_layer_with_keys,
     ("MiniMaxCache", "get_mask_sizes"): lightning.from_layer_with_keys,
     ("MiniMaxCache", "reorder_cache"): lightning.with_states,
 }
 
-# Recurrent layers of transformers that longspan has no kernel for.
+# Model types with recurrent layers for which longspan has no kernel.
 _SELECTIVE = "Mamba-1's selective scan has a decay per channel and state, for which longspan has no kernel"
 UNSERVED = {
     "mamba": _SELECTIVE,
     "falcon_mamba": _SELECTIVE,
     "jamba": _SELECTIVE,
     "zamba": _SELECTIVE,
-    "rwkv": "longspan has no kernel for RWKV-4's normalised exponential average",
+    "rwkv": "longspan has no kernel for RWKV-4's normalized exponential average",
     "xlstm": "longspan has no kernel for the cells of xLSTM",
     "recurrent_gemma": "longspan has no kernel for the gated linear recurrence of RG-LRU",
 }
 
-# Model types whose other layers see across the sequences of a packed row.
+# Model types whose other layers look across the sequences of a packed row.
 LEAKING = {
-    "qwen4_exp": "its layers with an indexer and its n-gram embeddings are not known to stay inside a sequence",
-    "glm5_next": "its layers with an indexer see all tokens of a row",
+    "qwen4_exp": "its layers with an indexer and its n-gram embeddings may look across sequences",
+    "glm5_next": "its layers with an indexer look at all tokens of a row",
 }

@@ -1,4 +1,4 @@
-"""MiniMax's lightning attention: a sum of outer products with one fixed decay per head."""
+"""MiniMax's lightning attention: linear attention with one fixed decay per head."""
 
 import functools
 import inspect
@@ -22,16 +22,26 @@ def forward(
     cache=None,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """``MiniMaxLightningAttention.forward``: hidden states (B,N,dim), mask (B,N) -> (B,N,dim), the state (B,H,D,D).
+    """Replace ``MiniMaxLightningAttention.forward``.
 
-    Its cache is ``past_key_values`` before transformers 5.24 and ``cache`` since.
+    Args:
+        hidden_states: (B,N,dim).
+        position_embeddings: ignored.
+        attention_mask: (B,N), 0 on padding, or None.
+        past_key_values: the cache, before transformers 5.24.
+        cache: the cache, from transformers 5.24 on.
+        kwargs: boundaries of packed rows; see ``borders``.
 
-    Source: Qin et al. 2024 (2405.17381), eq. 3.
+    Returns:
+        Outputs (B,N,dim) and the state (B,H,D,D).
+
+    References:
+        Qin et al. 2024 (2405.17381), eq. 3.
     """
     batch, n = hidden_states.shape[:2]
     qkv = self.act_fn(self.qkv_proj(hidden_states))
     if attention_mask is not None:
-        # Before 5.15 it is that of all tokens so far.
+        # Before 5.15 it is the mask of all tokens so far.
         qkv = (qkv * attention_mask[:, -n:, None]).to(qkv.dtype)
     q, k, v = qkv.view(batch, n, self.num_attention_heads, -1).transpose(1, 2).split(self.head_dim, -1)
     cache = past_key_values if cache is None else cache
@@ -56,15 +66,15 @@ def forward(
 
 
 def from_layer_with_keys(original: Callable) -> Callable:
-    """``MiniMaxCache``'s lengths, where asked about a recurrent layer, which has no keys: those of the first that has.
+    """Make a length method of ``MiniMaxCache`` use the first layer with keys instead of a recurrent layer.
 
-    transformers asks about layer 0, which is recurrent in MiniMax. Its positions would begin at 0 again after a cache,
-    and its masks would have room for the new tokens alone.
+    transformers requests the length of layer 0, which is recurrent in MiniMax and has no keys. Positions would restart
+    at 0 after a cache, and masks would cover the new tokens only.
     """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def ask(self, *args, **kwargs):
+    def length(self, *args, **kwargs):
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
         layer, lengths = given.arguments["layer_idx"], [one.get_seq_length() for one in self.layers]
@@ -72,11 +82,11 @@ def from_layer_with_keys(original: Callable) -> Callable:
             given.arguments["layer_idx"] = next((i for i, length in enumerate(lengths) if length), layer)
         return original(*given.args, **given.kwargs)
 
-    return ask
+    return length
 
 
 def with_states(original: Callable) -> Callable:
-    """``MiniMaxCache.reorder_cache``, which leaves out the recurrent states: beams would go on with those of others."""
+    """Make ``MiniMaxCache.reorder_cache`` reorder the recurrent states too, which the original leaves out."""
 
     @functools.wraps(original)
     def reorder_cache(self, beam_idx: Tensor) -> None:

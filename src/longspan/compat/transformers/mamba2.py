@@ -1,4 +1,4 @@
-"""Mamba-2's scan and step under the names and in the layouts of transformers, where states have values first."""
+"""Mamba-2's scan and step with the names and layouts of transformers, where states have values first."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,12 +24,28 @@ def scan(
     return_final_states: bool = False,
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x (B,N,H,P), dt (B,N,H), A, D, dt_bias (H,), B, C (B,N,G,S), states (B,H,P,S) -> (B,N,H,P), the last state.
+    """Replace ``mamba2_chunk_scan``, in float32 or wider. In shapes, P is the head dim, S the state dim, G groups.
 
-    In float32 at least, as in the original; ``chunk_size`` says how that computes, and has no effect here. Borders of
-    packed rows are in ``kwargs``: see ``borders``.
+    Args:
+        hidden_states: (B,N,H,P).
+        dt: step sizes (B,N,H).
+        A: (H,).
+        B: (B,N,G,S).
+        C: (B,N,G,S).
+        chunk_size: ignored; it does not affect the result.
+        D: (H,), or None.
+        dt_bias: (H,), or None.
+        initial_states: (B,H,P,S); None means zeros.
+        dt_softplus: apply softplus to the step sizes.
+        dt_limit: smallest and largest step size.
+        return_final_states: return the last states too.
+        kwargs: boundaries of packed rows; see ``borders``.
 
-    Source: transformers, ``mamba2_chunk_scan``; Dao and Gu 2024 (2405.21060), eq. 16.
+    Returns:
+        Outputs (B,N,H,P), with ``return_final_states`` a pair with the last states (B,H,P,S).
+
+    References:
+        transformers, ``mamba2_chunk_scan``; Dao and Gu 2024 (2405.21060), eq. 16.
     """
     x = upcast_half(hidden_states)
     batch, n = x.shape[:2]
@@ -48,7 +64,7 @@ def scan(
     o = o.transpose(1, 2)
     if D is not None:
         o = o + D.to(o.dtype)[:, None] * x
-    # Callers view the output with other axes. A cache's buffer keeps the state's strides, in which steps need no copy.
+    # Callers view the output with other axes. A cache keeps the state's strides, with which steps need no copy.
     return (o.contiguous(), state.mT) if return_final_states else o.contiguous()
 
 
@@ -65,11 +81,28 @@ def step(
     z: Tensor | None = None,
     **kwargs,
 ) -> Tensor:
-    """One token: state (B,H,P,S), overwritten; x, z (B,H,P), dt (B,H,P), A (H,P,S), D, dt_bias (H,P), B, C (B,G,S).
+    """Replace ``mamba2_selective_state_update``: one decode step. Letters as in ``scan``.
 
-    -> (B,H,P) in x's dtype. Of dt, A, D and dt_bias one number per head counts, as in Mamba-2: see ``per_head``.
+    ``dt``, ``A`` and ``dt_bias`` are constant inside a head, as in Mamba-2; ``per_head`` checks it.
 
-    Source: transformers, ``mamba2_selective_state_update``.
+    Args:
+        state: (B,H,P,S), overwritten.
+        hidden_states: (B,H,P).
+        dt: step sizes (B,H,P).
+        A: (H,P,S).
+        B: (B,G,S).
+        C: (B,G,S).
+        D: (H,P), or None.
+        dt_bias: (H,P), or None.
+        dt_softplus: apply softplus to the step sizes.
+        z: a gate (B,H,P), or None.
+        kwargs: ignored.
+
+    Returns:
+        Outputs (B,H,P) in the dtype of ``hidden_states``.
+
+    References:
+        transformers, ``mamba2_selective_state_update``.
     """
     dt = _steps(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)  # (B,H)
     x = upcast_half(hidden_states)
@@ -84,7 +117,7 @@ def step(
         state=carried(state.mT, v.dtype),
         donate=may_be_overwritten(state),
     )
-    state.copy_(end.mT)  # onto itself, where the kernel has overwritten it
+    state.copy_(end.mT)  # a copy onto itself where the kernel has overwritten it
     o = o[:, :, 0]
     if D is not None:
         o = o + x * D.to(o.dtype)
@@ -94,7 +127,7 @@ def step(
 
 
 def per_head(state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, *others, dt_bias=None, **kwargs) -> str:
-    """Why ``step`` cannot serve a call: numbers that differ inside a head; "" where it can."""
+    """Return why ``step`` cannot compute a call, or "": its decays must be constant inside a head."""
     del state, hidden_states, others, kwargs
     alike = all(
         stride == 0 or size == 1 for t in (A,) for stride, size in zip(t.stride()[1:], t.shape[1:], strict=True)
@@ -104,14 +137,14 @@ def per_head(state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, *other
 
 
 def fused(*args, **kwargs) -> None:
-    """None: there is no single kernel from the projection to the output, and callers then go on step by step.
+    """Return None: there is no fused kernel from the projection to the output, so callers use separate functions.
 
-    The original says so too, except for packed rows, which it refuses.
+    The original returns None too, but raises an error for packed rows.
     """
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """The step sizes, in float32 at least."""
+    """Return the step sizes in float32 or wider."""
     dt = upcast_half(dt)
     if bias is not None:
         dt = dt + bias.to(dt.dtype)

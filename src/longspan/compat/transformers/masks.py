@@ -1,4 +1,4 @@
-"""Masks of transformers as patterns: which one a mask function means, asked of the function itself."""
+"""Find the pattern of a mask of transformers by evaluating its mask function."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from ... import patterns
 from ...ops.tensors import positions
 from ...patterns import Pattern
 
-SAMPLE = 64  # rows of a mask that are looked at where transformers says that nothing was added to it
-ROWS = 1 << 22  # pairs that are looked at at once
+SAMPLE = 64  # rows of a mask that are compared if transformers states that nothing was added to it
+ROWS = 1 << 22  # pairs that are compared in one step
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Seen(BlockMask):
-    """Who sees whom, in place of a mask (B,1,N,M); queries are the last N of M tokens.
+    """A pattern in place of a mask (B,1,N,M); queries are the last N of M tokens.
 
-    transformers hands a ``BlockMask`` of four dimensions on to the attention as it is. A static cache needs that:
-    there ``generate`` makes the mask and gives it to the model. Nothing else of ``BlockMask`` is used.
+    It is a ``BlockMask`` because transformers passes one of four dimensions to the attention unchanged. A static cache
+    needs that: there ``generate`` makes the mask and passes it to the model. Nothing else of ``BlockMask`` is used.
     """
 
     pattern: Pattern
@@ -40,16 +40,16 @@ class Seen(BlockMask):
     __str__ = __repr__
 
     def contiguous(self) -> "Seen":
-        """Itself: some versions of transformers ask it of every mask."""
+        """Return itself; some versions of transformers call it on every mask."""
         return self
 
     @property
     def plain(self) -> bool:
-        """Whether it is the causal triangle and nothing else."""
+        """Whether it is the causal triangle only."""
         return self.pattern == patterns.causal() and self.mask is None and self.segments is None
 
     def dense(self) -> Tensor:
-        """The mask (B|1,1,N,M) that it stands for."""
+        """Return the equivalent bool mask (B|1,1,N,M)."""
         n, m = self.size
         first = self.mask if self.mask is not None else self.segments
         at = torch.arange(m)[None] if first is None else _positions(first.shape[0], m, self.mask, self.segments)
@@ -71,14 +71,20 @@ def read(
     local: int | None,
     whole: bool,
 ) -> Seen | str:
-    """The pattern of a mask function of transformers for n queries, the last of m keys, or why there is none.
+    """Return the pattern of a mask function of transformers, or why there is none.
 
-    ``function(b, head, i, j)`` takes index tensors, with i and j from the ``offsets`` of queries and keys on.
-    ``padding`` (B,M) bool, ``local``: the window or chunk that transformers names. ``whole`` asks for every pair;
-    otherwise some rows are looked at, which tells the kinds of mask apart that transformers has.
+    Args:
+        function: ``function(b, head, i, j)`` of index tensors, where i and j count from ``offsets``.
+        batch: number of rows.
+        n: number of queries, which are the last tokens.
+        m: number of keys.
+        offsets: numbers of the first query and the first key.
+        padding: (B,M) bool, True on real tokens; None means that all are real.
+        local: size of the window or chunk that transformers passes; None means none.
+        whole: compare every pair; otherwise a sample of rows, which distinguishes the masks that transformers has.
     """
     if padding is not None and padding.shape[-1] != m:
-        return "the padding has another length than the keys"
+        return "the padding mask and the keys differ in length"
     if padding is not None and bool(padding.all()):
         padding = None
     if padding is not None and bool(((padding[:, 1:] & ~padding[:, :-1]).sum(-1) + padding[:, 0] > 1).any()):
@@ -105,12 +111,12 @@ def _candidates(local: int | None) -> Iterator[Pattern]:
 
 
 def _positions(batch: int, m: int, mask: Tensor | None, segments: Tensor | None) -> Tensor:
-    """(B,M): how many real tokens of its own sequence are before each."""
+    """Return (B,M): the number of earlier real tokens in each token's sequence."""
     return positions(torch.empty(batch, m, 0), mask=mask, segments=segments)[0]
 
 
 def _segments(function: Callable, batch: int, m: int, offset: int, padding: Tensor | None) -> Tensor | None:
-    """Packed sequences, which begin where a token does not see the one before it; None where there is but one."""
+    """Return packed sequences, which begin where a token does not see the previous one; None if there is only one."""
     i = torch.arange(1, m) + offset
     rows = torch.arange(batch)[:, None]
     border = ~function(rows, torch.tensor(0), i[None], i[None] - 1).bool().expand(batch, m - 1)
@@ -132,12 +138,12 @@ def _agrees(found: Seen, function: Callable, at: Tensor, n: int, offsets: tuple[
         keys = j if found.mask is None else j[found.mask[b]]
         for part in rows.split(step):
             i = (part - (m - n) + offsets[0])[:, None]
-            asked = function(torch.tensor(b), torch.tensor(0), i, (keys + offsets[1])[None])
+            theirs = function(torch.tensor(b), torch.tensor(0), i, (keys + offsets[1])[None])
             ours = found.pattern.allow(at[b, part][:, None], at[b, keys][None])
             if found.segments is not None:
                 ours = ours & (found.segments[b, part][:, None] == found.segments[b, keys][None])
             if not torch.equal(
-                torch.as_tensor(asked).bool().expand(len(part), len(keys)), ours.expand(len(part), len(keys))
+                torch.as_tensor(theirs).bool().expand(len(part), len(keys)), ours.expand(len(part), len(keys))
             ):
                 return False
         if not whole and found.mask is None:

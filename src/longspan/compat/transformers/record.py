@@ -1,4 +1,4 @@
-"""The record of what has been replaced in this process, and which transformers it is."""
+"""Record of the replacements in this process, and the check of transformers' version."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ OLDEST, NEWEST = (5, 5), (5, 24)  # of transformers
 
 @dataclass
 class Replaced:
-    """One attribute of a module, a class or a layer that has been replaced, and what its calls were served by."""
+    """A replaced attribute of a module, class or layer, with counts of its calls by backend."""
 
     model: str
     name: str
@@ -26,13 +26,18 @@ class Replaced:
 
 
 replaced: list[Replaced] = []
-"""what has been replaced, in this order"""
+"""replacements, in the order in which they were made"""
 untouched: dict[str, str] = {}
-"""model types that were left as they are, and why"""
+"""model types that were left unchanged, with the reason"""
 
 
 def version() -> tuple[int, int]:
-    """Of transformers: the first two numbers. Raises ImportError without it, ValueError where it is too old or new."""
+    """Return the first two numbers of transformers' version.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers is too old or too new.
+    """
     need("longspan.compat.transformers", "transformers")
     import transformers
 
@@ -40,12 +45,12 @@ def version() -> tuple[int, int]:
     found = int(words[0]), int(words[1])
     if found < OLDEST:
         raise ValueError(
-            f"transformers {transformers.__version__} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest that "
-            "longspan knows"
+            f"transformers {transformers.__version__} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest that longspan "
+            f"supports; pip install 'transformers>={OLDEST[0]}.{OLDEST[1]}'"
         )
     if found > NEWEST:
         raise ValueError(
-            f"transformers {transformers.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest whose layers "
-            f"longspan knows; pip install 'transformers<{NEWEST[0]}.{NEWEST[1] + 1}'"
+            f"transformers {transformers.__version__} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that "
+            f"longspan supports; pip install 'transformers<{NEWEST[0]}.{NEWEST[1] + 1}'"
         )
     return found

@@ -1,4 +1,4 @@
-"""What is replaced in the files of transformers, and how all of it is put back."""
+"""Replace functions in the files of transformers, and restore them."""
 
 import functools
 import importlib
@@ -19,19 +19,26 @@ from .report import Status, status
 
 
 def accelerate(model: nn.Module | None = None) -> Status:
-    """Put longspan's kernels under the recurrent layers of transformers, for calls on the CPU -> ``status()``.
+    """Run the recurrent layers of transformers on longspan's CPU kernels.
 
-    Without a ``model`` for all model types that longspan knows, before or after models are loaded; with one for its
-    types alone. It holds for all models of these types in this process, until ``restore()``; a second call adds what
-    is new. In transformers before 5.15, whose layers keep their functions, a model that is loaded already has to be
-    given. Calls on other devices, and those that are compiled, exported or traced, run by the original code.
+    It applies to all models of the supported types in this process, until ``restore()``. A second call adds types that
+    are new. Calls on other devices, and calls that are compiled, exported or traced, run the original code.
 
-    Raises ImportError without transformers, and ValueError for transformers before 5.5 or after 5.24, and for something
-    that is no model.
+    Args:
+        model: replace the functions of this model's types only; None means all supported types, for models loaded
+            before or after the call. Before transformers 5.15, pass a model that is loaded already, because its layers
+            keep their functions.
+
+    Returns:
+        ``status()``.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers is older than 5.5 or newer than 5.24, or ``model`` is not an ``nn.Module``.
     """
     version()
     if model is not None and not isinstance(model, nn.Module):
-        raise ValueError(f"accelerate takes a model, or nothing for all model types, not {type(model).__name__}")
+        raise ValueError(f"accelerate takes a model, or None for all model types, not {type(model).__name__}")
     untouched.update(UNSERVED if model is None else {})
     for module in _modules(model):
         _module(module)
@@ -47,15 +54,15 @@ def accelerate(model: nn.Module | None = None) -> Status:
 
 
 def restore() -> None:
-    """Put back all that ``accelerate`` has replaced; without it nothing changes."""
+    """Undo ``accelerate``; without it nothing changes."""
     for one in reversed(replaced):
-        # What somebody else has put there since stays.
+        # Keep a function that other code has put there since.
         if one.owner.__dict__.get(one.attribute) is one.put:
             if one.inherited:
                 delattr(one.owner, one.attribute)
             else:
                 setattr(one.owner, one.attribute, one.original)
-        one.active = False  # for whoever has kept the function
+        one.active = False  # for code that kept a reference to the function
     replaced.clear()
     untouched.clear()
 
@@ -65,7 +72,7 @@ def _types() -> set[str]:
 
 
 def _model(module: str) -> str:
-    """``qwen3_next`` of ``transformers.models.qwen3_next.modeling_qwen3_next``; of others the last part."""
+    """Return ``qwen3_next`` for ``transformers.models.qwen3_next.modeling_qwen3_next``, else the last part."""
     return module.rpartition(".")[2].removeprefix("modeling_")
 
 
@@ -82,7 +89,7 @@ def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
 
 
 def _module(module: ModuleType) -> None:
-    """Replace what is known of one modelling file, and have its models tell their layers of packed rows."""
+    """Replace the supported functions of a modeling file, and make its models pass on the boundaries of packed rows."""
     kind = _model(module.__name__)
     if kind not in TYPES:
         return
@@ -96,16 +103,16 @@ def _module(module: ModuleType) -> None:
     refused = LEAKING.get(kind, "")
     served = {one.attribute for one in replaced[before:]}
     if served & set(FUNCTIONS) and "causal_conv1d_fn" not in served:
-        refused = "in this version of transformers its short convolutions look across sequences; from 5.15 on not"
+        refused = "its short convolutions look across sequences before transformers 5.15"
     if kind in GATED_DELTA_NET and version() < (5, 7):
-        untouched[f"{kind}.cache"] = (
-            "this version of transformers reads several tokens after a cache as a new sequence; from 5.7 on not"
-        )
+        untouched[f"{kind}.cache"] = "transformers before 5.7 reads several tokens after a cache as a new sequence"
     if len(replaced) == before:
         if kind in _types():
             return
-        # Nothing of it is served, but its packed rows would leak all the same.
-        untouched[kind] = refused = "this version of transformers has its recurrence in one piece; from 5.15 on not"
+        # None of its functions is replaced, but its packed rows would leak too.
+        untouched[kind] = refused = (
+            "its layer is one function before transformers 5.15, so longspan cannot replace its recurrence"
+        )
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if name in module.__dict__:
             original = module.__dict__[name]
@@ -114,7 +121,7 @@ def _module(module: ModuleType) -> None:
         if inspect.isclass(owner) and owner.__module__ == module.__name__ and _is_model(owner):
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
-            _put(one, packing.told(original, refused, kind in UNPLACED))
+            _put(one, packing.pass_borders(original, refused, kind in UNPLACED))
     for (cache, name), mended in CACHES.items():
         if (owner := module.__dict__.get(cache)) is not None:
             original = getattr(owner, name)
@@ -122,7 +129,7 @@ def _module(module: ModuleType) -> None:
 
 
 def _is_model(owner: type) -> bool:
-    """Whether a class takes tokens and has layers, and says so in a ``forward`` of its own."""
+    """Return whether a class is a model with its own ``forward`` that takes tokens."""
     from transformers import PreTrainedModel
 
     if not issubclass(owner, PreTrainedModel) or "forward" not in owner.__dict__:
@@ -136,7 +143,7 @@ def _replace(kind: str, name: str, owner: Any, attribute: str, original: Callabl
     wanted, known = (inspect.signature(f).parameters for f in (original, ours.run))
     more = [p.name for p in wanted.values() if p.name not in known and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if more and not any(p.kind == p.VAR_POSITIONAL for p in known.values()):
-        untouched[f"{kind}.{name}"] = f"it takes {', '.join(more)}, which longspan does not know"
+        untouched[f"{kind}.{name}"] = f"longspan does not know its parameters {', '.join(more)}"
         return
     one = Replaced(kind, name, owner, attribute, original, ours.counts)
     _put(one, _dispatch(one, ours))
@@ -152,22 +159,22 @@ def _put(one: Replaced, new: Callable) -> None:
 
 
 def _dispatch(one: Replaced, ours: Ours) -> Callable:
-    """A function that hands each call to ours or to the original, and counts them."""
-    original, calls, ask, serve = one.original, one.calls, ours.why_not, ours.run
+    """Return a function that passes each call to ours or to the original, and counts it."""
+    original, calls, check, replacement = one.original, one.calls, ours.why_not, ours.run
 
     @functools.wraps(original)
     def run(*args, **kwargs):
-        # First, so that a compiler sees nothing but the original.
+        # First, so that a compiler sees only the original.
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or not one.active:  # pyright: ignore[reportPrivateImportUsage]
             return original(*args, **kwargs)
         why_not = _elsewhere(args, kwargs)
-        if not why_not and ask is not None:
-            why_not = ask(*args, **kwargs)
+        if not why_not and check is not None:
+            why_not = check(*args, **kwargs)
         if why_not:
             calls[f"the original, since {why_not}"] += 1
             return original(*args, **kwargs)
         with counted(calls):
-            return serve(*args, **kwargs)
+            return replacement(*args, **kwargs)
 
     return run
 

@@ -1,4 +1,4 @@
-"""What ``accelerate`` has replaced, what has served the calls since, and what stays untouched."""
+"""Report the replacements of ``accelerate``, the backends of their calls, and what was left unchanged."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from .record import replaced, untouched
 
 
 class Status(NamedTuple):
-    """What runs by longspan's kernels in transformers; ``print`` shows it in words."""
+    """Which functions of transformers run on longspan's kernels; ``print`` shows it as text."""
 
     functions: dict[str, dict[str, dict[str, int]]]
-    """by model type and name what was replaced: how many calls were served by what, and by the original why"""
+    """replaced functions by model type and name, with the number of calls by backend; for the original also why"""
     untouched: dict[str, str]
-    """by model type, what was left as it is, and why"""
+    """what was left unchanged, by model type, with the reason"""
     softmax: dict[str, int] = {}  # noqa: RUF012
-    """of ``attn_implementation="longspan"``: how many calls were served by what"""
+    """number of calls of ``attn_implementation="longspan"`` by backend"""
 
     def __str__(self) -> str:
         lines = []
@@ -25,28 +25,28 @@ class Status(NamedTuple):
                 lines += [f"  {name}: {count} calls by {what}" for what, count in calls.items()]
         lines += [f"softmax layers: {count} calls by {what}" for what, count in self.softmax.items()]
         lines += [f"{name}: untouched; {why}" for name, why in self.untouched.items()]
-        return "\n".join(lines) or "nothing is replaced: longspan.compat.transformers.accelerate() does it"
+        return "\n".join(lines) or "nothing is replaced; call longspan.compat.transformers.accelerate()"
 
 
 def status() -> Status:
-    """What is replaced now, with what its calls were served by since then, and what is untouched."""
+    """Return the current replacements, the number of their calls by backend, and what was left unchanged."""
     functions: dict[str, dict[str, Counter[str]]] = {}
     for one in replaced:
         if one.counts:
-            # Layers of one class that keep the function themselves are told of as one.
+            # Layers of one class that hold the function as an attribute count as one.
             functions.setdefault(one.model, {}).setdefault(one.name, Counter()).update(one.calls)
-    told = {model: {name: dict(calls) for name, calls in names.items()} for model, names in functions.items()}
-    return Status(told, dict(untouched), dict(softmax.calls))
+    counts = {model: {name: dict(calls) for name, calls in names.items()} for model, names in functions.items()}
+    return Status(counts, dict(untouched), dict(softmax.calls))
 
 
 def summary() -> str:
-    """In one line, for ``longspan doctor``: which transformers there are, and what could be served."""
+    """Return one line for ``longspan doctor``: transformers' version and the supported model types."""
     from importlib.util import find_spec
 
     from .families import TYPES
 
     if find_spec("transformers") is None:
-        return "not here; pip install longspan[transformers]"
+        return "not installed; pip install longspan[transformers]"
     from importlib.metadata import version as installed
 
-    return f"{installed('transformers')}; longspan.compat.transformers serves {', '.join(TYPES)}"
+    return f"{installed('transformers')}; longspan.compat.transformers supports {', '.join(TYPES)}"

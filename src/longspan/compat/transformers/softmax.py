@@ -16,23 +16,28 @@ from .masks import Seen
 from .record import version
 
 NAME = "longspan"
-BLOCK = 512  # queries at once where scores are capped
+BLOCK = 512  # queries per block where scores are capped
 
 calls: Counter[str] = Counter()
 
 
 def register(name: str = NAME) -> None:
-    """Make ``attn_implementation="longspan"`` known to transformers, or another ``name``; again changes nothing.
+    """Register ``attn_implementation="longspan"`` with transformers. A second call changes nothing.
 
-    A model loaded with it, or told by ``model.set_attn_implementation("longspan")``, has the masks of its softmax
-    layers served by longspan's kernels where a pattern describes them: causal, windows, chunks, both directions,
-    padding at either end, packed rows, learned sinks, scores capped by tanh (Gemma 2), a prompt that is read in parts,
-    dynamic and static caches.
-    Others, single tokens, dropout and other devices are served by transformers' ``sdpa``, plain causal attention of a
-    whole prompt too; ``status()`` counts which and why. Capped scores that no pattern serves are served by torch in
-    blocks of queries, which ``sdpa`` would refuse.
+    Select it at loading or by ``model.set_attn_implementation("longspan")``. Softmax layers then use longspan's kernels
+    where a pattern describes their mask: causal, windows, chunks, both directions, padding at either end, packed rows,
+    learned sinks, scores capped by tanh (Gemma 2), prompts that are read in parts, dynamic and static caches.
 
-    Raises as ``accelerate``.
+    The ``sdpa`` of transformers computes other masks, single tokens, dropout, other devices, and plain causal attention
+    of a whole prompt. Capped scores or sinks that no pattern covers run in PyTorch in blocks of queries, because
+    ``sdpa`` does not support them. ``status()`` counts the calls of each, with the reason.
+
+    Args:
+        name: the name to register.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: transformers is older than 5.5 or newer than 5.24.
     """
     version()
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -56,9 +61,9 @@ def mask(
     device: Any = "cpu",
     **kwargs,
 ) -> Seen | Tensor | None:
-    """What ``attend`` gets as its mask: a pattern, or the mask (B,1,N,M) of ``sdpa``. Called by transformers.
+    """Return the mask for ``attend``: a pattern, or the mask (B,1,N,M) of ``sdpa``. Called by transformers.
 
-    A static cache has room for keys that are not there yet. No causal query sees them, so that a pattern ends before.
+    A static cache has room for future keys. No causal query sees them, so a pattern ends before them.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -73,7 +78,7 @@ def mask(
             padding = None if attention_mask is None else attention_mask.bool()
             found = masks.read(function, batch_size, q_length, read, offsets, padding, local_size, whole)
             if isinstance(found, Seen) and read < kv_length and found.pattern.lookahead != 0:
-                found = "keys that are not there yet would be seen"
+                found = "it covers keys that the cache does not have yet"
         if isinstance(found, Seen):
             return found
         calls[f"mask by sdpa, since {found}"] += 1
@@ -95,7 +100,7 @@ def mask(
 
 
 def _why_not(seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float, alone: bool) -> str:
-    """Why ``sdpa`` serves a call better, or must; "" where the kernels do. ``alone``: neither sinks nor a cap."""
+    """Return why ``sdpa`` computes a call, or "" for the kernels. ``alone``: neither sinks nor a cap."""
     n, m = q.shape[2], k.shape[2]
     if dropout:
         return "dropout"
@@ -103,7 +108,7 @@ def _why_not(seen: Seen | None, q: Tensor, k: Tensor, v: Tensor, dropout: float,
         return "one token" if n == 1 else "its mask"
     if seen.plain and alone and n == m:
         return "plain causal attention"
-    # Elsewhere than in the kernels there are as many queries as keys, of which most would be made up.
+    # Without the kernels, queries are padded to the number of keys, and most would be padding.
     if m > 2 * n and (seen.mask is not None or seen.segments is not None or sparse.unserved(q, k, v)):
         return "far fewer queries than keys"
     return ""
@@ -121,11 +126,11 @@ def attend(
     softcap: float | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """query (B,H,N,D), key (B,G,M,D), value (B,G,M,E) -> (B,N,H,E), None. Called by transformers."""
+    """Compute attention: query (B,H,N,D), key (B,G,M,D), value (B,G,M,E) -> (B,N,H,E), None. Called by transformers."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seen = attention_mask if isinstance(attention_mask, Seen) else None
     if seen is not None:
-        # A static cache hands over all that it has room for.
+        # A static cache passes all of its slots.
         key, value = key[:, :, : seen.size[1]], value[:, :, : seen.size[1]]
     n, m = query.shape[2], key.shape[2]
     why = _why_not(seen, query, key, value, dropout, s_aux is None and not softcap)
@@ -133,7 +138,7 @@ def attend(
         calls[f"torch, in blocks of queries, since {'scores are capped' if softcap else 'there are sinks'}"] += 1
         allowed: Any = attention_mask if seen is None else seen.dense()
         if allowed is None and n > 1 and kwargs.get("is_causal", getattr(module, "is_causal", True)) is not False:
-            # As in sdpa the first query sees the first key alone: keys beyond the queries are room in a static cache.
+            # As in sdpa, the first query sees the first key only: further keys are free slots of a static cache.
             allowed = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()[None, None]
         out = _in_blocks(query, key, value, allowed, scale, softcap, s_aux, dropout if module.training else 0.0)
         return out.transpose(1, 2).contiguous(), None
@@ -174,9 +179,10 @@ def _in_blocks(
     sink: Tensor | None,
     dropout: float,
 ) -> Tensor:
-    """cap tanh(score / cap) under a mask (B|1,1,N,M), bool or added, with a sink (H,), block by block of queries.
+    """Compute attention with capped scores and sinks (H,) in blocks of queries; mask (B|1,1,N,M), bool or additive.
 
-    Source: Gemma Team 2024 (2408.00118), section 2, logit soft-capping.
+    References:
+        Gemma Team 2024 (2408.00118), section 2, logit soft-capping.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -190,7 +196,7 @@ def _in_blocks(
         if sink is not None:
             more = sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
             scores = torch.cat([scores, more], -1)
-        # A row that sees nothing, which is padding: its output is 0, as under a pattern.
+        # A padding row sees no key; its output is 0, as under a pattern.
         blind = (scores == -torch.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)[..., : k.shape[2]].to(v.dtype)
         return torch.nn.functional.dropout(weights, dropout) @ v
@@ -199,6 +205,6 @@ def _in_blocks(
     for begin in range(0, q.shape[2], BLOCK):
         rows = slice(begin, begin + BLOCK)
         part = None if allowed is None else allowed[..., rows, :]
-        # Computed again in the backward pass, which else would keep every block.
+        # The backward pass recomputes each block instead of storing it.
         outs.append(checkpoint(one, q[:, :, rows], k, v, part, sink, use_reentrant=False))
     return torch.cat(outs, 2)

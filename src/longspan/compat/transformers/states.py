@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def carried(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """A cached state in this dtype; under gradients a copy, which the backward pass finds as the forward read it."""
+    """Convert a cached state to a dtype; with gradients a copy, so that the backward pass finds it unchanged."""
     return state.to(dtype, copy=torch.is_grad_enabled())
 
 
 def may_be_overwritten(state: Tensor) -> bool:
-    """Whether a step may write the next state over a cached one: a backward pass may still need one with gradients."""
+    """Return whether a step may overwrite a cached state: not if a backward pass may need it."""
     return not (torch.is_grad_enabled() or state.requires_grad)

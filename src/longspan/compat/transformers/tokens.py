@@ -1,4 +1,4 @@
-"""From the tokens that transformers hands over to those that a decoder reads: start tokens, masks, packed sequences."""
+"""Convert tokens of transformers to those that a decoder reads: start tokens, masks, packed sequences."""
 
 from typing import NamedTuple
 
@@ -8,27 +8,33 @@ from torch import Tensor
 
 
 class Read(NamedTuple):
-    """What a decoder reads for N given tokens, and where their outputs are."""
+    """Input of a decoder for N given tokens, and the places of their outputs."""
 
-    tokens: Tensor  # (B,M) int64, start tokens included
+    tokens: Tensor  # (B,M) int64, including start tokens
     mask: Tensor | None  # (B,M) bool, True on real tokens
     segments: Tensor | None  # (B,M) int64 of packed sequences
-    places: Tensor | slice  # of the given tokens among the M: (B,N), or a slice where they lie side by side
+    places: Tensor | slice  # of the given tokens among the M: (B,N), or a slice if they are contiguous
 
     def outputs(self, outputs: Tensor) -> Tensor:
-        """Those of the given tokens: (B,M,size) -> (B,N,size)."""
+        """Select the outputs of the given tokens: (B,M,size) -> (B,N,size)."""
         if isinstance(self.places, slice):
             return outputs[:, self.places]
         return outputs.gather(1, self.places[..., None].expand(-1, -1, outputs.shape[-1]))
 
 
 def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | None, begun: Tensor | None) -> Read:
-    """Lay out ids (B,N) for a decoder: where a sequence begins without the ``start`` token, that is put before it.
+    """Insert the start token before each sequence of ``ids`` that begins without it.
 
-    mask (B,N) bool or None: True on real tokens. ``positions`` (B,N) or (1,N), or None: transformers' ``position_ids``,
-    which count up by one, and go back to the smallest number of the row where another packed sequence begins. They say
-    no more than that. ``begun`` (B,) bool: rows that go on with a state; None: no row does.
-    Raises ValueError for positions that do neither.
+    Args:
+        ids: (B,N) int64.
+        start: number of the start token.
+        mask: (B,N) bool, True on real tokens; None means that all are real.
+        positions: ``position_ids`` (B,N) or (1,N), or None. They count up by one, and return to the smallest number of
+            the row where another packed sequence begins. They have no other effect.
+        begun: (B,) bool, rows that continue a state; None means no row.
+
+    Raises:
+        ValueError: positions neither count up by one nor return to the smallest number of the row.
     """
     batch, n = ids.shape
     if n == 0:
@@ -46,7 +52,7 @@ def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | No
     if not bool(count.any()):
         return Read(ids, mask, segments, slice(0, n))
     if segments is None:
-        # In front of padding too: a token that is not real is not there.
+        # Before left padding too, because masked tokens are ignored.
         tokens, given = F.pad(ids, (1, 0), value=start), (count > 0)[:, None]
         mask = None if mask is None and bool(given.all()) else torch.cat([given, real], 1)
         return Read(tokens, mask, None, slice(1, n + 1))
@@ -58,22 +64,22 @@ def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | No
     there[rows, places[rows, columns] - 1] = True
     packs = torch.zeros_like(tokens).scatter(1, places, segments)
     packs[rows, places[rows, columns] - 1] = segments[rows, columns]
-    # What lies behind the last token of a shorter row belongs to its last sequence.
+    # Slots after the last token of a shorter row belong to its last sequence.
     return Read(tokens, there, packs.cummax(1).values, places)
 
 
 def _restarts(positions: Tensor, real: Tensor, begun: Tensor | None) -> Tensor:
-    """Where a sequence begins, by positions (B,N) that go back to the smallest of their row: bool (B,N)."""
+    """Return where positions (B,N) return to the smallest of their row, so that a sequence begins: bool (B,N)."""
     jump = F.pad((positions[:, 1:] != positions[:, :-1] + 1) & real[:, 1:] & real[:, :-1], (1, 0))
     first = positions.masked_fill(~real, torch.iinfo(positions.dtype).max).amin(1, keepdim=True)
     restart = real & (positions == first)
     if begun is not None:
-        # The smallest is also where the only sequence of a row goes on.
+        # The only sequence of a row may also continue at the smallest position.
         restart = restart & (jump | (positions == 0) | ~begun[:, None])
     if bool((odd := jump & ~restart).any()):
         row, column = (int(i) for i in odd.nonzero()[0])
         raise ValueError(
             f"position_ids go from {int(positions[row, column - 1])} to {int(positions[row, column])} in row {row}; "
-            f"they must count up by one, or go back to {int(first[row])}, the smallest of the row, at a new sequence"
+            f"they must count up by one, or return to {int(first[row])}, the smallest of the row, at a new sequence"
         )
     return restart

@@ -1,4 +1,4 @@
-"""Attentions: a layer with projections and heads, and what can be inside."""
+"""Attentions: a layer with projections and heads, and the attentions that it can contain."""
 
 from .aft_attention import AFTFullAttention, AFTSimpleAttention
 from .attention_layer import AttentionLayer

@@ -1,4 +1,4 @@
-"""An Attention Free Transformer: each channel has weights of its own, from the keys and from the distance."""
+"""Attention Free Transformer: separate weights for each channel, from the keys and the positions."""
 
 import torch
 from torch import Tensor, nn
@@ -7,16 +7,21 @@ from ..attention_registry import AttentionRegistry, EventDispatcherInstance, Int
 from ..events import EventDispatcher
 from ..masking import BaseMask, keys_of
 
-_QUERIES = 32  # whose weights over all keys are formed at once
+_QUERIES = 32  # queries per block, whose weights over all keys are computed together
 
 
 class AFTFullAttention(nn.Module):
-    """sigmoid(q_l) * sum_s softmax_s(k_s + u_l . v_s) v_s, channel by channel; quadratic in the length.
+    r"""AFT-full: $\sigma(q_l) \sum_s \mathrm{softmax}_s(k_s + u_l \cdot v_s) v_s$, channel by channel.
 
-    ``max_sequence_length`` positions have rows u and v of ``aft_parameterization`` channels. A query that sees no key
-    gets zero.
+    Its cost is quadratic in the length. A query that sees no key gets zero.
 
-    Source: Zhai et al. 2021 (2105.14103), eq. 2, with the factorised bias of section 3.1.
+    Args:
+        max_sequence_length: number of positions, each with rows u and v of the bias.
+        aft_parameterization: channels of u and v.
+        event_dispatcher: a dispatcher, or its name.
+
+    References:
+        Zhai et al. 2021 (2105.14103), eq. 2, with the factorized bias of section 3.1.
     """
 
     def __init__(
@@ -39,9 +44,10 @@ class AFTFullAttention(nn.Module):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries, keys, values (N,L|S,H,E) -> (N,L,H,E).
+        """Return (N,L,H,E) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,E).
 
-        Raises ValueError where values and queries differ in size, and for more positions than there are rows.
+        Raises:
+            ValueError: values and queries differ in channels, or a length exceeds ``max_sequence_length``.
         """
         _check_sizes(queries, values)
         length, size = queries.shape[1], keys.shape[1]
@@ -61,9 +67,10 @@ class AFTFullAttention(nn.Module):
 
 
 class AFTSimpleAttention(nn.Module):
-    """sigmoid(q_l) * sum_s softmax_s(k_s) v_s, channel by channel, over all keys or over those up to the query.
+    r"""AFT-simple: $\sigma(q_l) \sum_s \mathrm{softmax}_s(k_s) v_s$, channel by channel, over all or past keys.
 
-    Source: Zhai et al. 2021 (2105.14103), section 3.2.
+    References:
+        Zhai et al. 2021 (2105.14103), section 3.2.
     """
 
     def __init__(self, event_dispatcher: str | EventDispatcher = ""):
@@ -79,10 +86,13 @@ class AFTSimpleAttention(nn.Module):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries, keys, values (N,L|S,H,E) -> (N,L,H,E). O(L E) for all keys, O(32 L E) for a causal mask.
+        """Return (N,L,H,E) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,E).
 
-        Raises ValueError where values and queries differ in size, for a mask that is neither all ones nor triangular,
-        and for a causal mask where L and S differ.
+        The cost is O(L E) for all keys and O(32 L E) for a causal mask.
+
+        Raises:
+            ValueError: values and queries differ in channels, the mask is neither all ones nor triangular, or the mask
+                is causal and L and S differ.
         """
         _check_sizes(queries, values)
         real = keys_of(key_lengths)
@@ -92,8 +102,8 @@ class AFTSimpleAttention(nn.Module):
             return (queries.sigmoid() * _weighted(keys, values, allowed)[:, None]).contiguous()
         if not attn_mask.lower_triangular or queries.shape[1] != keys.shape[1]:
             raise ValueError(
-                "AFTSimpleAttention is linear in the length, so attn_mask is all ones, or triangular with as many "
-                "queries as keys; AFTFullAttention takes any mask"
+                "AFTSimpleAttention needs an attn_mask of all ones, or a triangular one with equal numbers of queries "
+                "and keys; use AFTFullAttention for other masks"
             )
         return (queries.sigmoid() * _causal(keys, values, allowed)).contiguous()
 
@@ -101,19 +111,19 @@ class AFTSimpleAttention(nn.Module):
 def _check_sizes(queries: Tensor, values: Tensor) -> None:
     if queries.shape[-1] != values.shape[-1]:
         raise ValueError(
-            f"queries gate the values channel by channel, so {queries.shape[-1]} query channels cannot serve "
-            f"{values.shape[-1]} value channels; make query_dimensions and value_dimensions equal"
+            f"queries gate the values channel by channel, but queries have {queries.shape[-1]} channels and values "
+            f"have {values.shape[-1]}; make query_dimensions and value_dimensions equal"
         )
 
 
 def _weighted(logits: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the keys, axis -3: logits, values, allowed (..., S,H,E) -> (..., H,E); zero without keys."""
+    """Compute softmax over the keys, axis -3: logits, values, allowed (..., S,H,E) -> (..., H,E); zero without keys."""
     logits = logits.masked_fill(~allowed, torch.finfo(logits.dtype).min)
     return (logits.softmax(-3) * allowed * values).sum(-3)
 
 
 def _causal(keys: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the keys up to each query: (N,L,H,E), allowed (N,L,1,1) -> (N,L,H,E), block by block."""
+    """Compute softmax over the keys up to each query: (N,L,H,E), allowed (N,L,1,1) -> (N,L,H,E), block by block."""
     lowest = torch.finfo(keys.dtype).min
     keys = keys.masked_fill(~allowed, lowest)
     top = torch.full_like(keys[:, :1], lowest)
@@ -122,7 +132,7 @@ def _causal(keys: Tensor, values: Tensor, allowed: Tensor) -> Tensor:
     for start in range(0, keys.shape[1], _QUERIES):
         rows = slice(start, start + _QUERIES)
         k, v, real = keys[:, rows], values[:, rows], allowed[:, rows]
-        # The largest key so far, so that no exponent is positive and none that counts is lost.
+        # The largest key so far, so that no exponent is positive and the largest does not underflow.
         peak = torch.maximum(k.detach().cummax(1).values, top)  # (N,C,H,E)
         seen = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).tril()
         seen = seen[None, :, :, None, None] & real[:, None]

@@ -1,4 +1,4 @@
-"""Projections around an attention: queries, keys and values in heads, and the heads' outputs together again."""
+"""Projections around an attention: split into heads, and join the outputs of the heads."""
 
 from torch import Tensor, nn
 
@@ -7,7 +7,7 @@ from ..masking import BaseMask
 
 
 class Projections(nn.Module):
-    """The four projections, with the parameter names of the original, around an ``inner_attention``."""
+    """Four projections around an ``inner_attention``, with the original's parameter names; see ``AttentionLayer``."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class Projections(nn.Module):
         self.event_dispatcher = EventDispatcher.get(event_dispatcher)
 
     def heads(self, projection: nn.Linear, x: Tensor) -> Tensor:
-        """(..., d_model) -> (..., H, E)."""
+        """Project and split into heads: (..., d_model) -> (..., H, E)."""
         return projection(x).unflatten(-1, (self.n_heads, -1))
 
-    def tell(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+    def dispatch(self, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Dispatch a QKVEvent."""
         if self.event_dispatcher.listening:
             self.event_dispatcher.dispatch(QKVEvent(self, queries, keys, values))
@@ -43,9 +43,15 @@ class Projections(nn.Module):
 class AttentionLayer(Projections):
     """Multi-head attention over whole sequences.
 
-    ``attention`` is called with queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) and the three masks, and returns
-    (N,L,H,D). ``d_keys`` and ``d_values`` are those of a head (None: d_model // n_heads), ``d_model_keys`` is the width
-    of keys and values before their projection (None: d_model).
+    Args:
+        attention: a module, called with queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) and the three masks, that
+            returns (N,L,H,D).
+        d_model: width of the model.
+        n_heads: number of heads.
+        d_keys: key dim of a head; None means d_model // n_heads.
+        d_values: value dim of a head; None means d_model // n_heads.
+        d_model_keys: width of keys and values before their projection; None means d_model.
+        event_dispatcher: a dispatcher, or its name.
     """
 
     def forward(
@@ -57,9 +63,21 @@ class AttentionLayer(Projections):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,d_model), keys and values (N,S,d_model_keys) -> (N,L,d_model)."""
+        """Attend to a sequence.
+
+        Args:
+            queries: (N,L,d_model).
+            keys: (N,S,d_model_keys).
+            values: (N,S,d_model_keys).
+            attn_mask: (L,S).
+            query_lengths: (N,L).
+            key_lengths: (N,S).
+
+        Returns:
+            (N,L,d_model).
+        """
         q = self.heads(self.query_projection, queries)
         k, v = self.heads(self.key_projection, keys), self.heads(self.value_projection, values)
-        self.tell(q, k, v)
+        self.dispatch(q, k, v)
         out = self.inner_attention(q, k, v, attn_mask, query_lengths, key_lengths)
         return self.out_projection(out.flatten(-2))

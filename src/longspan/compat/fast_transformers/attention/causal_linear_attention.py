@@ -11,14 +11,15 @@ from .linear_attention import LINEAR_PARAMETERS, Sums
 
 
 def causal_linear(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
-    """sum_{j<=i} (Q_i . K_j) V_j, with the heads third: (N,L,H,E), (N,L,H,E), (N,L,H,D) -> (N,L,H,D)."""
+    """Compute ``causal_dot_product`` with the heads third: (N,L,H,E), (N,L,H,E), (N,L,H,D) -> (N,L,H,D)."""
     return causal_dot_product(*(x.transpose(1, 2) for x in (Q, K, V))).transpose(1, 2).contiguous()
 
 
 class CausalLinearAttention(Sums):
-    """The same as ``LinearAttention`` over the keys up to each query.
+    """``LinearAttention`` over the keys up to each query.
 
-    Source: Katharopoulos et al. 2020 (2006.16236), eqs 8-9.
+    References:
+        Katharopoulos et al. 2020 (2006.16236), eqs 8-9.
     """
 
     def forward(
@@ -30,10 +31,12 @@ class CausalLinearAttention(Sums):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D).
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D).
 
-        Where S > L the keys behind the last query are left out. Raises RuntimeError unless ``attn_mask`` is
-        triangular.
+        If S > L, keys after the last query are ignored.
+
+        Raises:
+            RuntimeError: ``attn_mask`` is not triangular.
         """
         if not attn_mask.lower_triangular:
             raise RuntimeError("CausalLinearAttention is causal; attn_mask must be triangular, TriangularCausalMask(L)")
@@ -42,7 +45,7 @@ class CausalLinearAttention(Sums):
         if size != length:
             if mask is None:
                 mask = torch.ones(batch, size, dtype=torch.bool, device=keys.device)
-            # Cut, or filled up with what is masked.
+            # Cut, or padded with masked keys.
             keys, values = (F.pad(x, (0, 0, 0, 0, 0, length - size)) for x in (keys, values))
             mask = F.pad(mask, (0, length - size))
         return self.read(queries, keys, values, causal=True, mask=mask)

@@ -1,4 +1,4 @@
-"""Softmax attention of clusters of queries: by their means, exact on the keys that these weigh most, and causal."""
+"""Softmax attention of clusters of queries: clustered, improved and causal."""
 
 import functools
 
@@ -15,12 +15,23 @@ from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
 class Clusters(Softmax):
-    """What clustered attentions have in common.
+    """Base class of clustered attentions.
 
-    Queries are divided in each sequence and head on their own into ``clusters``, by ``iterations`` of k-means among
-    hashes of ``bits``, one for each random plane; ``hash_bias``: planes anywhere, else through zero. The planes are
-    functions of their sizes, the first centroids hashes of the sequence, so nothing is random but dropout. Raises
-    ValueError for sizes that cannot be.
+    Each sequence and head divides its queries into clusters by k-means of their hashes. The planes depend only on their
+    sizes, and the first centroids are hashes of the sequence, so only dropout is random.
+
+    Args:
+        clusters: number of clusters.
+        iterations: number of iterations of k-means.
+        bits: bits of a hash, one per random plane, from 1 to 63.
+        hash_bias: planes with a bias, otherwise through zero.
+        topk: keys per cluster, of the improved attentions.
+        softmax_temp: factor of the products; None means 1 / sqrt(E).
+        attention_dropout: probability of dropout of the weights.
+        event_dispatcher: a dispatcher, or its name.
+
+    Raises:
+        ValueError: a size is out of range.
     """
 
     def __init__(
@@ -38,7 +49,7 @@ class Clusters(Softmax):
         self.clusters, self.iterations, self.bits, self.hash_bias = clusters, iterations, bits, hash_bias
 
     def divide(self, q: Tensor, query_lengths: BaseMask) -> Tensor:
-        """Queries (N,H,L,E) -> their clusters (N,H,L); ``clusters`` for what ``query_lengths`` drops."""
+        """Return the clusters (N,H,L) of queries (N,H,L,E); masked queries get the number ``clusters``."""
         planes = _planes(self.bits, q.shape[-1]).to(q.device)
         if not self.hash_bias:
             planes = torch.cat([planes[:, :-1], torch.zeros_like(planes[:, -1:])], 1)
@@ -55,14 +66,15 @@ class Clusters(Softmax):
 
 @functools.cache
 def _planes(bits: int, size: int) -> Tensor:
-    """(bits,size+1) float32."""
+    """Return planes (bits,size+1) in float32."""
     return projection(bits, size + 1, rows="iid").float()
 
 
 class ClusteredAttention(Clusters):
-    """Every query reads what the mean of its cluster reads.
+    """Every query gets the output of the mean of its cluster; arguments as in ``Clusters``.
 
-    Source: Vyas et al. 2020 (2007.04825), section 3.2.
+    References:
+        Vyas et al. 2020 (2007.04825), section 3.2.
     """
 
     def __init__(
@@ -86,15 +98,16 @@ class ClusteredAttention(Clusters):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D), zero for a query behind its length.
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D); masked queries get zero.
 
-        Raises RuntimeError for an ``attn_mask`` that hides anything.
+        Raises:
+            RuntimeError: ``attn_mask`` hides a key.
         """
         return self.by_means(queries, keys, values, attn_mask, query_lengths, key_lengths)
 
 
 class Improved(Clusters):
-    """What the two with ``topk`` keys of each cluster have in common. Raises ValueError for ``topk`` below one."""
+    """Base class of clustered attentions with ``topk`` keys per cluster; arguments as in ``Clusters``."""
 
     def __init__(
         self,
@@ -109,14 +122,17 @@ class Improved(Clusters):
     ):
         super().__init__(clusters, iterations, bits, hash_bias, softmax_temp, attention_dropout, event_dispatcher)
         if topk < 1:
-            raise ValueError(f"topk={topk}: a cluster must have at least one key")
+            raise ValueError(f"topk={topk} must be at least 1: a cluster has at least one key")
         self.topk = topk
 
 
 class ImprovedClusteredAttention(Improved):
-    """The same, but each query divides by itself what its cluster gives to the ``topk`` keys that it weighs most.
+    """Clustered attention in which each query recomputes its weights of the cluster's ``topk`` best keys.
 
-    Source: Vyas et al. 2020 (2007.04825), section 3.3.
+    Arguments are as in ``Clusters``.
+
+    References:
+        Vyas et al. 2020 (2007.04825), section 3.3.
     """
 
     def forward(
@@ -128,19 +144,20 @@ class ImprovedClusteredAttention(Improved):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D), zero for a query behind its length.
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D); masked queries get zero.
 
-        Raises RuntimeError for an ``attn_mask`` that hides anything.
+        Raises:
+            RuntimeError: ``attn_mask`` hides a key.
         """
         return self.by_means(queries, keys, values, attn_mask, query_lengths, key_lengths, self.topk)
 
 
 class ImprovedClusteredCausalAttention(Improved):
-    """Each query sees those of the ``topk`` keys of its cluster that are not behind it, and no others.
+    """Each query sees only those of its cluster's ``topk`` keys that do not come after it.
 
-    It leaks: the clusters and their keys are chosen with tokens of the future. What a weight falls on is never in the
-    future, but which keys of the past are seen depends on it. A query whose keys are all in the future gets zero. For
-    a model that generates, take another attention.
+    It leaks: future tokens affect the choice of clusters and keys. No weight falls on a future key, but the choice of
+    past keys depends on the future. A query whose keys are all in the future gets zero. Use another attention for a
+    model that generates. Arguments are as in ``Clusters``.
     """
 
     def forward(
@@ -152,9 +169,10 @@ class ImprovedClusteredCausalAttention(Improved):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D), zero for a query behind its length.
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D); masked queries get zero.
 
-        Raises RuntimeError unless ``attn_mask`` is triangular.
+        Raises:
+            RuntimeError: ``attn_mask`` is not triangular.
         """
         if not attn_mask.lower_triangular:
             raise RuntimeError(

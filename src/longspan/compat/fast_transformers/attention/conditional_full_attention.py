@@ -9,9 +9,16 @@ from .full_attention import SOFTMAX_PARAMETERS, FullAttention
 
 
 class ConditionalFullAttention(nn.Module):
-    """``other_attention`` where queries or keys are more than ``length_limit``, softmax attention elsewhere.
+    """Softmax attention up to ``length_limit`` queries and keys, ``other_attention`` beyond.
 
-    By a builder: ``attention_type="conditional-full:linear"``. Lengths are those of the tensors, padding included.
+    A builder makes it by ``attention_type="conditional-full:linear"``. Lengths are those of the tensors, with padding.
+
+    Args:
+        other_attention: the attention for long sequences.
+        length_limit: largest number of queries and keys for softmax attention.
+        softmax_temp: factor of the products; None means 1 / sqrt(E).
+        attention_dropout: probability of dropout of the softmax weights.
+        event_dispatcher: a dispatcher, or its name.
     """
 
     def __init__(
@@ -37,7 +44,7 @@ class ConditionalFullAttention(nn.Module):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D)."""
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D)."""
         long = max(queries.shape[1], keys.shape[1]) > self.length_limit
         attention = self.other_attention if long else self.full_attention
         return attention(queries, keys, values, attn_mask, query_lengths, key_lengths)

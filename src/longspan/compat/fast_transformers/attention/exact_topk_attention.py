@@ -10,9 +10,16 @@ from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
 class ExactTopKAttention(Softmax):
-    """Each query sees the ``topk`` of its allowed keys with the largest products; all products are computed.
+    """Each query sees its ``topk`` allowed keys with the largest products; all products are computed.
 
-    Raises ValueError for ``topk`` below one.
+    Args:
+        topk: number of keys.
+        softmax_temp: factor of the products; None means 1 / sqrt(E).
+        attention_dropout: probability of dropout of the weights.
+        event_dispatcher: a dispatcher, or its name.
+
+    Raises:
+        ValueError: ``topk`` is below one.
     """
 
     def __init__(
@@ -24,7 +31,7 @@ class ExactTopKAttention(Softmax):
     ):
         super().__init__(softmax_temp, attention_dropout, event_dispatcher)
         if topk < 1:
-            raise ValueError(f"topk={topk}: a query must see at least one key")
+            raise ValueError(f"topk={topk} must be at least 1: a query sees at least one key")
         self.topk = topk
 
     def forward(
@@ -36,7 +43,7 @@ class ExactTopKAttention(Softmax):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D)."""
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D)."""
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
         mask, causal = visible(attn_mask, key_lengths)
         with torch.no_grad():

@@ -10,7 +10,13 @@ from ..masking import BaseMask, visible
 
 
 class Softmax(nn.Module):
-    """What softmax attentions have in common: ``softmax_temp`` (None: 1 / sqrt(E)) and dropout of weights."""
+    """Base class of softmax attentions.
+
+    Args:
+        softmax_temp: factor of the products; None means 1 / sqrt(E).
+        attention_dropout: probability of dropout of the weights.
+        event_dispatcher: a dispatcher, or its name.
+    """
 
     def __init__(
         self,
@@ -24,21 +30,21 @@ class Softmax(nn.Module):
         self.event_dispatcher = EventDispatcher.get(event_dispatcher)
 
     def scaled(self, q: Tensor) -> Tensor:
-        """Queries (..., E) whose products, divided by sqrt(E), are the logits."""
+        """Scale queries (..., E) so that their products, divided by sqrt(E), are the logits."""
         return q if self.softmax_temp is None else q * (self.softmax_temp * q.shape[-1] ** 0.5)
 
     def read(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """q (N,H,L,E), k (N,H,S,E), v (N,H,S,D), mask bool to (N,H,L,S) -> (N,H,L,D); zero where nothing is seen."""
+        """Attend: q (N,H,L,E), k (N,H,S,E), v (N,H,S,D), mask bool to (N,H,L,S) -> (N,H,L,D); zero without keys."""
         p = self.dropout.p if self.training else 0.0
         return dense.attend(self.scaled(q), k, v, mask=mask, causal=causal, dropout=p)
 
-    def told(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """The same; if anybody listens, by way of the matrix, which an AttentionEvent carries."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """Call ``read``, or compute the matrix and dispatch it as an AttentionEvent if there is a listener."""
         if not self.event_dispatcher.listening:
             return self.read(q, k, v, mask, causal)
         weights, _ = dense.weights(self.scaled(q), k, mask=mask, causal=causal)
         weights = F.dropout(weights, self.dropout.p, self.training)
-        # One query of a recurrent model has no axis of its own.
+        # A recurrent model has no axis for its single query.
         shown = weights if q.shape[2] != 1 or not self.recurrent else weights[:, :, 0]
         self.event_dispatcher.dispatch(AttentionEvent(self, shown))
         return weights @ v
@@ -47,7 +53,7 @@ class Softmax(nn.Module):
 
 
 class FullAttention(Softmax):
-    """softmax(softmax_temp q k^T) v under any mask; a query that sees no key gets zero."""
+    """Softmax attention under any mask; a query that sees no key gets zero. Arguments as in ``Softmax``."""
 
     def forward(
         self,
@@ -58,9 +64,9 @@ class FullAttention(Softmax):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D)."""
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D)."""
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
-        return self.told(q, k, v, *visible(attn_mask, key_lengths)).transpose(1, 2).contiguous()
+        return self.attend(q, k, v, *visible(attn_mask, key_lengths)).transpose(1, 2).contiguous()
 
 
 SOFTMAX_PARAMETERS = [

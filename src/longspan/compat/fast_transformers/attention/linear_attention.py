@@ -15,10 +15,13 @@ from ..masking import BaseMask, keys_of
 
 
 class Sums(nn.Module):
-    """What linear attentions have in common.
+    r"""Base class of linear attentions.
 
-    ``feature_map`` makes the feature map for ``query_dimensions`` channels (None: elu(x) + 1); ``eps`` is added to the
-    denominator, sum_j phi(q) . phi(k_j).
+    Args:
+        query_dimensions: channels of a head.
+        feature_map: a function that makes the feature map for a number of channels; None means elu(x) + 1.
+        eps: added to the denominator, $\sum_j \phi(q) \cdot \phi(k_j)$.
+        event_dispatcher: a dispatcher, or its name.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Sums(nn.Module):
         causal: bool,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D), mask bool (N,S) -> (N,L,H,D)."""
+        """Attend: queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D), mask bool (N,S) -> (N,L,H,D)."""
         arguments = {"causal": causal, "eps": self.eps, "mask": mask}
         v = values.transpose(1, 2)
         if self.elu:
@@ -64,7 +67,10 @@ class Sums(nn.Module):
 class LinearAttention(Sums):
     """phi(q)^T sum_j phi(k_j) v_j^T / (phi(q)^T sum_j phi(k_j) + eps) over all keys that ``key_lengths`` keeps.
 
-    Source: Katharopoulos et al. 2020 (2006.16236), eq. 5.
+    Arguments are as in ``Sums``.
+
+    References:
+        Katharopoulos et al. 2020 (2006.16236), eq. 5.
     """
 
     def forward(
@@ -76,9 +82,10 @@ class LinearAttention(Sums):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D).
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D).
 
-        Raises RuntimeError for an ``attn_mask`` that hides anything: there is one sum for all queries.
+        Raises:
+            RuntimeError: ``attn_mask`` hides a key; all queries share one sum.
         """
         if not attn_mask.all_ones:
             raise RuntimeError("LinearAttention sees all keys; attn_mask must be all ones, FullMask(L, S)")

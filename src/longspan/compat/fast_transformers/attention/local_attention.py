@@ -11,10 +11,18 @@ from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
 class LocalAttention(Softmax):
-    """Query l sees the allowed keys from l - c // 2 up to l + (c + 1) // 2, that one not included; c = local_context.
+    """Query l sees the allowed keys from l - c // 2 up to and without l + (c + 1) // 2; c = local_context.
 
-    Queries are taken in blocks, each with the keys that its windows reach: O(L c) time and memory. Raises ValueError
-    for ``local_context`` below one.
+    Blocks of queries share the keys of their windows: O(L c) time and memory.
+
+    Args:
+        local_context: number of keys of a window.
+        softmax_temp: factor of the products; None means 1 / sqrt(E).
+        attention_dropout: probability of dropout of the weights.
+        event_dispatcher: a dispatcher, or its name.
+
+    Raises:
+        ValueError: ``local_context`` is below one.
     """
 
     def __init__(
@@ -26,7 +34,7 @@ class LocalAttention(Softmax):
     ):
         super().__init__(softmax_temp, attention_dropout, event_dispatcher)
         if local_context < 1:
-            raise ValueError(f"local_context={local_context}: a window holds at least one key")
+            raise ValueError(f"local_context={local_context} must be at least 1: a window has at least one key")
         self.local_context = local_context
 
     def forward(
@@ -38,7 +46,7 @@ class LocalAttention(Softmax):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,L,H,D)."""
+        """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D)."""
         batch, length, size, context = len(queries), queries.shape[1], keys.shape[1], self.local_context
         if not (length and size):
             return values.new_zeros(*queries.shape[:3], values.shape[-1])
@@ -55,7 +63,7 @@ class LocalAttention(Softmax):
         return out.transpose(1, 2).unflatten(0, (batch, blocks)).flatten(1, 2)[:, :length].contiguous()
 
     def _mask(self, attn_mask, key_lengths, blocks, block, width, sizes, device) -> Tensor:
-        """Which key of its window each query of a block sees: bool (N|1, blocks, block, width)."""
+        """Return which key of its window each query of a block sees: bool (N|1, blocks, block, width)."""
         (length, size), left = sizes, self.local_context // 2
         starts = torch.arange(blocks, device=device)[:, None] * block
         at = starts + torch.arange(block, device=device)  # (blocks, block)

@@ -1,4 +1,4 @@
-"""Softmax attention inside chunks of tokens that random planes sort."""
+"""Softmax attention inside chunks of tokens that are sorted by random hashes."""
 
 import torch
 import torch.nn.functional as F
@@ -11,16 +11,27 @@ from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
 class ReformerAttention(Softmax):
-    """Each query sees the tokens of its own chunk and of the one before, after sorting by a random hash.
+    """Each query sees the tokens of its chunk and of the previous one, after sorting by a random hash.
 
-    Keys are queries of length 1, whatever ``keys`` hold. In each of ``rounds`` the hash is the nearest of ``bits``
-    random directions and their opposites, the same for all heads and drawn anew in every call; tokens are sorted by it
-    and cut into chunks of ``chunk_size``, whose tokens see each other whatever their hashes are. The rounds' outputs
-    are averaged. ``masked``: a query sees itself only where it sees nothing else. A query that sees no key gets zero.
+    Keys are the queries, normalized to length 1; ``keys`` are ignored. In each round the hash is the nearest of random
+    directions and their opposites. All heads share the directions, and every call draws new ones. Tokens of one chunk
+    see each other whatever their hashes are. The outputs of the rounds are averaged. A query that sees no key gets
+    zero.
 
     Under a causal mask it leaks: later tokens decide where a chunk begins. ``longspan.build("reformer(...)")`` is
-    another mechanism, strictly causal and the same in every call. Raises ValueError for keys that are not as many as
-    the queries, and for a ``chunk_size``, ``bits`` or ``rounds`` below one.
+    another mechanism, strictly causal and the same in every call.
+
+    Args:
+        chunk_size: tokens of a chunk.
+        bits: number of random directions.
+        rounds: number of rounds.
+        masked: a query sees itself only if it sees nothing else.
+        softmax_temp: factor of the products; None means 1 / sqrt(E).
+        attention_dropout: probability of dropout of the weights.
+        event_dispatcher: a dispatcher, or its name.
+
+    Raises:
+        ValueError: ``chunk_size``, ``bits`` or ``rounds`` is below one.
     """
 
     def __init__(
@@ -48,9 +59,13 @@ class ReformerAttention(Softmax):
         query_lengths: BaseMask,
         key_lengths: BaseMask,
     ) -> Tensor:
-        """queries, keys (N,L,H,E), values (N,L,H,D) -> (N,L,H,D)."""
+        """Return (N,L,H,D) for queries and keys (N,L,H,E) and values (N,L,H,D).
+
+        Raises:
+            ValueError: the numbers of queries and keys differ.
+        """
         if keys.shape[1] != queries.shape[1]:
-            raise ValueError(f"{queries.shape[1]} queries and {keys.shape[1]} keys: in reformer queries are the keys")
+            raise ValueError(f"{queries.shape[1]} queries and {keys.shape[1]} keys: reformer needs equal numbers")
         if not values.numel():
             return torch.zeros_like(values)
         k = F.normalize(queries, dim=-1)
@@ -63,12 +78,12 @@ class ReformerAttention(Softmax):
         return out.transpose(1, 2).contiguous()
 
     def _order(self, k: Tensor, real: Tensor | None) -> Tensor:
-        """Tokens by the hash of a new round, and then by position: k (N,H,L,E) -> (N,H,L)."""
+        """Sort tokens by a new random hash, and then by position: k (N,H,L,E) -> (N,H,L)."""
         planes = torch.randn(self.bits, k.shape[-1], dtype=k.dtype, device=k.device)
         near = k.detach() @ planes.mT
         found = torch.cat([near, -near], -1).argmax(-1)
         if real is not None:
-            # Padding behind all others, so that it moves no chunk of theirs.
+            # Padding comes last, so that it does not shift other chunks.
             found = found.masked_fill(~real[:, None], 2 * self.bits)
         return found.argsort(dim=-1, stable=True)
 
@@ -96,7 +111,7 @@ class ReformerAttention(Softmax):
 
 
 def _take(x: Tensor, at: Tensor) -> Tensor:
-    """Rows of x (N,H,L,E) at (N,H,C,m) -> (N H,C,m,E)."""
+    """Take rows of x (N,H,L,E) at (N,H,C,m) -> (N H,C,m,E)."""
     index = at.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, index).unflatten(2, at.shape[2:]).flatten(0, 1)
 

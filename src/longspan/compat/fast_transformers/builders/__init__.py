@@ -1,4 +1,4 @@
-"""Builders: parameters by name in, models out."""
+"""Builders of models from named parameters."""
 
 from .attention_builders import AttentionBuilder, RecurrentAttentionBuilder, RecurrentCrossAttentionBuilder
 from .transformer_builders import (

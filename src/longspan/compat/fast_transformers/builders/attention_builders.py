@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-# Importing them registers them.
+# The import registers the attentions.
 from .. import attention as _whole  # noqa: F401
 from ..absent import Absent
 from ..attention_registry import (
@@ -18,18 +18,18 @@ from .base import BaseBuilder
 
 
 class BaseAttentionBuilder(BaseBuilder):
-    """Builds attentions of one registry; its parameters are those of all of them."""
+    """Build attentions of one registry; the builder has the parameters of all of them."""
 
     def __init__(self, registry: Registry):
         self.__dict__.update(_registry=registry, _parameters={})
 
     @property
     def available_attentions(self) -> list[str]:
-        """The names that ``get`` knows."""
+        """Names of the attentions that ``get`` builds."""
         return self._registry.keys
 
     def validate_attention_type(self, attention_type: str) -> bool:
-        """Whether every name in it is known."""
+        """Return whether every attention in ``attention_type`` is known."""
         return all(name in self._registry for level in attention_type.split(":") for name in level.split(","))
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -38,7 +38,7 @@ class BaseAttentionBuilder(BaseBuilder):
         self._parameters[name] = self._registry.validate_parameter(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Also asked while a copy is being made, before there is a dictionary.
+        # copy reads attributes before it sets the dictionary.
         parameters = self.__dict__.get("_parameters", {})
         if name not in parameters:
             raise AttributeError(f"parameter {name!r} has not been set")
@@ -49,22 +49,30 @@ class BaseAttentionBuilder(BaseBuilder):
         return f"{type(self).__name__}.from_kwargs(\n{inside})"
 
     def default(self, **values: Any) -> None:
-        """Set those parameters that an attention has and that have not been set."""
+        """Set parameters that an attention has and that have not been set."""
         for name, value in values.items():
             if self._registry.contains_parameter(name) and name not in self._parameters:
                 setattr(self, name, value)
 
     def get(self, attention_type: str) -> nn.Module:
-        """Build ``a``, or ``outer:inner``, where inner ones, separated by commas, are handed to the outer one.
+        """Build an attention.
 
-        Raises ValueError for an unknown name, a parameter that is missing or cannot be, and more than one outermost
-        attention; NotImplementedError for an attention that is not carried over.
+        Args:
+            attention_type: a name, or ``outer:inner``. Inner attentions, separated by commas, are arguments of the
+                outer one.
+
+        Raises:
+            ValueError: a name is unknown, a parameter is missing or invalid, or there is more than one outermost
+                attention.
+            NotImplementedError: the attention is not carried over.
         """
         built: list[nn.Module] = []
         for level in reversed(attention_type.split(":")):
             built = [self._build(name, built) for name in level.split(",")]
         if len(built) != 1:
-            raise ValueError(f"attention_type={attention_type!r} has {len(built)} outermost attentions; one is wanted")
+            raise ValueError(
+                f"attention_type={attention_type!r} has {len(built)} outermost attentions; it must have one"
+            )
         return built[0]
 
     def _build(self, name: str, inner: list[nn.Module]) -> nn.Module:
@@ -78,21 +86,21 @@ class BaseAttentionBuilder(BaseBuilder):
 
 
 class AttentionBuilder(BaseAttentionBuilder):
-    """Attentions over whole sequences."""
+    """Build attentions over whole sequences."""
 
     def __init__(self):
         super().__init__(AttentionRegistry)
 
 
 class RecurrentAttentionBuilder(BaseAttentionBuilder):
-    """Attentions one token at a time."""
+    """Build attentions for one token at a time."""
 
     def __init__(self):
         super().__init__(RecurrentAttentionRegistry)
 
 
 class RecurrentCrossAttentionBuilder(BaseAttentionBuilder):
-    """Attentions of one token over another sequence."""
+    """Build attentions of one token over another sequence."""
 
     def __init__(self):
         super().__init__(RecurrentCrossAttentionRegistry)

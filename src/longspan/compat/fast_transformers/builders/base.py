@@ -1,28 +1,32 @@
-"""How every builder takes its parameters."""
+"""Base class of builders."""
 
 from collections.abc import Mapping
 from typing import Any, Self
 
 
 class BaseBuilder:
-    """Parameters are attributes; an unknown one raises AttributeError. ``get()`` builds, as often as it is called."""
+    """Parameters are attributes; an unknown one raises AttributeError. Each call of ``get()`` builds a new module."""
 
     @classmethod
     def from_kwargs(cls, strict: bool = True, **kwargs: Any) -> Self:
-        """``from_dictionary`` of the keyword arguments."""
+        """Call ``from_dictionary`` with the keyword arguments."""
         return cls.from_dictionary(kwargs, strict=strict)
 
     @classmethod
     def from_namespace(cls, args: Any, strict: bool = False) -> Self:
-        """``from_dictionary`` of what ``argparse`` returns, of which a model is only a part: not strict by default."""
+        """Call ``from_dictionary`` with an ``argparse`` namespace; other entries are ignored by default."""
         return cls.from_dictionary(vars(args), strict=strict)
 
     @classmethod
     def from_dictionary(cls, dictionary: Mapping[str, Any], strict: bool = True) -> Self:
-        """A builder with these parameters.
+        """Return a builder with these parameters.
 
-        Raises ValueError for a name that is no parameter, unless ``strict=False``, which ignores it, and for a value
-        that cannot be.
+        Args:
+            dictionary: parameters by name.
+            strict: raise an error for an unknown name; False ignores it.
+
+        Raises:
+            ValueError: a name is unknown, or a value is invalid.
         """
         builder = cls()
         for name, value in dictionary.items():

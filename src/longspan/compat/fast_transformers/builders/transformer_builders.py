@@ -1,4 +1,4 @@
-"""Builders of encoders and decoders, for whole sequences and one token at a time."""
+"""Builders of encoders and decoders, for whole sequences and for one token at a time."""
 
 from typing import Any, ClassVar
 
@@ -23,9 +23,9 @@ from .base import BaseBuilder
 
 
 class BaseTransformerBuilder(BaseBuilder):
-    """Parameters of the model are attributes with defaults; any other name is offered to the attention builders.
+    """Base class of model builders: parameters are attributes with defaults.
 
-    A name that both know, such as ``query_dimensions``, reaches both.
+    Attention builders receive every other name, and names that both have, such as ``query_dimensions``.
     """
 
     defaults: ClassVar[dict[str, Any]] = {
@@ -47,7 +47,7 @@ class BaseTransformerBuilder(BaseBuilder):
         self.__dict__.update(_values=dict(self.defaults), _builders=made)
 
     def __getattr__(self, name: str) -> Any:
-        # Also asked while a copy is being made, before there is a dictionary.
+        # copy reads attributes before it sets the dictionary.
         if name in self.__dict__.get("_builders", {}):
             return self._builders[name]
         if name in self.__dict__.get("_values", {}):
@@ -60,14 +60,14 @@ class BaseTransformerBuilder(BaseBuilder):
             object.__setattr__(self, name, value)
             return
         if name in self._builders:
-            raise AttributeError(f"{name} is the attention's builder; set its parameters, not itself")
+            raise AttributeError(f"{name} is the builder of the attention; set its parameters instead of replacing it")
         if name in self._values:
             self._check(name, value)
             self._values[name] = bool(value) if name == "final_normalization" else value
         self._offer(name, value)
 
     def _offer(self, name: str, value: Any) -> None:
-        """Hand a parameter to those attention builders that know it; AttributeError where nobody does."""
+        """Set a parameter of the attention builders that have it; raise AttributeError if none has."""
         takers = [b for b in self._builders.values() if b._registry.contains_parameter(name)]
         if not takers and name not in self._values:
             raise AttributeError(f"the builder has no parameter {name!r}")
@@ -84,11 +84,11 @@ class BaseTransformerBuilder(BaseBuilder):
                 raise ValueError(f"{name}={value!r} is not available; known: {known}")
 
     def _derived(self, name: str) -> Any:
-        """The value of a parameter that is None."""
+        """Return the value of a parameter that is None."""
         return self.value_dimensions * self.n_heads
 
     def _rest(self) -> tuple:
-        """What every layer takes behind its attentions."""
+        """Return the arguments of a layer after its attentions."""
         return self.model_dimensions, self.feed_forward_dimensions, self.dropout, self.activation, self.event_dispatcher
 
     def _stack(self, cls: type, layers: list[nn.Module]) -> Any:
@@ -98,19 +98,19 @@ class BaseTransformerBuilder(BaseBuilder):
     def _attention(self, cls: type, role: str, sizes: tuple) -> nn.Module:
         builder: BaseAttentionBuilder = self._builders[role]
         heads, keys, values, width = sizes
-        # The defaults count as well: the feature map must know the size of a head.
+        # Defaults are passed too: the feature map needs the size of a head.
         builder.default(query_dimensions=keys, event_dispatcher=self.event_dispatcher)
         inner = builder.get(getattr(self, f"{role}_type"))
         return cls(inner, self.model_dimensions, heads, keys, values, width, self.event_dispatcher)
 
     def get(self) -> Any:
         """Build the model."""
-        # Abstract: the builders of encoders and decoders define it.
+        # The builders of encoders and decoders define it.
         raise NotImplementedError(f"{type(self).__name__} must define get()")
 
 
 class BaseTransformerEncoderBuilder(BaseTransformerBuilder):
-    """``attention_type`` and ``attention``, the builder of the attention."""
+    """Base class of encoder builders, with ``attention_type`` and the attention builder ``attention``."""
 
     defaults: ClassVar[dict[str, Any]] = {**BaseTransformerBuilder.defaults, "attention_type": "full"}
     classes: ClassVar[tuple[type, ...]] = ()
@@ -124,11 +124,11 @@ class BaseTransformerEncoderBuilder(BaseTransformerBuilder):
 
 
 class BaseTransformerDecoderBuilder(BaseTransformerBuilder):
-    """``self_attention_type``, ``cross_attention_type``, and the builders ``self_attention`` and ``cross_attention``.
+    """Base class of decoder builders, with the attention builders ``self_attention`` and ``cross_attention``.
 
-    The sizes of cross attention, ``cross_n_heads``, ``cross_query_dimensions`` and ``cross_value_dimensions``, are
-    those of self attention unless they are set; ``cross_model_dimensions``, the width of the memory, is that of its
-    heads' values together.
+    ``self_attention_type`` and ``cross_attention_type`` select the attentions. The sizes of cross attention
+    (``cross_n_heads``, ``cross_query_dimensions``, ``cross_value_dimensions``) default to those of self attention.
+    ``cross_model_dimensions``, the width of the memory, defaults to the width of all its heads' values.
     """
 
     defaults: ClassVar[dict[str, Any]] = {
@@ -149,7 +149,7 @@ class BaseTransformerDecoderBuilder(BaseTransformerBuilder):
 
     def _offer(self, name: str, value: Any) -> None:
         if name == "query_dimensions":
-            # Cross attention has queries of its own size.
+            # Cross attention may have another query size.
             self.self_attention.query_dimensions = value
             self.cross_attention.query_dimensions = self.cross_query_dimensions
         elif name == "cross_query_dimensions":
@@ -179,28 +179,28 @@ class BaseTransformerDecoderBuilder(BaseTransformerBuilder):
 
 
 class TransformerEncoderBuilder(BaseTransformerEncoderBuilder):
-    """Builds a ``TransformerEncoder``."""
+    """Build a ``TransformerEncoder``."""
 
     builders: ClassVar[dict[str, type]] = {"attention": AttentionBuilder}
     classes = (TransformerEncoder, TransformerEncoderLayer, AttentionLayer)
 
 
 class RecurrentEncoderBuilder(BaseTransformerEncoderBuilder):
-    """Builds a ``RecurrentTransformerEncoder``."""
+    """Build a ``RecurrentTransformerEncoder``."""
 
     builders: ClassVar[dict[str, type]] = {"attention": RecurrentAttentionBuilder}
     classes = (RecurrentTransformerEncoder, RecurrentTransformerEncoderLayer, RecurrentAttentionLayer)
 
 
 class TransformerDecoderBuilder(BaseTransformerDecoderBuilder):
-    """Builds a ``TransformerDecoder``."""
+    """Build a ``TransformerDecoder``."""
 
     builders: ClassVar[dict[str, type]] = {"self_attention": AttentionBuilder, "cross_attention": AttentionBuilder}
     classes = (TransformerDecoder, TransformerDecoderLayer, AttentionLayer, AttentionLayer)
 
 
 class RecurrentDecoderBuilder(BaseTransformerDecoderBuilder):
-    """Builds a ``RecurrentTransformerDecoder``."""
+    """Build a ``RecurrentTransformerDecoder``."""
 
     builders: ClassVar[dict[str, type]] = {
         "self_attention": RecurrentAttentionBuilder,

@@ -1,4 +1,4 @@
-"""k-means among hashes, by Hamming distance."""
+"""k-means of hashes by Hamming distance."""
 
 import torch
 from torch import Tensor
@@ -18,11 +18,22 @@ def cluster(
     iterations: int = 10,
     bits: int = 32,
 ) -> tuple[Tensor, Tensor]:
-    """hashes int64 (N,H,L), lengths (N,) -> groups int32 (N,H,L), counts int32 (N,H,C); C + 1 behind a length.
+    """Cluster hashes by k-means. The first centroids are hashes that divide the distinct ones evenly.
 
-    The ``bits`` lowest bits of a hash count. ``groups``, ``counts`` and ``centroids`` (N,H,C), whose C goes before
-    ``clusters``, are buffers to be overwritten; ``distances`` and ``bitcounts``, for which there is no use here, stay.
-    The first centroids are hashes before the length, those that divide the different ones evenly.
+    Args:
+        hashes: int64 (N,H,L).
+        lengths: number of hashes of each row (N,).
+        groups: buffer for the groups, or None.
+        counts: buffer for the counts, or None.
+        centroids: buffer (N,H,C) for the centroids, or None. Its C overrides ``clusters``.
+        distances: ignored.
+        bitcounts: ignored.
+        clusters: number of clusters C.
+        iterations: number of iterations.
+        bits: number of lowest bits of a hash that are compared.
+
+    Returns:
+        Groups int32 (N,H,L), C + 1 after a row's length, and counts int32 (N,H,C).
     """
     many = clusters if centroids is None else centroids.shape[-1]
     mask = torch.arange(hashes.shape[-1], device=hashes.device) < lengths[:, None]
@@ -47,5 +58,5 @@ def cluster_cpu(
     iterations: int,
     bits: int,
 ) -> None:
-    """``cluster`` into buffers, as the original's extension is called."""
+    """Call ``cluster`` with buffers, in the form of the original's extension."""
     cluster(hashes, lengths, groups, counts, centroids, iterations=iterations, bits=bits)

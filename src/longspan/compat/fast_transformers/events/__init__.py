@@ -1,4 +1,4 @@
-"""What layers tell about themselves while they run: queries and keys, attention matrices, intermediate outputs."""
+"""Events that layers dispatch while they run: queries and keys, attention matrices, intermediate outputs."""
 
 from .event import AttentionEvent, Event, IntermediateOutput, QKVEvent
 from .event_dispatcher import EventDispatcher

@@ -1,17 +1,17 @@
-"""What layers tell: each event names the module that it comes from."""
+"""Events of layers."""
 
 from torch import Tensor, nn
 
 
 class Event:
-    """``source`` is the module that dispatched the event."""
+    """Base class of events; ``source`` is the module that dispatched the event."""
 
     def __init__(self, source: nn.Module):
         self.source = source
 
 
 class AttentionEvent(Event):
-    """``attention_matrix`` (N,H,L,S), of one query (N,H,S): the weights that the values are multiplied with."""
+    """Weights of the values: ``attention_matrix`` (N,H,L,S), or (N,H,S) in a recurrent model."""
 
     def __init__(self, source: nn.Module, attention_matrix: Tensor):
         super().__init__(source)
@@ -19,7 +19,7 @@ class AttentionEvent(Event):
 
 
 class QKVEvent(Event):
-    """``queries`` (N,L,H,E), ``keys`` (N,S,H,E) and ``values`` (N,S,H,D) as the inner attention gets them."""
+    """Input of the inner attention: ``queries`` (N,L,H,E), ``keys`` (N,S,H,E), ``values`` (N,S,H,D)."""
 
     def __init__(self, source: nn.Module, queries: Tensor, keys: Tensor, values: Tensor):
         super().__init__(source)
@@ -27,7 +27,7 @@ class QKVEvent(Event):
 
 
 class IntermediateOutput(Event):
-    """``x``: what one layer of a stack handed to the next."""
+    """Output ``x`` of one layer of a stack."""
 
     def __init__(self, source: nn.Module, x: Tensor):
         super().__init__(source)

@@ -1,4 +1,4 @@
-"""Who listens to which events."""
+"""Dispatch events to handlers."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
@@ -8,7 +8,7 @@ from .filters import EventFilter, as_filter
 
 
 class EventDispatcher:
-    """Calls each handler with the events that its filter lets through, in the order in which handlers were added."""
+    """Call each handler with the events that its filter accepts, in the order in which handlers were added."""
 
     _named: ClassVar[dict[str, Any]] = {}
 
@@ -17,26 +17,31 @@ class EventDispatcher:
 
     @property
     def listening(self) -> bool:
-        """Whether an event could reach anybody; attention matrices are only made where one could."""
+        """Whether an event can reach a handler; attention matrices are only computed if so."""
         return bool(self._listeners) or type(self) is not EventDispatcher
 
     def listen(self, event_filter, event_handler: Callable[[Event], Any]) -> None:
-        """``event_filter``: an Event class, a filter or a function of the event. A handler has one, the latest.
+        """Add a handler, or replace its filter.
 
-        Raises ValueError for a filter that is none of these.
+        Args:
+            event_filter: an Event class, a filter, or a function of the event.
+            event_handler: a function of the event.
+
+        Raises:
+            ValueError: the filter has another type.
         """
         self._listeners[event_handler] = as_filter(event_filter)
 
     def remove(self, event_handler: Callable[[Event], Any]) -> None:
-        """Forget a handler; one that is not there is no error."""
+        """Remove a handler, if present."""
         self._listeners.pop(event_handler, None)
 
     def clear(self) -> None:
-        """Forget all handlers."""
+        """Remove all handlers."""
         self._listeners.clear()
 
     def dispatch(self, event: Event) -> None:
-        """Hand an event to those whose filter lets it through."""
+        """Call the handlers whose filter accepts the event."""
         # A copy, since a handler may remove itself.
         for handler, passes in list(self._listeners.items()):
             if passes(event):
@@ -44,7 +49,7 @@ class EventDispatcher:
 
     @classmethod
     def get(cls, key: "str | EventDispatcher" = "") -> "EventDispatcher | Self":
-        """The dispatcher of that name, shared by the whole process; an instance is returned as it is."""
+        """Return the dispatcher of that name, shared by the whole process; an instance is returned unchanged."""
         if isinstance(key, EventDispatcher):
             return key
         if key not in cls._named:

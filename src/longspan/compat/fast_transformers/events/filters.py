@@ -1,4 +1,4 @@
-"""Which events a handler gets: conditions that combine by ``&``, ``|`` and ``~``."""
+"""Filters of events, which combine by ``&``, ``|`` and ``~``."""
 
 import weakref
 from collections.abc import Callable
@@ -10,10 +10,10 @@ from .event import Event
 
 
 class EventFilter:
-    """A condition on events; ``&`` and ``|`` take filters, Event classes and functions on either side."""
+    """A condition on events; ``&`` and ``|`` accept filters, Event classes and functions on either side."""
 
     def __call__(self, event: Event) -> bool:
-        """Whether the event passes."""
+        """Return whether the event passes."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(event)")
 
     def __and__(self, other):
@@ -33,7 +33,7 @@ class EventFilter:
 
 
 class CallableEventFilter(EventFilter):
-    """Passes what a function of the event says."""
+    """Pass events for which a function returns True."""
 
     def __init__(self, event_filter: Callable[[Event], Any]):
         self._event_filter = event_filter
@@ -43,7 +43,7 @@ class CallableEventFilter(EventFilter):
 
 
 class LayerNameEventFilter(EventFilter):
-    """Passes events whose source has, inside ``root``, a name that ``name_filter`` accepts; keeps no module alive."""
+    """Pass events whose source has a name inside ``root`` that ``name_filter`` accepts; holds weak references."""
 
     def __init__(self, root: nn.Module, name_filter: Callable[[str], bool]):
         self._names = weakref.WeakKeyDictionary((module, name) for name, module in root.named_modules())
@@ -55,33 +55,33 @@ class LayerNameEventFilter(EventFilter):
 
 
 def event_class(klass: type[Event]) -> EventFilter:
-    """Events of a class or of one derived from it."""
+    """Return a filter of events of a class or its subclasses."""
     return CallableEventFilter(lambda event: isinstance(event, klass))
 
 
 def from_layer(layer: nn.Module) -> EventFilter:
-    """Events of that very module."""
+    """Return a filter of events of one module."""
     return CallableEventFilter(lambda event: event.source is layer)
 
 
 def layer_name_contains(root: nn.Module, name: str) -> EventFilter:
-    """Events of modules with ``name`` in the name that they have inside ``root``."""
+    """Return a filter of events of modules whose name inside ``root`` contains ``name``."""
     return LayerNameEventFilter(root, lambda full: name in full)
 
 
 def as_filter(what: Any) -> EventFilter:
-    """A filter, an Event class or a function as a filter. Raises ValueError for anything else."""
+    """Convert a filter, an Event class or a function to a filter; raise ValueError for anything else."""
     if isinstance(what, EventFilter):
         return what
     if isinstance(what, type) and issubclass(what, Event):
         return event_class(what)
     if callable(what):
         return CallableEventFilter(what)
-    raise ValueError(f"an event filter is an Event class, a filter or a function of the event, not {what!r}")
+    raise ValueError(f"an event filter must be an Event class, a filter or a function of the event, not {what!r}")
 
 
 def _combined(one, two, how):
-    """NotImplemented for what is no filter, so that Python says which operand does not fit."""
+    """Combine two filters; NotImplemented for other operands, so that Python raises a TypeError."""
     if not callable(two):
         return NotImplemented
     return CallableEventFilter(how(one, as_filter(two)))

@@ -1,4 +1,4 @@
-"""Feature maps: modules whose inner products stand in for the softmax kernel."""
+"""Feature maps: modules whose inner products replace the softmax kernel."""
 
 from .base import ActivationFunctionFeatureMap, FeatureMap, elu_feature_map
 from .fourier_features import Favor, GeneralizedRandomFeatures, RandomFourierFeatures, SmoothedRandomFourierFeatures

@@ -1,1 +1,1 @@
-"""The same transformers one token at a time, with a state."""
+"""Transformers for one token at a time, with a state."""

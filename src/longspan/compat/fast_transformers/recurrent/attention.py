@@ -1,4 +1,4 @@
-"""Attentions one token at a time: the state is handed from call to call, and never changed in place."""
+"""Attentions for one token at a time: each call returns a new state and leaves the old one unchanged."""
 
 import warnings
 from typing import Any
@@ -16,62 +16,81 @@ from ..masking import BaseMask, keys_of
 
 
 def check_state(state: Any = None, memory: Any = None) -> Any:
-    """The state, or ``memory``, its older name, with a DeprecationWarning."""
+    """Return the state, or ``memory``, its older name, with a DeprecationWarning."""
     if memory is not None:
         warnings.warn(
-            "memory= of a recurrent transformer is deprecated, use state= instead", DeprecationWarning, stacklevel=3
+            "memory= of a recurrent transformer is deprecated; use state= instead", DeprecationWarning, stacklevel=3
         )
     return memory if state is None else state
 
 
 class RecurrentAttentionLayer(Projections):
-    """``AttentionLayer`` for one token; same constructor, same parameters."""
+    """``AttentionLayer`` for one token, with the same arguments and parameters."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, state: Any = None, memory: Any = None
     ) -> tuple[Tensor, Any]:
-        """query (N,d_model), key and value (N,d_model_keys), the inner attention's state -> (N,d_model), its state."""
+        """Attend with one token.
+
+        Args:
+            query: (N,d_model).
+            key: (N,d_model_keys).
+            value: (N,d_model_keys).
+            state: the inner attention's state; None at the beginning.
+            memory: an older name of ``state``.
+
+        Returns:
+            (N,d_model), and the new state.
+        """
         state = check_state(state, memory)
         q = self.heads(self.query_projection, query)
         k, v = self.heads(self.key_projection, key), self.heads(self.value_projection, value)
-        self.tell(q, k, v)
+        self.dispatch(q, k, v)
         out, state = self.inner_attention(q, k, v, state)
         return self.out_projection(out.flatten(-2)), state
 
 
 class RecurrentCrossAttentionLayer(Projections):
-    """``AttentionLayer`` for one query over the keys of another sequence, which the state keeps."""
+    """``AttentionLayer`` for one query over another sequence, whose keys the state keeps."""
 
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor, key_lengths: BaseMask, state: Any = None
     ) -> tuple[Tensor, Any]:
-        """query (N,d_model), keys and values (N,S,d_model_keys) -> (N,d_model), state.
+        """Attend with one query.
 
-        With a state, keys and values are not read.
+        Args:
+            query: (N,d_model).
+            keys: (N,S,d_model_keys), ignored with a state.
+            values: (N,S,d_model_keys), ignored with a state.
+            key_lengths: (N,S).
+            state: the inner attention's state; None at the beginning.
+
+        Returns:
+            (N,d_model), and the new state.
         """
         q, k, v = self.heads(self.query_projection, query), keys, values
         if state is None:
             k, v = self.heads(self.key_projection, keys), self.heads(self.value_projection, values)
-            self.tell(q, k, v)
+            self.dispatch(q, k, v)
         out, state = self.inner_attention(q, k, v, key_lengths, state)
         return self.out_projection(out.flatten(-2)), state
 
 
 class RecurrentFullAttention(Softmax):
-    """Softmax attention over the tokens so far; the state [keys (N,H,t,E), values (N,H,t,D)] grows with each."""
+    """Softmax attention over the past tokens; the state [keys (N,H,t,E), values (N,H,t,D)] grows by one per call."""
 
     recurrent = True
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, state: Any = None, memory: Any = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """query, key (N,H,E), value (N,H,D) -> (N,H,D), state. Raises ValueError for a state of another batch."""
+        """Return (N,H,D) and the state for query, key (N,H,E) and value (N,H,D); ValueError for another batch size."""
         state = check_state(state, memory)
         k, v = key[:, :, None], value[:, :, None]
         if state is not None:
             _check_batch(query, state[0])
             k, v = torch.cat([state[0], k], 2), torch.cat([state[1], v], 2)
-        return self.told(query[:, :, None], k, v)[:, :, 0].contiguous(), [k, v]
+        return self.attend(query[:, :, None], k, v)[:, :, 0].contiguous(), [k, v]
 
 
 class RecurrentCrossFullAttention(Softmax):
@@ -82,37 +101,40 @@ class RecurrentCrossFullAttention(Softmax):
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor, key_lengths: BaseMask, state: Any = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """query (N,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,H,D), state; ``key_lengths`` is read each time."""
+        """Return (N,H,D) and the state for query (N,H,E), keys (N,S,H,E), values (N,S,H,D); lengths (N,S)."""
         keys, values = (keys, values) if state is None else state
         _check_batch(query, keys)
         real = keys_of(key_lengths)
         mask = None if real is None else real[:, None, None, :]
-        out = self.told(query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), mask)
+        out = self.attend(query[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), mask)
         return out[:, :, 0].contiguous(), [keys, values]
 
 
 class RecurrentSums(Sums):
-    """Linear attentions one token at a time. A new sequence draws random features anew, unless ``mirrors`` is set."""
+    """Base class of linear attentions. A new sequence draws new random features, unless ``mirrors`` is set."""
 
-    # Set by utils.make_mirror: the features are then those of the model that is mirrored.
+    # Set by utils.make_mirror, which shares the features of the mirrored model.
     mirrors = False
 
     def begin(self, state: Any, device: torch.device) -> None:
-        """Draw a new feature map where a sequence begins."""
+        """Draw a new feature map if a sequence begins."""
         if state is None and not self.mirrors:
             self.feature_map.new_feature_map(device)
 
 
 class RecurrentLinearAttention(RecurrentSums):
-    """``CausalLinearAttention`` one token at a time; the state is [sum phi(k) v^T (N,H,F,D), sum phi(k) (N,H,F)].
+    """``CausalLinearAttention`` for one token; the state is [sum phi(k) v^T (N,H,F,D), sum phi(k) (N,H,F)].
 
-    Source: Katharopoulos et al. 2020 (2006.16236), eqs 16-20. The state is float32 at least.
+    The state is float32 or wider.
+
+    References:
+        Katharopoulos et al. 2020 (2006.16236), eqs 16-20.
     """
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, state: Any = None, memory: Any = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """query, key (N,H,E), value (N,H,D) -> (N,H,D), state. Raises ValueError for a state of another batch."""
+        """Return (N,H,D) and the state for query, key (N,H,E) and value (N,H,D); ValueError for another batch size."""
         state = check_state(state, memory)
         self.begin(state, query.device)
         if self.elu:
@@ -125,7 +147,7 @@ class RecurrentLinearAttention(RecurrentSums):
             sums = k.new_zeros(*k.shape, value.shape[-1] + 1, dtype=wide)
         else:
             _check_batch(query, state[0])
-            # A copy of the state, which the step may then overwrite.
+            # A copy, which the step may overwrite.
             sums = torch.cat([state[0].to(wide), state[1].to(wide)[..., None]], -1)
         token = (x[:, :, None] for x in (q, k, value))
         arguments = {"causal": True, "eps": self.eps, "state": sums, "donate": True}
@@ -137,12 +159,16 @@ class RecurrentLinearAttention(RecurrentSums):
 
 
 class RecurrentCrossLinearAttention(RecurrentSums):
-    """Linear attention of one query over another sequence; the state is [S (N,H,D,F), Z (N,H,F)], never changed."""
+    """Linear attention of one query over another sequence; the state [S (N,H,D,F), Z (N,H,F)] does not change."""
 
     def forward(
         self, query: Tensor, keys: Tensor, values: Tensor, key_lengths: BaseMask, state: Any = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """query (N,H,E), keys (N,S,H,E), values (N,S,H,D) -> (N,H,D), state. Raises ValueError for another batch."""
+        """Return (N,H,D) and the state for query (N,H,E), keys (N,S,H,E) and values (N,S,H,D).
+
+        Raises:
+            ValueError: the batch sizes of the query and the state differ.
+        """
         self.begin(state, query.device)
         with torch.autocast(query.device.type, enabled=False):
             q = upcast_half(self.feature_map.forward_queries(query))
@@ -161,7 +187,7 @@ class RecurrentCrossLinearAttention(RecurrentSums):
 def _check_batch(query: Tensor, kept: Tensor) -> None:
     if len(query) != len(kept):
         raise ValueError(
-            f"the state is of {len(kept)} sequences and the query of {len(query)}; the batch cannot change"
+            f"the state has {len(kept)} sequences and the query {len(query)}; the batch size cannot change"
         )
 
 

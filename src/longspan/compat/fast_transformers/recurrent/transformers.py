@@ -1,4 +1,4 @@
-"""Transformer encoders and decoders one token at a time; parameters as in ``transformers``."""
+"""Transformer encoders and decoders for one token at a time, with the parameters of ``transformers``."""
 
 from typing import Any
 
@@ -13,24 +13,33 @@ class RecurrentTransformerEncoderLayer(EncoderParts):
     """``TransformerEncoderLayer`` under a causal mask, for one token."""
 
     def forward(self, x: Tensor, state: Any = None, memory: Any = None) -> tuple[Tensor, Any]:
-        """x (N,d_model), the attention's state -> (N,d_model), its state. ``memory`` is an older name of ``state``."""
+        """Return (N,d_model) and the state for ``x`` (N,d_model); ``memory`` is an older name of ``state``."""
         y, state = self.attention(x, x, x, state=check_state(state, memory))
         x = self.norm1(x + self.dropout(y))
         return self.norm2(x + self.feed(x)), state
 
 
 class RecurrentTransformerEncoder(Layers):
-    """Layers of a recurrent encoder."""
+    """Encoder for one token at a time."""
 
     def forward(self, x: Tensor, state: list | None = None, memory: list | None = None) -> tuple[Tensor, list]:
-        """x (N,d_model), a list with a state per layer -> (N,d_model), a new list.
+        """Encode one token.
 
-        ``memory`` is an older name of ``state``. Raises ValueError for a list of another length.
+        Args:
+            x: (N,d_model).
+            state: a list with one state per layer; None at the beginning.
+            memory: an older name of ``state``.
+
+        Returns:
+            (N,d_model), and a new list of states.
+
+        Raises:
+            ValueError: the list does not have one state per layer.
         """
         states = _states(self, check_state(state, memory))
         for i, layer in enumerate(self.layers):
             x, states[i] = layer(x, states[i])
-            self.tell(x)
+            self.dispatch(x)
         return self.end(x), states
 
 
@@ -40,7 +49,7 @@ class RecurrentTransformerDecoderLayer(DecoderParts):
     def forward(
         self, x: Tensor, memory: Tensor, memory_length_mask: BaseMask | None = None, state: Any = None
     ) -> tuple[Tensor, list]:
-        """x (N,d_model), memory (N,S,d_memory) -> (N,d_model), [state of self, state of cross attention]."""
+        """Return (N,d_model) and [self, cross] attention states for ``x`` (N,d_model), ``memory`` (N,S,d_memory)."""
         if memory_length_mask is None:
             memory_length_mask = whole(len(x), memory.shape[1], x.device)
         before, cross = [None, None] if state is None else state
@@ -52,28 +61,38 @@ class RecurrentTransformerDecoderLayer(DecoderParts):
 
 
 class RecurrentTransformerDecoder(Layers):
-    """Layers of a recurrent decoder."""
+    """Decoder for one token at a time."""
 
     def forward(
         self, x: Tensor, memory: Tensor, memory_length_mask: BaseMask | None = None, state: list | None = None
     ) -> tuple[Tensor, list]:
-        """x (N,d_model), memory (N,S,d_memory), a list with a state per layer -> (N,d_model), a new list.
+        """Decode one token.
 
-        With a state, ``memory`` is not read; ``memory_length_mask`` is. Raises ValueError for a list of another length.
+        Args:
+            x: (N,d_model).
+            memory: (N,S,d_memory), ignored with a state.
+            memory_length_mask: (N,S); None keeps everything. Every call reads it.
+            state: a list with one state per layer; None at the beginning.
+
+        Returns:
+            (N,d_model), and a new list of states.
+
+        Raises:
+            ValueError: the list does not have one state per layer.
         """
         states = _states(self, state)
         if memory_length_mask is None:
             memory_length_mask = whole(len(x), memory.shape[1], x.device)
         for i, layer in enumerate(self.layers):
             x, states[i] = layer(x, memory, memory_length_mask=memory_length_mask, state=states[i])
-            self.tell(x)
+            self.dispatch(x)
         return self.end(x), states
 
 
 def _states(model: Layers, state: list | None) -> list:
-    """A list of its own, so that the caller's stays as it was."""
+    """Return a copy of the list, so that the caller's does not change."""
     if state is None:
         return [None] * len(model.layers)
     if len(state) != len(model.layers):
-        raise ValueError(f"the state of this model is a list of {len(model.layers)} states, not {len(state)}")
+        raise ValueError(f"the state of this model must be a list of {len(model.layers)} states, not {len(state)}")
     return list(state)
