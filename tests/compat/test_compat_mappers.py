@@ -254,7 +254,7 @@ def test_layers_tell_queries_matrices_and_outputs(random):
 
 
 @torch.no_grad()
-def test_a_recurrent_layer_tells_one_row(random):
+def test_a_recurrent_layer_dispatches_one_row(random):
     dispatcher, heard = listening(AttentionEvent)
     model = encoder(RecurrentEncoderBuilder, event_dispatcher=dispatcher)
     state = None

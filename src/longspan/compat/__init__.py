@@ -1,4 +1,4 @@
-"""Interfaces of other libraries on longspan's operations, for code written for those libraries."""
+"""Other libraries' interfaces on longspan's operations, for code that was written for them."""
 
 import importlib
 import importlib.util
