@@ -21,7 +21,7 @@ from longspan.models.decoder import Decoder
 
 ROOT = Path(__file__).parents[2]
 DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
-MADE = ("mechanisms.md", "files.md", "cli.md")  # by conf.py
+MADE = ("mechanisms.md", "files.md", "cli.md", "configs.md")  # by conf.py
 WRITTEN = [
     page
     for page in sorted(DOCS.rglob("*.md"))
