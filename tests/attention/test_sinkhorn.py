@@ -276,7 +276,7 @@ class TestMechanism:
         assert state.offers.shape == (2, 2, 3, 3)
         assert state.sums.shape == (2, 2, 3, 3)
         torch.testing.assert_close(state.begun, x[:, 12:].sum(1), rtol=0, atol=1e-12)
-        torch.testing.assert_close(state.asks, x.mean(1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(state.queries, x.mean(1), rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize(
         ("options", "message"),

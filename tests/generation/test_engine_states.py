@@ -37,15 +37,15 @@ def test_a_cache_that_counts_what_it_cannot_hold(made, count, row):
     state, step = made
     length = state.layers[1].length.clone()
     length[row] = count
-    with pytest.raises(ValueError, match=rf"the state's (length|counter) is {count} where it counts tokens, "):
+    with pytest.raises(ValueError, match=rf"the state's (length|counter) is {count}"):
         step(TOKEN, change(state, 1, length=length))
 
 
 def test_positions_below_zero(made):
     state, step = made
-    with pytest.raises(ValueError, match="is -1 where it counts tokens, at least 0"):
+    with pytest.raises(ValueError, match="is -1, .* at least 0"):
         step(TOKEN, change(state, 0, position=torch.tensor([3, -1])))
-    with pytest.raises(ValueError, match="the state's position is -5 where it counts tokens"):
+    with pytest.raises(ValueError, match="the state's position is -5"):
         step(TOKEN, state._replace(position=torch.tensor([-5, 3])))
 
 

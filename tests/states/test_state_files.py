@@ -59,38 +59,38 @@ KEYS = torch.zeros(3, 2, 5, 4)
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("leaf", "said"),
+        ("leaf", "message"),
         [
-            ({"length": torch.full((3,), -(10**6))}, r"state.length holds -1000000; a state counts from 0"),
-            ({"length": torch.tensor([1, 5, 6])}, r"state.length holds 6, and there are 5 slots"),
-            ({"length": torch.full((3,), 5, dtype=torch.int32)}, r"state.length is torch.int32 .3,. where"),
-            ({"length": torch.full((3,), 5.0)}, r"state.length is torch.float32 .3,. where .* torch.int64"),
-            ({"length": torch.full((3, 1), 5)}, r"state.length is torch.int64 .3, 1. where .* torch.int64 .0,."),
-            ({"length": torch.full((2,), 5)}, r"state.length has 2 rows, and state.keys has 3"),
-            ({"keys": KEYS.double()}, r"state.keys is torch.float64 .3, 2, 5, 4. where .* torch.float32 .0, 2, 0, 4."),
-            ({"keys": KEYS[..., :3].clone()}, r"state.keys is torch.float32 .3, 2, 5, 3. where"),
-            ({"keys": KEYS[:, :1].clone()}, r"state.keys is torch.float32 .3, 1, 5, 4. where"),
+            ({"length": torch.full((3,), -(10**6))}, r"state.length is -1000000"),
+            ({"length": torch.tensor([1, 5, 6])}, r"state.length is 6, .* 5 slots"),
+            ({"length": torch.full((3,), 5, dtype=torch.int32)}, r"state.length is torch.int32 .3,."),
+            ({"length": torch.full((3,), 5.0)}, r"state.length is torch.float32 .3,.* torch.int64"),
+            ({"length": torch.full((3, 1), 5)}, r"state.length is torch.int64 .3, 1.* torch.int64 .0,."),
+            ({"length": torch.full((2,), 5)}, r"state.length has 2 rows, .*state.keys has 3"),
+            ({"keys": KEYS.double()}, r"state.keys is torch.float64 .3, 2, 5, 4.* torch.float32 .0, 2, 0, 4."),
+            ({"keys": KEYS[..., :3].clone()}, r"state.keys is torch.float32 .3, 2, 5, 3."),
+            ({"keys": KEYS[:, :1].clone()}, r"state.keys is torch.float32 .3, 1, 5, 4."),
             ({"keys": KEYS[:, :, :4].clone()}, r"state has unequal numbers of tokens: .'keys': 4, 'values': 5"),
-            ({"keys": KEYS[0]}, r"state.keys is torch.float32 .2, 5, 4. where"),
+            ({"keys": KEYS[0]}, r"state.keys is torch.float32 .2, 5, 4."),
         ],
     )
-    def test_what_cannot_be_continued(self, tmp_path, leaf, said):
+    def test_what_cannot_be_continued(self, tmp_path, leaf, message):
         module, state = started("softmax")
         path = written(tmp_path / "s", longspan.states.detach(state), **leaf)
-        with pytest.raises(ValueError, match=rf"'{path}' cannot be continued: {said}"):
+        with pytest.raises(ValueError, match=rf"'{path}' cannot be continued: {message}"):
             longspan.states.load(path, module.init_state(0))
 
     def test_a_position_before_the_first(self, tmp_path):
         for spec in ("linear(rotary=10.0)", "retention", "local(window=3)"):
             module, state = started(spec)
             path = written(tmp_path / "s", longspan.states.detach(state), position=torch.tensor([4, -1, 4]))
-            with pytest.raises(ValueError, match=r"state.position holds -1; a state counts from 0"):
+            with pytest.raises(ValueError, match=r"state.position is -1"):
                 longspan.states.load(path, module.init_state(3))
 
     def test_another_size_of_what_does_not_grow(self, tmp_path):
         _, state = started("local(window=3)")
         longspan.states.save(state, tmp_path / "s")
-        with pytest.raises(ValueError, match=r"state.keys is .* where this mechanism or stack has .* of any number of"):
+        with pytest.raises(ValueError, match=r"state.keys is .* this mechanism or stack has"):
             longspan.states.load(tmp_path / "s", started("local(window=4)")[1])
 
     def test_a_changed_bit(self, tmp_path):
@@ -100,16 +100,14 @@ class TestRefused:
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=rf"'{path}' was changed or damaged .* restore it from a copy, or read its"
-        ):
+        with pytest.raises(ValueError, match=rf"'{path}' was changed or damaged"):
             longspan.states.load(path, module.init_state(3))
 
     def test_a_file_without_a_digest(self, tmp_path):
         module, state = started("linear")
         leaves = states._named(longspan.states.detach(state))
         save_file(leaves, tmp_path / "s", metadata={"tree": states._shape(state)})
-        with pytest.raises(ValueError, match=r"and it names None"):
+        with pytest.raises(ValueError, match=r"changed or damaged .* None"):
             longspan.states.load(tmp_path / "s", module.init_state(3))
 
     def test_tensors_without_values(self, tmp_path):
@@ -150,13 +148,13 @@ class TestValues:
         good = KeyValues(KEYS, KEYS, torch.tensor([0, 5, 3]))
         for state in (good, (good, (good,)), torch.ones(2)):
             states.check_values(state)
-        with pytest.raises(ValueError, match=r"state.1.0.length holds 6, and there are 5 slots"):
+        with pytest.raises(ValueError, match=r"state.1.0.length is 6, .* 5 slots"):
             states.check_values((good, (good._replace(length=torch.tensor([6])),)))
 
     def test_counters_of_any_name(self):
-        with pytest.raises(ValueError, match=r"state.count counts in torch.int8; a state counts in torch.int64"):
+        with pytest.raises(ValueError, match=r"state.count is torch.int8; .* torch.int64"):
             states.check_values(Average(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int8)))
-        with pytest.raises(ValueError, match=r"state.count holds -3; a state counts from 0"):
+        with pytest.raises(ValueError, match=r"state.count is -3"):
             states.check_values(Average(torch.zeros(1, 2), torch.tensor([-3])))
         states.check_values(Average(torch.zeros(1, 2), torch.zeros(1)))
         states.check_values(Average(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64)))

@@ -184,7 +184,7 @@ class Routing(Attention):
             return self.out(merge(o)), state
         if told is not None:
             weights = lambda q, k: lists.matrix(q, k, *self._lists(q, k), causal=self.causal)  # noqa: E731
-            states.tell(q, k, v, weights, mask, segments, told)
+            states.record_matrix(q, k, v, weights, mask, segments, told)
         apart = x.numel() and not (mask is None and segments is None)
         o = ragged(q, k, v, self._listed, mask, segments, exact=True) if apart else self._listed(q, k, v)
         return self.out(merge(o)), None

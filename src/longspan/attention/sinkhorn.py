@@ -159,7 +159,7 @@ class Sinkhorn(Attention):
         offers = sorted_blocks.offers_of(before, call, self._part(self.offer, call.sums / block), blocks)
         earlier = sorted_blocks.earlier(before, block, blocks, op.EMPTY)
         allowed = torch.arange(blocks, device=x.device) < call.numbers[:, None, :, None]
-        sort, sums = op.balance_causal(self._scores(call.asks, offers), earlier, allowed)
+        sort, sums = op.balance_causal(self._scores(call.queries, offers), earlier, allowed)
         o = op.attend(q, k, v, sort, block, start=start, causal=True)
         return o, state and sorted_blocks.after(state, past, call, offers, sums, x, block)
 

@@ -1,4 +1,4 @@
-"""Recurrent states and KV caches, and what works on all of them: clone, detach, select, nbytes, save, load."""
+"""Recurrent states and KV caches, and functions on every state: clone, detach, select, nbytes, save, load."""
 
 from .utils import clone, detach, load, nbytes, save, select
 

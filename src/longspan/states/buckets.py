@@ -16,7 +16,7 @@ Hash = Callable[[Tensor], Tensor]
 
 
 class Rings(NamedTuple):
-    """Slot r mod S of a bucket's ring holds its token of rank r: the last S of each of K buckets, and R rounds."""
+    """The last S tokens of each of K buckets, in R rounds; slot r mod S of a bucket holds its token of rank r."""
 
     keys: Tensor  # (B,H,R,K,S,D)
     values: Tensor  # (B,H,R,K,S,E)
@@ -25,7 +25,7 @@ class Rings(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """What makes a mechanism out of the op: the hash, how many buckets and rounds, who sees whom, the scale."""
+    """The options of the op: hash, numbers of buckets and rounds, visibility rule and scale."""
 
     hash: Hash
     buckets: int
@@ -35,12 +35,12 @@ class Reader(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """How far back in a bucket a token may look, itself included."""
+        """Tokens of its bucket that a token may see, itself included."""
         return (self.rule.lookback + 1) * self.rule.chunk or self.rule.window
 
 
 def empty(reader: Reader, batch: int, heads: int, dim: int, like: Tensor) -> Rings:
-    """No tokens yet; dtype and device of ``like``."""
+    """Return rings without tokens, in the dtype and on the device of ``like``."""
     shape = batch, heads, reader.rounds, reader.buckets
     keys = like.new_zeros(*shape, reader.slots, dim)
     places = torch.zeros(*shape, reader.slots, reader.rounds, dtype=torch.long, device=like.device)
@@ -59,10 +59,21 @@ def attend(
     record: dict | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Rings | None]:
-    """q, k (B,H,N,D), v (B,H,N,E) -> what the heads read (B,H,N,E), and the state after these tokens.
+    """Attend within buckets, for a whole sequence or after a state.
 
-    Masked tokens do not exist, packed sequences do not meet, as in ``Attention.forward``. ``record`` gets ``matrix``
-    and ``mask``: with a state, of its R K S slots and then of the N tokens.
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,N,D) keys.
+        v: (B,H,N,E) values.
+        state: The state before these tokens, or None for whole sequences.
+        reader: Options of the op.
+        mask: (B,N) bool, True on real tokens.
+        segments: (B,N) int64, the sequence of each token in a packed row.
+        record: Gets ``matrix`` and ``mask``: with a state, over its R K S slots and then the N tokens.
+        donate: Allow the state to be overwritten.
+
+    Returns:
+        The output (B,H,N,E) and the next state, None without a state.
     """
     if not q.shape[0] * q.shape[2]:
         if record is not None:
@@ -70,7 +81,7 @@ def attend(
         return torch.zeros_like(v), state
     if state is None:
         if record is not None:
-            tell(q, k, v, lambda q, k: _weights(q, k, reader), mask, segments, record)
+            record_matrix(q, k, v, lambda q, k: _weights(q, k, reader), mask, segments, record)
         return _whole(q, k, v, reader, mask, segments), None
     if segments is None:
         return _continued(q, k, v, state, reader, mask, record, donate)
@@ -82,14 +93,14 @@ def _whole(q, k, v, reader: Reader, mask: Tensor | None, segments: Tensor | None
         groups = reader.hash(q)
         return ops.attend(q, k, v, groups, reader.buckets, reader.rule, mask=mask, scale=reader.scale)[0]
 
-    # Sorting what does not exist behind all buckets needs no sizes that depend on data; where chunks are cut from
-    # everything, rows must have their own lengths.
+    # Masked tokens are sorted behind all buckets, which needs no sizes that depend on data. If chunks are cut from the
+    # whole sequence, each row needs its own length.
     if segments is None and (mask is None or not reader.rule.whole):
         return run(q, k, v, mask)
     return ragged(q, k, v, run, mask, segments, exact=reader.rule.whole or not reader.rule.causal)
 
 
-def tell(
+def record_matrix(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -98,9 +109,9 @@ def tell(
     segments: Tensor | None,
     record: dict,
 ) -> None:
-    """Write ``matrix`` and ``mask`` (B,H,N,N), where q, k of clean rows have ``weights``: those, and the pairs seen."""
+    """Write ``matrix`` and ``mask`` (B,H,N,N) into ``record``; ``weights(q, k)`` computes both without padding."""
     n = q.shape[2]
-    # The matrix times the identity is the matrix, whatever rows its tokens are taken apart into.
+    # The matrix times the identity is the matrix, however its tokens are split into rows.
     each = torch.eye(n, dtype=q.dtype, device=q.device).expand(*v.shape[:2], n, n)
     for name, part in (("matrix", 0), ("mask", 1)):
 
@@ -147,7 +158,7 @@ def _record(record: dict, q: Tensor, keys: Tensor, places: SortedLayout, reader:
 
 
 def _ranks(groups: Tensor, state: Rings, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """New tokens' groups, beyond all buckets if masked, ranks and order inside these: (B,H,R,n) each."""
+    """Groups of new tokens (beyond all buckets if masked), their ranks and their order, (B,H,R,n) each."""
     buckets = state.counts.shape[-1]
     if mask is not None:
         groups = groups.masked_fill(~mask[:, None, None], buckets)
@@ -157,14 +168,14 @@ def _ranks(groups: Tensor, state: Rings, mask: Tensor | None) -> tuple[Tensor, T
 
 
 def held(state: Rings) -> Tensor:
-    """The rank of the token in each slot, (B,H,R,K,S); negative where a slot is empty."""
+    """Return the rank of the token in each slot, (B,H,R,K,S); negative for an empty slot."""
     slots = state.keys.shape[4]
     newest = state.counts[..., None] - 1
     return newest - (newest - torch.arange(slots, device=newest.device)) % max(slots, 1)
 
 
 def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, Tensor, SortedLayout]:
-    """The slots' old tokens and then the new ones, for each round: keys, values (B,H,R,K S + n,.), and their places."""
+    """Old tokens of the slots, then new ones, for each round: keys, values (B,H,R,K S + n,.), and their places."""
     rule, buckets, rounds, n = reader.rule, reader.buckets, reader.rounds, k.shape[2]
     own, rank, _ = _ranks(groups, state, mask)
     keys, values = (
@@ -201,7 +212,7 @@ def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, T
 
 
 def _extended(k, v, groups, state: Rings, reader: Reader, mask, donate: bool) -> Rings:
-    """The state after these tokens: every slot asks for its token, that of the largest rank which belongs into it."""
+    """The state after these tokens: each slot keeps the token of the largest rank that belongs into it."""
     own, rank, order = _ranks(groups, state, mask)
     buckets, n = reader.buckets, k.shape[2]
     edges = torch.arange(buckets + 1, device=k.device).expand(*own.shape[:3], -1).contiguous()
@@ -224,7 +235,7 @@ def _extended(k, v, groups, state: Rings, reader: Reader, mask, donate: bool) ->
 
 
 def _step(q, k, v, groups, state: Rings, reader: Reader, donate: bool) -> tuple[Tensor, Rings]:
-    """One token for every row, groups (B,H,R): it meets the ring of its own bucket in each round."""
+    """One token for every row, groups (B,H,R): it attends to the ring of its bucket in each round."""
     rule, buckets, slots = reader.rule, reader.buckets, reader.slots
     rank = state.counts.gather(-1, groups[..., None])  # (B,H,R,1)
 
@@ -238,7 +249,7 @@ def _step(q, k, v, groups, state: Rings, reader: Reader, donate: bool) -> tuple[
     if rule.chunk:
         shown = which == groups[:, :, None, None]
         shown &= others // rule.chunk >= (rank[..., 0] // rule.chunk)[:, :, None, None] - rule.lookback
-        # Of the rounds that show a token, the first one counts.
+        # If several rounds show a token, only the first one counts.
         earlier = shown.long().cumsum(-1) - shown.long()
         rounds = torch.arange(reader.rounds, device=q.device)[:, None]
         here = (torch.arange(reader.rounds, device=q.device) == rounds)[:, None]  # (R,1,R)
@@ -275,7 +286,7 @@ def _written(k, v, groups, rank, state: Rings, slots: int, donate: bool) -> Ring
 
 
 def _packed(q, k, v, state: Rings, reader: Reader, mask, segments, record, donate: bool) -> tuple[Tensor, Any]:
-    """The first packed sequence goes on with the state, the last leaves its tokens there, others meet nobody."""
+    """Continue the state with the first packed sequence, and keep the tokens of the last one."""
     n = q.shape[2]
     real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
     first, last = segments == segments[:, :1], segments == segments[:, -1:]

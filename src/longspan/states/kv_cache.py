@@ -1,4 +1,4 @@
-"""Keys and values kept for later calls: the state of every mechanism that looks back at single tokens."""
+"""The KV cache: the state of every mechanism that attends to single earlier tokens."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from .counters import check_counts, counted
 
 
 class KeyValues(NamedTuple):
-    """Slot j of a row holds the key and the value of its j-th real token, so slots are positions."""
+    """Keys and values of all tokens so far; slot j of a row holds its j-th real token, so slots are positions."""
 
     keys: Tensor  # (B,H,capacity,D)
     values: Tensor  # (B,H,capacity,E)
@@ -31,10 +31,10 @@ class CachedContext(NamedTuple):
 
 
 def of_context(k: Tensor, v: Tensor, mask: Tensor | None) -> CachedContext:
-    """k (B,H,M,D), v (B,H,M,E), mask (B,M) bool or None where every token is real."""
+    """Cache a context: k (B,H,M,D), v (B,H,M,E), mask (B,M) bool, None if every token is real."""
     if mask is None:
         mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-    return CachedContext(k, v, mask.clone())  # the caller's own may change later
+    return CachedContext(k, v, mask.clone())  # the caller may change its mask later
 
 
 class CacheView(NamedTuple):
@@ -46,7 +46,7 @@ class CacheView(NamedTuple):
     causal: bool
 
     def allowed(self, queries: int) -> Tensor:
-        """The mask written out, for ``queries`` of them: bool, broadcast to (B,1,N,M)."""
+        """Return the dense mask for ``queries`` queries: bool, broadcast to (B,1,N,M)."""
         if self.mask is not None:
             return self.mask
         allowed = torch.ones(1, 1, queries, self.keys.shape[2], dtype=torch.bool, device=self.keys.device)
@@ -54,7 +54,7 @@ class CacheView(NamedTuple):
 
 
 def empty(batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> KeyValues:
-    """No tokens yet, room for ``capacity``; dtype and device of ``like``."""
+    """Return a cache without tokens and with ``capacity`` slots, in the dtype and on the device of ``like``."""
     slots = like.new_zeros(batch, heads, capacity, dim)
     return KeyValues(slots, slots.clone(), torch.zeros(batch, dtype=torch.long, device=like.device))
 
@@ -68,7 +68,7 @@ def within(
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
 ) -> CacheView:
-    """Self-attention within one call: k (B,H,N,D), v (B,H,N,E), mask, segments (B,N), prefix (B,N) that sees itself."""
+    """Self-attention within a call: k (B,H,N,D), v (B,H,N,E), mask, segments (B,N), bidirectional prefix (B,N)."""
     if mask is None and segments is None and prefix is None:
         return CacheView(k, v, None, causal)
     allowed = visible(k.transpose(1, 2), causal=causal, mask=mask, segments=segments)
@@ -88,10 +88,14 @@ def view(
     prefix: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[CacheView, KeyValues | CachedContext | None]:
-    """What the queries of x see, and the state after: of a context, given now or kept, of x alone, or of all so far.
+    """Return what the queries of x may see, and the next state.
 
-    ``project`` makes keys (B,H,M,D) and values (B,H,M,E) of x (B,N,dim) or of the context (B,M,context_dim). The rest
-    is as in ``Attention.forward``.
+    Args:
+        project: Maps x (B,N,dim) or the context (B,M,context_dim) to keys (B,H,M,D) and values (B,H,M,E).
+        x: (B,N,dim) input.
+        state: A cache to continue, a cached context to read, or None for x alone.
+
+    The other arguments are those of ``Attention.forward``.
     """
     if context is not None:
         state = of_context(*project(context), context_mask)
@@ -113,18 +117,29 @@ def extend(
     prefix: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[CacheView, KeyValues]:
-    """Causal attention that continues ``cache``: what the new tokens may see, and the cache with them added.
+    """Add tokens to a cache for causal attention.
 
-    k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, prefix (B,N) bool: new tokens that see each other,
-    which does not go with segments. Without ``donate`` the given cache is left as it is and the new one is exactly as
-    long as it must be; with it, free slots are written in place, and when they run out the slots are doubled.
-    Raises ValueError for a cache that counts fewer tokens than none or more than it has slots, except while a compiler
-    traces, and for packed sequences on a GPU.
+    Args:
+        cache: The cache to continue.
+        k: (B,H,N,D) keys of the new tokens.
+        v: (B,H,N,E) values of the new tokens.
+        mask: (B,N) bool, True on real tokens.
+        segments: (B,N) int64, the sequence of each token in a packed row.
+        prefix: (B,N) bool, new tokens that see each other; not together with ``segments``.
+        donate: Write into free slots of the given cache, and double the slots if they run out. Otherwise the given
+            cache stays intact, and the new one has exactly the slots that it needs.
+
+    Returns:
+        What the new tokens may see, and the cache with them.
+
+    Raises:
+        ValueError: For a cache with a negative length or a length beyond its slots, except while a compiler traces, and
+            for packed sequences on a GPU.
     """
     k, v = k.to(cache.keys.dtype), v.to(cache.values.dtype)  # they differ under autocast
     if prefix is not None:
         view, added = extend(cache, k, v, mask=mask, donate=donate)
-        # Slots are positions, so the prefix ends at one; up to there its tokens see every slot.
+        # Slots are positions, so the prefix ends at a slot; its tokens see every slot up to there.
         end = (cache.length + prefix.sum(1))[:, None, None, None]
         slots = torch.arange(view.keys.shape[2], device=k.device)
         allowed = view.allowed(k.shape[2]) | (prefix[:, None, :, None] & (slots < end))
@@ -149,7 +164,7 @@ def extend(
 
 
 def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool) -> tuple[CacheView, KeyValues]:
-    """Every row has as many tokens and gets as many: slots are slices, and only the causal mask is needed."""
+    """All rows have equal lengths before and after: slots are slices, and only the causal mask is needed."""
     n, total = k.shape[2], used + k.shape[2]
     if donate:
         cache = with_room(cache, total)
@@ -169,7 +184,7 @@ def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool
 
 
 def with_room(cache: KeyValues, slots: int) -> KeyValues:
-    """The cache with at least so many slots: itself, or a copy with twice as many."""
+    """Return the cache if it has at least ``slots`` slots, else a copy with twice its slots or ``slots``."""
     capacity = cache.keys.shape[2]
     if slots <= capacity:
         return cache
@@ -189,7 +204,7 @@ def _scatter_in_place(cache: KeyValues, k: Tensor, v: Tensor, at: Tensor, mask: 
 
 
 def _scatter(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, used: int) -> tuple[Tensor, Tensor]:
-    """New slots: the first ``used`` old ones, and room for all new tokens, real ones first in their order."""
+    """New slots: the first ``used`` old ones, then all new tokens, real ones first in their order."""
     batch, heads, n, _ = k.shape
     order = torch.arange(n, device=k.device).expand(batch, n)
     if mask is not None:
@@ -205,7 +220,7 @@ def _scatter(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, used: 
 
 
 def _extend_packed(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor):
-    """The first segment goes on with the cache; the last one's tokens become the new cache."""
+    """Continue the cache with the first segment; the tokens of the last one become the new cache."""
     real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
     new = within(k, v, causal=True, mask=mask, segments=segments)
     slots = torch.arange(cache.keys.shape[2], device=k.device)

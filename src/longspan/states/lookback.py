@@ -1,4 +1,4 @@
-"""Attention under a pattern, for mechanisms: whole sequences by blocks, and a state as large as the look-back."""
+"""Attention under a pattern: whole sequences by blocks, and a state as large as the look-back."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from .kv_cache import KeyValues
 from .window import Window, WindowView
 
 STATES = (Window, KeyValues)
-AT_ONCE = 512  # new tokens of one call that meet a state together
+AT_ONCE = 512  # new tokens of a call that attend to a state together
 
 __all__ = ["STATES", "attend", "empty"]
 
 
 def empty(pattern: Pattern, batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> Window | KeyValues:
-    """The state before the first token: a window where the look-back has a bound, else all keys and values."""
+    """Return the state before the first token: a window for a bounded look-back, else a KV cache."""
     if pattern.lookback is None:
         return kv_cache.empty(batch, heads, capacity, dim, like)
     return window.empty(batch, heads, pattern.lookback + 1, dim, like)
@@ -42,11 +42,25 @@ def attend(
     record: dict | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Any]:
-    """q (B,H,N,D), k, v (B,G,N,.), G dividing H, -> what the heads read (B,H,N,E), and the state after these tokens.
+    """Attend under a pattern, for a whole sequence or after a state.
 
-    ``pattern`` looks ahead only where there is no state. Masked tokens do not exist, packed sequences do not meet, as
-    in ``Attention.forward``. Without a state, memory is O(N keys-per-query); with one, so many tokens at a time meet it
-    as keep it small. ``record`` gets ``matrix``, ``mask`` and ``lse``, each O(N M).
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,G,N,D) keys; G divides H.
+        v: (B,G,N,E) values.
+        state: The state before these tokens, or None for whole sequences. A pattern with look-ahead needs None.
+        pattern: The keys that each query sees.
+        layer: The number of the layer, for patterns that differ by layer.
+        bias: Added to the logits.
+        scale: Factor of the logits; None: 1 / sqrt(D).
+        mask: (B,N) bool, True on real tokens.
+        segments: (B,N) int64, the sequence of each token in a packed row.
+        record: Gets ``matrix``, ``mask`` and ``lse``, each O(N M).
+        donate: Allow the state to be overwritten.
+
+    Returns:
+        The output (B,H,N,E) and the next state, None without a state. Without a state, memory is O(N keys-per-query);
+        with one, tokens are processed in parts that keep it small.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     if state is None:
@@ -75,7 +89,7 @@ def attend(
 
 
 def _from_nothing(state: Window | KeyValues, n: int, mask, segments, record) -> bool:
-    """Whether a prompt can be read as a whole sequence: nothing came before it, and every row is alike."""
+    """Whether a prompt can be read as a whole sequence: the state is empty, and there is no mask or packing."""
     given = mask is not None or segments is not None or record is not None
     if n == 1 or given or torch.compiler.is_compiling():
         return False
@@ -84,7 +98,7 @@ def _from_nothing(state: Window | KeyValues, n: int, mask, segments, record) -> 
 
 
 def _real(mask: Tensor | None, segments: Tensor | None, at: Tensor) -> Tensor:
-    """Which tokens of one call exist for each other, bool (B,N,N)."""
+    """Which tokens of one call are real and in the same sequence, bool (B,N,N)."""
     batch, n = at.shape
     seen = torch.ones(batch, n, n, dtype=torch.bool, device=at.device) if mask is None else mask[:, None, :]
     if segments is not None:
@@ -100,7 +114,7 @@ def _extend(state: Any, k: Tensor, v: Tensor, mask, segments, donate: bool) -> t
     view, after = kv_cache.extend(state, k, v, mask=mask, segments=segments, donate=donate)
     slots = torch.arange(view.keys.shape[2], device=k.device).expand(len(k), -1)
     if segments is not None:
-        # Packed rows: the old slots, which are positions, and then the new tokens, at their own.
+        # Packed rows: the old slots, which are positions, then the new tokens at their positions.
         slots = torch.cat([slots[:, :before], at], 1)
     return WindowView(view.keys, view.values, at, slots, view.allowed(n).expand(len(k), 1, n, -1)[:, 0]), after
 

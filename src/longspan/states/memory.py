@@ -1,4 +1,4 @@
-"""A memory of inputs, from which keys and values are projected in every call, read by content and distance."""
+"""A memory of inputs (Transformer-XL): each call projects keys and values from it, read by content and distance."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,22 +16,22 @@ from .counters import check_counts
 
 
 class Memory(NamedTuple):
-    """The inputs of the last S real tokens, the very last in the last slot."""
+    """The inputs of the last S real tokens; the latest one is in the last slot."""
 
     hidden: Tensor  # (B,S,dim)
     position: Tensor  # (B,) int64, real tokens so far
 
 
 class MemoryCall(NamedTuple):
-    """The tokens of one call and those of the memory before them, in their order, and what is known of the former."""
+    """The tokens of the memory and those of a call, in their order, with the positions of the latter."""
 
     tokens: Tensor  # (B,S+N,dim), S = 0 without a memory
     mask: Tensor | None  # (B,N) bool
-    at: Tensor  # (B,N) int64, for real tokens together: how many there are before each in its own document
-    segments: Tensor | None  # (B,N) int64, for real tokens together
+    at: Tensor  # (B,N) int64, real tokens first: position of each in its document
+    segments: Tensor | None  # (B,N) int64, real tokens first
 
     def together(self, x: Tensor, axis: int = 1) -> Tensor:
-        """N or S+N entries along the axis, one for each token, with real ones together; the memory stays in front."""
+        """Move real tokens to the front along the axis of N or S+N entries; the memory stays in front of them."""
         if self.mask is None:
             return x
         mask = F.pad(self.mask, (x.shape[axis] - self.mask.shape[1], 0), value=True)
@@ -39,24 +39,25 @@ class MemoryCall(NamedTuple):
 
 
 class MemoryView(NamedTuple):
-    """What real tokens together ask, by content and by position (B,H,N,D), and how they find it."""
+    """Queries of the real tokens by content and by position (B,H,N,D), and projections of keys and values."""
 
     content: Tensor
     position: Tensor
     project: Callable[[Tensor], tuple[Tensor, Tensor]]  # (B,M,dim) -> keys and values (B,G,M,.)
     table: Table
-    after: Callable[[Tensor], Tensor]  # what the heads read (B,H,N,D), of what ``relative.attend`` gives
+    after: Callable[[Tensor], Tensor]  # the output of ``relative.attend`` -> (B,H,N,D)
 
 
 def empty(batch: int, slots: int, dim: int, like: Tensor) -> Memory:
-    """No tokens yet; dtype and device of ``like``."""
+    """Return a memory without tokens, in the dtype and on the device of ``like``."""
     return Memory(like.new_zeros(batch, slots, dim), torch.zeros(batch, dtype=torch.long, device=like.device))
 
 
 def begin(x: Tensor, memory: Memory | None, mask: Tensor | None, segments: Tensor | None, *, stop: bool) -> MemoryCall:
-    """x (B,N,dim) after a memory, if there is one. ``stop``: no gradients into it.
+    """Put x (B,N,dim) after the memory, if there is one. ``stop``: no gradients into it.
 
-    Raises ValueError for a memory on the CPU that counts fewer tokens than none, except while a compiler traces.
+    Raises:
+        ValueError: For a memory on the CPU with a negative position, except while a compiler traces.
     """
     packed = segments if segments is None else rows.gather_valid(mask, segments)[0]
     if memory is None:
@@ -68,7 +69,7 @@ def begin(x: Tensor, memory: Memory | None, mask: Tensor | None, segments: Tenso
 
 
 def end(call: MemoryCall, memory: Memory, segments: Tensor | None, *, stop: bool) -> Memory:
-    """The memory after these tokens; ``segments`` as the call came with them."""
+    """Return the memory after these tokens; ``segments`` are those of the call."""
     tokens = call.together(call.tokens.detach() if stop else call.tokens)
     hidden = rows.last_valid(tokens, call.mask, memory.hidden.shape[1]).to(memory.hidden.dtype)
     return Memory(hidden, positions(call.at, memory.position, mask=call.mask, segments=segments)[1])
@@ -86,10 +87,16 @@ def view(
     clamp: int,
     few: bool,
 ) -> MemoryView:
-    """Queries q (B,N,H*D), in the order of the call, with biases u, v (H,D), and how tokens and distances meet them.
+    """Combine queries with their biases, and choose how keys, values and distances are projected.
 
-    ``few``: there are so few queries that they are taken to the inputs of ``key``, ``value`` and ``distance``, (dim ->
-    dim) without bias, rather than these to the queries. That is not for modules other than plain linear maps.
+    Args:
+        call: The tokens.
+        q: (B,N,H*D) queries in the order of the call.
+        u: (H,D) bias of the content term.
+        v: (H,D) bias of the position term.
+        key, value, distance: Linear maps dim -> dim without bias.
+        clamp: The largest distance that is distinguished; 0: all.
+        few: Absorb the maps into the queries, which is cheaper for few queries. Only plain linear maps are absorbed.
     """
     heads, dim = u.shape[0], q.shape[-1]
     q = split(call.together(q), heads)

@@ -1,4 +1,4 @@
-"""All tokens so far in blocks, and what a sorting of the blocks has to know of them: the state of causal Sinkhorn."""
+"""The state of causal Sinkhorn attention: all tokens so far, and the statistics that sort their blocks."""
 
 from typing import NamedTuple
 
@@ -10,30 +10,30 @@ from . import kv_cache
 
 
 class State(NamedTuple):
-    """All tokens so far, and what sorts them; where a block is not whole yet, ``offers`` and ``sums`` are zero."""
+    """All tokens so far, and what sorts their blocks; ``offers`` and ``sums`` are zero for unfinished blocks."""
 
     past: kv_cache.KeyValues
     total: Tensor  # (B,dim) sum of all tokens
     begun: Tensor  # (B,dim) sum of the tokens of the unfinished block
-    asks: Tensor  # (B,dim) mean of the tokens up to the first one of the unfinished block
-    offers: Tensor  # (B,H,blocks,D) by what each whole block is found
+    queries: Tensor  # (B,dim) mean of the tokens up to the first one of the unfinished block
+    offers: Tensor  # (B,H,blocks,D) sorting keys of the whole blocks
     sums: Tensor  # (B,H,iterations,blocks) logs of the sums of columns over the rows of whole blocks
 
 
 class SortedCall(NamedTuple):
-    """The blocks that the tokens of one call touch, from that of the first one on; some may get none.
+    """The U blocks that the tokens of a call may reach, starting with that of the first token.
 
-    numbers (B,U) int64; sums (B,U,dim) of their tokens, earlier ones included; asks (B,U,dim), the means of the tokens
-    up to the first one of each.
+    numbers (B,U) int64; sums (B,U,dim) of their tokens, earlier ones included; queries (B,U,dim), the means of the
+    tokens up to the first one of each block.
     """
 
     numbers: Tensor
     sums: Tensor
-    asks: Tensor
+    queries: Tensor
 
 
 def empty(batch: int, heads: int, capacity: int, size: int, iterations: int, like: Tensor) -> State:
-    """No tokens yet, room for keys and values of ``capacity``; in the dtype of ``like``, sums in float32 at least."""
+    """Return a state without tokens, with a cache of ``capacity`` slots in the dtype of ``like``, sums in float32."""
     past = kv_cache.empty(batch, heads, capacity, size, like)
     total = upcast_half(like.new_zeros(batch, heads * size))
     offers = total.new_zeros(batch, heads, 0, size)
@@ -42,22 +42,22 @@ def empty(batch: int, heads: int, capacity: int, size: int, iterations: int, lik
 
 
 def touch(state: State, x: Tensor, block: int, blocks: int) -> SortedCall:
-    """What the tokens x (B,N,dim), zero where there is none, make of the blocks that they touch, so many at most."""
+    """Sums and queries of the next ``blocks`` blocks with the tokens x (B,N,dim), zero where there is no token."""
     x, start = upcast_half(x), state.past.length
     numbers = (start // block)[:, None] + torch.arange(blocks, device=x.device)
     place = ((start % block)[:, None] + torch.arange(x.shape[1], device=x.device)) // block
     sums = x.new_zeros(len(x), blocks, x.shape[-1]).scatter_add(1, place[..., None].expand_as(x), x)
     sums = torch.cat([sums[:, :1] + state.begun[:, None], sums[:, 1:]], 1)
-    # Where the first token of a block is in this call; that of the unfinished block was in an earlier one.
+    # Place of the first token of each block in this call; that of the unfinished block was in an earlier call.
     first = numbers * block - start[:, None]
     so_far = state.total[:, None] + x.cumsum(1)
     index = first.clamp(0, x.shape[1] - 1)[..., None].expand_as(sums)
     means = so_far.gather(1, index) / (numbers * block + 1)[..., None]
-    return SortedCall(numbers, sums, torch.where((first < 0)[..., None], state.asks[:, None], means))
+    return SortedCall(numbers, sums, torch.where((first < 0)[..., None], state.queries[:, None], means))
 
 
 def offers_of(state: State, call: SortedCall, new: Tensor, blocks: int) -> Tensor:
-    """Those of the state with those of the touched blocks, new (B,H,U,D), for ``blocks`` blocks: (B,H,V,D)."""
+    """Offers of the state and those of the touched blocks, new (B,H,U,D), for ``blocks`` blocks: (B,H,V,D)."""
     # A block that got no token may be beyond the last one.
     room = _fit(state.offers, blocks + new.shape[2], 2)
     index = call.numbers[:, None, :, None].expand_as(new)
@@ -65,14 +65,14 @@ def offers_of(state: State, call: SortedCall, new: Tensor, blocks: int) -> Tenso
 
 
 def earlier(state: State, block: int, blocks: int, nothing: float) -> Tensor:
-    """Logs of the columns' sums over the rows of whole blocks, ``nothing`` where there is no such row: (B,H,T,V)."""
+    """Logs of the columns' sums over the rows of whole blocks, ``nothing`` for columns without a row: (B,H,T,V)."""
     return _fit(state.sums, blocks, 3).masked_fill(~_summed(state.past.length // block, blocks), nothing)
 
 
 def after(
     state: State, past: kv_cache.KeyValues, call: SortedCall, offers: Tensor, sums: Tensor, x: Tensor, block: int
 ) -> State:
-    """The state after tokens x (B,N,dim), of which ``past`` has the keys and values.
+    """Return the state after tokens x (B,N,dim), whose keys and values are in ``past``.
 
     offers (B,H,V,D); sums (B,H,T,1+U,V), logs of the columns' sums before each of the rows of this call and at the end.
     """
@@ -81,21 +81,21 @@ def after(
     place = number - call.numbers[:, 0]
     index = place.clamp(max=call.sums.shape[1] - 1)[:, None, None].expand(-1, 1, x.shape[-1])
     none = (end % block == 0)[:, None]
-    begun, asks = (part.gather(1, index)[:, 0].masked_fill(none, 0.0) for part in (call.sums, call.asks))
+    begun, queries = (part.gather(1, index)[:, 0].masked_fill(none, 0.0) for part in (call.sums, call.queries))
     whole = torch.arange(blocks, device=x.device) < number[:, None]
     row = place[:, None, None, None, None].expand(-1, *sums.shape[1:3], 1, blocks)
     columns = sums[..., :blocks].gather(3, row)[:, :, :, 0].masked_fill(~_summed(number, blocks), 0.0)
     offers = offers[:, :, :blocks].masked_fill(~whole[:, None, :, None], 0.0)
-    return State(past, state.total + upcast_half(x).sum(1), begun, asks, offers, columns)
+    return State(past, state.total + upcast_half(x).sum(1), begun, queries, offers, columns)
 
 
 def _summed(rows: Tensor, blocks: int) -> Tensor:
-    """Which columns have an entry in the first so many rows (B,), whose columns are the blocks before: (B,1,1,V)."""
+    """Which columns have an entry in the first ``rows`` rows (B,), whose columns are the earlier blocks: (B,1,1,V)."""
     return (torch.arange(blocks, device=rows.device) < rows[:, None] - 1)[:, None, None]
 
 
 def _fit(x: Tensor, size: int, axis: int) -> Tensor:
-    """The first ``size`` along an axis, with zeros for those that there are not."""
+    """The first ``size`` entries along an axis, padded with zeros."""
     x = x.narrow(axis, 0, min(size, x.shape[axis]))
     shape = list(x.shape)
     shape[axis] = size - x.shape[axis]

@@ -1,4 +1,4 @@
-"""Sums over keys, and how queries come to read them: those of a context, of one call, or of all tokens so far."""
+"""Sums over keys for linear attention: those of a context, of one call, or of all tokens so far."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,25 +12,25 @@ from ..ops.tensors import visible
 
 
 class ContextSums(NamedTuple):
-    """All that queries need of a context, whatever its length."""
+    """Everything that queries need from a context, at any length."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
 
 
 class Form(NamedTuple):
-    """How a mechanism sums: an op with its options, on queries q and keys k as that op takes them, v (B,H,M,E).
+    """An op with its options, on queries q and keys k in the form that it accepts, and v (B,H,M,E).
 
-    ``attend`` and ``matrix`` get ``causal, mask, segments, prefix`` and the state ``before`` by name; of a context the
-    first two alone.
+    ``attend`` and ``matrix`` get ``causal``, ``mask``, ``segments``, ``prefix`` and the state ``before`` by name; for a
+    context only the first two.
     """
 
     attend: Callable[..., tuple[Tensor, Any]]  # (q, k, v, donate=, ...) -> (B,H,N,E), the state after
     matrix: Callable[..., Tensor]  # (q, k, allowed, ...) -> the weights (B,H,N,M) of this call's keys
-    read: Callable[[Any, Tensor], Tensor]  # (q, sums) -> (B,H,N,E), what q finds in sums over all keys
+    read: Callable[[Any, Tensor], Tensor]  # (q, sums) -> (B,H,N,E), the output of q for sums over all keys
 
 
 def stable(state: Callable[[stabilised.Sums], Any], eps: float) -> Form:
-    """The form of features that may overflow or change sign; ``state`` makes a mechanism's state of the op's."""
+    """Return the form for features that may overflow or change sign; ``state`` converts the op's state."""
 
     def sums(before: Any) -> stabilised.Sums | None:
         return None if before is None else stabilised.Sums(before.sums, getattr(before, "peak", None))
@@ -61,10 +61,20 @@ def attend(
     record: dict[str, Any] | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Any]:
-    """What the queries q of x read, (B,H,N,E), and the state after: of a context, given now or kept, or of x.
+    """Attend from the queries of x to x itself, or to a context that is passed now or kept in the state.
 
-    ``project`` makes keys and values (B,H,M,E) of x (B,N,dim) or of the context (B,M,context_dim). ``record`` gets
-    ``mask`` and ``matrix``. The rest is as in ``Attention.forward``.
+    Args:
+        form: The op.
+        q: The queries of x.
+        project: Maps x (B,N,dim) or the context (B,M,context_dim) to keys and values (B,H,M,E).
+        x: (B,N,dim) input.
+        state: The state before these tokens, or None.
+        record: Gets ``mask`` and ``matrix``.
+
+    The other arguments are those of ``Attention.forward``.
+
+    Returns:
+        The output (B,H,N,E) and the next state.
     """
     if isinstance(state, ContextSums):
         return form.read(q, state.sums).to(x.dtype), state
@@ -87,6 +97,6 @@ def attend(
 
 
 def across(x: Tensor, context: Tensor, mask: Tensor | None) -> Tensor:
-    """Which tokens of a context those of x may see: (B,N,.), (B,M,.), mask (B,M) -> bool (B|1,1,N,M)."""
+    """Return which tokens of a context x may see: (B,N,.), (B,M,.), mask (B,M) -> bool (B|1,1,N,M)."""
     allowed = torch.ones(1, 1, x.shape[1], context.shape[1], dtype=torch.bool, device=x.device)
     return allowed if mask is None else allowed & mask[:, None, None, :]

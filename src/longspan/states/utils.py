@@ -1,4 +1,4 @@
-"""What can be done with any state: a pytree of NamedTuples of tensors, batch first in every one."""
+"""Functions on any state: a pytree of NamedTuples of tensors, each batch first."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .._utils import atomic_io
 from ..ops.operands import check_stored
 
-# Names that mean one thing in every state: counters, what says that every token is kept, and the axis of tokens then.
+# Names with one meaning in every state: counters, fields of a state that keeps every token, and its axes of tokens.
 COUNTERS = (".length", ".position")
 PER_TOKEN = {"length", "mask"}
 TOKENS = {"keys": 2, "values": 2, "mask": 1}
@@ -35,66 +35,93 @@ def tensors(state: Any) -> list[Tensor]:
 
 
 def clone(state: S) -> S:
-    """A copy that shares no memory with ``state``.
+    """Copy a state; the copy shares no memory with ``state``.
 
-    >>> import torch, longspan
-    >>> attention = longspan.build("linear", dim=8, heads=2)
-    >>> state = attention.init_state(1)
-    >>> copy = longspan.states.clone(state)
-    >>> copy.sums.data_ptr() == state.sums.data_ptr()
-    False
+    Args:
+        state: The state of a mechanism or of a stack.
+
+    Returns:
+        A state of the same type.
+
+    Example:
+        >>> import torch, longspan
+        >>> attention = longspan.build("linear", dim=8, heads=2)
+        >>> state = attention.init_state(1)
+        >>> copy = longspan.states.clone(state)
+        >>> copy.sums.data_ptr() == state.sums.data_ptr()
+        False
     """
     check_stored("the state", *pytree.tree_leaves(state))
     return pytree.tree_map(torch.clone, state)
 
 
 def detach(state: S) -> S:
-    """The same values, cut off from the graph that made them: for training over segments of a long sequence.
+    """Detach a state from the autograd graph, to train on segments of a long sequence.
 
-    >>> import torch, longspan
-    >>> attention = longspan.build("linear", dim=8, heads=2)
-    >>> y, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
-    >>> state.sums.requires_grad, longspan.states.detach(state).sums.requires_grad
-    (True, False)
+    Args:
+        state: The state of a mechanism or of a stack.
+
+    Returns:
+        A state of the same type with the same values.
+
+    Example:
+        >>> import torch, longspan
+        >>> attention = longspan.build("linear", dim=8, heads=2)
+        >>> y, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+        >>> state.sums.requires_grad, longspan.states.detach(state).sums.requires_grad
+        (True, False)
     """
     return pytree.tree_map(torch.detach, state)
 
 
 def select(state: S, rows: Tensor | Sequence[int]) -> S:
-    """The given rows of the batch, in the given order, repeats allowed (beam search). Shares no memory with ``state``.
+    """Select rows of the batch, as beam search does; the result shares no memory with ``state``.
 
-    >>> import torch, longspan
-    >>> attention = longspan.build("linear", dim=8, heads=2)
-    >>> state = longspan.states.select(attention.init_state(2), [1, 1, 0])
-    >>> len(state.sums)
-    3
+    Args:
+        state: The state of a mechanism or of a stack.
+        rows: (R,) integers, in any order, repeats allowed.
 
-    ``rows`` (R,) integers. Raises IndexError for a row that does not exist.
+    Returns:
+        A state of R rows.
+
+    Raises:
+        IndexError: For a row that does not exist.
+
+    Example:
+        >>> import torch, longspan
+        >>> attention = longspan.build("linear", dim=8, heads=2)
+        >>> state = longspan.states.select(attention.init_state(2), [1, 1, 0])
+        >>> len(state.sums)
+        3
     """
     check_stored("the state", *pytree.tree_leaves(state))
     return pytree.tree_map(lambda t: t.index_select(0, torch.as_tensor(rows, device=t.device)), state)
 
 
 def nbytes(state: Any) -> int:
-    """Bytes of all tensors in ``state``.
+    """Return the size of all tensors of a state in bytes.
 
-    >>> import longspan
-    >>> longspan.states.nbytes(longspan.build("linear", dim=64, heads=4).init_state(1))
-    4352
+    Args:
+        state: The state of a mechanism or of a stack.
+
+    Example:
+        >>> import longspan
+        >>> longspan.states.nbytes(longspan.build("linear", dim=64, heads=4).init_state(1))
+        4352
     """
     return sum(t.nbytes for t in pytree.tree_leaves(state))
 
 
 def check_values(state: Any) -> None:
-    """Raise ValueError for a state whose counters cannot be: no int64, below zero, or a length beyond its slots."""
+    """Raise ValueError for impossible counters: not int64, negative, or a length beyond the slots."""
     leaves = _named(state)
     _refuse_meta(leaves)
     for name, leaf in leaves.items():
         plain = leaf.is_floating_point() or leaf.dtype == torch.bool
         if leaf.dtype != torch.int64 and (not plain or name.endswith(COUNTERS)):
-            raise ValueError(f"{name} counts in {leaf.dtype}; a state counts in torch.int64")
+            raise ValueError(f"{name} is {leaf.dtype}; counters must be torch.int64")
         if not plain and leaf.numel() and (least := int(leaf.min())) < 0:
-            raise ValueError(f"{name} holds {least}; a state counts from 0")
+            raise ValueError(f"{name} is {least}; counters must not be negative")
     for name, fields in _parts(state):
         slots = {f: fields[f].shape[axis] if fields[f].dim() > axis else 0 for f, axis in _token_axes(fields).items()}
         if len(set(slots.values())) > 1:
@@ -102,23 +129,28 @@ def check_values(state: Any) -> None:
         if slots and "length" in fields and fields["length"].numel():
             most, room = int(fields["length"].max()), min(slots.values())
             if most > room:
-                raise ValueError(f"{name}.length holds {most}, and there are {room} slots")
+                raise ValueError(f"{name}.length is {most}, but there are {room} slots")
 
 
 def save(state: Any, path: str | os.PathLike) -> None:
-    """Write ``state`` to one safetensors file, with its sha256: whole or not at all.
+    """Write a state to one safetensors file with its sha256, atomically.
 
-    >>> import tempfile, torch, longspan
-    >>> attention = longspan.build("linear", dim=8, heads=2)
-    >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     longspan.states.save(state, f"{folder}/state.safetensors")
-    ...     again = longspan.states.load(f"{folder}/state.safetensors", like=attention.init_state(1))
-    >>> torch.equal(again.sums, state.sums)
-    True
+    Args:
+        state: The state of a mechanism or of a stack.
+        path: The file; an older one is replaced.
 
-    Raises ValueError for a state without values (on the meta device), and for a place that cannot be written or is
-    full; an older file then stays.
+    Raises:
+        ValueError: For a state on the meta device, or a path that cannot be written; an older file then stays.
+
+    Example:
+        >>> import tempfile, torch, longspan
+        >>> attention = longspan.build("linear", dim=8, heads=2)
+        >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     longspan.states.save(state, f"{folder}/state.safetensors")
+        ...     again = longspan.states.load(f"{folder}/state.safetensors", like=attention.init_state(1))
+        >>> torch.equal(again.sums, state.sums)
+        True
     """
     path, leaves = atomic_io.check(Path(path)), _named(state)
     _refuse_meta(leaves)
@@ -132,27 +164,34 @@ def save(state: Any, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike, like: S) -> S:
-    """Read a state written by ``save``; ``like`` is any state of the same mechanism or stack, e.g. a fresh one.
+    """Read a state that ``save`` has written.
 
-    >>> import tempfile, torch, longspan
-    >>> attention = longspan.build("linear", dim=8, heads=2)
-    >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     longspan.states.save(state, f"{folder}/state.safetensors")
-    ...     again = longspan.states.load(f"{folder}/state.safetensors", like=attention.init_state(1))
-    >>> torch.equal(again.sums, state.sums)
-    True
+    Args:
+        path: The file.
+        like: Any state of the same mechanism or stack, such as ``attention.init_state(1)``. The number of rows may
+            differ, and so may the number of tokens of a state that keeps every token.
 
-    The tensors take the device of ``like``. The file may have another number of rows, and of tokens where a state keeps
-    every token.
+    Returns:
+        The state, on the device of ``like``.
 
-    Raises ValueError where the file is missing, was changed or damaged, holds the state of something else, or of
-    another size or precision than ``like``, and for what ``check_values`` refuses.
+    Raises:
+        ValueError: For a file that is missing or damaged, the state of another mechanism, another size or precision
+            than ``like``, and impossible counters.
+
+    Example:
+        >>> import tempfile, torch, longspan
+        >>> attention = longspan.build("linear", dim=8, heads=2)
+        >>> _, state = attention(torch.randn(1, 5, 8), attention.init_state(1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     longspan.states.save(state, f"{folder}/state.safetensors")
+        ...     again = longspan.states.load(f"{folder}/state.safetensors", like=attention.init_state(1))
+        >>> torch.equal(again.sums, state.sums)
+        True
     """
     path, wanted = atomic_io.check(Path(path)), _named(like)
     _refuse_meta(wanted)
     try:
-        # It maps the file by its name, and would wait for a FIFO.
+        # safe_open maps the file by its name, and would block on a FIFO.
         with atomic_io.open_regular(path), safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("tree") != _shape(like):
@@ -165,8 +204,8 @@ def load(path: str | os.PathLike, like: S) -> S:
         raise ValueError(f"{str(path)!r} is not a readable state file: {reason}") from error
     if metadata.get("sha256") != (found := _digest(leaves)):
         raise ValueError(
-            f"{str(path)!r} was changed or damaged since it was written: its sha256 is {found}, and it names "
-            f"{metadata.get('sha256')}; restore it from a copy, or read its text again"
+            f"{str(path)!r} was changed or damaged since it was written: its sha256 is {found}, not "
+            f"{metadata.get('sha256')}; restore it from a copy, or compute the state again"
         )
     state = pytree.tree_unflatten(list(leaves.values()), pytree.tree_structure(like))
     try:
@@ -188,11 +227,11 @@ def _check_fit(leaves: dict[str, Tensor], like: Any) -> None:
         )
         if not fits or leaf.dtype != wanted.dtype:
             raise ValueError(
-                f"{name} is {leaf.dtype} {tuple(leaf.shape)} where this mechanism or stack has {wanted.dtype} "
-                f"{tuple(wanted.shape)}, of any number of rows"
+                f"{name} is {leaf.dtype} {tuple(leaf.shape)}, but this mechanism or stack has {wanted.dtype} "
+                f"{tuple(wanted.shape)}, with any number of rows"
             )
         if leaf.shape[:1] != rows:
-            raise ValueError(f"{name} has {leaf.shape[0]} rows, and {first} has {rows[0]}")
+            raise ValueError(f"{name} has {leaf.shape[0]} rows, but {first} has {rows[0]}")
 
 
 def _refuse_meta(leaves: dict[str, Tensor]) -> None:
@@ -211,7 +250,7 @@ def _digest(leaves: dict[str, Tensor]) -> str:
 
 
 def _named(state: Any, name: str = "state") -> dict[str, Tensor]:
-    """Leaves by name, e.g. ``state.layers.0.sums``, in the order of the tree."""
+    """Leaves by name, such as ``state.layers.0.sums``, in the order of the tree."""
     if isinstance(state, Tensor):
         return {name: state}
     return {n: t for field, part in _fields(state).items() for n, t in _named(part, f"{name}.{field}").items()}
@@ -231,12 +270,12 @@ def _parts(state: Any, name: str = "state") -> Iterator[tuple[str, dict[str, Any
 
 
 def _token_axes(fields: dict[str, Any]) -> dict[str, int]:
-    """Field -> axis of tokens, of a part that keeps every token, which is one with their number or their mask."""
+    """Field -> axis of tokens, for a part that keeps every token: one with their number or their mask."""
     return {field: axis for field, axis in TOKENS.items() if field in fields} if PER_TOKEN & fields.keys() else {}
 
 
 def _shape(state: Any) -> str:
-    """The nesting of a state in words, e.g. ``DecoderState(Tensor, tuple(linear.State(Tensor)))``."""
+    """The nesting of a state as text, such as ``DecoderState(Tensor, tuple(linear.State(Tensor)))``."""
     if isinstance(state, Tensor):
         return "Tensor"
     kind = type(state)

@@ -1,4 +1,4 @@
-"""The last keys and values, in slots that are used in turn: the state of attention that looks back only so far."""
+"""A ring buffer of the last keys and values: the state of attention with a bounded look-back."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from .counters import check_counts
 
 
 class Window(NamedTuple):
-    """Slot p mod S holds the key and the value of position p, for the last S real tokens."""
+    """Keys and values of the last S real tokens; slot p mod S holds position p."""
 
     keys: Tensor  # (B,H,S,D)
     values: Tensor  # (B,H,S,E)
@@ -20,7 +20,7 @@ class Window(NamedTuple):
 class WindowView(NamedTuple):
     """Keys and values of one call with their positions: (B,H,M,D), (B,H,M,E), at (B,N), slots (B,M), visible (B,N,M).
 
-    ``visible`` is what holds whatever the pattern: a slot in use, a real token, the same segment.
+    ``visible`` holds for every pattern: the slot is in use, the token is real, the segment is the same.
     """
 
     keys: Tensor
@@ -31,7 +31,7 @@ class WindowView(NamedTuple):
 
 
 def empty(batch: int, heads: int, slots: int, dim: int, like: Tensor) -> Window:
-    """No tokens yet; dtype and device of ``like``."""
+    """Return a window without tokens, in the dtype and on the device of ``like``."""
     keys = like.new_zeros(batch, heads, slots, dim)
     return Window(keys, keys.clone(), torch.zeros(batch, dtype=torch.long, device=like.device))
 
@@ -45,11 +45,21 @@ def extend(
     segments: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[WindowView, Window]:
-    """What new tokens can see, the slots' old tokens and the new ones, and the window that ends with them.
+    """Add tokens to a window.
 
-    k (B,H,N,D), v (B,H,N,E), mask (B,N) bool, segments (B,N) int64, of which the first goes on with the window and the
-    last leaves its tokens there. Without ``donate`` the given window is left as it is; with it, it is overwritten.
-    Raises ValueError for a window on the CPU that counts fewer tokens than none, except while a compiler traces.
+    Args:
+        window: The window to continue.
+        k: (B,H,N,D) keys of the new tokens.
+        v: (B,H,N,E) values of the new tokens.
+        mask: (B,N) bool, True on real tokens.
+        segments: (B,N) int64. The first sequence continues the window; the last one leaves its tokens there.
+        donate: Overwrite the given window, which otherwise stays intact.
+
+    Returns:
+        What the new tokens may see (old and new tokens), and the next window.
+
+    Raises:
+        ValueError: For a window on the CPU with a negative position, except while a compiler traces.
     """
     check_counts("position", window.position)
     k, v = k.to(window.keys.dtype), v.to(window.values.dtype)  # they differ under autocast
@@ -72,13 +82,13 @@ def extend(
         torch.cat([old, at], 1),
         torch.cat([seen_old, seen_new], 2),
     )
-    # Of more tokens than slots only the last ones are written, so that no slot is written twice.
+    # If there are more tokens than slots, only the last ones are written, so that no slot is written twice.
     kept = last & (at >= end[:, None] - slots)
     if donate and not torch.compiler.is_compiling():
         return view, Window(*_write_in_place(window, k, v, at, kept), end)
     if not n:
         return view, window
-    # Every slot asks for its token: that of the largest position which belongs into it.
+    # Each slot gets the token of the largest position that belongs into it.
     wanted = end[:, None] - 1 - (end[:, None] - 1 - torch.arange(slots, device=k.device)) % slots
     hit = (at[:, None, :] == wanted[:, :, None]) & kept[:, None, :]  # (B,S,N)
     fresh, where = hit.any(-1)[:, None, :, None], hit.int().argmax(-1)[:, None, :, None]
@@ -90,14 +100,14 @@ def extend(
 
 
 def tail(window: Window, k: Tensor, v: Tensor) -> Window:
-    """The window after n more tokens of every row, of which k (B,H,n,D), v (B,H,n,E) are all or those that fit."""
+    """Return the window after n more tokens of every row; k (B,H,n,D), v (B,H,n,E)."""
     slots, n = window.keys.shape[2], k.shape[2]
     skipped = window._replace(position=window.position + max(0, n - slots))
     return extend(skipped, k[:, :, -slots:], v[:, :, -slots:])[1]
 
 
 def _step(window: Window, k: Tensor, v: Tensor, donate: bool) -> tuple[WindowView, Window]:
-    """One token for every row: it takes the slot of the one that nobody sees any more."""
+    """One token for every row: it takes the slot of the token that is out of reach."""
     slots = window.keys.shape[2]
     where = (torch.arange(slots, device=k.device) == (window.position % slots)[:, None])[:, None, :, None]
     if donate and not torch.compiler.is_compiling():
@@ -112,7 +122,7 @@ def _step(window: Window, k: Tensor, v: Tensor, donate: bool) -> tuple[WindowVie
 
 
 def held(window: Window) -> Tensor:
-    """The position in each slot, (B,S) int64; negative where a slot is empty."""
+    """Return the position in each slot, (B,S) int64; negative for an empty slot."""
     slots = window.keys.shape[2]
     newest = window.position[:, None] - 1
     return newest - (newest - torch.arange(slots, device=newest.device)) % slots
