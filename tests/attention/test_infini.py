@@ -178,7 +178,7 @@ def test_the_recent_sums_are_those_of_the_segment_that_is_not_complete():
 
 def test_a_damaged_count_is_refused():
     module = build("segment=6")
-    with pytest.raises(ValueError, match="is -3 where it counts tokens"):
+    with pytest.raises(ValueError, match="is -3"):
         module(data(1, 3, DIM), module.init_state(1)._replace(position=torch.tensor([-3])))
 
 

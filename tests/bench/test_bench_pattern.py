@@ -271,7 +271,7 @@ def test_all_pairs_are_causal_where_the_pattern_is():
 MISTAKES = {
     "--patterns bond(3)": "unknown name 'bond' (did you mean 'band'?)",
     "--patterns band(3);;causal": "empty spec in 'band(3);;causal'",
-    "--patterns 3": "'3' is no pattern; a pattern reads like 'band(256) | strided(64)'",
+    "--patterns 3": "'3' is not a pattern; write one like 'band(256) | strided(64)'",
     "--matrix -1": "--matrix=-1 must not be negative",
     "--lengths 0": "--lengths=0: expected whole numbers from 1 on",
     "--rounds 0": "--rounds=0 must be at least 1",

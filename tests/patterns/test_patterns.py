@@ -159,8 +159,8 @@ def test_pixels_see_the_rectangle_of_their_block(cut, memory):
         top, left = query // width // h * h, query % width // w * w
         y, x = divmod(key, width)
         above = top - up <= y < top and left - side <= x < left + w + side
-        beside = top <= y < top + h and left - side <= x < left + w
-        expected[i, j] = above or beside
+        level = top <= y < top + h and left - side <= x < left + w
+        expected[i, j] = above or level
     pattern = local2d(cut, memory, width)
     assert torch.equal(pattern.dense(len(order))[0], expected)
     # What lies outside the block came before it in this order.
@@ -277,7 +277,7 @@ def test_bounds_of_differences_are_exact():
         (lambda: columns(-2), "width=-2 must be"),
         (lambda: fixed(0, 1), "block=0 must be"),
         (lambda: fixed(3, 0), "summary=0 must be"),
-        (lambda: fixed(3, 4), "summary=4 keys cannot be taken from a block of 3"),
+        (lambda: fixed(3, 4), "summary=4 .* block=3"),
         (lambda: prefix(0), "n=0 must be"),
         (lambda: globals(0), "number of globals=0 must be a whole number of at least 1"),
         (lambda: globals(()), "number of globals=0 must be"),
@@ -296,11 +296,11 @@ def test_bounds_of_differences_are_exact():
         (lambda: local2d((2, 3), (1, -1), 9), "memory's width=-1 must be"),
         (lambda: local2d(3, (1, 1), 9), r"block=3 must be \(height, width\)"),  # type: ignore[arg-type]
         (lambda: local2d((2, 3), (1, 1), 0), "width=0 must be"),
-        (lambda: block_order(7, 9, (2, 3)), "an image of 7 x 9 cannot be cut into whole blocks of 2 x 3"),
+        (lambda: block_order(7, 9, (2, 3)), "an image of 7 x 9 .* 2 x 3"),
         (lambda: block_order(0, 9, (2, 3)), "height=0 must be"),
-        (lambda: by_head(), r"by_head\(\) has no pattern to choose"),
-        (lambda: by_layer(band(1), 3), "by_layer chooses among patterns, not 3"),  # type: ignore[arg-type]
-        (lambda: parse("3"), "'3' is no pattern"),
+        (lambda: by_head(), r"by_head\(\) has no pattern"),
+        (lambda: by_layer(band(1), 3), "by_layer .*, not 3"),  # type: ignore[arg-type]
+        (lambda: parse("3"), "'3' is not a pattern"),
         (lambda: parse("bend(3)"), "did you mean 'band'"),
         (lambda: parse("band"), "missing a required argument: 'left'"),
         (lambda: causal().allow(torch.tensor(1.0), torch.tensor(1)), "positions are torch.float32 and torch.int64"),

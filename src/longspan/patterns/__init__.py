@@ -1,17 +1,16 @@
-"""Which keys may a query see: values that one can print, compare, combine with ``& | -``, draw, and run fast.
+"""Patterns: which keys each query sees, as values that can be printed, compared, combined and drawn.
 
 A pattern is a set of pairs (i, j), query position i and key position j, both counted from 0. True means that the query
 sees the key. ``a & b`` holds the pairs in both, ``a | b`` those in either, ``a - b`` those of a that are not in b.
 
-Every pattern is a function of (i, j, head, layer) alone, never of the length: a longer sequence changes nothing for the
-tokens that were there. Packed sequences are no pattern, since where they end is data: ``segments`` is an argument of
-the mechanisms.
+Every pattern is a function of (i, j, head, layer) alone, never of the length: appending tokens does not change earlier
+rows. Packed sequences are not a pattern, because their ends are data: mechanisms take ``segments`` instead.
 
-Equality is that of a canonical form: equal values are the same set, unequal ones need not differ. ``&`` and ``|`` are
-flattened, sorted and free of duplicates; a difference is kept as parts that are all wanted and parts that are all
-removed; ``everywhere`` and ``nowhere`` vanish where they change nothing. So the laws of idempotence, commutation,
-absorption, complement and de Morgan (of the complement ``everywhere() - a``) give equal values. The distributive laws
-do not, nor do sets that agree for a reason of arithmetic: ``dilated(3, 1) != band(3, 3)``.
+Patterns are compared by a canonical form: equal values are the same set, but unequal values may be the same set too.
+``&`` and ``|`` are flattened, sorted and free of duplicates. A difference is kept as wanted parts and removed parts.
+``everywhere`` and ``nowhere`` vanish if they change nothing. So idempotence, commutation, absorption, complement and de
+Morgan (of the complement ``everywhere() - a``) give equal values. The distributive laws do not, and neither do sets
+that agree by arithmetic: ``dilated(3, 1) != band(3, 3)``.
 """
 
 from .._utils import spec
@@ -32,16 +31,21 @@ NAMES = {
 
 
 def parse(text: str | Pattern) -> Pattern:
-    """The pattern that a spec names, such as ``"band(256) | strided(64)"``; a pattern is given back as it is.
+    """Build the pattern that a spec describes, such as ``"band(256) | strided(64)"``.
 
-    Python's precedence holds: ``-`` binds closest, then ``&``, then ``|``. Raises ValueError for text that names none.
+    Args:
+        text: The spec, or a pattern, which is returned as it is. Precedence is that of Python: ``-``, ``&``, ``|``.
 
-    >>> parse("causal & dilated(3, stride=2)").lookback
-    6
+    Raises:
+        ValueError: If the text is not a pattern.
+
+    Example:
+        >>> parse("causal & dilated(3, stride=2)").lookback
+        6
     """
     value = text if isinstance(text, Pattern) else spec.parse(text, NAMES)
     if not isinstance(value, Pattern):
-        raise ValueError(f"{text!r} is no pattern; a pattern reads like 'band(256) | strided(64)'")
+        raise ValueError(f"{text!r} is not a pattern; write one like 'band(256) | strided(64)'")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Patterns as values: the algebra of ``& | -``, its canonical form, and choice by head and by layer."""
+"""Patterns as values: the algebra of ``& | -`` and its canonical form."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ from .numbers import farthest, last, multiple, smallest, whole
 
 
 class Pattern:
-    """Which keys may a query see: a set of pairs (i, j) of positions, as a frozen value."""
+    """Which keys each query sees: a set of pairs (i, j) of positions, as a frozen value."""
 
     def allow(self, i: Tensor, j: Tensor, *, head: int = 0, layer: int = 0, n: int | None = None) -> Tensor:
-        """Whether query i sees key j: integer positions >= 0 of any shapes that broadcast -> bool of the joint shape.
+        """Return whether query i sees key j.
 
-        ``n``: with it, positions outside 0 ... n - 1, such as -1 for padding, see nothing and are not seen.
+        Args:
+            i: Query positions, integers >= 0 of any shape.
+            j: Key positions; their shape broadcasts with that of ``i``.
+            head: The head, for patterns that differ by head.
+            layer: The layer, for patterns that differ by layer.
+            n: If given, positions outside 0 ... n - 1, such as -1 for padding, see nothing and are not seen.
 
-        Raises ValueError for positions that are no integers, and for a negative head or layer.
+        Returns:
+            A bool tensor of the broadcast shape.
+
+        Raises:
+            ValueError: For positions that are not integers, and a negative head or layer.
         """
         if i.dtype not in _INTEGERS or j.dtype not in _INTEGERS:
             raise ValueError(f"positions are {i.dtype} and {j.dtype}; they must be integers, such as torch.int64")
@@ -37,10 +46,20 @@ class Pattern:
     def dense(
         self, n: int, m: int | None = None, *, heads: int = 1, layer: int = 0, device: torch.device | str | None = None
     ) -> Tensor:
-        """All pairs of n queries, the last of m positions (m = n by default), and m keys -> bool (heads|1, n, m).
+        """Return the mask of all pairs, for tests and short sequences.
 
-        One matrix serves all heads unless they differ. For tests and small n. Raises ValueError for n < 1, m < n and
-        heads < 1.
+        Args:
+            n: Number of queries, the last n of m positions.
+            m: Number of keys; None: n.
+            heads: Number of heads.
+            layer: The layer, for patterns that differ by layer.
+            device: Device of the result.
+
+        Returns:
+            A bool tensor (heads, n, m), or (1, n, m) if all heads are equal.
+
+        Raises:
+            ValueError: For n < 1, m < n and heads < 1.
         """
         whole("n", n, 1)
         m = n if m is None else m
@@ -52,16 +71,24 @@ class Pattern:
         return torch.stack([self.allow(queries, keys, head=head, layer=layer) for head in range(count)])
 
     def blocks(self, n: int, size: int, *, start: int = 0, head: int = 0, layer: int = 0) -> Blocks:
-        """The blocks of keys that each block of queries needs, without a matrix of all pairs.
+        """List the blocks of keys that each block of queries needs, without a matrix of all pairs.
 
-        Queries are at positions start ... start + n - 1 and keys at 0 ... start + n - 1. Blocks hold ``size`` positions
-        and are counted from position 0, so row 0 is query block ``start // size``, of which the queries before
-        ``start`` are not asked. Every allowed pair is in a listed block; ``full`` only marks blocks without a hole. A
-        block without an allowed pair is listed, and a full one not marked, only where parts of different kinds meet in
-        more tiles than are worth a look: see ``patterns.blocks``.
+        Queries are at positions start ... start + n - 1 and keys at 0 ... start + n - 1. Blocks are counted from
+        position 0, so row 0 is query block ``start // size``, whose queries before ``start`` are ignored.
 
-        Time and memory grow with n and the number of candidate tiles, at most (n / size)^2, the number of them with an
-        allowed pair for a causal pattern without a window. Raises ValueError for n < 1, size < 1, start < 0.
+        Every allowed pair is in a listed block, and ``full`` marks only blocks in which all pairs are allowed. If parts
+        of different kinds meet in too many tiles, some listed blocks may be empty and some full blocks unmarked: see
+        ``patterns.blocks``. Time and memory grow with n and the number of candidate tiles, at most (n / size)^2.
+
+        Args:
+            n: Number of queries.
+            size: Positions per block.
+            start: Position of the first query.
+            head: The head, for patterns that differ by head.
+            layer: The layer, for patterns that differ by layer.
+
+        Raises:
+            ValueError: For n < 1, size < 1 and start < 0.
         """
         for name, value, least in (("n", n, 1), ("size", size, 1), ("start", start, 0)):
             whole(name, value, least)
@@ -71,12 +98,12 @@ class Pattern:
 
     @property
     def lookback(self) -> int | None:
-        """A bound that i - j never exceeds, at least 0: how far back a decoder must remember. None: unbounded."""
+        """Upper bound of i - j, at least 0: the tokens that a decoder must remember. None: unbounded."""
         return self.reach[0]
 
     @property
     def lookahead(self) -> int | None:
-        """A bound that j - i never exceeds, at least 0; 0 for causal patterns. None: unbounded."""
+        """Upper bound of j - i, at least 0; 0 for causal patterns. None: unbounded."""
         return self.reach[1]
 
     @property
@@ -93,12 +120,12 @@ class Pattern:
     def __sub__(self, other: Pattern) -> Pattern:
         return both((self,), (other,)) if isinstance(other, Pattern) else NotImplemented
 
-    # What a new atom defines: ``see`` and ``reach``, and ``kind``, "diagonal" for a function of i - j, "column" for one
-    # of j, or "spans" with ``unit`` and ``spans``, or ``near`` and ``tiles`` of its own; where it has them, ``period``,
-    # ``apart`` and ``grains``, by which its work is planned.
+    # A new atom defines ``see`` and ``reach``. It also defines ``kind`` ("diagonal" for a function of i - j, "column"
+    # for one of j), or ``unit`` and ``spans``, or ``near`` and ``tiles``. ``period``, ``apart`` and ``grains`` are
+    # optional and used to plan the work.
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:
-        """``allow`` without its checks; the result need only broadcast to the joint shape."""
+        """``allow`` without its checks; the result only needs to broadcast to the joint shape."""
         # Abstract: every atom defines it.
         raise NotImplementedError(f"{type(self).__name__} defines no see")
 
@@ -114,25 +141,25 @@ class Pattern:
 
     @property
     def period(self) -> int | None:
-        """By how many positions all pairs can be moved without a change; None where that is not known."""
+        """A shift of all positions that does not change the pattern; None if none is known."""
         return 1 if self.kind == "diagonal" else None
 
     @property
     def apart(self) -> int:
-        """A number that divides i - j for all pairs; 1 where none is known."""
+        """A number that divides i - j for all pairs; 1 if none is known."""
         return 1
 
     @property
     def grains(self) -> frozenset[int]:
-        """The sizes of blocks of which it is made, where it is made of any."""
+        """The sizes of the blocks that the pattern consists of, if any."""
         return frozenset()
 
     def near(self, grid: Grid) -> Tensor | None:
-        """Key blocks (nb, s) among which are all that each query block needs, in any order; None for all."""
+        """Candidate key blocks (nb, s) of each query block, a superset in any order; None: all."""
         return tiling.near(self, grid)
 
     def tiles(self, grid: Grid, blocks: Tensor) -> Certain:
-        """What is certain of the tiles with these key blocks, (nb|1, s)."""
+        """Return what is known about the tiles with these key blocks, (nb|1, s)."""
         return tiling.tiles(self, grid, blocks)
 
     def at(self, head: int, layer: int) -> Pattern:
@@ -161,7 +188,7 @@ class everywhere(Pattern):
 
 @dataclass(frozen=True)
 class nowhere(Pattern):
-    """No query sees any key: what is left of ``a - a``."""
+    """No query sees any key; ``a - a`` gives this pattern."""
 
     @property
     def kind(self) -> str:
@@ -176,7 +203,7 @@ class nowhere(Pattern):
 
 
 def _common(parts: Iterable[Pattern]) -> str:
-    """The kind of an expression: that of its parts, where they agree and are functions of one number."""
+    """The kind of an expression: that of its parts, if they agree and are functions of one number."""
     kinds = {part.kind for part in parts}
     return kinds.pop() if len(kinds) == 1 and kinds <= {"diagonal", "column"} else ""
 
@@ -217,7 +244,7 @@ class Either(Pattern):
         return seen
 
     def _groups(self) -> list[Pattern]:
-        """The parts, those of one exact kind together."""
+        """The parts, with those of one exact kind combined."""
         grouped = {k: tuple(p for p in self.parts if p.kind == k) for k in ("diagonal", "column")}
         return [Either(g) for g in grouped.values() if g] + [p for p in self.parts if p.kind not in grouped]
 
@@ -238,7 +265,7 @@ class Either(Pattern):
 
 @dataclass(frozen=True, repr=False)
 class Both(Pattern):
-    """What is in all ``parts`` and in none of ``removed``; made by ``&`` and ``-``. No parts: the complement."""
+    """The pairs in all ``parts`` and in none of ``removed``, made by ``&`` and ``-``; without parts a complement."""
 
     parts: tuple[Pattern, ...]
     removed: tuple[Pattern, ...]
@@ -270,7 +297,7 @@ class Both(Pattern):
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        # Each part is asked once, or time would double with every level of nesting.
+        # Read each part once: otherwise time would double with every level of nesting.
         bounds = [part.reach for part in self.parts]
         back, ahead = smallest(b for b, _ in bounds), smallest(a for _, a in bounds)
         if self.kind != "diagonal":
@@ -290,7 +317,7 @@ class Both(Pattern):
         return result
 
     def _groups(self) -> tuple[list[Pattern], list[Pattern]]:
-        """Wanted and unwanted parts, those of one exact kind together."""
+        """Wanted and unwanted parts, with those of one exact kind combined."""
         wanted, unwanted = list(self.parts), list(self.removed)
         for kind in ("diagonal", "column"):
             group = Both(*(tuple(p for p in parts if p.kind == kind) for parts in (wanted, unwanted)))
@@ -317,9 +344,9 @@ class Both(Pattern):
         return both((p.at(head, layer) for p in self.parts), (p.at(head, layer) for p in self.removed))
 
 
-@lru_cache(maxsize=1 << 14)  # nested patterns ask the same of the same parts again and again
+@lru_cache(maxsize=1 << 14)  # nested patterns repeat the same comparisons
 def _within(a: Pattern, b: Pattern) -> bool:
-    """Whether the forms alone prove that every pair of a is in b."""
+    """Whether the expressions alone prove that every pair of a is in b."""
     if a == b or isinstance(a, nowhere) or isinstance(b, everywhere):
         return True
     if isinstance(a, Either):
@@ -333,7 +360,7 @@ def _within(a: Pattern, b: Pattern) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def _apart(a: Pattern, b: Pattern) -> bool:
-    """Whether the forms alone prove that no pair is in both."""
+    """Whether the expressions alone prove that no pair is in both."""
     for one, other in ((a, b), (b, a)):
         if isinstance(one, nowhere):
             return True
@@ -351,11 +378,11 @@ def either(parts: Iterable[Pattern]) -> Pattern:
     flat = {q for part in parts for q in (part.parts if isinstance(part, Either) else (part,))}
     complements: set[Both] = {p for p in flat if isinstance(p, Both) and not p.parts}
     if complements and len(flat) > 1:
-        # The union with a complement is the complement of what neither misses.
+        # The union with a complement is the complement of the pairs that are missing from both.
         missing = both((either(p.removed) for p in complements), flat - complements)
         return both((), (missing,))
     kept = sorted(flat, key=repr)
-    # Compounds first: of two that each make the other idle, the simpler stays.
+    # Compounds first: if two parts make each other redundant, the simpler one stays.
     for part in sorted(kept, key=lambda p: not isinstance(p, Both)):
         others = Either(tuple(p for p in kept if p is not part))
         if _within(part, others):

@@ -42,7 +42,7 @@ class causal(_Diagonal):
 
 @dataclass(frozen=True)
 class band(_Diagonal):
-    """Query i sees left + right + 1 keys, i - left to i + right, itself included; fewer only at the ends."""
+    """Query i sees the keys i - left to i + right, itself included."""
 
     left: int
     right: int = 0
@@ -61,7 +61,7 @@ class band(_Diagonal):
 
 @dataclass(frozen=True)
 class dilated(_Diagonal):
-    """Query i sees itself and ``window`` keys each side, ``stride`` apart: 2 window + 1 keys, causally window + 1."""
+    """Query i sees itself and ``window`` keys on each side, ``stride`` apart."""
 
     window: int
     stride: int
@@ -84,9 +84,10 @@ class dilated(_Diagonal):
 
 @dataclass(frozen=True)
 class strided(_Diagonal):
-    """Query i sees itself and every ``stride``-th key from there, to both sides.
+    """Query i sees itself and every ``stride``-th key from there, on both sides.
 
-    With ``band(stride - 1)`` the strided pattern of Child et al. 2019 (1904.10509), section 4.2: this is its A(2).
+    With ``band(stride - 1)`` it is the strided pattern of Child et al. 2019 (1904.10509), section 4.2; alone it is the
+    A(2) of that paper.
     """
 
     stride: int
@@ -108,9 +109,9 @@ class strided(_Diagonal):
 
 @dataclass(frozen=True)
 class prefix(_Column):
-    """Every query sees the first n keys; ``causal() | prefix(n)`` lets the first n positions see each other both ways.
+    """Every query sees the first n keys.
 
-    That union is the prefix mask of Dong et al. 2019 (1905.03197), section 2.3.
+    ``causal() | prefix(n)`` is the prefix mask of Dong et al. 2019 (1905.03197), section 2.3.
     """
 
     n: int
@@ -130,8 +131,8 @@ class prefix(_Column):
 class fixed(_Column):
     """Every query sees the last ``summary`` keys of each block: j % block >= block - summary.
 
-    Child et al. 2019 (1904.10509), section 4.2: this is A(2) alone. With A(1), the query's own block, the fixed pattern
-    is ``block(l) | fixed(l, c)``.
+    It is the A(2) of Child et al. 2019 (1904.10509), section 4.2. The whole fixed pattern of the paper is
+    ``block(l) | fixed(l, c)``.
     """
 
     block: int
@@ -141,7 +142,7 @@ class fixed(_Column):
         whole("block", self.block, 1)
         whole("summary", self.summary, 1)
         if self.summary > self.block:
-            raise ValueError(f"summary={self.summary} keys cannot be taken from a block of {self.block}")
+            raise ValueError(f"summary={self.summary} must be at most block={self.block}")
 
     @property
     def period(self) -> int:
@@ -161,7 +162,7 @@ class fixed(_Column):
 
 @dataclass(frozen=True)
 class globals(Pattern):
-    """Some positions see every key, and every query sees them: i in G or j in G. A count g means the first g positions.
+    """Global positions G see every key, and every query sees them; a number g means the first g positions.
 
     These are tokens of the sequence, "internal" global nodes (Lin et al. 2021, 2106.04554, section 4.1.1).
     """
@@ -191,7 +192,7 @@ class globals(Pattern):
         return torch.isin(x, torch.tensor(self.indices, device=x.device))
 
     def _count(self, first: Tensor, last: Tensor) -> Tensor:
-        """How many are among first ... last."""
+        """Number of global positions in first ... last."""
         if isinstance(self.indices, int):
             return last.clamp(max=self.indices - 1) - first.clamp(max=self.indices) + 1
         points = torch.tensor(self.indices)
@@ -249,9 +250,9 @@ class block(Pattern):
 
 @dataclass(frozen=True)
 class blockwise(Pattern):
-    """The queries of each block of ``size`` see it and ``side`` blocks before and after it.
+    """Each query sees its own block of ``size`` and ``side`` blocks before and after it.
 
-    Zaheer et al. 2020 (2007.14062), appendix D, whose window of w blocks is ``side = (w - 1) / 2``.
+    Zaheer et al. 2020 (2007.14062), appendix D; their window of w blocks is ``side = (w - 1) / 2``.
     """
 
     size: int
@@ -288,9 +289,10 @@ class blockwise(Pattern):
 
 @dataclass(frozen=True)
 class local1d(Pattern):
-    """The queries of each block share its keys and the ``memory`` keys before it, [p block - memory, (p + 1) block).
+    """Each query sees its own block and the ``memory`` keys before it, [p block - memory, (p + 1) block).
 
-    Parmar et al. 2018 (1802.05751), section 3.2.1, "1D local attention", whose queries see no later key besides.
+    Parmar et al. 2018 (1802.05751), section 3.2.1, "1D local attention"; the paper also hides later keys, as
+    ``causal()`` does.
     """
 
     block: int
@@ -327,12 +329,14 @@ class local1d(Pattern):
 
 @dataclass(frozen=True)
 class random(Pattern):
-    """Query i sees ``keys`` different keys drawn uniformly from 0 ... i, all of them where there are no more.
+    """Query i sees ``keys`` different keys drawn uniformly from 0 ... i, or all of them if there are fewer.
 
-    The draws are a hash of (seed, layer, head, row, slot): no generator is read, and a longer sequence changes nothing
-    for the rows that were there. ``block``: rows and keys are drawn in blocks of so many positions, whole blocks for
-    whole blocks, as BigBird does (Zaheer et al. 2020, 2007.14062, section 2), though here from the past, and from the
-    block itself, of which later keys are seen too unless ``causal()`` is joined.
+    The draws are a hash of (seed, layer, head, row, slot). No random generator is used, and appending tokens does not
+    change earlier rows.
+
+    With ``block``, blocks of queries see whole blocks of keys, as in BigBird (Zaheer et al. 2020, 2007.14062, section
+    2). Here they are drawn from earlier blocks and the query's own, whose later keys are visible too unless the pattern
+    is combined with ``causal()``.
     """
 
     keys: int
@@ -374,13 +378,13 @@ class random(Pattern):
         return drawn * self.block, torch.where(drawn < 0, drawn, drawn + 1) * self.block
 
     def draws(self, rows: Tensor, head: int, layer: int) -> Tensor:
-        """What rows see: (...,) -> (..., keys) int64, different numbers of 0 ... row; -1 where there are no more."""
+        """Draw keys for rows: (...,) -> (..., keys) int64, different numbers of 0 ... row; -1 if there are no more."""
         rows = rows.long()
         state = _mix(_mix(torch.tensor(self.seed, device=rows.device)) + layer)
         state = _mix(_mix(state + head) + rows)
         drawn: list[Tensor] = []
         for slot in range(self.keys):
-            # Floyd's sampling without replacement: what was drawn before gives way to the largest number allowed.
+            # Floyd's sampling without replacement: a repeated number is replaced by the largest number allowed.
             most = rows - self.keys + 1 + slot
             draw = _mix(state + slot) * (most + 1) >> 32
             for before in drawn:
@@ -390,7 +394,7 @@ class random(Pattern):
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A hash of 32 bits: the finaliser of Appleby's MurmurHash3, after a step that moves 0."""
+    """A 32-bit hash: the finalizer of Appleby's MurmurHash3, after an addition so that 0 does not map to 0."""
     x = (x + 0x9E3779B9) & 0xFFFFFFFF
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF

@@ -1,15 +1,15 @@
-"""Which blocks of keys a block of queries needs, found by arithmetic on tiles, without the matrix of all pairs.
+"""The blocks of keys that each block of queries needs, computed on tiles without the matrix of all pairs.
 
-A tile is a block of queries and a block of keys. Each pattern names candidate tiles, a superset of those with an
-allowed pair, and tells of any tile whether none, some or all of its pairs are allowed:
+A tile is a block of queries and a block of keys. Each pattern returns candidate tiles, a superset of those with an
+allowed pair, and whether none, some or all pairs of a tile are allowed:
 
 * a function of i - j needs one running sum over all differences, since a tile holds a whole range of them;
 * a function of j needs one over all keys;
 * a pattern that gives each unit of queries a few spans of keys is counted with the ends of the spans sorted.
 
-These counts are exact, for any combination within one of the first two kinds too. Across kinds the combination may
-leave open whether any or all pairs of a tile are allowed. Such tiles are looked at: nine pairs of each, then all pairs,
-as long as that is no more than ``BUDGET`` pairs; those still open are listed, and not as full.
+These counts are exact, also for combinations within one of the first two kinds. For combinations across kinds, it may
+be unknown whether any or all pairs of a tile are allowed. Such tiles are tested: nine pairs of each, then all pairs, up
+to ``BUDGET`` pairs. Tiles that are still unknown are listed, and not marked as full.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-BUDGET = 1 << 20  # pairs that may be looked at one by one
-DENSE = 8  # candidates that are more than this part of all tiles cost more than all tiles
+BUDGET = 1 << 20  # pairs that may be tested one by one
+DENSE = 8  # more candidates than 1 / DENSE of all tiles cost more than all tiles
 
 
 class Blocks(NamedTuple):
     """The key blocks that each query block needs.
 
-    size: positions per block, counted from position 0.
-    index: (nb, s) int64, key block numbers, ascending; -1 where there is none, after the others. s >= 1.
-    full: (nb, s) bool, True where every pair of the two blocks is allowed, so that no mask is needed.
+    Attributes:
+        size: Positions per block, counted from position 0.
+        index: (nb, s) int64, key block numbers, ascending, padded with -1 at the end; s >= 1.
+        full: (nb, s) bool, True if every pair of the two blocks is allowed, so that no mask is needed.
     """
 
     size: int
@@ -39,7 +40,7 @@ class Blocks(NamedTuple):
 
 
 class Certain(NamedTuple):
-    """What is certain of each tile: some pair is allowed, some is not (a hole), none is, all are. Booleans."""
+    """What is known about each tile: some pair is allowed, some is not (a hole), none is, all are. Booleans."""
 
     some: Tensor
     hole: Tensor
@@ -48,7 +49,7 @@ class Certain(NamedTuple):
 
     @staticmethod
     def counted(count: Tensor, pairs: Tensor) -> Certain:
-        """From the number of allowed pairs, or of anything that is 0 for none and ``pairs`` for all."""
+        """From the number of allowed pairs, or any count that is 0 for none and ``pairs`` for all."""
         some, full = count > 0, count == pairs
         return Certain(some, ~full, ~some, full)
 
@@ -65,10 +66,10 @@ class Certain(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Query blocks against key blocks, and the key blocks ``low`` to ``high`` that a pattern's reach leaves to each.
+    """Query blocks and key blocks, with the range ``low`` to ``high`` of key blocks within reach of each query block.
 
-    Queries are at start ... total - 1, keys at 0 ... total - 1. ``rows, first, last, low, high`` are (nb, 1): number of
-    each query block, its first and last query, and the limits.
+    Queries are at start ... total - 1, keys at 0 ... total - 1. ``rows, first, last, low, high`` are (nb, 1): the
+    number of each query block, its first and last query, and the range.
     """
 
     size: int
@@ -103,7 +104,7 @@ class Grid:
         return replace(self, low=low, high=high)
 
     def once(self, pattern, compute: Callable) -> Any:
-        """``compute(pattern, grid)``, which does not depend on the limits, computed once."""
+        """Return ``compute(pattern, grid)``, which does not depend on the range, from a cache."""
         key = compute, pattern
         if key not in self.memo:
             self.memo[key] = compute(pattern, self)
@@ -116,14 +117,14 @@ class Grid:
 
 
 def build(pattern, n: int, size: int, start: int, head: int, layer: int) -> Blocks:
-    """The list for a pattern without choices by head or layer; see ``Pattern.blocks``."""
+    """Build the list for a pattern without choices by head or layer; see ``Pattern.blocks``."""
     grid = Grid.of(n, size, start, head, layer).narrow(pattern.lookback, pattern.lookahead)
     blocks, valid = _tidy(grid, pattern.near(grid))
     tiles = _settle(pattern, grid, blocks, valid, pattern.tiles(grid, blocks))
     keep = valid & ~tiles.none
     width = max(1, int(keep.sum(1).max()))
     if not bool((keep[:, 1:] & ~keep[:, :-1]).any()):
-        # Nothing to close up; the columns beyond the width are all empty.
+        # There are no gaps, and the columns beyond the width are all empty.
         keep = keep[:, :width]
         index = torch.where(keep, blocks[:, :width], -1)
         return Blocks(size, _wide(index, width, -1), _wide(tiles.full[:, :width] & keep, width, False))
@@ -143,9 +144,9 @@ def _wide(table: Tensor, width: int, filler: int | bool) -> Tensor:
 
 
 def _tidy(grid: Grid, table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Candidates (nb, s), any order, repeats and strays among them, or None for all -> ascending blocks, valid (nb, s).
+    """Sort candidates (nb, s), with repeats and blocks out of reach, or None for all -> blocks, valid (nb, s).
 
-    The blocks are (nb, s), or (1, s) where all are candidates.
+    The blocks are ascending, (nb, s), or (1, s) if all are candidates.
     """
     begin, end = int(grid.low.min()), int(grid.high.max()) + 1
     if table is None or table.shape[1] * DENSE >= end - begin:
@@ -158,7 +159,7 @@ def _tidy(grid: Grid, table: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _settle(pattern, grid: Grid, blocks: Tensor, valid: Tensor, tiles: Certain) -> Certain:
-    """Look at the pairs of tiles that combination left open, nine of each first, as far as the budget allows."""
+    """Test the pairs of unknown tiles, nine of each first, as far as the budget allows."""
     for side in (3, grid.size):
         row, column = (valid & ~(tiles.none | tiles.full | (tiles.some & tiles.hole))).nonzero(as_tuple=True)
         if not len(row) or len(row) * side * side > BUDGET:
@@ -178,7 +179,7 @@ def _settle(pattern, grid: Grid, blocks: Tensor, valid: Tensor, tiles: Certain) 
 
 
 def _raster(first: Tensor, last: Tensor, side: int) -> Tensor:
-    """``side`` positions (t, side) from first to last, (t, 1) each: all of them where there are no more."""
+    """``side`` positions (t, side) from first to last, (t, 1) each; all of them if there are fewer."""
     steps = torch.arange(side)
     return torch.where(
         last - first < side, (first + steps).minimum(last), first + (last - first) * steps // (side - 1 or 1)
@@ -186,7 +187,7 @@ def _raster(first: Tensor, last: Tensor, side: int) -> Tensor:
 
 
 def _sums(allowed: Tensor) -> Tensor:
-    """(N,) bool -> (N + 1,) how many of the first are True."""
+    """(N,) bool -> (N + 1,) running count of True, from 0."""
     return torch.nn.functional.pad(allowed.cumsum(0), (1, 0))
 
 
@@ -236,8 +237,8 @@ def tiles_diagonal(pattern, grid: Grid, blocks: Tensor) -> Certain:
     begin, end = grid.keys(blocks)
     if len(blocks) == len(grid.rows):
         return known(grid.first, grid.last, begin, end)
-    # All tiles. Those of one diagonal are alike, except where the first and the last query block and the last key block
-    # are cut: so each row is a piece of one line, which runs along the rows' first and the columns' last tiles.
+    # All tiles. Tiles of one diagonal are equal, except for the first and last query block and the last key block,
+    # which may be shorter. So each row is a slice of one line.
     rows, columns = len(grid.rows), blocks.shape[1]
     apart = (int(grid.rows[-1] - blocks[0, 0]) - torch.arange(rows + columns - 1)) * grid.size
     low = (apart - grid.size + 1).clamp(min=least) - least
@@ -253,7 +254,7 @@ def tiles_diagonal(pattern, grid: Grid, blocks: Tensor) -> Certain:
 
 
 def _columns(pattern, grid: Grid) -> tuple[Tensor, Tensor]:
-    """For a function of the key: how many keys of each key block it allows, and how many there are."""
+    """For a function of the key: the number of allowed keys and of all keys in each key block."""
     keys = torch.arange(grid.total)
     sums = _sums(pattern.allow(torch.zeros((), dtype=torch.int64), keys))
     begin, end = grid.keys(torch.arange(grid.count))
@@ -293,7 +294,7 @@ def near_spans(pattern, grid: Grid) -> Tensor | None:
     head, most = grid.once(pattern, _pieces)
     if head.shape[1] * most * DENSE >= grid.count:
         return None
-    # A span that touches fewer blocks brings strays.
+    # A span that touches fewer blocks adds blocks that are not needed.
     return (head[..., None] + torch.arange(most)).flatten(1)
 
 

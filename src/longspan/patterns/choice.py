@@ -18,9 +18,9 @@ class _Choice(Pattern):
         name = type(self).__name__
         for pattern in patterns:
             if not isinstance(pattern, Pattern):
-                raise ValueError(f"{name} chooses among patterns, not {pattern!r}")
+                raise ValueError(f"{name} takes patterns, not {pattern!r}")
         if not patterns:
-            raise ValueError(f"{name}() has no pattern to choose; give at least one")
+            raise ValueError(f"{name}() has no pattern; pass at least one")
         object.__setattr__(self, "patterns", patterns)
 
     def __repr__(self) -> str:
@@ -31,8 +31,8 @@ class _Choice(Pattern):
         return farthest(pattern.reach for pattern in self.patterns)
 
     def choose(self, head: int, layer: int) -> Pattern:
-        """The pattern of a head of a layer."""
-        # Abstract: a choice is by head or by layer, and each defines its own.
+        """Return the pattern of a head of a layer."""
+        # Abstract: by_head and by_layer define it.
         raise NotImplementedError(f"{type(self).__name__} defines no choose")
 
     def see(self, i: Tensor, j: Tensor, head: int, layer: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Patterns of images: rows, columns, and rectangles around blocks, over pixels that are numbered one after another."""
+"""Patterns of images: rows, columns, and rectangles around blocks of pixels."""
 
 from __future__ import annotations
 
@@ -12,49 +12,61 @@ from .atoms import block as same_block
 from .atoms import strided
 from .numbers import whole
 
-_PIXELS = 1 << 20  # of a block; a row of any picture that is generated has fewer
+_PIXELS = 1 << 20  # the largest block
 
 
 def rows(width: int) -> Pattern:
-    """Pixels of a raster image of that width see their own row: the pattern ``block(width)``, by another name."""
+    """Each pixel of a raster image sees its own row; the same as ``block(width)``."""
     whole("width", width, 1)
     return same_block(width)
 
 
 def columns(width: int) -> Pattern:
-    """Pixels of a raster image of that width see their own column: the pattern ``strided(width)``, by another name."""
+    """Each pixel of a raster image sees its own column; the same as ``strided(width)``."""
     whole("width", width, 1)
     return strided(width)
 
 
 def block_order(height: int, width: int, block: tuple[int, int]) -> Tensor:
-    """Block-raster order: (height * width,) int64, the raster number of each pixel in the order of its generation.
+    """Return the order in which images are generated block by block.
 
-    Blocks of (h, w) pixels follow each other in raster order, and so do the pixels of each. For x (B, height * width)
-    in raster order, ``x[:, order]`` is in generation order and ``y[:, order.argsort()]`` goes back.
+    Blocks of (h, w) pixels follow each other in raster order, and so do the pixels of each block. For x (B, height *
+    width) in raster order, ``x[:, order]`` is in generation order, and ``y[:, order.argsort()]`` is the inverse.
 
-    Raises ValueError where height or width is no multiple of the block's.
+    Args:
+        height: Rows of the image.
+        width: Columns of the image.
+        block: (h, w), rows and columns of a block.
+
+    Returns:
+        (height * width,) int64, the raster number of each pixel in generation order.
+
+    Raises:
+        ValueError: If height or width is not a multiple of the block's.
     """
     whole("height", height, 1)
     whole("width", width, 1)
     h, w = _pair("block", block, 1)
     if height % h or width % w:
-        raise ValueError(f"an image of {height} x {width} cannot be cut into whole blocks of {h} x {w}")
+        raise ValueError(f"an image of {height} x {width} is not a multiple of blocks of {h} x {w}")
     pixels = torch.arange(height * width).view(height // h, h, width // w, w)
     return pixels.transpose(1, 2).flatten()
 
 
 @dataclass(frozen=True)
 class local2d(Pattern):
-    """The queries of each block of pixels share a rectangle: the block, pixels to its left, and rows above it.
+    """Each query sees its block of pixels, a margin to the left of it and a margin above it.
 
-    Positions are in ``block_order``: of an image ``width`` pixels wide, cut into blocks of ``block`` = (h, w). With
-    ``memory`` = (mh, mw) the queries of a block see the block itself, mw columns to its left, and of the mh rows above
-    those from mw columns left to mw columns right of it. All that lies outside the block was generated before it; join
-    ``causal()`` for the order inside.
+    Positions are in ``block_order`` of an image ``width`` pixels wide, with blocks of ``block`` = (h, w). With
+    ``memory`` = (mh, mw), a query sees its own block, mw columns to the left of it, and mh rows above it, from mw
+    columns left to mw columns right. Pixels outside the block are generated before it; combine with ``causal()`` for
+    the order inside. The height of the image must be a multiple of h.
 
-    Parmar et al. 2018 (1802.05751), section 3.2.1, "2D local attention". Raises ValueError where the width is no
-    multiple of the block's; so must be the height, which a pattern does not know.
+    Raises:
+        ValueError: If the width is not a multiple of w.
+
+    References:
+        Parmar et al. 2018 (1802.05751), section 3.2.1, "2D local attention".
     """
 
     block: tuple[int, int]
@@ -72,13 +84,13 @@ class local2d(Pattern):
 
     @property
     def unit(self) -> int:
-        """Positions in a block of pixels, whose queries all see the same keys."""
+        """Number of pixels in a block; its queries all see the same keys."""
         return self.block[0] * self.block[1]
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        # The longest look is from the last pixel of a block to the first key of its memory, at the left of its top row,
-        # far enough down. It grows until the memory's left edge is inside the image, and is the same from there on.
+        # The largest distance is from the last pixel of a block to the first key of its memory, far enough down. It
+        # grows until the memory's left edge is inside the image, and is constant from there on.
         (h, w), (up, side) = self.block, self.memory
         across, down = self.width // w, -(-up // h)
         y = down * h - up
@@ -101,14 +113,14 @@ class local2d(Pattern):
         top, left = self._pixels(i // self.unit * self.unit)
         y, x = self._pixels(j)
         above = (y >= top - up) & (y < top) & (x < left + w + side)
-        beside = (y >= top) & (y < top + h) & (x < left + w)
-        return (above | beside) & (x >= left - side)
+        level = (y >= top) & (y < top + h) & (x < left + w)
+        return (above | level) & (x >= left - side)
 
     def spans(self, units: Tensor, head: int, layer: int) -> tuple[Tensor, Tensor]:
         """Each row of pixels in each block that the memory touches is one span."""
         (h, w), (up, side) = self.block, self.memory
         top, left = self._pixels(units * self.unit)
-        # No more rows and columns than there are, whatever the memory says.
+        # Limit the memory to the rows and columns of the image.
         up, across = min(up, int(top.max())), min(-(-side // w), self.width // w)
         y = top[:, None, None] + torch.arange(-up, h)[:, None]  # (U, rows, 1)
         column = left[:, None, None] // w + torch.arange(-across, across + 1)  # (U, 1, block columns)

@@ -1,4 +1,4 @@
-"""Patterns as small pictures."""
+"""Pictures of patterns."""
 
 import torch
 from torch import Tensor
@@ -6,14 +6,22 @@ from torch import Tensor
 from .algebra import Pattern
 
 SEEN, HIDDEN, LATER = 0, 255, 224
-SMALLEST, LARGEST = 64, 1024  # tokens of a picture, where nobody says how many
+SMALLEST, LARGEST = 64, 1024  # tokens of a picture by default
 
 
 def picture_size(pattern: Pattern, *, heads: int = 1, layer: int = 0) -> int:
-    """How many tokens show what a pattern does: the first of 64, 128, ... 1024 at which something is left to see.
+    """Choose the number of tokens for a picture of a pattern: the first suitable one of 64, 128, ... 1024.
 
-    That is, where less than half of the pairs in its order are seen, and a query sees four keys, or no more at twice
-    as many tokens. 64 where that is nowhere so, as of a pattern that sees everything.
+    A size is suitable if less than half of the pairs are visible, and some query sees four keys or does not see more at
+    twice the size.
+
+    Args:
+        pattern: The pattern to draw.
+        heads: Number of heads.
+        layer: The layer, for patterns that differ by layer.
+
+    Returns:
+        The number of tokens; 64 if no size is suitable.
     """
     n = SMALLEST
     while n <= LARGEST:
@@ -26,12 +34,21 @@ def picture_size(pattern: Pattern, *, heads: int = 1, layer: int = 0) -> int:
 
 
 def picture(pattern: Pattern, n: int, *, heads: int = 1, layer: int = 0) -> Tensor:
-    """What each of n queries sees of n keys, one pixel a pair: -> (heads|1, n, n) uint8, queries downwards.
+    """Draw a pattern, one pixel per pair, with queries downwards and keys to the right.
 
-    Black is seen, white is not; keys after the query that are not seen are light grey. One picture serves all heads
-    unless they differ. It is built from the dense matrix, so n is best kept below a few thousand.
+    Visible pairs are black, others white; later keys that are not visible are light gray.
 
-    Raises ValueError for n < 1.
+    Args:
+        pattern: The pattern to draw.
+        n: Number of queries and keys. The dense matrix is built, so keep it below a few thousand.
+        heads: Number of heads.
+        layer: The layer, for patterns that differ by layer.
+
+    Returns:
+        (heads, n, n) uint8, or (1, n, n) if all heads are equal.
+
+    Raises:
+        ValueError: For n < 1.
     """
     seen = pattern.dense(n, heads=heads, layer=layer)
     later = torch.ones(n, n, dtype=torch.bool).triu(1)
