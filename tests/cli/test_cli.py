@@ -103,7 +103,7 @@ MISTAKES = {
     "eval m/digits --batch 0": "--batch=0 must be at least 1",
     "eval m/digits --stepwise -1": "--stepwise=-1 must not be negative",
     "eval m/nothing": "there is no such folder",
-    "eval m": "is no checkpoint",
+    "eval m": "is neither a checkpoint",
     "eval m/encoder": "m/encoder holds an encoder without labels",
     "eval m/silent": "does not say on which data it was trained; name it by --data",
     "eval m/digits --split tset": "unknown split 'tset' (did you mean 'test'?); known: test, train, validation",
@@ -420,7 +420,7 @@ def test_show_of_a_saved_model(at, capsys):
     found = json.loads(said(capsys, "show", "m/encoder", "--json"))
     assert (found["kind"], found["model"]["dim"], found["run"]) == ("encoder", 6, {})
     assert "--draw is for a pattern or a training run" in refused(capsys, "show", "m/digits", "--draw", "x.png")
-    assert "m is no checkpoint" in refused(capsys, "show", "m")
+    assert "m is neither a checkpoint" in refused(capsys, "show", "m")
 
 
 def test_a_wrong_spec_is_refused_before_any_progress(capsys, monkeypatch):

@@ -181,7 +181,7 @@ class TestGenerate:
         line = said(capsys, "generate", "numbers", "--source", "3 7", "--tokens", "4")
         assert all(word.isdigit() and int(word) < 100 for word in line.split())
         assert "this model reads whole numbers" in refused(capsys, "generate", "numbers", "--source", "3 x")
-        assert "tokens run from 3 to 500; this model knows 0 to 100" in refused(
+        assert "tokens range from 3 to 500; this model accepts 0 to 100" in refused(
             capsys, "generate", "numbers", "--source", "3 500"
         )
 

@@ -28,7 +28,7 @@ MISTAKES = {
     "speech --encoders lstm;lstm": "encoders=lstm;lstm: each of them must come once",
     "speech --direction back": "unknown direction 'back'; known: bidirectional, causal",
     "speech --heads 5": "dim=96 is not a multiple of heads=5",
-    "speech --context 1": "context=1 must be at least stride=2, so that every frame is read",
+    "speech --context 1": "context=1 must be at least stride=2",
     "speech --learning_rate 0": "learning_rate=0.0 must be positive",
     "speech --beams 0": "beams=0 must be at least 1",
 }

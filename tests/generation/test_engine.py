@@ -212,7 +212,7 @@ class TestRefusals:
     def test_tokens_and_positions_out_of_range(self):
         model = decoder(length=8)
         engine, state = Engine(model), model.init_state(2)
-        with pytest.raises(ValueError, match="tokens run from 0 to 38; this model knows 0 to 37"):
+        with pytest.raises(ValueError, match="tokens .* 0 to 38; .* 0 to 37"):
             engine(torch.tensor([[0], [38]]), state)
         with pytest.raises(ValueError, match="tokens must be int64"):
             engine(torch.zeros(2, 2, dtype=torch.long), state)

@@ -226,7 +226,7 @@ class TestResolve:
 
     def test_a_pointer_cannot_lead_elsewhere(self, run, folder):
         (run / "checkpoints" / "best").write_text(f"../../{folder.name}")
-        with pytest.raises(ValueError, match=r"points to 'a', and there is no such checkpoint beside it"):
+        with pytest.raises(ValueError, match=r"points to 'a', .* no such checkpoint"):
             checkpoint.resolve(run)
 
     def test_missing(self, tmp_path):
@@ -234,7 +234,7 @@ class TestResolve:
             checkpoint.resolve(tmp_path / "nowhere")
 
     def test_neither(self, tmp_path):
-        with pytest.raises(ValueError, match=r"no checkpoint \(no config.json\) and no training run"):
+        with pytest.raises(ValueError, match=r"neither a checkpoint .* nor a training run"):
             checkpoint.load(tmp_path)
 
 
@@ -356,7 +356,7 @@ class TestRefused:
             checkpoint.save(nn.Linear(2, 2), tmp_path / "a")
 
     def test_extra_that_hides_an_entry(self, tmp_path):
-        with pytest.raises(ValueError, match=r"extra must not hold 'kind'"):
+        with pytest.raises(ValueError, match=r"extra must not contain 'kind'"):
             checkpoint.save(decoder(), tmp_path / "a", extra={"kind": "mine"})
 
     @pytest.mark.parametrize("file", [True, False])
@@ -366,7 +366,7 @@ class TestRefused:
         else:
             (tmp_path / "a").mkdir()
             (tmp_path / "a" / "thesis.tex").write_text("precious")
-        with pytest.raises(ValueError, match=r"exists and is no checkpoint .* will not be replaced"):
+        with pytest.raises(ValueError, match=r"exists and is not a checkpoint .* will not be replaced"):
             checkpoint.save(decoder(), tmp_path / "a")
         assert (tmp_path / "a" if file else tmp_path / "a" / "thesis.tex").read_text() == "precious"
 
@@ -396,8 +396,8 @@ def test_a_copied_checkpoint_is_a_checkpoint(folder, tmp_path):
     [
         ({"kind": []}, r"has kind \[\]; known: decoder, encoder"),
         ({"config": {"depth": 10**9}}, "does not describe a decoder: depth=1000000000 must be at most 10000"),
-        ({"config": {"dim": 10**6}}, r"its weights would take .* bytes, and model.safetensors has "),
-        ({"config": {"dim": 64, "depth": 10**4}}, r"its weights would take .* bytes, and model.safetensors has "),
+        ({"config": {"dim": 10**6}}, r"its weights would take .* bytes, .*model.safetensors has "),
+        ({"config": {"dim": 64, "depth": 10**4}}, r"its weights would take .* bytes, .*model.safetensors has "),
         ({"config": {"positions": None}}, "does not describe a decoder: positions=None must be a string"),
     ],
 )

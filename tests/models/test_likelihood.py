@@ -235,10 +235,10 @@ def test_build_by_spec():
     [
         ("categorial", 256, "unknown name 'categorial' .did you mean 'categorical'.*known: categorical, logistics"),
         ("logistics(parts=3)", 256, "logistics has no option 'parts'; it has mixtures"),
-        ("logistics(mixtures=0)", 256, "mixtures=0: a mixture has at least one part"),
+        ("logistics(mixtures=0)", 256, "mixtures=0 must be at least 1"),
         ("logistics(mixtures='a')", 256, "mixtures='a'"),
-        ("categorical", 1, "levels=1: a likelihood needs at least two levels"),
-        ("3", 256, "'3' names no likelihood; known: categorical, logistics"),
+        ("categorical", 1, "levels=1 must be at least 2"),
+        ("3", 256, "'3' .*; known: categorical, logistics"),
     ],
 )
 def test_build_refuses(text, levels, message):
@@ -250,16 +250,16 @@ def test_build_refuses(text, levels, message):
 def test_wrong_outputs_and_targets_are_refused(kind):
     outputs, targets = torch.zeros(3, 5, kind.size), torch.zeros(3, 5, dtype=torch.int64)
     for call in (lambda x: kind.log_prob(x, targets), kind.sample):
-        with pytest.raises(ValueError, match=rf"reads {kind.size} floating-point outputs per token.*\(3, 5, 7\)"):
+        with pytest.raises(ValueError, match=rf"floating-point .*{kind.size}.*\(3, 5, 7\)"):
             call(torch.zeros(3, 5, 7))
-        with pytest.raises(ValueError, match=r"floating-point outputs.*got torch.int64"):
+        with pytest.raises(ValueError, match=r"floating-point .*not torch.int64"):
             call(outputs.long())
-    with pytest.raises(ValueError, match=r"one per row of outputs; got torch.int64 of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"targets must be .*not torch.int64 \(3,\)"):
         kind.log_prob(outputs, targets[:, 0])
-    with pytest.raises(ValueError, match=r"targets are int64.*got torch.int32"):
+    with pytest.raises(ValueError, match=r"targets must be int64.*not torch.int32"):
         kind.log_prob(outputs, targets.int())
     for wrong in (-1, 17):
-        with pytest.raises(ValueError, match=rf"targets lie in 0 ... 16 \(levels=17\); got .*{wrong}"):
+        with pytest.raises(ValueError, match=rf"targets must be in 0 ... 16, not .*{wrong}"):
             kind.log_prob(outputs, torch.full_like(targets, wrong))
 
 
@@ -267,11 +267,11 @@ def test_wrong_outputs_and_targets_are_refused(kind):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": -1.0}, "temperature=-1.0: must be a finite number >= 0"),
+        ({"temperature": -1.0}, "temperature=-1.0 must be a finite number >= 0"),
         ({"temperature": math.inf}, "temperature=inf"),
         ({"temperature": math.nan}, "temperature=nan"),
-        ({"top_k": -1}, "top_k=-1: must be >= 0"),
-        ({"top_p": 0.0}, r"top_p=0.0: must lie in \(0, 1\]"),
+        ({"top_k": -1}, "top_k=-1 must be >= 0"),
+        ({"top_p": 0.0}, r"top_p=0.0 must be in \(0, 1\]"),
         ({"top_p": 1.1}, "top_p=1.1"),
     ],
 )

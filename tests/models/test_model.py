@@ -124,9 +124,9 @@ class TestEncoder:
         with pytest.raises(ValueError, match=r"x must be floating-point \(B, N, 8\), not torch.float32 \(2, 3, 7\)"):
             model(torch.zeros(2, 3, 7))
         pooled = Encoder(EncoderConfig(**SMALL, vocab=7, pool="mean"))
-        with pytest.raises(ValueError, match="cannot serve packed segments="):
+        with pytest.raises(ValueError, match="pool=.* segments="):
             pooled(TOKENS, segments=torch.zeros(2, 13, dtype=torch.long))
-        with pytest.raises(ValueError, match="tokens run from 0 to 7; this model knows 0 to 6"):
+        with pytest.raises(ValueError, match="tokens .* 0 to 7; .* 0 to 6"):
             pooled(torch.tensor([[0, 7]]))
 
 
@@ -139,7 +139,7 @@ class TestErrors:
             (torch.zeros(2, 3), r"tokens must be int64 \(B, N\), not torch.float32 \(2, 3\)"),
             (torch.zeros(3, dtype=torch.long), r"tokens must be int64 \(B, N\), not torch.int64 \(3,\)"),
             ([[1]], "tokens must be int64 .* not list"),
-            (torch.tensor([[-1, 3]]), "tokens run from -1 to 3; this model knows 0 to 7"),
+            (torch.tensor([[-1, 3]]), "tokens .* -1 to 3; .* 0 to 7"),
             (torch.zeros(1, 21, dtype=torch.long), "position 20 is beyond the table of 20 learned positions"),
         ],
     )
@@ -154,7 +154,7 @@ class TestErrors:
             self.model(torch.zeros(1, 1, dtype=torch.long), state)
 
     def test_states(self):
-        with pytest.raises(ValueError, match="a decoder continues a DecoderState, not tuple"):
+        with pytest.raises(ValueError, match="DecoderState, not tuple"):
             self.model(TOKENS, (1, 2))
         with pytest.raises(ValueError, match="the state of this stack is a tuple of 2 states, not 1"):
             self.model.stack(torch.zeros(2, 3, 8).double(), self.model.init_state(2).layers[:1])

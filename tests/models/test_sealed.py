@@ -113,13 +113,13 @@ class TestWeights:
         weights["head.bias"][3] = torch.nan
         save_file(weights, path)
         edit(folder)
-        with pytest.raises(ValueError, match=r"model.safetensors has NaN among its weights: 1 of 17 in head.bias"):
+        with pytest.raises(ValueError, match=r"model.safetensors has NaN weights: 1 of 17 in head.bias"):
             checkpoint.load(folder)
 
     def test_that_are_nan_replace_no_good_ones(self, folder):
         model = decoder(1)
         torch.nn.init.constant_(model.head.bias, torch.nan)
-        with pytest.raises(ValueError, match=r"the model has NaN among its weights: 17 of 17 in head.bias"):
+        with pytest.raises(ValueError, match=r"the model has NaN weights: 17 of 17 in head.bias"):
             checkpoint.save(model, folder)
         assert same(checkpoint.load(folder), decoder())
 
@@ -129,7 +129,7 @@ class TestNames:
     def test_a_damaged_pointer_is_named(self, tmp_path, content):
         (tmp_path / "checkpoints").mkdir()
         (tmp_path / "checkpoints" / "last").write_bytes(content)
-        with pytest.raises(ValueError, match=r"checkpoints/last is damaged: it holds no name of a checkpoint"):
+        with pytest.raises(ValueError, match=r"checkpoints/last is damaged"):
             checkpoint.resolve(tmp_path)
 
     def test_a_path_that_no_file_can_have(self, tmp_path):

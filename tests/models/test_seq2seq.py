@@ -258,9 +258,9 @@ def test_what_cannot_be_built_or_called():
     with pytest.raises(ValueError, match="more than depth=1"):
         Seq2SeqConfig(**SMALL | {"encoder_depth": 1}, encoder_attention="linear; softmax")
     model, (source, target) = build(), pair()
-    with pytest.raises(ValueError, match="what init_state"):
+    with pytest.raises(ValueError, match="init_state"):
         model.step(target, None)
-    with pytest.raises(ValueError, match="tokens run from 0 to 9"):
+    with pytest.raises(ValueError, match="tokens .* 0 to 9"):
         model(source * 0 + torch.tensor([0, 9, 1, 1, 1, 1]), target)
     with pytest.raises(ValueError, match="this stack reads a context"):
         model.stack(torch.zeros(1, 3, 16, dtype=torch.float64))

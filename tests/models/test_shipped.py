@@ -177,7 +177,7 @@ def test_models_are_found_by_name(toy):
     assert pretrained.record("toy") == {"seed": 7}
     for what in (pretrained.path, pretrained.load, pretrained.record):
         with pytest.raises(
-            ValueError, match=r"unknown model inside longspan 'tyo' \(did you mean 'toy'\?\); known: toy"
+            ValueError, match=r"unknown .* 'tyo' \(did you mean 'toy'\?\); known: toy"
         ):
             what("tyo")
 
@@ -191,7 +191,7 @@ def test_a_folder_comes_before_a_model_of_its_name(toy, capsys):
     assert pretrained.is_pretrained_name("toy")
     Path("toy").mkdir()
     assert not pretrained.is_pretrained_name("toy")
-    assert "toy is no checkpoint" in refused(capsys, "generate", "toy")
+    assert "toy is neither a checkpoint" in refused(capsys, "generate", "toy")
     assert "there is no such folder, nor is it a model inside longspan: toy\n" in refused(capsys, "eval", "tyo")
     assert refused(capsys, "eval", "a/b").endswith("there is no such folder\n")
 

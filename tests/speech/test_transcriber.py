@@ -141,9 +141,9 @@ MISTAKES = [
     (lambda m: m(torch.randn(2, 9, 4)), r"frames must be floating-point \(B, T, 5\), not torch.float32 \(2, 9, 4\)"),
     (lambda m: m(torch.ones(2, 9, 5, dtype=torch.long)), r"frames must be .*, not torch.int64"),
     (lambda m: m(frames(9), torch.tensor([9])), r"lengths must be int64 \(2,\), not torch.int64 \(1,\)"),
-    (lambda m: m(frames(9), torch.tensor([9, 10])), "lengths run from 9 to 10, of 9 frames"),
-    (lambda m: m.init_state(1), "sees whole recordings and has no state; build it with causal=True"),
-    (lambda m: m.step(frames(9), ()), "a transcriber continues a TranscriberState, not tuple"),
+    (lambda m: m(frames(9), torch.tensor([9, 10])), "lengths .* 9 to 10, .* 9 frames"),
+    (lambda m: m.init_state(1), "causal=True"),
+    (lambda m: m.step(frames(9), ()), "TranscriberState, not tuple"),
 ]
 
 
@@ -162,8 +162,8 @@ def test_a_state_is_a_value_of_tensors():
     [
         ({"stride": 0}, "stride=0 must be at least 1"),
         ({"features": 0}, "features=0 must be at least 1"),
-        ({"context": 1}, "context=1 must be at least stride=2, so that every frame is read"),
-        ({"labels": ""}, "labels='' must be names with spaces between, each of them once"),
+        ({"context": 1}, "context=1 must be at least stride=2"),
+        ({"labels": ""}, "labels='' must be"),
         ({"labels": "a b a"}, "labels='a b a' must be names"),
         ({"rate": -1}, "rate=-1 must not be negative"),
         ({"positions": "somewhere"}, "unknown positions 'somewhere'"),

@@ -121,7 +121,7 @@ def test_a_text_with_the_ending_of_its_packing_is_unpacked(kind, ending, tmp_pat
 
 @pytest.mark.parametrize("kind", [StackConfig, DecoderConfig, EncoderConfig])
 def test_more_specs_than_layers_are_refused(kind):
-    message = "names 3 layers, more than depth=2; specs are tiled over the depth, and none is left out"
+    message = "has 3 specs, more than depth=2"
     with pytest.raises(ValueError, match=message):
         kind(depth=2, attention="gated_deltanet; gated_deltanet; softmax")
     assert kind(depth=4, attention="linear; linear; softmax").depth == 4

@@ -1,1 +1,1 @@
-"""Decoder, Encoder, Seq2Seq and Transcriber: configs, stacks of blocks, likelihoods, checkpoints."""
+"""Models: Decoder, Encoder, Seq2Seq and Transcriber, with their configs, stacks, likelihoods and checkpoints."""

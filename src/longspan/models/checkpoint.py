@@ -1,13 +1,13 @@
-"""Checkpoints: a folder with the weights, the config and, to go on training, the optimiser's state.
+"""Checkpoints: a folder with the weights, the config and, for resuming, the optimizer's state.
 
 =====================  =============================================================================================
-``model.safetensors``  the weights; of tied weights one copy
-``training.pt``        only to resume training: plain values and tensors, read with ``weights_only=True``
+``model.safetensors``  the weights; tied weights are stored once
+``training.pt``        only for resuming: plain values and tensors, read with ``weights_only=True``
 ``config.json``        ``{"format": 2, "kind": "decoder", "config": {...}, "longspan": "0.1.0", "files": {...}, ...}``
 =====================  =============================================================================================
 
-A folder appears under its name complete or not at all, whoever is killed and however many save there at once, and no
-file of it can change or be exchanged for another checkpoint's unnoticed: see ``sealed``.
+Saving is atomic: a folder is complete or not there, also if a process is killed or several processes save to it.
+Changed files and files of another checkpoint are detected: see ``sealed_dir``.
 """
 
 import contextlib
@@ -50,22 +50,27 @@ def save(
     training: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write ``model`` as the checkpoint ``folder``; an older one there is replaced at once.
+    """Write a model as a checkpoint, atomically.
 
-    >>> import tempfile, longspan
-    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     longspan.save(model, f"{folder}/model")
-    ...     again = longspan.load(f"{folder}/model")
-    >>> again.config == model.config
-    True
+    Args:
+        model: The model.
+        folder: The folder of the checkpoint; an older checkpoint there is replaced.
+        training: Plain values and tensors that :func:`load_training` returns.
+        extra: Plain values, additional entries of config.json.
 
-    ``training``: plain values and tensors that :func:`load_training` gives back. ``extra``: plain values, further
-    entries of config.json.
+    Raises:
+        ValueError: If the folder is not a path, or contains something other than a checkpoint; if the model is of
+            another type or has NaN weights; if ``extra`` has an entry of the format or is not plain; if the folder
+            cannot be written. An older checkpoint then stays.
 
-    Raises ValueError for a folder that is no path, a model of another kind, weights that are NaN, an ``extra`` that
-    hides an entry of the format or is not plain, a folder that holds something other than a checkpoint, and a place
-    that cannot be written or is full; an older checkpoint then stays.
+    Example:
+        >>> import tempfile, longspan
+        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     longspan.save(model, f"{folder}/model")
+        ...     again = longspan.load(f"{folder}/model")
+        >>> again.config == model.config
+        True
     """
     if not isinstance(folder, str | os.PathLike):
         swapped = isinstance(folder, nn.Module) and isinstance(model, str | os.PathLike)
@@ -75,7 +80,7 @@ def save(
     header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
     entries = ("format", *header, "files", "sha256")
     if taken := [name for name in extra or {} if name in entries]:
-        raise ValueError(f"extra must not hold {taken[0]!r}, an entry that every checkpoint has: {', '.join(entries)}")
+        raise ValueError(f"extra must not contain {taken[0]!r}; every checkpoint has the entries {', '.join(entries)}")
     weights = _weights(model)
     refuse_nan("the model", weights)
     try:
@@ -93,21 +98,28 @@ def save(
 
 
 def load(folder: str | Path) -> Any:
-    """Build the model of a checkpoint, or of a training run's best one, with its weights, in eval mode on the CPU.
+    """Load the model of a checkpoint, or of the best checkpoint of a training run.
 
-    >>> import tempfile, longspan
-    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     longspan.save(model, f"{folder}/model")
-    ...     again = longspan.load(f"{folder}/model")
-    >>> again.config == model.config
-    True
+    The global random number generator does not change.
 
-    It is a ``Decoder``, an ``Encoder``, a ``Seq2Seq`` or a ``Transcriber``; ``model.config`` is its config. The global
-    random number generator is left alone.
+    Args:
+        folder: A checkpoint, or the folder of a training run.
 
-    Raises ValueError for a folder that is missing or no checkpoint, another format or kind, a file that was changed or
-    damaged or is another checkpoint's, and weights that do not fit the config, have other kinds of numbers or are NaN.
+    Returns:
+        A ``Decoder``, ``Encoder``, ``Seq2Seq`` or ``Transcriber`` in eval mode on the CPU.
+
+    Raises:
+        ValueError: If the folder is missing or not a checkpoint, has another format, or has a file that was changed; if
+            the weights do not fit the config, are not floating-point numbers or are NaN.
+
+    Example:
+        >>> import tempfile, longspan
+        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     longspan.save(model, f"{folder}/model")
+        ...     again = longspan.load(f"{folder}/model")
+        >>> again.config == model.config
+        True
     """
     folder, header, weights = _read(folder)
     config_class, model_class = MODEL_CLASSES[header["kind"]]
@@ -123,18 +135,23 @@ def load(folder: str | Path) -> Any:
 
 
 def load_training(folder: str | Path) -> dict[str, Any]:
-    """What :func:`save` was given as ``training``; nothing but plain values and tensors is ever unpickled.
+    """Load the ``training`` argument of :func:`save`; only plain values and tensors are unpickled.
 
-    Raises ValueError for a checkpoint without it, and for a file that was changed or damaged.
+    Raises:
+        ValueError: For a checkpoint without it, and a file that was changed or damaged.
     """
     with _opened(folder, TRAINING) as (folder, _, content):
         return _training(folder, content(TRAINING))
 
 
 def restore(folder: str | Path, model: nn.Module) -> dict[str, Any]:
-    """Copy a checkpoint's weights into ``model``, which takes over their dtype -> its training, of the same moment.
+    """Copy the weights of a checkpoint into ``model``, whose dtype becomes that of the weights.
 
-    Raises ValueError as :func:`load` and :func:`load_training` do.
+    Returns:
+        What :func:`load_training` returns, of the same save.
+
+    Raises:
+        ValueError: As :func:`load` and :func:`load_training` do.
     """
     with _opened(folder, TRAINING, WEIGHTS) as (folder, _, content):
         training = _training(folder, content(TRAINING))
@@ -143,23 +160,27 @@ def restore(folder: str | Path, model: nn.Module) -> dict[str, Any]:
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """The content of a checkpoint's config.json: format, kind, config, longspan, files, sha256, what ``extra`` held.
+    """Read config.json of a checkpoint: format, kind, config, longspan, files, sha256 and the entries of ``extra``.
 
-    Raises ValueError for a folder that is missing or no checkpoint, for a format or kind that is not ours, and for a
-    config.json that was changed or damaged.
+    Raises:
+        ValueError: If the folder is missing or not a checkpoint, has another format or kind, or if config.json was
+            changed or damaged.
     """
     with _opened(folder) as (_, header, _):
         return header
 
 
 def resolve(folder: str | Path, prefer: str = "best") -> Path:
-    """The checkpoint that ``folder`` means: itself, or of a training run the ``best`` or the ``last`` one.
+    """Return the path of a checkpoint: ``folder`` itself, or the ``best`` or ``last`` checkpoint of a training run.
 
-    A run that has no pointer of the preferred name answers with the other one. It is a name: where a kill has left the
-    files under another one, which only this module knows, :func:`load` and the others find them.
+    The path is a name. After a kill, the files may be in another folder; :func:`load` and the others find them.
 
-    Raises ValueError for a missing folder, one that is neither, and a pointer that is damaged or whose checkpoint is
-    gone.
+    Args:
+        folder: A checkpoint, or the folder of a training run.
+        prefer: ``best`` or ``last``. If the run lacks this one, the other one is returned.
+
+    Raises:
+        ValueError: If the folder is missing or neither of both, or if its pointer is damaged or points nowhere.
     """
     place = _place(folder)
     with atomic_io.reading(place):
@@ -171,18 +192,19 @@ def resolve(folder: str | Path, prefer: str = "best") -> Path:
             pointer = place / "checkpoints" / name
             if pointer.is_file():
                 return _target(pointer)
-    raise ValueError(f"{place} is no checkpoint (no {CONFIG}) and no training run (no checkpoints/last)")
+    raise ValueError(f"{place} is neither a checkpoint (no {CONFIG}) nor a training run (no checkpoints/last)")
 
 
 def tidy(folder: str | Path) -> None:
-    """Remove what saves that were killed have left beside the checkpoint ``folder``; what is being written stays."""
+    """Remove the leftovers of killed saves next to the checkpoint ``folder``; files that are being written stay."""
     sealed_dir.tidy(_place(folder))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file so that it has its old content or the new one, never a part of it; no link is followed.
+    """Write a small file atomically, without following links.
 
-    Raises OSError, which names the file, where it cannot be written; its old content then stays.
+    Raises:
+        OSError: If the file cannot be written; its old content then stays.
     """
     atomic_io.write(path, text.encode())
 
@@ -192,26 +214,27 @@ def _place(folder: str | os.PathLike) -> Path:
 
 
 def _look(weights: Mapping[str, Tensor], size: int) -> None:
-    """Raise ValueError where a model of ``size`` bytes cannot have these weights, before it is built for them."""
+    """Raise ValueError if a model of ``size`` bytes cannot have these weights, before it is built."""
     found = sum(t.nbytes for t in weights.values())
-    # Even bytes instead of float64 are an eighth.
+    # One byte per number is an eighth of float64.
     if size > 8 * found + (1 << 20):
-        raise ValueError(f"its weights would take {size:,} bytes, and {WEIGHTS} has {found:,}")
+        raise ValueError(f"its weights would take {size:,} bytes, but {WEIGHTS} has {found:,}")
 
 
 def kind_of(config: Any) -> str:
-    """The kind of model that a config describes. Raises ValueError for anything else."""
+    """Return the kind of model that a config describes. Raises ValueError for any other type."""
     for kind, (config_class, _) in MODEL_CLASSES.items():
         if type(config) is config_class:
             return kind
     names = ", ".join(config_class.__name__ for config_class, _ in MODEL_CLASSES.values())
-    raise ValueError(f"a {type(config).__name__} describes no model; known: {names}")
+    raise ValueError(f"{type(config).__name__} is not the config of a model; known: {names}")
 
 
 def config_of(fields: Mapping[str, Any]) -> Any:
-    """The config that a recipe's model describes: its fields and ``kind``, without which it is a decoder.
+    """Build the config of a recipe's ``model`` entry: its fields and ``kind``, by default ``decoder``.
 
-    Raises ValueError for an unknown kind, a field that it does not have, and values that fit none.
+    Raises:
+        ValueError: For an unknown kind or field, and values of another type or out of range.
     """
     values = dict(fields)
     return MODEL_CLASSES[known(values.pop("kind", "decoder"), MODEL_CLASSES, "kind of model")][0].from_dict(values)
@@ -227,7 +250,7 @@ def _kind(model: nn.Module) -> str:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Each name in the state dict and the first name of the same tensor, which is another one only for tied weights."""
+    """Each name in the state dict with the first name of the same tensor; they differ only for tied weights."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
@@ -238,7 +261,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Raise ValueError where something is that is neither a checkpoint nor an empty folder."""
+    """Raise ValueError if the folder exists, is not empty and is not a checkpoint."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -248,14 +271,14 @@ def _refuse_foreign(folder: Path) -> None:
             raise
         names = [folder.name]
     if names and CONFIG not in names:
-        raise ValueError(f"{folder} exists and is no checkpoint (it has no {CONFIG}); it will not be replaced")
+        raise ValueError(f"{folder} exists and is not a checkpoint (it has no {CONFIG}); it will not be replaced")
 
 
 def refuse_nan(owner: str | Path, weights: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for weights that are NaN."""
+    """Raise ValueError for NaN weights."""
     for name, tensor in weights.items():
         if tensor.is_floating_point() and (count := int(tensor.isnan().sum())):
-            raise ValueError(f"{owner} has NaN among its weights: {count} of {tensor.numel()} in {name}")
+            raise ValueError(f"{owner} has NaN weights: {count} of {tensor.numel()} in {name}")
 
 
 def _save_training(training: dict[str, Any], path: Path) -> None:
@@ -263,7 +286,7 @@ def _save_training(training: dict[str, Any], path: Path) -> None:
         try:
             torch.save(training, file)
         except RuntimeError as error:
-            # torch's writer hides the system's error behind one of its own.
+            # torch's writer raises its own error in place of the system's.
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
@@ -292,7 +315,7 @@ def _training(folder: Path, content: bytes | None) -> dict[str, Any]:
 
 def _tensors(folder: Path, content: bytes | None) -> dict[str, Tensor]:
     if content is None:
-        raise ValueError(f"{folder} is no complete checkpoint: it has no {WEIGHTS}")
+        raise ValueError(f"{folder} is not a complete checkpoint: it has no {WEIGHTS}")
     try:
         return safetensors.torch.load(content)
     except (safetensors.SafetensorError, KeyError) as error:
@@ -320,44 +343,44 @@ def _compare(path: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) ->
             for name in both
             if found[name].shape != wanted[name].shape
         ],
-        # Precisions may differ, but integers in the place of real numbers were made by no training.
+        # Precisions may differ, but integers cannot replace floating-point numbers.
         "of another kind": [
             f"{name} {found[name].dtype} instead of {wanted[name].dtype}"
             for name in both
             if not same_kind(found[name].dtype, wanted[name].dtype)
         ],
     }
-    said = [f"{len(p)} {what}: {', '.join(p[:3])}{', ...' if len(p) > 3 else ''}" for what, p in parts.items() if p]
-    if said:
-        raise ValueError(f"{path} does not fit the model; weights {'; '.join(said)}")
+    problems = [f"{len(p)} {what}: {', '.join(p[:3])}{', ...' if len(p) > 3 else ''}" for what, p in parts.items() if p]
+    if problems:
+        raise ValueError(f"{path} does not fit the model; weights {'; '.join(problems)}")
 
 
 def same_kind(found: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether weights of one dtype may take the place of another's: both real numbers, or the same dtype."""
+    """Whether weights of one dtype may replace those of another: both floating-point, or the same dtype."""
     return found == wanted or (found.is_floating_point and wanted.is_floating_point)
 
 
 def _read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """Where what ``folder`` means is, its config.json and its weights, of one moment. Raises ValueError."""
+    """Read the path, the config.json and the weights of a checkpoint, all of one save. Raises ValueError."""
     name = resolve(folder)
     while True:
         try:
             with _opened(name, WEIGHTS) as (at, header, content):
                 return at, header, _tensors(at, content(WEIGHTS))
         except ValueError:
-            # A training that goes on removes the checkpoint that its pointer has left.
+            # A running training removes checkpoints that its pointers no longer name.
             before, name = name, resolve(folder)
             if name == before:
                 raise
 
 
 def _target(pointer: Path) -> Path:
-    """The checkpoint beside it that a pointer names. Raises ValueError for a pointer that is damaged or to nothing."""
+    """Follow a pointer to the checkpoint next to it. Raises ValueError if it is damaged or points nowhere."""
     name = _pointed(pointer)
     while not sealed_dir.there(target := pointer.with_name(name)):
         before, name = name, _pointed(pointer)
         if name == before:
-            raise ValueError(f"{pointer} points to {name!r}, and there is no such checkpoint beside it")
+            raise ValueError(f"{pointer} points to {name!r}, but there is no such checkpoint in {pointer.parent}")
     return target
 
 
@@ -368,7 +391,7 @@ def _pointed(pointer: Path) -> str:
     except UnicodeDecodeError:
         name = ""
     if name in ("", "..") or "\0" in name:
-        raise ValueError(f"{pointer} is damaged: it holds no name of a checkpoint beside it, but {content[:40]!r}")
+        raise ValueError(f"{pointer} is damaged: it does not contain the name of a checkpoint, but {content[:40]!r}")
     return name
 
 

@@ -1,4 +1,4 @@
-"""Configs: one frozen dataclass of plain fields per kind of model; the flags of the command line and the recipes."""
+"""Configs: a frozen dataclass per kind of model; its fields are also the entries of recipes and the flags."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
@@ -11,7 +11,7 @@ from ..modules import positions
 ACTIVATIONS = ("relu", "gelu", "silu", "squared_relu", "geglu", "swiglu")
 NORMS = ("layer", "rms")
 POOLS = ("none", "mean", "first")
-# Blocks cost time to build, whatever their weights are; the deepest networks that were ever trained have 1000.
+# Blocks take time to build at any width; the deepest networks in the literature have 1000.
 DEEPEST = 10_000
 
 
@@ -26,36 +26,46 @@ def _choose(field: str, value: str, choices: tuple[str, ...]) -> None:
 
 class _Fields:
     def __new__(cls, *values: Any, **options: Any) -> Self:
-        """An argument that is no field is refused by name, with the field that was meant."""
-        # Every subclass is a dataclass, which this base does not show.
+        """Raise TypeError for an unknown argument and suggest a field."""
+        # Every subclass is a dataclass, but the type checker only sees this base.
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         refuse(cls.__name__, options, names)
         return super().__new__(cls)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build from plain values. Raises ValueError for a field that does not exist, naming those that do."""
+        """Build a config from a dict of its fields.
+
+        Raises:
+            ValueError: For an unknown field, and for a value of another type or out of range.
+        """
         if not isinstance(values, dict):
-            raise ValueError(
-                f"{cls.__name__} is made from a dict of its fields, not from {typecheck.format_value(values)}"
-            )
+            raise ValueError(f"{cls.__name__}.from_dict takes a dict of fields, not {typecheck.format_value(values)}")
         names = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
         for name in values:
             known(name, names, f"field of {cls.__name__}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, ready for JSON or YAML."""
+        """Return the fields as a dict of plain values, for JSON or YAML."""
         return asdict(self)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
 class StackConfig(_Fields):
-    """A stack of blocks, each one attention and one feed-forward network (Vaswani et al. 2017, section 3).
+    """A stack of blocks, each with one attention and one feed-forward network.
 
-    >>> import longspan
-    >>> longspan.StackConfig(depth=6, attention="linear; linear; softmax").to_dict()["depth"]
-    6
+    Raises:
+        TypeError: For an unknown argument.
+        ValueError: For a value of another type or out of range.
+
+    Example:
+        >>> import longspan
+        >>> longspan.StackConfig(depth=6, attention="linear; linear; softmax").to_dict()["depth"]
+        6
+
+    References:
+        Vaswani et al. 2017 (1706.03762), section 3.
     """
 
     dim: int = 256
@@ -63,27 +73,27 @@ class StackConfig(_Fields):
     depth: int = 4
     """number of blocks"""
     heads: int = 8
-    """attention heads; dim must be a multiple of it"""
+    """number of attention heads; must divide dim"""
     attention: str = "linear"
-    """one spec, or several (at most depth) separated by ';' and tiled over the depth: 'linear; linear; softmax'"""
+    """one spec, or up to depth specs separated by ';' and tiled over the depth: 'linear; linear; softmax'"""
     feedforward: int = 1024
     """inner width of the feed-forward network"""
     activation: str = "gelu"
-    """relu | gelu | silu | squared_relu | geglu | swiglu (the last two are gated: three matrices)"""
+    """relu | gelu | silu | squared_relu | geglu | swiglu; geglu and swiglu are gated, with three matrices"""
     norm: str = "layer"
     """layer | rms"""
     prenorm: bool = True
-    """normalise before each sub-layer (and once at the end) instead of after it"""
+    """normalize before each sub-layer and at the end, instead of after each sub-layer"""
     dropout: float = 0.0
-    """dropout on the embedding and each sub-layer's output; attention weights have theirs: 'softmax(dropout=0.1)'"""
+    """dropout of the embedding and each sub-layer's output; for attention weights use 'softmax(dropout=0.1)'"""
     stack: str = "plain"
-    """plain | universal(steps=6) | act(steps=12, threshold=0.01) | reversible: how the blocks are run"""
+    """how the blocks are run: plain | universal(steps=6) | act(steps=12, threshold=0.01) | reversible"""
     residual: str = "add"
-    """add | gru(bias=2.0) | input | output | highway | sigtanh: how a sub-layer's output joins the stream"""
+    """how a sub-layer's output joins the stream: add | gru(bias=2.0) | input | output | highway | sigtanh"""
     checkpointing: bool = False
-    """keep each block's input alone for the backward, and compute the block again there: less memory, more time"""
+    """keep only the input of each block and recompute the block in the backward pass: less memory, more time"""
     feedforward_chunk: int = 0
-    """tokens that the feed-forward network takes at a time, which bounds its memory; 0: all at once"""
+    """tokens per call of the feed-forward network, which bounds its memory; 0: all tokens"""
 
     def __post_init__(self):
         typecheck.check_fields(self)
@@ -98,8 +108,7 @@ class StackConfig(_Fields):
         specs = split(self.attention)
         _require(
             len(specs) <= self.depth,
-            f"attention={self.attention!r} names {len(specs)} layers, more than depth={self.depth}; specs are "
-            f"tiled over the depth, and none is left out",
+            f"attention={self.attention!r} has {len(specs)} specs, more than depth={self.depth}",
         )
 
 
@@ -107,22 +116,23 @@ class StackConfig(_Fields):
 class DecoderConfig(StackConfig):
     """A decoder: predicts each token of a sequence from the ones before it.
 
-    >>> import longspan
-    >>> config = longspan.DecoderConfig(dim=64, depth=3, heads=4, attention="linear; linear; softmax", vocab=17)
-    >>> config.positions
-    'learned'
+    Example:
+        >>> import longspan
+        >>> config = longspan.DecoderConfig(dim=64, depth=3, heads=4, attention="linear; linear; softmax", vocab=17)
+        >>> config.positions
+        'learned'
     """
 
     vocab: int = 256
-    """number of different tokens; the start token comes on top of it"""
+    """number of tokens in the vocabulary, without the start token"""
     likelihood: str = "categorical"
-    """categorical | logistics(mixtures=10): the distribution of the next token"""
+    """the distribution of the next token: categorical | logistics(mixtures=10)"""
     positions: str = "learned"
     """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
     length: int = 1024
-    """tokens in the table of learned positions; other positions have no limit and do not read it"""
+    """size of the table of learned positions; other positions ignore it"""
     tied: bool = False
-    """use the embedding as output matrix too (categorical only)"""
+    """share the weights of the embedding and the output layer (categorical only)"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -131,32 +141,33 @@ class DecoderConfig(StackConfig):
         positions.parse(self.positions)
         _require(
             not self.tied or self.likelihood.startswith("categorical"),
-            f"tied=True needs one output per token, so likelihood='categorical', not {self.likelihood!r}",
+            f"tied=True needs likelihood='categorical', not {self.likelihood!r}",
         )
 
 
 @dataclass(frozen=True)
 class EncoderConfig(StackConfig):
-    """An encoder: every token sees every other one. Tokens or vectors in, features or outputs out.
+    """A bidirectional encoder of tokens or vectors, with optional pooling and a linear head.
 
-    >>> import longspan
-    >>> config = longspan.EncoderConfig(dim=64, heads=4, attention="performer", vocab=17, outputs=2, pool="mean")
-    >>> config.pool
-    'mean'
+    Example:
+        >>> import longspan
+        >>> config = longspan.EncoderConfig(dim=64, heads=4, attention="performer", vocab=17, outputs=2, pool="mean")
+        >>> config.pool
+        'mean'
     """
 
     vocab: int = 0
-    """number of different tokens; 0: the input is vectors (B, N, dim)"""
+    """number of tokens in the vocabulary; 0: the input is vectors (B, N, dim)"""
     outputs: int = 0
-    """outputs of a linear head; 0: no head, the features themselves"""
+    """size of the linear head; 0: no head, the model returns features"""
     pool: str = "none"
-    """none: one output per token; mean: one per sequence, the mean over its real tokens; first: its first real token"""
+    """none: one output per token; mean: the mean over the real tokens; first: the first real token"""
     labels: str = ""
-    """of a classifier: the names of the outputs, with spaces between; one for each of outputs"""
+    """names of a classifier's outputs, separated by spaces; one for each output"""
     positions: str = "sinusoidal"
     """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
     length: int = 1024
-    """tokens in the table of learned positions; other positions have no limit and do not read it"""
+    """size of the table of learned positions; other positions ignore it"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -168,32 +179,33 @@ class EncoderConfig(StackConfig):
         found = self.labels.split()
         _require(
             not found or len(found) == self.outputs,
-            f"labels={self.labels!r} are {len(found)} names of outputs={self.outputs}; give one for each output",
+            f"labels={self.labels!r} has {len(found)} names, but outputs={self.outputs}; give one name per output",
         )
-        _require(len(set(found)) == len(found), f"labels={self.labels!r} has a name twice")
+        _require(len(set(found)) == len(found), f"labels={self.labels!r} has a duplicate name")
 
 
 @dataclass(frozen=True)
 class Seq2SeqConfig(DecoderConfig):
-    """An encoder that sees the whole source, and a decoder that reads it by cross attention.
+    """An encoder of the source, and a decoder that reads it by cross attention.
 
-    >>> import longspan
-    >>> longspan.Seq2SeqConfig(dim=64, heads=4, encoder_attention="linear", vocab=17).cross_attention
-    'softmax'
+    The fields of ``DecoderConfig`` describe the decoder; the encoder has the same sizes.
 
-    The fields of ``DecoderConfig`` are the decoder's; the encoder shares the sizes.
+    Example:
+        >>> import longspan
+        >>> longspan.Seq2SeqConfig(dim=64, heads=4, encoder_attention="linear", vocab=17).cross_attention
+        'softmax'
     """
 
     encoder_attention: str = "linear"
-    """specs of the encoder's attentions, tiled over its depth"""
+    """specs of the encoder's self-attention, tiled over its depth"""
     cross_attention: str = "softmax"
-    """specs of the attentions by which the decoder reads the source, tiled over its depth"""
+    """specs of the decoder's cross attention, tiled over its depth"""
     encoder_depth: int = 0
-    """blocks of the encoder; 0: as many as the decoder has"""
+    """number of encoder blocks; 0: the same as the decoder"""
     source_vocab: int = 0
-    """number of different source tokens; 0: those of the target, with which the embedding is shared"""
+    """number of tokens in the source vocabulary; 0: shared with the target, and so is the embedding"""
     smoothing: float = 0.0
-    """label smoothing: the part of each target's probability that training spreads over all tokens"""
+    """label smoothing: the probability mass that training spreads over all tokens"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -203,38 +215,39 @@ class Seq2SeqConfig(DecoderConfig):
         _require(0 <= self.smoothing < 1, f"smoothing={self.smoothing} must be in [0, 1)")
         _require(
             not self.smoothing or self.likelihood.startswith("categorical"),
-            f"smoothing spreads probability over tokens, so likelihood='categorical', not {self.likelihood!r}",
+            f"smoothing={self.smoothing} needs likelihood='categorical', not {self.likelihood!r}",
         )
         for field, depth in (("encoder_attention", self.encoder_depth or self.depth), ("cross_attention", self.depth)):
             count = len(split(getattr(self, field)))
-            _require(count <= depth, f"{field}={getattr(self, field)!r} names {count} layers, more than depth={depth}")
+            _require(count <= depth, f"{field}={getattr(self, field)!r} has {count} specs, more than depth={depth}")
 
 
 @dataclass(frozen=True)
 class TranscriberConfig(StackConfig):
-    """A transcriber: frames of speech in, and for every few of them the label that is heard there, or none.
+    """A transcriber: maps frames of speech to labels, trained with CTC.
 
-    >>> import longspan
-    >>> longspan.TranscriberConfig(dim=64, heads=4, attention="gla", causal=True, labels="one two").stride
-    2
+    Example:
+        >>> import longspan
+        >>> longspan.TranscriberConfig(dim=64, heads=4, attention="gla", causal=True, labels="one two").stride
+        2
     """
 
     labels: str = "| a b c d e f g h i j k l m n o p q r s t u v w x y z"
-    """names with spaces between; with '|' among them, which stands between words, the others are parts of words"""
+    """names separated by spaces; if '|' is among them, it separates words and the others are parts of words"""
     features: int = 40
-    """numbers that a frame has"""
+    """channels of a frame"""
     stride: int = 2
-    """frames from one token to the next"""
+    """frames per token"""
     context: int = 8
-    """frames that a token reads: its own ones and those before"""
+    """frames that each token reads: its own and earlier ones"""
     causal: bool = False
-    """whether a token sees earlier tokens only, so that the speech can be transcribed while it is heard"""
+    """tokens see earlier tokens only, so that speech can be transcribed as a stream"""
     rate: int = 8000
-    """samples per second of the recordings whose filter banks the frames are; 0: no recordings' frames, other ones"""
+    """sample rate in Hz of the recordings that the filter banks are computed from; 0: frames of another kind"""
     positions: str = "sinusoidal"
     """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
     length: int = 1024
-    """tokens in the table of learned positions; other positions have no limit and do not read it"""
+    """size of the table of learned positions; other positions ignore it"""
 
     def __post_init__(self):
         super().__post_init__()
@@ -243,11 +256,11 @@ class TranscriberConfig(StackConfig):
         _require(self.rate >= 0, f"rate={self.rate} must not be negative")
         _require(
             self.context >= self.stride,
-            f"context={self.context} must be at least stride={self.stride}, so that every frame is read",
+            f"context={self.context} must be at least stride={self.stride}",
         )
         found = self.labels.split()
         _require(
             0 < len(found) == len(set(found)),
-            f"labels={self.labels!r} must be names with spaces between, each of them once",
+            f"labels={self.labels!r} must be distinct names separated by spaces",
         )
         positions.parse(self.positions)

@@ -1,4 +1,4 @@
-"""Models: a decoder that predicts tokens, an encoder that sees whole sequences, each around a stack of blocks."""
+"""The decoder: predicts tokens, in parallel or one by one."""
 
 from typing import NamedTuple, Never
 
@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from .._utils.aliases import refuse
 from . import likelihood
 from .config import DecoderConfig
-from .embedding import Embedding, check_position, check_tokens, initialise
+from .embedding import Embedding, check_position, check_tokens, initialize
 from .stacks import Stack, check_fits_in_memory
 
 
 class DecoderState(NamedTuple):
+    """The state of a decoder, and of the target side of an encoder-decoder."""
+
     position: Tensor  # (B,) int64, tokens read so far, the start token included
     layers: tuple  # one state per block
 
@@ -21,16 +23,22 @@ class DecoderState(NamedTuple):
 class Decoder(nn.Module):
     """Predicts each token of a sequence from the ones before it; trains in parallel, generates as an RNN.
 
-    >>> import torch, longspan
-    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
-    >>> tokens = torch.tensor([[3, 1, 4, 1]])
-    >>> outputs, _ = model(model.shift(tokens))  # each one about the token at its place
-    >>> model.likelihood.log_prob(outputs, tokens).shape
-    torch.Size([1, 4])
+    ``outputs, state = decoder(tokens, state)`` maps tokens (B,N) to the parameters (B,N,likelihood.size) of the
+    distributions of the next tokens. The start token is ``vocab``; ``shift`` puts it in front.
 
-    ``outputs, state = decoder(tokens, state)``: tokens (B,N) int64, where ``vocab`` itself is the start token, to the
-    parameters (B,N,likelihood.size) of the next token's distribution. Attention and state as in ``Stack``, and so is
-    what building it raises.
+    Args:
+        config: Sizes, attention, positions and likelihood.
+
+    Raises:
+        ValueError: For a spec that cannot be built, and weights that do not fit into memory.
+
+    Example:
+        >>> import torch, longspan
+        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+        >>> tokens = torch.tensor([[3, 1, 4, 1]])
+        >>> outputs, _ = model(model.shift(tokens))  # each output predicts the token at its place
+        >>> model.likelihood.log_prob(outputs, tokens).shape
+        torch.Size([1, 4])
     """
 
     def __init__(self, config: DecoderConfig):
@@ -42,24 +50,24 @@ class Decoder(nn.Module):
         self.stack = Stack(config, positions=config.positions)
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
-        initialise(self, config.depth)
+        initialize(self, config.depth)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     @property
     def start(self) -> int:
-        """The start token, which comes before the first one."""
+        """The start token, which precedes the first token."""
         return self.config.vocab
 
     def shift(self, tokens: Tensor) -> Tensor:
-        """The inputs whose targets are ``tokens`` (B,N): the start token in front, the last token dropped."""
+        """Return the inputs for the targets ``tokens`` (B,N): prepend the start token, drop the last token."""
         return F.pad(tokens, (1, 0), value=self.start)[:, : tokens.shape[1]]
 
     def init_state(self, batch: int, capacity: int | None = None) -> DecoderState:
-        """The state before the start token; ``capacity`` as in ``Attention.init_state``."""
+        """Return the state before the start token; ``capacity`` is that of ``Attention.init_state``."""
         layers = self.stack.init_state(batch, capacity)
         return DecoderState(torch.zeros(batch, dtype=torch.long, device=self.device), layers)
 
@@ -75,24 +83,35 @@ class Decoder(nn.Module):
         donate: bool = False,
         **unknown: Never,
     ) -> tuple[Tensor, DecoderState | None]:
-        """See the class; mask, segments, prefix and donate as in ``Attention.forward``, record as in ``Stack``.
+        """Read tokens, from the start or after a state.
 
-        ``prefix`` counts the start token like any other. Its outputs but the last have seen the tokens that they
-        predict, so they belong in no loss.
+        Args:
+            tokens: (B,N) int64; ``vocab`` is the start token.
+            state: The state before these tokens, or None for whole sequences.
+            mask: (B,N) bool, True on real tokens.
+            segments: (B,N) int64, the sequence of each token in a packed row.
+            prefix: (B,) int64, the number of first tokens that see each other, counting the start token. All outputs of
+                the prefix but the last have seen their targets, so leave them out of the loss.
+            record: Filled as by ``Stack``.
+            donate: Allow the state to be overwritten.
 
-        Raises ValueError for tokens of a wrong kind or out of range, a position beyond a learned table, and whatever
-        the attentions refuse.
+        Returns:
+            Outputs (B,N,likelihood.size), and the next state, None without a state.
+
+        Raises:
+            ValueError: For tokens of another dtype or out of range, a position beyond the table of learned positions,
+                and arguments that the attentions do not accept.
         """
         if unknown:
             refuse("Decoder", unknown, ("tokens", "state", "mask", "segments", "prefix", "record", "donate"))
         check_tokens(tokens, self.start, mask, segments)
         if state is not None and not isinstance(state, DecoderState):
-            raise ValueError(f"a decoder continues a DecoderState, not {type(state).__name__}")
+            raise ValueError(f"state must be a DecoderState, not {type(state).__name__}")
         position, layers = state if state is not None else (None, None)
         if position is not None:
             check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
-        # Tokens are embedded here; Embedding allows vectors, too, whose map has no weight.
+        # Always an nn.Embedding here; for vectors it would be an nn.Identity without a weight.
         outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore[index]
         return outputs, None if layers is None else DecoderState(end, layers)

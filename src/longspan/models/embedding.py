@@ -1,4 +1,4 @@
-"""Token embeddings with positions, and the checks of what a model reads."""
+"""Token embeddings with positions, and the checks of a model's input."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from .config import DecoderConfig, EncoderConfig
 
 
 class Embedding(nn.Module):
-    """Tokens to vectors, plus their positions (none, sinusoidal or learned; others are the attention's)."""
+    """Maps tokens to vectors and adds none, sinusoidal or learned positions; other kinds belong to the attention."""
 
     def __init__(self, tokens: int, config: DecoderConfig | EncoderConfig):
         super().__init__()
@@ -25,8 +25,8 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, start=None, *, mask=None, segments=None) -> tuple[Tensor, Tensor]:
-        """tokens (B,N) or vectors (B,N,dim), start (B,) positions -> (B,N,dim), next positions (B,)."""
-        # A masked token's id would be a border between its neighbours, and its position is nobody's.
+        """tokens (B,N) or vectors (B,N,dim), start (B,) first positions -> (B,N,dim), next positions (B,)."""
+        # The segment of a masked token would separate its neighbors, and its position is unused.
         segments = None if segments is None else real_segments(segments, mask)
         at, end = positions(tokens, start, mask=mask, segments=segments)
         x = self.tokens(tokens)
@@ -54,7 +54,7 @@ def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None, segments: Te
         return
     low, high = (int(t) for t in tokens.aminmax())
     if low < 0 or high > highest:
-        raise ValueError(f"tokens run from {low} to {high}; this model knows 0 to {highest}")
+        raise ValueError(f"tokens range from {low} to {high}; this model accepts 0 to {highest}")
 
 
 def _check_own(x: Tensor, mask: Tensor | None, segments: Tensor | None) -> None:
@@ -66,18 +66,18 @@ def _check_own(x: Tensor, mask: Tensor | None, segments: Tensor | None) -> None:
 
 
 def check_position(position: Tensor, tokens: Tensor) -> None:
-    """Raise ValueError unless these are counts of tokens, int64 (B,), as a decoder's state has them."""
+    """Raise ValueError unless ``position`` is a counter of tokens, int64 (B,), as in a decoder's state."""
     batch = tokens.shape[0]
     if not isinstance(position, Tensor) or position.dtype != torch.int64 or tuple(position.shape) != (batch,):
         came = f"{position.dtype} {tuple(position.shape)}" if isinstance(position, Tensor) else type(position).__name__
-        raise ValueError(f"the position of this decoder's state must be int64 {(batch,)}, not {came}")
+        raise ValueError(f"the state's position must be int64 {(batch,)}, not {came}")
     same_device(tokens=tokens, state=position)
     check_stored("the state", position)
     check_counts("position", position)
 
 
-def initialise(model: nn.Module, depth: int) -> None:
-    """Normal weights of deviation 0.02, smaller by sqrt(2 depth) where they write into the residual (GPT-2's rule)."""
+def initialize(model: nn.Module, depth: int) -> None:
+    """Initialize weights as GPT-2: normal with std 0.02, divided by sqrt(2 depth) for outputs into the residual."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)

@@ -1,4 +1,4 @@
-"""Encoder: reads whole sequences of tokens or vectors, with pooling and a head."""
+"""The encoder: reads whole sequences of tokens or vectors, with pooling and a head."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Never
@@ -11,28 +11,35 @@ from ..attention.validation import check_x
 from ..modules.positions import Learned
 from ..ops.tensors import upcast_half
 from .config import EncoderConfig
-from .embedding import Embedding, _check_own, check_tokens, initialise
+from .embedding import Embedding, _check_own, check_tokens, initialize
 from .stacks import Stack, check_fits_in_memory
 
 
 class Classes(NamedTuple):
-    """What a classifier says of texts."""
+    """The predictions of a classifier."""
 
-    labels: list[str]  # the likeliest one of each text
+    labels: list[str]  # the most likely label of each text
     probabilities: Tensor  # (B, labels), float32 at least
 
 
 class Encoder(nn.Module):
-    """Sees whole sequences: tokens (B,N) or vectors (B,N,dim) -> features (B,N,dim), or outputs of a linear head.
+    """Maps tokens (B,N) or vectors (B,N,dim) to features (B,N,dim), or to the outputs of a linear head.
 
-    >>> import torch, longspan
-    >>> config = longspan.EncoderConfig(dim=8, depth=2, heads=2, feedforward=16, outputs=3, pool="mean")
-    >>> longspan.Encoder(config)(torch.randn(2, 5, 8)).shape
-    torch.Size([2, 3])
+    With ``pool="mean"`` or ``"first"`` there is one result per sequence, (B,dim) or (B,outputs): the mean over the real
+    tokens, or the first real token. With ``labels``, the names of the outputs, it is a classifier: the outputs are
+    logits, and ``classify`` reads texts.
 
-    With ``pool="mean"`` the result is one per sequence, (B,dim) or (B,outputs): the mean over its real tokens;
-    with ``pool="first"`` it is that of the first real token. With ``labels``, names of the outputs, it is a classifier:
-    the outputs are logits, and ``classify`` reads texts. Building it raises what ``Stack`` raises.
+    Args:
+        config: Sizes, attention, positions, pooling and head.
+
+    Raises:
+        ValueError: For a spec that cannot be built, and weights that do not fit into memory.
+
+    Example:
+        >>> import torch, longspan
+        >>> config = longspan.EncoderConfig(dim=8, depth=2, heads=2, feedforward=16, outputs=3, pool="mean")
+        >>> longspan.Encoder(config)(torch.randn(2, 5, 8)).shape
+        torch.Size([2, 3])
     """
 
     def __init__(self, config: EncoderConfig):
@@ -42,7 +49,7 @@ class Encoder(nn.Module):
         self.embedding = Embedding(config.vocab, config)
         self.stack = Stack(config, causal=False, positions=config.positions)
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
-        initialise(self, config.depth)
+        initialize(self, config.depth)
 
     def forward(
         self,
@@ -53,9 +60,19 @@ class Encoder(nn.Module):
         record: dict | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """See the class; mask and segments as in ``Attention.forward``, record as in ``Stack``.
+        """Encode sequences.
 
-        Raises ValueError for input of a wrong kind.
+        Args:
+            x: (B,N) int64 tokens, or (B,N,dim) vectors if ``vocab`` is 0.
+            mask: (B,N) bool, True on real tokens.
+            segments: (B,N) int64, the sequence of each token in a packed row; not together with pooling.
+            record: Filled as by ``Stack``.
+
+        Returns:
+            (B,N,dim) or (B,N,outputs); with pooling (B,dim) or (B,outputs).
+
+        Raises:
+            ValueError: For input of another shape or dtype, tokens out of range, and pooled packed rows.
         """
         if unknown:
             refuse("Encoder", unknown, ("x", "mask", "segments", "record"))
@@ -65,7 +82,7 @@ class Encoder(nn.Module):
             check_x(self, self.config.dim, x)
             _check_own(x, mask, segments)
         if segments is not None and self.config.pool != "none":
-            raise ValueError(f"pool={self.config.pool!r} gives one output per row, so it cannot serve packed segments=")
+            raise ValueError(f"pool={self.config.pool!r} returns one output per row, so it does not support segments=")
         x, _ = self.embedding(x, mask=mask, segments=segments)
         x, _ = self.stack(x, mask=mask, segments=segments, record=record)
         if self.config.pool != "none":
@@ -78,22 +95,28 @@ class Encoder(nn.Module):
 
     @torch.no_grad()
     def classify(self, texts: Sequence[str], *, length: int = 0, batch: int = 64) -> Classes:
-        """The labels of ``texts``, by a classifier of UTF-8 bytes such as ``longspan train`` trains on ``labels:FILE``.
+        """Classify texts with a classifier of UTF-8 bytes, such as ``longspan train`` trains on ``labels:FILE``.
 
-        >>> import longspan
-        >>> sizes = {"dim": 8, "depth": 1, "heads": 2, "feedforward": 16}
-        >>> config = longspan.EncoderConfig(**sizes, vocab=256, outputs=2, labels="bad good", pool="mean")
-        >>> labels, probabilities = longspan.Encoder(config).eval().classify(["a fine film", "dull"])
-        >>> len(labels), probabilities.shape
-        (2, torch.Size([2, 2]))
+        Args:
+            texts: Strings that are not empty.
+            length: Bytes of each text to read; 0: all, or the size of the table of learned positions. Pass the
+                ``run.length`` of the training to read as much of a text as it did.
+            batch: Texts per call; changes speed and memory only.
 
-        Returns the likeliest label of each text, and the probabilities (B, labels) in the order of ``config.labels``.
-        ``length``: bytes of a text that are read; 0: all, or with learned positions as many as their table has. Pass
-        the ``run.length`` of the training to read as much of a text as it did. ``batch``: texts per call, which changes
-        speed and memory only.
+        Returns:
+            The most likely label of each text, and the probabilities (B, labels) in the order of ``config.labels``.
 
-        Raises ValueError for a model without labels, with one output per token or another vocabulary than bytes, for
-        texts that are no strings or empty, for a negative length and a batch below 1.
+        Raises:
+            ValueError: For a model without labels or pooling, or whose tokens are not bytes; for texts that are empty
+                or not strings; for a negative length and a batch below 1.
+
+        Example:
+            >>> import longspan
+            >>> sizes = {"dim": 8, "depth": 1, "heads": 2, "feedforward": 16}
+            >>> config = longspan.EncoderConfig(**sizes, vocab=256, outputs=2, labels="bad good", pool="mean")
+            >>> labels, probabilities = longspan.Encoder(config).eval().classify(["a fine film", "dull"])
+            >>> len(labels), probabilities.shape
+            (2, torch.Size([2, 2]))
         """
         config = self.config
         names = config.labels.split()

@@ -1,4 +1,4 @@
-"""Likelihoods: what the numbers that a model puts out say about the next token."""
+"""Likelihoods: distributions of the next token, parametrized by the outputs of a model."""
 
 import math
 from abc import ABC, abstractmethod
@@ -15,9 +15,10 @@ from .._utils import spec, typecheck
 
 @dataclass(frozen=True)
 class Likelihood(ABC):
-    """A distribution over the tokens 0 ... levels-1 whose parameters are the last dimension of a model's outputs.
+    """A distribution over the tokens 0 ... levels-1, parametrized by the last dimension of a model's outputs.
 
-    Raises ValueError when built with fewer than two levels, and for fields of another kind than annotated.
+    Raises:
+        ValueError: For fewer than two levels, and fields of another type than annotated.
     """
 
     levels: int
@@ -25,37 +26,44 @@ class Likelihood(ABC):
     def __post_init__(self):
         typecheck.check_fields(self)
         if self.levels < 2:
-            raise ValueError(f"levels={self.levels!r}: a likelihood needs at least two levels, e.g. 256 for bytes")
+            raise ValueError(f"levels={self.levels!r} must be at least 2, e.g. 256 for bytes")
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """Outputs per token."""
+        """The number of outputs per token."""
 
     def log_prob(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Natural logarithm of each target's probability, in fp32 (fp64 for fp64 outputs).
+        """Return the log-probability of each target in nats; divide by ln 2 for bits.
 
-        ``outputs (..., size), targets (...) int64 -> (...)`` in nats; divide by ln 2 for bits.
+        Args:
+            outputs: (..., size), any floating-point dtype.
+            targets: (...) int64.
 
-        Raises ValueError for outputs of another size, and for targets of another shape, another dtype or outside
-        0 ... levels-1. The range is not looked at while the call is being compiled.
+        Returns:
+            (...) in float32, or float64 for float64 outputs.
+
+        Raises:
+            ValueError: For outputs of another size, and targets of another shape, another dtype or outside
+                0 ... levels-1. The range is not checked while the call is being compiled.
         """
         outputs = self._outputs(outputs)
         if targets.dtype != torch.int64 or targets.shape != outputs.shape[:-1]:
             raise ValueError(
-                f"targets are int64 of shape {tuple(outputs.shape[:-1])}, one per row of outputs; "
-                f"got {targets.dtype} of shape {tuple(targets.shape)}"
+                f"targets must be int64 {tuple(outputs.shape[:-1])}, one per row of outputs, "
+                f"not {targets.dtype} {tuple(targets.shape)}"
             )
         if not torch.compiler.is_compiling() and targets.numel():
             low, high = (int(end) for end in targets.aminmax())
             if low < 0 or high >= self.levels:
-                raise ValueError(f"targets lie in 0 ... {self.levels - 1} (levels={self.levels}); got {low} ... {high}")
+                raise ValueError(f"targets must be in 0 ... {self.levels - 1}, not {low} ... {high}")
         return self._log_prob(outputs, targets)
 
     def log_probs(self, outputs: Tensor) -> Tensor:
-        """Natural logarithms of all levels' probabilities: ``outputs (..., size) -> (..., levels)``, in fp32 at least.
+        """Return the log-probabilities of all levels in nats: (..., size) -> (..., levels), at least float32.
 
-        Raises ValueError for outputs of another size.
+        Raises:
+            ValueError: For outputs of another size.
         """
         return self._table(self._outputs(outputs)).log_softmax(-1)
 
@@ -68,27 +76,35 @@ class Likelihood(ABC):
         top_p: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draw one token per row: ``outputs (..., size) -> (...) int64``.
+        """Sample one token per row.
 
-        The options act in this order on the probabilities p of the levels, for every likelihood alike:
+        The options apply in the order temperature, top_k, top_p. Of equally probable levels, the lower one counts as
+        more probable.
 
-        1. ``temperature``: p to the power 1/temperature, renormalised; 0 means the mode.
-        2. ``top_k``: the k most probable levels, renormalised; 0, or anything from ``levels`` on, means all.
-        3. ``top_p``: the smallest set of most probable levels whose mass reaches top_p, at least one; 1 means all
-           (Holtzman et al., 1904.09751, section 3.1).
+        Args:
+            outputs: (..., size), any floating-point dtype.
+            temperature: Probabilities are raised to the power 1/temperature and renormalized; 0 takes the mode.
+            top_k: Samples from the k most probable levels; 0, or ``levels`` and more, samples from all.
+            top_p: Samples from the smallest set of most probable levels whose mass reaches top_p; 1 samples from all.
+            generator: On the device of ``outputs``; None uses the global generator of the device.
 
-        Among equally probable levels the lower one counts as the more probable. ``generator`` lives on the device of
-        ``outputs``; without it the device's global one is used.
+        Returns:
+            (...) int64.
 
-        Raises ValueError for outputs of another size, temperature < 0 or not finite, top_k < 0, top_p outside (0, 1].
+        Raises:
+            ValueError: For outputs of another size, a temperature that is negative or not finite, top_k < 0, and top_p
+                outside (0, 1].
+
+        References:
+            Holtzman et al. 2020 (1904.09751), section 3.1, for top_p.
         """
         outputs = self._outputs(outputs)
         if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature}: must be a finite number >= 0; 0 picks the mode")
+            raise ValueError(f"temperature={temperature} must be a finite number >= 0; 0 takes the mode")
         if top_k < 0:
-            raise ValueError(f"top_k={top_k}: must be >= 0; 0 keeps all levels")
+            raise ValueError(f"top_k={top_k} must be >= 0; 0 keeps all levels")
         if not 0 < top_p <= 1:
-            raise ValueError(f"top_p={top_p}: must lie in (0, 1]; 1 keeps all levels")
+            raise ValueError(f"top_p={top_p} must be in (0, 1]; 1 keeps all levels")
         if temperature == 0:
             return self._table(outputs).argmax(-1)
         if temperature == 1 and (top_k == 0 or top_k >= self.levels) and top_p == 1:
@@ -100,8 +116,8 @@ class Likelihood(ABC):
     def _outputs(self, outputs: Tensor) -> Tensor:
         if outputs.ndim < 1 or outputs.shape[-1] != self.size or not outputs.is_floating_point():
             raise ValueError(
-                f"{self} reads {self.size} floating-point outputs per token in the last dimension; "
-                f"got {outputs.dtype} of shape {tuple(outputs.shape)}"
+                f"outputs of {self} must be floating-point (..., {self.size}), "
+                f"not {outputs.dtype} {tuple(outputs.shape)}"
             )
         return outputs if outputs.dtype == torch.float64 else outputs.float()
 
@@ -120,7 +136,7 @@ class Likelihood(ABC):
 
 @dataclass(frozen=True)
 class Categorical(Likelihood):
-    """One logit per level; knows nothing of the order of the levels."""
+    """One logit per level, without an order of the levels."""
 
     @property
     def size(self) -> int:
@@ -138,14 +154,17 @@ class Categorical(Likelihood):
 
 @dataclass(frozen=True)
 class Logistics(Likelihood):
-    """A mixture of logistic densities cut into one bin per level: near levels share probability.
+    """A mixture of logistic densities with one bin per level, so that nearby levels share probability.
 
-    Level x lies at 2x/(levels-1) - 1 in [-1, 1], its bin reaches 1/(levels-1) to either side, and the outermost bins
-    reach to infinity, so that the levels' probabilities sum to 1 (Salimans et al., 1701.05517, section 2.1, eq. 2).
-    The outputs of a token are ``mixtures`` logits, then as many means, then as many natural logarithms of scales
-    (taken as at least -7, as the paper's code does).
+    Level x is at 2x/(levels-1) - 1 in [-1, 1]. Its bin reaches 1/(levels-1) to both sides, and the outermost bins reach
+    to infinity, so that the probabilities sum to 1. The outputs of a token are the logits, the means and the log-scales
+    of the ``mixtures`` components; log-scales are clamped to at least -7, as in the paper's code.
 
-    Raises ValueError when built with mixtures < 1.
+    Raises:
+        ValueError: For mixtures < 1.
+
+    References:
+        Salimans et al. 2017 (1701.05517), section 2.1, eq. 2.
     """
 
     mixtures: int = 10
@@ -153,7 +172,7 @@ class Logistics(Likelihood):
     def __post_init__(self):
         super().__post_init__()
         if self.mixtures < 1:
-            raise ValueError(f"mixtures={self.mixtures!r}: a mixture has at least one part")
+            raise ValueError(f"mixtures={self.mixtures!r} must be at least 1")
 
     @property
     def size(self) -> int:
@@ -170,8 +189,8 @@ class Logistics(Likelihood):
         x = targets.to(outputs.dtype) * (2 * half) - 1
         rate = (-log_scales).exp()
         upper, lower = (x + half - means) * rate, (x - half - means) * rate
-        # With sigma the logistic function, sigma(u) - sigma(l) = sigma(u) sigma(-l) (1 - exp(l - u)): no difference of
-        # near-equal numbers, so that bins of any mass are exact, and every branch below is finite with its gradient.
+        # With sigma the logistic function, sigma(u) - sigma(l) = sigma(u) sigma(-l) (1 - exp(l - u)). This avoids the
+        # difference of nearly equal numbers, and every branch below is finite with its gradient.
         below, above = F.logsigmoid(upper), F.logsigmoid(-lower)
         inside = below + above + (-torch.expm1(-2 * half * rate)).log()
         log_bins = torch.where(targets == 0, below, torch.where(targets == self.levels - 1, above, inside))
@@ -186,8 +205,8 @@ class Logistics(Likelihood):
         part = _draw(log_weights, 1.0, None, generator)[..., None]
         mean, log_scale = (values.gather(-1, part)[..., 0] for values in (means, log_scales))
         uniform = torch.rand(mean.shape, dtype=mean.dtype, device=mean.device, generator=generator)
-        # The bins' borders lie half-way between levels, so rounding a draw of the density draws from the bins' masses;
-        # a uniform of exactly 0 gives minus infinity, which the clamp takes to level 0.
+        # The borders of the bins are half-way between levels, so rounding a sample of the density samples the bins. A
+        # uniform of exactly 0 gives minus infinity, which is clamped to level 0.
         x = mean + log_scale.exp() * torch.logit(uniform)
         return ((x + 1) * ((self.levels - 1) / 2)).round().clamp(0, self.levels - 1).long()
 
@@ -196,36 +215,38 @@ LIKELIHOODS: Mapping[str, type[Likelihood]] = {"categorical": Categorical, "logi
 
 
 def build(text: str, levels: int) -> Likelihood:
-    """Build the likelihood named by a spec, ``"categorical"`` or ``"logistics(mixtures=10)"``, over ``levels`` levels.
+    """Build the likelihood of a spec, ``"categorical"`` or ``"logistics(mixtures=10)"``, over ``levels`` levels.
 
-    Raises ValueError for an unknown name or option, levels < 2, mixtures < 1, or text that names no likelihood.
+    Raises:
+        ValueError: For an unknown name or option, levels < 2, and mixtures < 1.
 
-    >>> build("logistics(mixtures=5)", 256).size
-    15
+    Example:
+        >>> build("logistics(mixtures=5)", 256).size
+        15
     """
     made = spec.parse(text, {name: partial(kind, levels) for name, kind in LIKELIHOODS.items()})
     if not isinstance(made, Likelihood):
-        raise ValueError(f"{text!r} names no likelihood; known: {', '.join(sorted(LIKELIHOODS))}")
+        raise ValueError(f"{text!r} is not a likelihood; known: {', '.join(sorted(LIKELIHOODS))}")
     return made
 
 
 def _draw(scores: Tensor, temperature: float, keep: Tensor | None, generator: torch.Generator | None) -> Tensor:
-    """Draw from softmax(scores / temperature) over the kept entries: ``(..., levels) -> (...)``."""
-    # argmax(scores / T + Gumbel noise) is such a draw, and so is argmax(scores + T noise), which no small T overflows.
-    # The logarithm of an exponential variable is minus a Gumbel one.
+    """Sample from softmax(scores / temperature) over the kept entries: ``(..., levels) -> (...)``."""
+    # argmax(scores / T + Gumbel noise) is such a sample, and so is argmax(scores + T noise), which does not overflow
+    # for small T. The logarithm of an exponential variable is the negative of a Gumbel variable.
     race = torch.empty_like(scores).exponential_(generator=generator)
     keys = scores - temperature * race.clamp_(min=torch.finfo(race.dtype).tiny).log_()
     return (keys if keep is None else keys.masked_fill(~keep, -math.inf)).argmax(-1)
 
 
 def _kept(scores: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Which levels top_k and top_p leave: ``(..., levels) -> (..., levels) bool``."""
+    """The levels that top_k and top_p keep: ``(..., levels) -> (..., levels) bool``."""
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     if top_k:
         ordered[..., top_k:] = -math.inf
     stays = ordered > -math.inf
     if top_p < 1:
         share = ((ordered - ordered[..., :1]) / max(temperature, torch.finfo(scores.dtype).tiny)).softmax(-1)
-        # A level stays while the mass before it is short of top_p; the first one always does.
+        # A level stays if the mass before it is below top_p, so the first one always stays.
         stays &= share.cumsum(-1) - share < top_p
     return torch.zeros_like(stays).scatter(-1, order, stays)

@@ -1,4 +1,4 @@
-"""Encoder and decoder: the encoder sees the whole source, and the decoder writes the target with it in view."""
+"""The encoder-decoder: an encoder of the source, and a decoder of the target that reads it by cross attention."""
 
 from typing import Never
 
@@ -10,27 +10,35 @@ from .._utils.aliases import refuse
 from . import likelihood
 from .config import EncoderConfig, Seq2SeqConfig
 from .decoder import DecoderState
-from .embedding import Embedding, check_position, check_tokens, initialise
+from .embedding import Embedding, check_position, check_tokens, initialize
 from .stacks import Stack, check_fits_in_memory
 
 
 class Seq2Seq(nn.Module):
-    """Writes a target with a source in view; trains in parallel, generates as an RNN (Vaswani et al. 2017, section 3).
+    """Predicts the target of a source; trains in parallel, generates as an RNN.
 
-    >>> import torch, longspan
-    >>> model = longspan.Seq2Seq(longspan.Seq2SeqConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
-    >>> source, target = torch.tensor([[3, 1, 4]]), torch.tensor([[1, 4]])
-    >>> outputs = model(source, model.shift(target))
-    >>> model.likelihood.log_prob(outputs, target).shape
-    torch.Size([1, 2])
+    ``outputs = model(source, tokens)`` maps source (B,M) and tokens (B,N) to the parameters (B,N,likelihood.size) of
+    the distributions of the next tokens. The start token of the target is ``vocab``. To decode token by token,
+    ``state = model.init_state(source)`` reads the source once, and ``outputs, state = model.step(tokens, state)``
+    continues. The state contains what the cross attentions need from the source: keys and values, or a sum.
 
-    ``outputs = model(source, tokens)``: source (B,M) and tokens (B,N) int64, where ``vocab`` itself is the start token
-    of the target, to the parameters (B,N,likelihood.size) of the next token's distribution. To write token by token,
-    ``state = model.init_state(source)`` reads the source once, and ``outputs, state = model.step(tokens, state)`` goes
-    on: the cross attentions keep what they made of the source, be it its keys and values or a sum.
+    Args:
+        config: Sizes, attentions, positions and likelihood.
 
-    Raises ValueError for a spec that cannot be built, a cross attention that reads no context, and weights that would
-    take more memory than this machine has.
+    Raises:
+        ValueError: For a spec that cannot be built, a cross attention without ``context=``, and weights that do not fit
+            into memory.
+
+    Example:
+        >>> import torch, longspan
+        >>> model = longspan.Seq2Seq(longspan.Seq2SeqConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
+        >>> source, target = torch.tensor([[3, 1, 4]]), torch.tensor([[1, 4]])
+        >>> outputs = model(source, model.shift(target))
+        >>> model.likelihood.log_prob(outputs, target).shape
+        torch.Size([1, 2])
+
+    References:
+        Vaswani et al. 2017 (1706.03762), section 3.
     """
 
     def __init__(self, config: Seq2SeqConfig):
@@ -40,32 +48,41 @@ class Seq2Seq(nn.Module):
         self.likelihood = likelihood.build(config.likelihood, config.vocab)
         self.embedding = Embedding(config.vocab + 1, config)
         shared = not config.source_vocab
-        # The shared table's last row is the start token, which no source has.
+        # The last row of a shared table is the start token, which does not occur in sources.
         self.source_embedding = self.embedding if shared else Embedding(config.source_vocab, config)
         self.encoder = Stack(_encoder(config), causal=False, positions=config.positions)
         self.stack = Stack(config, positions=config.positions, cross=config.cross_attention)
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
-        initialise(self, config.depth)
+        initialize(self, config.depth)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     @property
     def start(self) -> int:
-        """The start token, which comes before the target's first one."""
+        """The start token, which precedes the first token of the target."""
         return self.config.vocab
 
     def shift(self, tokens: Tensor) -> Tensor:
-        """The inputs whose targets are ``tokens`` (B,N): the start token in front, the last token dropped."""
+        """Return the inputs for the targets ``tokens`` (B,N): prepend the start token, drop the last token."""
         return F.pad(tokens, (1, 0), value=self.start)[:, : tokens.shape[1]]
 
     def encode(self, source: Tensor, *, mask: Tensor | None = None, record: dict | None = None) -> Tensor:
-        """source (B,M) int64, mask (B,M) -> its features (B,M,dim), 0 where nothing real is.
+        """Encode a source.
 
-        Raises ValueError for tokens of a wrong kind or out of range.
+        Args:
+            source: (B,M) int64.
+            mask: (B,M) bool, True on real tokens.
+            record: Filled as by ``Stack``.
+
+        Returns:
+            Features (B,M,dim), 0 on masked tokens.
+
+        Raises:
+            ValueError: For tokens of another dtype or out of range.
         """
         check_tokens(source, (self.config.source_vocab or self.config.vocab) - 1, mask)
         x, _ = self.source_embedding(source, mask=mask)
@@ -74,7 +91,16 @@ class Seq2Seq(nn.Module):
     def init_state(
         self, source: Tensor, *, source_mask: Tensor | None = None, capacity: int | None = None
     ) -> DecoderState:
-        """The state before the start token, with the source (B,M) read; ``capacity`` as in ``Attention.init_state``."""
+        """Read the source and return the state before the start token.
+
+        Args:
+            source: (B,M) int64.
+            source_mask: (B,M) bool, True on real tokens.
+            capacity: As in ``Attention.init_state``.
+
+        Raises:
+            ValueError: For tokens of another dtype or out of range.
+        """
         context = self.encode(source, mask=source_mask)
         layers = self.stack.init_state(len(source), capacity, context=context, context_mask=source_mask)
         return DecoderState(torch.zeros(len(source), dtype=torch.long, device=self.device), layers)
@@ -82,12 +108,22 @@ class Seq2Seq(nn.Module):
     def step(
         self, tokens: Tensor, state: DecoderState, *, mask: Tensor | None = None, donate: bool = False
     ) -> tuple[Tensor, DecoderState]:
-        """Some more tokens (B,N) of the target -> outputs (B,N,size), state; see ``Decoder``.
+        """Read the next tokens of the target.
 
-        Raises ValueError for a state of another kind, and for tokens of a wrong kind or out of range.
+        Args:
+            tokens: (B,N) int64.
+            state: The state of ``init_state`` or of an earlier step.
+            mask: (B,N) bool, True on real tokens.
+            donate: Allow the state to be overwritten.
+
+        Returns:
+            Outputs (B,N,likelihood.size) and the next state.
+
+        Raises:
+            ValueError: For a state of another type, and tokens of another dtype or out of range.
         """
         if not isinstance(state, DecoderState):
-            raise ValueError(f"the state of this model is what init_state(source) gives, not {type(state).__name__}")
+            raise ValueError(f"state must be a DecoderState, as init_state(source) returns, not {type(state).__name__}")
         check_tokens(tokens, self.start, mask)
         check_position(state.position, tokens)
         x, end = self.embedding(tokens, state.position, mask=mask)
@@ -104,29 +140,48 @@ class Seq2Seq(nn.Module):
         record: dict | None = None,
         **unknown: Never,
     ) -> Tensor:
-        """See the class; the masks (B,M) and (B,N) are True on real tokens.
+        """Map a source and the inputs of a target to outputs.
 
-        ``record`` is asked of both stacks: it gets ``encoder`` and ``decoder``, what ``Stack`` tells, and the sum of
-        their penalties. Raises ValueError for tokens of a wrong kind or out of range.
+        Args:
+            source: (B,M) int64.
+            tokens: (B,N) int64, see ``shift``.
+            source_mask: (B,M) bool, True on real tokens.
+            mask: (B,N) bool, True on real tokens.
+            record: Gets ``encoder`` and ``decoder``, the records of both stacks, and the sum of their penalties.
+
+        Returns:
+            Outputs (B,N,likelihood.size).
+
+        Raises:
+            ValueError: For tokens of another dtype or out of range.
         """
         if unknown:
             refuse("Seq2Seq", unknown, ("source", "tokens", "source_mask", "mask", "record"))
-        told = [None if record is None else dict(record) for _ in range(2)]
-        context = self.encode(source, mask=source_mask, record=told[0])
+        records = [None if record is None else dict(record) for _ in range(2)]
+        context = self.encode(source, mask=source_mask, record=records[0])
         check_tokens(tokens, self.start, mask)
         x, _ = self.embedding(tokens, mask=mask)
-        x, _ = self.stack(x, mask=mask, context=context, context_mask=source_mask, record=told[1])
+        x, _ = self.stack(x, mask=mask, context=context, context_mask=source_mask, record=records[1])
         if record is not None:
             record.clear()
-            record.update(encoder=told[0], decoder=told[1])
-            if penalties := [one["penalty"] for one in told if one and "penalty" in one]:
+            record.update(encoder=records[0], decoder=records[1])
+            if penalties := [one["penalty"] for one in records if one and "penalty" in one]:
                 record["penalty"] = torch.stack(penalties).sum()
         return self._outputs(x)
 
     def loss(self, outputs: Tensor, targets: Tensor, *, mask: Tensor | None = None) -> Tensor:
-        """Mean nats per real token, with the label smoothing of the config: outputs (B,N,size), targets (B,N) -> ().
+        """Return the mean loss in nats per real token, with the label smoothing of the config.
 
-        Source: Szegedy et al. 2015 (1512.00567), section 7.
+        Args:
+            outputs: (B,N,likelihood.size).
+            targets: (B,N) int64.
+            mask: (B,N) bool, True on real tokens.
+
+        Returns:
+            A scalar.
+
+        References:
+            Szegedy et al. 2015 (1512.00567), section 7, for label smoothing.
         """
         nats = -self.likelihood.log_prob(outputs, targets)
         if self.config.smoothing:
@@ -135,12 +190,12 @@ class Seq2Seq(nn.Module):
         return nats.mean() if mask is None else nats.masked_fill(~mask, 0.0).sum() / mask.sum().clamp(min=1)
 
     def _outputs(self, x: Tensor) -> Tensor:
-        # Tokens are embedded here; Embedding allows vectors, too, whose map has no weight.
+        # Always an nn.Embedding here; for vectors it would be an nn.Identity without a weight.
         return F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore[index]
 
 
 def _encoder(config: Seq2SeqConfig) -> EncoderConfig:
-    """The encoder's config: the decoder's sizes, attentions and a depth of its own."""
+    """The encoder's config: the sizes of the decoder, with separate attention and depth."""
     names = (
         "dim",
         "heads",

@@ -1,4 +1,4 @@
-"""A transcriber: frames of speech become tokens, a stack of blocks reads them, a linear head tells labels."""
+"""The transcriber: frames of speech become tokens, a stack of blocks and a linear head map them to labels."""
 
 from typing import NamedTuple
 
@@ -12,9 +12,9 @@ from .stacks import Stack, check_fits_in_memory
 
 
 class Front(nn.Module):
-    """Frames to tokens: each token reads ``context`` frames, of which the last ``stride`` are its own.
+    """Maps frames to tokens: each token reads ``context`` frames, of which the last ``stride`` are its own.
 
-    Frames are shifted and scaled by fixed numbers per channel, ``calibrate``'s, and by nothing of the utterance itself.
+    Frames are normalized by constants per channel, which ``calibrate`` sets, not by statistics of the recording.
     """
 
     mean: Tensor  # (features,)
@@ -28,16 +28,16 @@ class Front(nn.Module):
         self.read = nn.Linear(features * context, dim)
 
     def calibrate(self, frames: Tensor) -> None:
-        """Take mean and deviation of each channel from frames (T,features), those of the training."""
+        """Set the mean and the standard deviation of each channel from training frames (T,features)."""
         self.mean.copy_(frames.mean(0))
         self.deviation.copy_(frames.std(0).clamp(min=1e-3))
 
     def start(self, batch: int) -> Tensor:
-        """The frames before the first one: as average as frames can be, (B,context-stride,features)."""
+        """Return padding frames before the first one, the mean of each channel: (B,context-stride,features)."""
         return self.mean.expand(batch, self.context - self.stride, self.features).clone()
 
     def forward(self, frames: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-        """frames (B,T,features), those before that are still needed -> tokens (B,N,dim), those needed from now on."""
+        """frames (B,T,features), earlier frames still needed -> tokens (B,N,dim), frames needed later."""
         x = torch.cat([before, frames], 1)
         count = (x.shape[1] - self.context + self.stride) // self.stride
         if count < 1:
@@ -48,31 +48,36 @@ class Front(nn.Module):
 
 
 class TranscriberState(NamedTuple):
-    """What is kept of the frames that were read; see ``Transcriber``."""
+    """The state of a causal transcriber."""
 
-    frames: Tensor  # (B,R,features) those that tokens to come still read
+    frames: Tensor  # (B,R,features), frames that later tokens read
     position: Tensor  # (B,) int64, tokens so far
     layers: tuple  # one state per block
 
 
 class Transcriber(nn.Module):
-    """Tells what is said: frames (B,T,features) -> scores (B,N,classes) of each token, of ``stride`` frames each.
+    """Maps frames of speech (B,T,features) to logits (B,N,classes), one token per ``stride`` frames.
 
-    >>> import torch, longspan
-    >>> config = longspan.TranscriberConfig(dim=8, depth=2, heads=2, feedforward=16, features=5, labels="yes no")
-    >>> model = longspan.Transcriber(config)
-    >>> logits, tokens = model(torch.randn(1, 31, 5))
-    >>> logits.shape, tokens
-    (torch.Size([1, 15, 3]), tensor([15]))
+    Class 0 is the blank, class i is label i - 1 of the config. A causal transcriber also reads streams:
+    ``logits, state = model.step(frames, state)``, from ``model.init_state(B)``, returns the logits of the tokens that
+    these frames complete. The result does not depend on how frames are split into calls.
 
-    Class 0 is the blank, class i label i - 1 of the config. ``lengths`` (B,) are the real frames of each row; what
-    comes after them is not read, and frames that fill no token are left out. A causal transcriber also goes on:
-    ``logits, state = model.step(frames, state)`` from ``model.init_state(B)`` gives the scores of the tokens that these
-    frames complete, whatever the cut of the frames into calls.
+    Args:
+        config: Sizes, attention, positions, labels and frames.
 
-    Source: Katharopoulos et al. 2020 (2006.16236), section 4.3, for the encoder with a CTC loss; Graves et al. 2006 for
-    the loss. Raises ValueError for a spec that cannot be built, and weights that would take more memory than this
-    machine has.
+    Raises:
+        ValueError: For a spec that cannot be built, and weights that do not fit into memory.
+
+    Example:
+        >>> import torch, longspan
+        >>> config = longspan.TranscriberConfig(dim=8, depth=2, heads=2, feedforward=16, features=5, labels="yes no")
+        >>> model = longspan.Transcriber(config)
+        >>> logits, tokens = model(torch.randn(1, 31, 5))
+        >>> logits.shape, tokens
+        (torch.Size([1, 15, 3]), tensor([15]))
+
+    References:
+        Katharopoulos et al. 2020 (2006.16236), section 4.3, for an encoder with a CTC loss; Graves et al. 2006 for CTC.
     """
 
     def __init__(self, config: TranscriberConfig):
@@ -85,13 +90,22 @@ class Transcriber(nn.Module):
         self.head = nn.Linear(config.dim, 1 + len(config.labels.split()))
 
     def calibrate(self, frames: Tensor) -> None:
-        """Take mean and deviation of each channel from frames (T,features), those of the training."""
+        """Set the mean and the standard deviation of each channel from training frames (T,features)."""
         self.front.calibrate(frames)
 
     def forward(self, frames: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See the class -> logits (B,N,classes), tokens (B,).
+        """Map whole recordings to logits.
 
-        Raises ValueError for frames of another shape, and lengths that do not fit them.
+        Args:
+            frames: (B,T,features).
+            lengths: (B,) int64, the real frames of each row; None: all. Frames after them and frames that do not fill a
+                token are ignored.
+
+        Returns:
+            Logits (B,N,classes), and the number of tokens of each row (B,).
+
+        Raises:
+            ValueError: For frames of another shape, and lengths that do not fit them.
         """
         frames, tokens, mask = tokens_of(frames, lengths, self.config.features, self.config.stride)
         x, _ = self.front(frames, self.front.start(len(frames)))
@@ -102,19 +116,27 @@ class Transcriber(nn.Module):
         return self.head(x), tokens
 
     def init_state(self, batch: int) -> TranscriberState:
-        """The state before the first frame. Raises ValueError for a transcriber that is not causal."""
+        """Return the state before the first frame. Raises ValueError if the transcriber is not causal."""
         if not self.config.causal:
-            raise ValueError("this transcriber sees whole recordings and has no state; build it with causal=True")
+            raise ValueError("this transcriber reads whole recordings and has no state; build it with causal=True")
         position = torch.zeros(batch, dtype=torch.long, device=self.head.weight.device)
         return TranscriberState(self.front.start(batch), position, self.stack.init_state(batch))
 
     def step(self, frames: Tensor, state: TranscriberState) -> tuple[Tensor, TranscriberState]:
-        """The next frames (B,T,features) -> logits (B,N,classes) of the tokens that they complete, the state after.
+        """Read the next frames of a stream.
 
-        Raises ValueError for frames of another shape and a state of another kind.
+        Args:
+            frames: (B,T,features).
+            state: The state of ``init_state`` or of an earlier step.
+
+        Returns:
+            Logits (B,N,classes) of the tokens that these frames complete, and the next state.
+
+        Raises:
+            ValueError: For frames of another shape, and a state of another type.
         """
         if not isinstance(state, TranscriberState):
-            raise ValueError(f"a transcriber continues a TranscriberState, not {type(state).__name__}")
+            raise ValueError(f"state must be a TranscriberState, not {type(state).__name__}")
         frames, _, _ = tokens_of(frames, None, self.config.features, self.config.stride)
         x, left = self.front(frames, state.frames)
         if not x.shape[1]:
@@ -124,7 +146,7 @@ class Transcriber(nn.Module):
         return self.head(x), TranscriberState(left, position, layers)  # type: ignore[arg-type]
 
     def loss(self, frames: Tensor, lengths: Tensor, targets: list[list[int]]) -> Tensor:
-        """Mean nats per label by CTC; see ``ctc.loss``, which says what is raised."""
+        """Return the CTC loss in mean nats per label; see ``ctc.loss`` for the targets and the errors."""
         logits, counts = self(frames, lengths)
         return ctc.loss(logits, counts, targets)
 
@@ -134,7 +156,8 @@ def tokens_of(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """frames (B,T,features), lengths (B,) -> frames with zeros after each row's end, tokens (B,), mask (B,N) or None.
 
-    Raises ValueError for frames of another shape, and lengths that do not fit them.
+    Raises:
+        ValueError: For frames of another shape, and lengths that do not fit them.
     """
     if frames.dim() != 3 or frames.shape[-1] != features or not frames.is_floating_point():
         raise ValueError(f"frames must be floating-point (B, T, {features}), not {frames.dtype} {tuple(frames.shape)}")
@@ -144,7 +167,9 @@ def tokens_of(
     if lengths.dtype != torch.int64 or tuple(lengths.shape) != (batch,):
         raise ValueError(f"lengths must be int64 {(batch,)}, not {lengths.dtype} {tuple(lengths.shape)}")
     if batch and not 0 <= int(lengths.min()) <= int(lengths.max()) <= most:
-        raise ValueError(f"lengths run from {int(lengths.min())} to {int(lengths.max())}, of {most} frames")
+        raise ValueError(
+            f"lengths range from {int(lengths.min())} to {int(lengths.max())}, but there are {most} frames"
+        )
     real = torch.arange(most, device=frames.device) < lengths[:, None]
     tokens = lengths // stride
     mask = torch.arange(most // stride, device=frames.device) < tokens[:, None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models.decoder import Decoder
-from ..models.embedding import initialise
+from ..models.embedding import initialize
 from ..models.stacks import Plain, Universal
 from ..modules.norms import norm
 from .config import step_seed
@@ -55,7 +55,7 @@ class Auxiliary(nn.Module):
             heads = {f"{layer}_{ahead}": head(False) for layer in below for ahead in range(1, targets + 1)}
             heads |= {f"{self.layers}_{ahead}": head(True) for ahead in range(2, targets + 1)}
             self.heads = nn.ModuleDict(heads)
-            initialise(self, config.depth)
+            initialize(self, config.depth)
         self.steps = steps
         self.register_buffer("made", torch.zeros((), dtype=torch.int64))
         self.heard: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Trained models that come with the package, each a checkpoint with a record of its training."""
+"""Pretrained models that come with the package, each a checkpoint with a record of its training."""
 
 from pathlib import Path
 from typing import Any
@@ -12,34 +12,36 @@ RECORD = "record.json"
 
 
 def names(*kinds: str) -> tuple[str, ...]:
-    """The models that are here: of these kinds, ``decoder`` and so on, or all."""
+    """Return the names of the pretrained models of these kinds, such as ``decoder``, or of all kinds."""
     found = sorted(path.parent for path in FOLDER.glob(f"*/{checkpoint.CONFIG}"))
     return tuple(path.name for path in found if not kinds or checkpoint.read_config(path)["kind"] in kinds)
 
 
 def path(name: str) -> Path:
-    """The checkpoint of a model. Raises ValueError for a name that none has."""
-    known(name, dict.fromkeys(names()), "model inside longspan")
+    """Return the checkpoint of a pretrained model. Raises ValueError for an unknown name."""
+    known(name, dict.fromkeys(names()), "pretrained model")
     return FOLDER / name
 
 
 def load(name: str) -> Any:
-    """A model in eval mode on the CPU: in float32, with the values of the bfloat16 weights that its checkpoint holds.
+    """Load a pretrained model in eval mode on the CPU, with its bfloat16 weights converted to float32.
 
-    Raises ValueError for a name that none has.
+    Raises:
+        ValueError: For an unknown name.
     """
     return checkpoint.load(path(name)).float()
 
 
 def record(name: str) -> dict[str, Any]:
-    """How a model was trained, on what, and what it scored.
+    """Return the record of a pretrained model: its training, its data and its scores.
 
-    Raises ValueError for a name that none has, and for a record that is damaged.
+    Raises:
+        ValueError: For an unknown name, and a damaged record.
     """
     file = path(name) / RECORD
     return sealed_dir.parsed(file, atomic_io.read(file))
 
 
 def is_pretrained_name(folder: str) -> bool:
-    """Whether these words name a model that is here, and no folder, which would come first."""
+    """Whether ``folder`` is the name of a pretrained model and not an existing folder, which takes precedence."""
     return folder in names() and not Path(folder).exists()
