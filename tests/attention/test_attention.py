@@ -206,7 +206,7 @@ class TestBuild:
             ("linear(causal=False)", "linear has no option 'causal'"),
             ("linear(feature_map='cosine')", "unknown feature map 'cosine'.*known: elu, exp, relu, squared_relu"),
             ("linear(eps=-1.0)", "eps=-1.0 is added to the denominator and must not be negative"),
-            ("linear(rotary=-1.0)", "rotary=-1.0 is the base of the angles"),
+            ("linear(rotary=-1.0)", "rotary=-1.0 must be positive"),
             ("softmax(kv_heads=3)", "kv_heads=3 must divide heads=2"),
             ("softmax(dropout=1.0)", r"dropout=1.0 must be in \[0, 1\)"),
             ("kernel(similarity='cosine')", "unknown similarity 'cosine'"),

@@ -64,7 +64,7 @@ def test_initialisation():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("retention(rotary=-1.0)", "rotary=-1.0 is the base of the angles"),
+        ("retention(rotary=-1.0)", "rotary=-1.0 must be positive"),
         ("retention(expand_v=0.3)", "expand_v=0.3 times heads of 4 channels is no whole number"),
         ("retention(expand_v=0.25)", "expand_v=0.25 leaves each head 1 channel, of which the norm leaves 0"),
     ],

@@ -179,9 +179,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("change", "reason"),
         [
-            (lambda m: m.double(), "weights on the CPU, all of them float32 or all bfloat16"),
-            (lambda m: m.head.bfloat16(), "weights on the CPU, all of them float32 or all bfloat16"),
-            (lambda m: m.stack.blocks[1].attention.register_forward_hook(print), "stack.blocks.1.attention has a for"),
+            (lambda m: m.double(), "on the CPU, all float32 or all bfloat16"),
+            (lambda m: m.head.bfloat16(), "on the CPU, all float32 or all bfloat16"),
+            (lambda m: m.stack.blocks[1].attention.register_forward_hook(print), "stack.blocks.1.attention has "),
             (lambda m: setattr(m, "head", nn.Sequential(m.head)), "head is a Sequential"),
             (lambda m: nn.utils.parametrizations.weight_norm(m.head), "head is a ParametrizedLinear"),
         ],
@@ -190,7 +190,7 @@ class TestRefusals:
         model = decoder()
         change(model)
         assert reason in Engine.why_not(model)
-        with pytest.raises(ValueError, match="does not serve this decoder: "):
+        with pytest.raises(ValueError, match="does not support this decoder: "):
             Engine(model)
 
     def test_dropout_and_other_mechanisms_and_backends(self):

@@ -238,7 +238,7 @@ class TestShortConvolution:
         assert torch.autograd.gradcheck(call, (x, state, convolution.weight))
 
     def test_widths_that_reach_nothing_are_refused(self):
-        with pytest.raises(ValueError, match="a convolution of width=1 reaches no earlier token; 2 is the least"):
+        with pytest.raises(ValueError, match="width=1 must be at least 2"):
             ShortConvolution(3, 1)
 
     def test_is_the_public_operation_and_says_what_ran(self):

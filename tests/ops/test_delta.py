@@ -250,7 +250,7 @@ class TestMechanisms:
     @pytest.mark.parametrize(
         ("spec", "message"),
         [
-            ("deltanet(convolution=1)", "a convolution of width=1 reaches no earlier token; 2 is the least"),
+            ("deltanet(convolution=1)", "width=1 must be at least 2"),
             ("gated_deltanet(key_heads=3)", "key_heads=3 must divide heads=2"),
             ("gated_deltanet(key_heads=-1)", "key_heads=-1 must divide heads=2"),
             ("gated_deltanet(expand_v=0.3)", "expand_v=0.3 times heads of 4 channels is no whole number of channels"),

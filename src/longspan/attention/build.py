@@ -7,7 +7,7 @@ from typing import Any
 
 from .._utils import model_memory, spec, typecheck
 from .._utils.aliases import hinted
-from ..modules.positions import ASKED, Positions, parse
+from ..modules.positions import MISSING, Positions, parse
 from .base import REGISTRY, Attention, own_options
 from .registry import list_mechanisms, mechanism
 
@@ -86,7 +86,7 @@ def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) ->
     Raises ValueError where neither is exact for them.
     """
     given = placed.options()
-    if placed.kind not in ASKED:
+    if placed.kind not in MISSING:
         return cls, options
     if placed.kind == "rotary":
         kind = cls if "rotary" in own_options(cls) else None
@@ -98,7 +98,7 @@ def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) ->
     if kind is None:
         able = ", ".join(name for name in list_mechanisms() if _able(REGISTRY[name], placed.kind))
         raise ValueError(
-            f"{cls.name} has no {placed.kind} positions: {ASKED[placed.kind]}; {able} have them, and any mechanism "
+            f"{cls.name} has no {placed.kind} positions: {MISSING[placed.kind]}; {able} have them, and any mechanism "
             f"goes with none, sinusoidal or learned: positions=, of a training --model.positions"
         )
     given |= options

@@ -1,4 +1,4 @@
-"""Beam search: the likeliest continuations, of which several are followed at a time."""
+"""Beam search over the most likely continuations."""
 
 import math
 from typing import NamedTuple
@@ -17,11 +17,11 @@ from .sampling import afford_rows, begun, check_source
 
 
 class Beams(NamedTuple):
-    """The best continuations of each row, the best one first."""
+    """The best continuations of each row, best first."""
 
-    tokens: Tensor  # (B,K,T) int64; what follows the stop token is the stop token again
+    tokens: Tensor  # (B,K,T) int64, padded with the stop token
     scores: Tensor  # (B,K) log-probability, in nats, divided by the length penalty
-    lengths: Tensor  # (B,K) int64, tokens up to and with the stop token
+    lengths: Tensor  # (B,K) int64, number of tokens, including the stop token
 
 
 @hinted
@@ -39,23 +39,39 @@ def beam_search(
     length_penalty: float = 0.0,
     stop: int | None = None,
 ) -> Beams:
-    r"""The likeliest sequences of at most ``max_new_tokens`` more tokens, as far as a beam of ``beams`` finds them.
+    r"""Search for the most likely continuations with a beam.
 
-    >>> import torch, longspan
-    >>> model = longspan.Seq2Seq(longspan.Seq2SeqConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5)).eval()
-    >>> found = longspan.beam_search(model, source=torch.tensor([[3, 1, 4]]), max_new_tokens=6, beams=3, stop=0)
-    >>> found.tokens.shape[:2], found.scores.shape
-    (torch.Size([1, 1]), torch.Size([1, 1]))
+    In each step, the ``beams`` best of all continuations are kept; their states are selected, never recomputed.
+    Sequences are compared by $\log p / ((5 + n) / 6)^\alpha$, with n tokens and $\alpha$ the ``length_penalty``. One
+    beam is greedy search.
 
-    A ``Decoder`` continues ``prompt`` (B,P) int64, with ``mask`` (B,P) where rows differ in length; a ``Seq2Seq``
-    writes the target of ``source`` (B,M), ``source_mask`` (B,M), from its start or from a ``prompt``. In each step the
-    ``beams`` best of all continuations go on, each with the state of the one that it continues, which is selected and
-    never computed again. One that ends with ``stop`` keeps its score. Sequences are compared by
-    $\log p / ((5 + n) / 6)^\alpha$, n their number of tokens and $\alpha$ the ``length_penalty``; 0 compares by
-    probability, larger ones favour longer sequences (Wu et al. 2016, 1609.08144, section 7, eq. 14). ``best``: how many
-    are returned, at most ``beams``. One beam is greedy search; as many as there are sequences, the exact answer.
+    Args:
+        model: A ``Decoder``, or a ``Seq2Seq``, which writes the target of each ``source``.
+        prompt: (B,P) int64, required for a ``Decoder``; P may be 0.
+        source: (B,M) int64, the source of a ``Seq2Seq``.
+        source_mask: (B,M) bool, True on real tokens, if sources differ in length.
+        mask: (B,P) bool, True on real tokens, if prompts differ in length.
+        max_new_tokens: The largest number of new tokens.
+        beams: Number of sequences to keep per row.
+        best: Number of sequences to return per row, at most ``beams``.
+        length_penalty: 0 compares by probability; larger values favor longer sequences.
+        stop: The token that ends a sequence, which then keeps its score.
 
-    Raises ValueError for a prompt, source or option out of range.
+    Returns:
+        Tokens, scores and lengths of the best sequences of each row.
+
+    Raises:
+        ValueError: For a prompt, source or option out of range.
+
+    Example:
+        >>> import torch, longspan
+        >>> model = longspan.Seq2Seq(longspan.Seq2SeqConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5)).eval()
+        >>> found = longspan.beam_search(model, source=torch.tensor([[3, 1, 4]]), max_new_tokens=6, beams=3, stop=0)
+        >>> found.tokens.shape[:2], found.scores.shape
+        (torch.Size([1, 1]), torch.Size([1, 1]))
+
+    References:
+        Wu et al. 2016 (1609.08144), section 7, eq. 14, for the length penalty.
     """
     tokens = max_new_tokens
     _check(model, prompt, source, mask, source_mask, tokens, beams, best, length_penalty, stop)
@@ -71,7 +87,7 @@ def beam_search(
     outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens)
     batch, levels = len(outputs), model.likelihood.levels
     logs = model.likelihood.log_probs(outputs).double()  # (B,V)
-    # One hypothesis a row at first: the others begin at -inf, so that the first step draws from the first one alone.
+    # One hypothesis per row at first: the others start at -inf, so that the first step extends the first one alone.
     total = torch.full((batch, beams), -torch.inf, dtype=torch.float64, device=logs.device)
     total[:, 0] = 0.0
     logs = logs[:, None].expand(-1, beams, -1)
@@ -82,7 +98,7 @@ def beam_search(
     lengths = torch.zeros(batch, beams, dtype=torch.long, device=logs.device)
     for i in range(tokens):
         if stop is not None:
-            # What has ended goes on in one way only, which costs nothing.
+            # An ended sequence has one continuation, at no cost.
             ended = torch.full_like(logs, -torch.inf)
             ended[..., stop] = 0.0
             logs = torch.where(done[..., None], ended, logs)
@@ -104,12 +120,12 @@ def beam_search(
 
 
 def _overflows(penalty: float, tokens: int) -> bool:
-    """Whether the length penalty of the longest sequence may be beyond float64."""
+    """Whether the length penalty of the longest sequence may overflow float64."""
     return penalty * math.log((5 + tokens) / 6) > 700
 
 
 def _scored(total: Tensor, lengths: Tensor, penalty: float, tokens: int) -> Tensor:
-    """Scores (B,K); beyond float64 by logarithms, where they may underflow to 0 but are never NaN."""
+    """Scores (B,K), by logarithms if float64 overflows; they may underflow to 0 but are never NaN."""
     if not _overflows(penalty, tokens):
         return total / ((5 + lengths.double()) / 6) ** penalty
     scores = -(torch.log(-total) - penalty * torch.log((5 + lengths.double()) / 6)).exp()
@@ -117,10 +133,10 @@ def _scored(total: Tensor, lengths: Tensor, penalty: float, tokens: int) -> Tens
 
 
 def _best_first(total: Tensor, lengths: Tensor, penalty: float, tokens: int) -> Tensor:
-    """The order of sequences by their scores, (B,K) indices; ties keep theirs."""
+    """Indices (B,K) of sequences sorted by score; the sort is stable."""
     if not _overflows(penalty, tokens):
         return _scored(total, lengths, penalty, tokens).sort(dim=1, descending=True, stable=True).indices
-    # The same order, by the logarithm of the negative score over the penalty; of equal lengths by probability.
+    # The same order by the logarithm of the negative score over the penalty, and by probability for equal lengths.
     order = total.sort(dim=1, descending=True, stable=True).indices
     total, lengths = total.gather(1, order), lengths.gather(1, order)
     ranks = torch.log(-total) / penalty - torch.log((5 + lengths.double()) / 6)
@@ -128,11 +144,11 @@ def _best_first(total: Tensor, lengths: Tensor, penalty: float, tokens: int) -> 
 
 
 def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length_penalty, stop) -> None:
-    """Raise ValueError for what ``beam_search`` refuses."""
+    """Raise ValueError for invalid arguments of ``beam_search``."""
     check_source(model, prompt, mask, source, source_mask)
     if source is None:
         if prompt is None:
-            raise ValueError("a Decoder continues a prompt; give prompt=(B,P) int64, P may be 0")
+            raise ValueError("a Decoder needs a prompt; pass prompt=(B,P) int64, P may be 0")
         if mask is not None:
             check_mask("mask", mask, tuple(prompt.shape))
     check_type("length_penalty", length_penalty, float)
@@ -142,21 +158,21 @@ def _check(model, prompt, source, mask, source_mask, tokens, beams, best, length
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if best > beams:
-        raise ValueError(f"best={best} of beams={beams}: a beam returns at most as many as it follows")
+        raise ValueError(f"best={best} must be at most beams={beams}")
     if length_penalty < 0:
         raise ValueError(f"length_penalty={length_penalty} must be at least 0")
     levels = model.likelihood.levels
     if stop is not None and not 0 <= stop < levels:
-        raise ValueError(f"stop={stop} is no token; this model has 0 to {levels - 1}")
+        raise ValueError(f"stop={stop} is not a token; this model has 0 to {levels - 1}")
     if (count := _sequences(levels, tokens, stop, best)) < best:
         raise ValueError(
             f"best={best}, but a model of {levels} tokens has only {count} different sequences of at most {tokens} "
-            f"tokens; pass best={count} or fewer"
+            f"tokens; pass best={count} or less"
         )
 
 
 def _sequences(levels: int, tokens: int, stop: int | None, enough: int) -> int:
-    """How many different sequences a search can return, counted up to ``enough``."""
+    """Number of different sequences that a search can return, counted up to ``enough``."""
     going, ended = 1, 0
     for _ in range(tokens):
         ended += 0 if stop is None else going

@@ -29,45 +29,48 @@ from ..states.kv_cache import KeyValues
 
 
 class Known(NamedTuple):
-    """A state that a call has returned, and where its numbers lie."""
+    """A state that a call has returned, with the addresses of its tensors."""
 
     state: DecoderState
-    addresses: ctypes.Array  # of the layers' states, as the kernel takes them
+    addresses: ctypes.Array  # of the layers' states, in the form that the kernel reads
     places: list[tuple[int, int]]  # address and size in bytes of each tensor's storage
 
 
 class Engine:
-    """``outputs, state = engine(tokens, state)``: as ``decoder(tokens, state, donate=True)`` for one token, but faster.
+    """The native decode step: ``engine(tokens, state)`` computes ``decoder(tokens, state, donate=True)`` faster.
 
-    tokens (B,1) int64 -> outputs (B,1,likelihood.size) in the decoder's dtype; the state is the decoder's own, may go
-    from one to the other at any token, and is overwritten. Sums, norms and activations are float32, also where the
-    weights are bfloat16. The engine keeps a copy of the weights as they are now (later training does not reach it) and,
-    for each thread that calls it, the state that it returned last.
+    ``outputs, state = engine(tokens, state)`` maps tokens (B,1) int64 to outputs (B,1,likelihood.size) in the decoder's
+    dtype and overwrites the state. The state is the decoder's, so you can switch between both at any token. Sums, norms
+    and activations are float32, also for bfloat16 weights.
 
-    Threads may share an engine: calls with different states run at the same time and do not affect each other.
+    The engine keeps a copy of the weights, which later training does not change, and the last state of each thread.
+    Threads may share an engine: calls with different states are independent.
 
-    Serves decoders on the CPU, in float32 or bfloat16, of ``linear`` and ``softmax`` layers; ``why_not`` tells.
-    Raises ValueError for a decoder that it does not serve, for the tokens and positions that a decoder refuses, and for
-    a state of another decoder, or one that no decoder can have made: it is looked at when it is new to the engine.
+    Args:
+        model: A decoder on the CPU, in float32 or bfloat16, of ``linear`` and ``softmax`` layers; see ``why_not``.
+
+    Raises:
+        ValueError: For a decoder that is not supported. A call raises it for tokens and positions out of range and for
+            a state of another decoder or with impossible counters; states are checked when they are new to the engine.
     """
 
     def __init__(self, model: Decoder):
         if reason := self.why_not(model):
-            raise ValueError(f"the decode engine does not serve this decoder: {reason}")
+            raise ValueError(f"the decode engine does not support this decoder: {reason}")
         config, self.model = model.config, model
-        parts: Any = model  # whose modules torch types as tensors, perhaps
+        parts: Any = model  # torch types its modules as Tensor | Module
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.weights = decode.Weights(self.dtype)
         self.sinusoidal = parts.embedding.positions if isinstance(parts.embedding.positions, Sinusoidal) else None
         self.layers = (decode.Layer * config.depth)(*(self._layer(block) for block in parts.stack.blocks))
         tokens = self.weights.table(parts.embedding.tokens.weight)
-        self.rows = self.weights.kept[-1]  # the copy that this has made
+        self.rows = self.weights.kept[-1]  # the copy in self.weights
         table = self.weights.table(parts.embedding.table.weight) if config.positions == "learned" else None
         final = self._norm(parts.stack.norm) if config.prenorm else decode.Norm()
         tied = config.tied
         head = parts.embedding.tokens.weight[:-1] if tied else parts.head.weight
         self.outputs = len(head)
-        self.local = threading.local()  # ``last``: what this thread's last call has returned
+        self.local = threading.local()  # ``last``: the state of this thread's last call
         self.plan = decode.Model(
             ctypes.addressof(self.layers),
             tokens,
@@ -85,14 +88,14 @@ class Engine:
 
     @staticmethod
     def why_not(model: Decoder) -> str:
-        """Why the engine cannot serve a decoder as it is now; "" where it can. Compiles the kernels on first use."""
+        """Return why the engine does not support a decoder, "" if it does. Compiles the kernels on first use."""
         if ops.resolve_backend("a decoder's step", ("reference", "torch", "native"), "native") != "native":
             return "another backend is forced"
         if torch.is_autocast_enabled("cpu"):
             return "autocast is on"
         kinds = {p.dtype for p in model.parameters()}
         if any(p.device.type != "cpu" for p in model.parameters()) or len(kinds) > 1 or not kinds <= set(decode.TYPES):
-            return "it takes weights on the CPU, all of them float32 or all bfloat16"
+            return "the weights must be on the CPU, all float32 or all bfloat16"
         if model.training and (model.config.dropout or any(getattr(a, "dropout", 0) for a in model.stack.attentions())):
             return "dropout is active; call model.eval()"
         if odd := next(filter(None, (_odd(name, module) for name, module in model.named_modules())), ""):
@@ -102,7 +105,7 @@ class Engine:
     @torch.no_grad()
     def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """See the class."""
-        # The state that the last call returned is nearly always the one that the next call brings.
+        # Nearly always, the state of a call is the one that the last call returned.
         last: Known | None = getattr(self.local, "last", None)
         if last is not None and not (state is last.state and _places(state) == last.places):
             last = None
@@ -117,14 +120,14 @@ class Engine:
         else:
             state = DecoderState(state.position.contiguous(), tuple(map(_whole, state.layers)))
             if overlap(*(t for layer in state.layers for t in layer if t.is_floating_point())):
-                raise ValueError("the engine overwrites the state, parts of which share memory; give a clone of it")
+                raise ValueError("the engine overwrites the state, parts of which share memory; pass a clone of it")
             addresses = _addresses(state)
         self.local.last, embedded = None, None
         if self.sinusoidal:
             check_tokens(tokens, self.model.start, None)
             embedded = self._embedded(tokens, state.position)
         given = None if self.sinusoidal else tokens.contiguous()
-        # What the kernel fills, whatever the process's default type and device are.
+        # The kernel's output, independent of torch's default dtype and device.
         out = torch.empty(batch, 1, self.outputs, dtype=torch.float32, device="cpu")
         code = decode.step(self.plan, addresses, given, state.position, embedded, out)
         if code == decode.NO_ROOM:
@@ -132,18 +135,18 @@ class Engine:
             addresses = _addresses(state)
             code = decode.step(self.plan, addresses, given, state.position, embedded, out)
         if code != decode.FINE:
-            # It has overwritten nothing. Whoever holds a state can have changed it since the last call.
+            # The kernel has not changed the state, but the caller may have since the last call.
             _check_counters(state)
             check_tokens(tokens, self.model.start, None)
             self.model.embedding(tokens, state.position)
-            raise AssertionError(f"the kernel refused with code {code} what the decoder accepts")
+            raise AssertionError(f"the kernel returned code {code} for a call that the decoder accepts")
         mark_overwritten(*(t for layer in state.layers for t in layer))
         state = _advance(state, addresses)
         self.local.last = Known(state, addresses, _places(state))
         return (out if self.dtype == torch.float32 else out.to(self.dtype)), state
 
     def _embedded(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """(B,1,dim) float32, by the copy of the weights: what ``Embedding`` gives in evaluation."""
+        """(B,1,dim) float32, the output of ``Embedding`` in eval mode, from the copy of the weights."""
         x = nn.functional.embedding(tokens, self.rows)
         kind = self.sinusoidal
         assert kind is not None
@@ -151,7 +154,7 @@ class Engine:
         return x.float().contiguous()
 
     def _check(self, state: Any) -> None:
-        """Raise ValueError for a state that the kernel, which trusts what it is given, must not read."""
+        """Raise ValueError for a state that the kernel, which has no checks, must not read."""
         size, layers = self.model.config.dim // self.model.config.heads, self.layers
         fits = isinstance(state, DecoderState) and isinstance(state.layers, tuple) and len(state.layers) == len(layers)
         fits = fits and isinstance(state.position, Tensor) and state.position.dim() == 1
@@ -171,7 +174,7 @@ class Engine:
         if not fits or not _is(state.position, torch.int64, len(state.position)):
             if isinstance(state, DecoderState):
                 check_stored("the state", *pytree.tree_leaves(state))
-            raise ValueError("the state does not fit this decoder; take it from its init_state, or from its calls")
+            raise ValueError("the state does not fit this decoder; pass one from its init_state or its calls")
         _check_counters(state)
 
     def _layer(self, block: Any) -> decode.Layer:
@@ -200,7 +203,7 @@ class Engine:
         return self.weights.norm(norm.weight, getattr(norm, "bias", None), norm.eps)
 
 
-# What the engine can read the weights of; anything else, such as an adapter in place of a linear map, it would miss.
+# Modules whose weights the engine reads; it would ignore others, such as an adapter in place of a linear map.
 PLAIN = (
     Decoder,
     Embedding,
@@ -222,26 +225,26 @@ PLAIN = (
 
 
 def _odd(name: str, module: nn.Module) -> str:
-    """What keeps the engine from serving this part of a decoder; "" for nothing."""
+    """Return why the engine does not support a module, "" if it does."""
     if type(module) not in PLAIN:
         return f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
-        return f"{name or 'it'} has a forward or hooks of its own"
+        return f"{name or 'it'} has hooks or a replaced forward"
     if isinstance(module, Linear) and not isinstance(module.feature_map, str):
         return f"{name}'s feature map is a Python callable"
     if isinstance(module, Linear | Softmax) and module.rotary_layout != "halves":
-        return f"{name} turns interleaved pairs of channels"
+        return f"{name} rotates interleaved pairs of channels"
     return ""
 
 
 def _is(t: Any, dtype: torch.dtype, *shape: int) -> bool:
-    """Whether it is a tensor of this type and shape with numbers in the memory of the CPU."""
+    """Whether ``t`` is a tensor of this dtype and shape with values in CPU memory."""
     fits = isinstance(t, Tensor) and in_memory(t) and t.is_cpu and t.dtype == dtype and t.shape == shape
     return fits and stored(t)
 
 
 def _check_counters(state: DecoderState) -> None:
-    """Raise ValueError where a layer counts fewer tokens than none, or more than its cache holds."""
+    """Raise ValueError for negative counters, and for a length beyond the slots of a cache."""
     check_counts("position", state.position)
     for layer in state.layers:
         if isinstance(layer, KeyValues):
@@ -251,17 +254,17 @@ def _check_counters(state: DecoderState) -> None:
 
 
 def _whole(layer: Any) -> Any:
-    """The state in one piece, as it nearly always is."""
+    """The state with contiguous tensors, as it nearly always is."""
     return type(layer)(*(t.resolve_neg().contiguous() for t in layer))
 
 
 def _addresses(state: DecoderState) -> ctypes.Array:
-    """Where the kernel finds the layers' states."""
+    """The addresses of the layers' states, for the kernel."""
     return (decode.State * len(state.layers))(*map(_address, state.layers))
 
 
 def _places(state: DecoderState) -> list[tuple[int, int]]:
-    """Address and size of what each tensor of a state lies in; another one was freed or replaced since."""
+    """Address and size of each tensor's storage; they change if a tensor is freed or replaced."""
     tensors = {id(t): t for t in (state.position, *(t for layer in state.layers for t in layer))}
     return [(t.data_ptr(), t.untyped_storage().nbytes()) for t in tensors.values()]
 
@@ -280,7 +283,7 @@ def _with_room(layer: Any) -> Any:
 
 
 def _advance(state: DecoderState, addresses: ctypes.Array) -> DecoderState:
-    """The state one token later; ``addresses`` follow. Layers that shared a count of tokens share the next one."""
+    """The state one token later, with ``addresses`` updated. Layers that share a counter share the next one."""
     counts: dict[int, Tensor] = {}
 
     def later(count: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The trial of newly compiled decode kernels: importing this module adds it to the trials of kernels."""
+"""The self-test of newly compiled decode kernels; importing this module registers it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ from .native_decoder import Engine
 
 
 def _decoders() -> Comparisons:
-    """Steps of whole decoders, in both types that the weights may have."""
+    """Decode steps of whole decoders, in both dtypes of weights."""
     for attention, dtype in (("linear", torch.float32), ("softmax", torch.float32), ("linear", torch.bfloat16)):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

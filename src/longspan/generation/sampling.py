@@ -1,4 +1,4 @@
-"""Generation, one call per token on the same state; and the log-likelihood of given sequences."""
+"""Sampling, one decode step per token, and the log-likelihood of given sequences."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
@@ -16,17 +16,24 @@ from ..ops.buffers import reuse_pages
 from ..states import nbytes
 from .native_decoder import Engine
 
-FEW = 8  # tokens for which the decode engine is not worth its preparation
+FEW = 8  # up to this number of tokens, preparing the decode engine takes longer than it saves
 
 
 @torch.no_grad()
 def prefill(
     model: Decoder, prompt: Tensor, mask: Tensor | None = None, capacity: int = 0, *, prefix: bool = False
 ) -> tuple[Tensor, DecoderState]:
-    """Read the start token and a prompt in one call: prompt (B,P), mask (B,P) -> outputs (B,size), state.
+    """Prefill: read the start token and a prompt in one call.
 
-    The outputs are those of each row's last real token, so rows may differ in length, padded on either side.
-    ``prefix=True`` reads them in both directions, as ``generate`` does.
+    Args:
+        model: The decoder.
+        prompt: (B,P) int64.
+        mask: (B,P) bool, True on real tokens; either side may be padded.
+        capacity: Slots of KV caches, as in ``init_state``.
+        prefix: Let the start token and the prompt see each other, as in ``generate``.
+
+    Returns:
+        The outputs (B,size) of each row's last real token, and the state.
     """
     begin = prompt.new_full((len(prompt), 1), model.start)
     tokens = torch.cat([begin, prompt], 1)
@@ -110,11 +117,11 @@ def generate(
         mask: (B, P) bool, True on real tokens, where prompts differ in length; either side may be padded.
         source: (B, M) int64, the source of a ``Seq2Seq``.
         source_mask: (B, M) bool, where sources differ in length.
-        prefix: The start token and the prompt all see each other, for models that were trained so.
+        prefix: Let the start token and the prompt see each other, for models trained with ``prefix=``.
         temperature: Sharpens the distribution below 1 and flattens it above; 0 takes the most likely token.
         top_k: Samples from the k most likely tokens; None or 0 samples from all.
         top_p: Samples from the most likely tokens that reach this probability; 1 samples from all.
-        seed: Makes the samples repeatable, independent of the global generator.
+        seed: Makes the samples reproducible, independent of the global generator.
         stop: A row that has drawn this token repeats it; generation ends when every row has drawn it.
         stream: Return an iterator that yields the next token of every sequence, (B,) int64, as it is drawn.
 
@@ -123,7 +130,7 @@ def generate(
 
     Raises:
         ValueError: At the call, for a prompt, source or sampling option out of range, and for ``prefix=True`` without a
-            prompt or with an attention that has no prefix mode.
+            prompt or with an attention without a prefix mode.
 
     Example:
         >>> import torch, longspan
@@ -132,8 +139,8 @@ def generate(
         >>> longspan.generate(model, prompt, max_new_tokens=7, seed=0).shape
         torch.Size([1, 7])
 
-    The prompt is read in one call, and each token costs one more call on a state that only this function holds. Where
-    the native decoder serves the model, it makes these steps with the weights as they were at the call.
+    The prompt is read in one call, and each token takes one decode step. If the native decoder supports the model, it
+    runs these steps with a copy of the weights, made at the call.
     """
     check_source(model, prompt, mask, source, source_mask)
     device = model.device
@@ -147,13 +154,13 @@ def generate(
     check_type("seed", seed, int | None)
     if source is not None:
         if prefix or batch != 1:
-            raise ValueError("prefix= and batch= are for a decoder; a Seq2Seq writes one target for each source")
+            raise ValueError("prefix= and batch= are for a Decoder; a Seq2Seq writes one target per source")
         prompt = source.new_zeros(len(source), 0) if prompt is None else prompt
     elif prompt is None:
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1")
         if prefix:
-            raise ValueError("prefix=True reads a prompt in both directions, but no prompt came")
+            raise ValueError("prefix=True needs a prompt")
         prompt = torch.zeros(batch, 0, dtype=torch.long, device=device)
     elif mask is not None:
         check_mask("mask", mask, tuple(prompt.shape))
@@ -162,20 +169,20 @@ def generate(
         raise ValueError(f"max_new_tokens={tokens} must not be negative")
     if model.config.positions == "learned" and prompt.shape[1] + tokens > model.config.length:
         raise ValueError(
-            f"{prompt.shape[1]} tokens of prompt and {tokens} new ones need {prompt.shape[1] + tokens} positions; "
-            f"the table of learned positions has {model.config.length}"
+            f"{prompt.shape[1]} tokens of prompt and {tokens} new tokens need {prompt.shape[1] + tokens} positions, "
+            f"but the table of learned positions has {model.config.length}"
         )
     if stop is not None and not 0 <= stop < model.start:
-        raise ValueError(f"stop={stop} is no token; this model has 0 to {model.start - 1}")
+        raise ValueError(f"stop={stop} is not a token; this model has 0 to {model.start - 1}")
     options = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
     if source is None and isinstance(model, Decoder):
         afford_rows(model, len(prompt), prompt.shape[1] + tokens, f"the states of {len(prompt)} sequences")
-    # Draw once from a flat distribution, so that wrong options are refused now and not at the first token.
+    # Sample once from a flat distribution, so that invalid options raise now and not at the first token.
     model.likelihood.sample(
         torch.zeros(1, model.likelihood.size), **options, generator=torch.Generator().manual_seed(0)
     )
     outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens, prefix=prefix)
-    # Packing the weights takes as long as a few tokens.
+    # Packing the weights takes as long as a few decode steps.
     if isinstance(model, Decoder) and tokens > FEW and not Engine.why_not(model):
         step = Engine(model)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
@@ -189,33 +196,33 @@ def generate(
 def check_source(
     model: Any, prompt: Tensor | None, mask: Tensor | None, source: Tensor | None, source_mask: Tensor | None
 ) -> None:
-    """Raise ValueError for a model that generates nothing, or is not given what it reads."""
+    """Raise ValueError for a model that does not generate, and for inputs that do not fit it."""
     for name, ids in (("prompt", prompt), ("source", source)):
         if ids is not None:
             check_ids(name, ids)
     if isinstance(model, Seq2Seq):
         if source is None:
-            raise ValueError("a Seq2Seq writes the target of a source; give source=(B,M) int64")
+            raise ValueError("a Seq2Seq needs a source; pass source=(B,M) int64")
         if mask is not None:
-            raise ValueError("mask= is for a decoder's prompts of different lengths; the source's is source_mask=")
+            raise ValueError("mask= is for the prompts of a Decoder; for a source pass source_mask=")
         if source_mask is not None:
             check_mask("source_mask", source_mask, tuple(source.shape))
         if prompt is not None and len(prompt) != len(source):
-            raise ValueError(f"prompt has {len(prompt)} rows, source {len(source)}; give a prompt for each source")
+            raise ValueError(f"prompt has {len(prompt)} rows, but source has {len(source)}; pass one prompt per source")
     elif not isinstance(model, Decoder):
-        raise ValueError(f"what continues sequences is a Decoder or a Seq2Seq, not {type(model).__name__}")
+        raise ValueError(f"model must be a Decoder or a Seq2Seq, not {type(model).__name__}")
     elif source is not None or source_mask is not None:
-        raise ValueError("a Decoder reads no source; it continues a prompt")
+        raise ValueError("a Decoder has no source; pass a prompt instead of source= and source_mask=")
 
 
 def afford_rows(model: Decoder, rows: int, capacity: int, what: str) -> None:
-    """Raise ValueError where the states of so many sequences would not fit into this machine's memory."""
+    """Raise ValueError if the states of ``rows`` sequences do not fit into the memory of this machine."""
     if rows > FEW and model.device.type == "cpu":
         model_memory.check_fits_in_memory(rows * nbytes(model.init_state(1, capacity)), what)
 
 
 def check_ids(name: str, ids: Any) -> None:
-    """Raise ValueError unless these are tokens, int64 (B,N); for a text, with how to make some of it."""
+    """Raise ValueError unless ``ids`` are tokens, int64 (B,N); for a string, with a hint how to convert it."""
     if isinstance(ids, str):
         raise ValueError(
             f"{name} must be int64 (B, N), not the text {format_value(ids)}; for a model of bytes pass "
@@ -237,7 +244,7 @@ def begun(
     *,
     prefix: bool = False,
 ) -> tuple[Tensor, DecoderState, Callable]:
-    """Outputs (B,size) about the first new token, the state before it, and what makes a step of its own state."""
+    """Return outputs (B,size) for the first new token, the state before it, and the function of a decode step."""
     if isinstance(model, Decoder):
         outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens, prefix=prefix)
         return outputs, state, lambda token, state: model(token, state, donate=True)
@@ -258,7 +265,7 @@ def _tokens(model, step, outputs, state, tokens, options, generator, stop) -> It
         yield token
         if i + 1 == tokens or (stop is not None and bool(done.all())):
             return
-        # Entered anew for each token: a generator must not hold a context open while its caller runs.
+        # Entered for each token: a generator must not keep a context open while its caller runs.
         with torch.no_grad():
             outputs, state = step(token[:, None], state)
             outputs = outputs[:, 0]
@@ -267,25 +274,36 @@ def _tokens(model, step, outputs, state, tokens, options, generator, stop) -> It
 @hinted
 @torch.no_grad()
 def log_likelihood(model: Decoder, tokens: Tensor, *, mask: Tensor | None = None, chunk: int = 0) -> Tensor:
-    """Log-likelihood of each sequence in nats: tokens (B,N) int64, mask (B,N) -> (B,) float64, summed in float64.
+    """Return the log-likelihood of each sequence in nats.
 
-    >>> import torch, longspan
-    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
-    >>> tokens = torch.tensor([[3, 1, 4, 1]])
-    >>> whole, by_token = longspan.log_likelihood(model, tokens), longspan.log_likelihood(model, tokens, chunk=1)
-    >>> torch.allclose(whole, by_token, atol=1e-4)
-    True
+    Args:
+        model: The decoder.
+        tokens: (B,N) int64.
+        mask: (B,N) bool, True on real tokens.
+        chunk: Tokens per call, with the state carried from call to call; 1 reads token by token, 0 reads the whole
+            sequence in one call. The results agree up to rounding.
 
-    ``chunk=0`` reads the whole sequence in one call; ``chunk=n`` reads n tokens a call, carrying the state
-    (n = 1: as an RNN). The answer is the same to rounding.
+    Returns:
+        (B,) float64, summed in float64.
+
+    Raises:
+        ValueError: For tokens or a mask of another shape or dtype, and a negative chunk.
+
+    Example:
+        >>> import torch, longspan
+        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5)).eval()
+        >>> tokens = torch.tensor([[3, 1, 4, 1]])
+        >>> whole, by_token = longspan.log_likelihood(model, tokens), longspan.log_likelihood(model, tokens, chunk=1)
+        >>> torch.allclose(whole, by_token, atol=1e-4)
+        True
     """
     check_ids("tokens", tokens)
     check_type("chunk", chunk, int)
     if chunk < 0:
-        raise ValueError(f"chunk={chunk} must be 0 (all at once) or a number of tokens")
+        raise ValueError(f"chunk={chunk} must be 0 (the whole sequence) or a number of tokens")
     if mask is not None:
         check_mask("mask", mask, tuple(tokens.shape))
-        # Each token is predicted from the real one before it, which need not be its neighbour.
+        # Each token is predicted from the real token before it, which may not be its neighbor.
         tokens, mask = _left_aligned(tokens, mask)
     inputs = model.shift(tokens)
     state = model.init_state(len(tokens), tokens.shape[1]) if chunk else None

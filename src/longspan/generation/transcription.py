@@ -1,4 +1,4 @@
-"""Recordings to words: whole ones, or a few samples at a time by a causal transcriber."""
+"""Transcription of whole recordings, or of streams by a causal transcriber."""
 
 from collections.abc import Iterable
 
@@ -12,43 +12,44 @@ from ..speech.labels import Speller
 from ..speech.resample import Resampler
 from . import transcription_memory
 
-# Seconds of silence before the beginning, since models are trained on words that begin out of it, and after the end, in
-# which a causal transcriber tells what it heard last.
+# Seconds of silence before the recording, as in training, and after it, since a causal transcriber recognizes the last
+# word with a delay.
 HEAD, TAIL = 0.2, 0.3
-BLOCK = 2**14  # samples that are made into frames at a time
+BLOCK = 2**14  # samples that are converted to frames at a time
 
 
 class Sound:
-    """Samples at any rate from the model's on -> the frames that it reads, a few at a time.
+    """Converts a stream of samples to frames, and resamples rates above the model's.
 
-    Raises ValueError for a model whose frames are no recordings', and a rate below its own.
+    Raises:
+        ValueError: For a model that does not read recordings, and a rate below the model's.
     """
 
     def __init__(self, model: Transcriber, rate: int):
         wanted = model.config.rate
         if not wanted:
-            raise ValueError("this model reads frames of another kind than recordings have, such as AN4's cepstra")
+            raise ValueError("this model does not read recordings, but frames of another kind, such as AN4's cepstra")
         if rate < wanted:
-            raise ValueError(f"the recording has {rate} samples per second; this model needs at least {wanted}")
+            raise ValueError(f"the recording has {rate} samples per second, but this model needs at least {wanted}")
         self.resampler, self.bank = Resampler(rate, wanted), FilterBank(wanted, model.config.features)
         self.head, self.tail = (torch.zeros(round(seconds * rate)) for seconds in (HEAD, TAIL))
 
     def feed(self, samples: Tensor) -> Tensor:
-        """The next samples (N,) -> frames (T,features); those of a short silence before the first."""
+        """Convert the next samples (N,) to frames (T,features); a short silence precedes the first ones."""
         before, self.head = self.head, self.head[:0]
         pieces = torch.cat([before, samples]).split(BLOCK)
         return torch.cat([self.bank.feed(self.resampler.feed(piece)) for piece in pieces])
 
     def finish(self) -> Tensor:
-        """The last frames, those of a short silence after the end among them."""
+        """Return the last frames, including those of a short silence after the end."""
         return torch.cat([self.feed(self.tail), self.bank.feed(self.resampler.finish())])
 
 
 class Rows:
-    """Rows that come a few at a time, in one tensor that doubles.
+    """A growing tensor of rows, whose capacity doubles.
 
-    Small tensors that stay, between large ones that go, would leave holes that nothing fits: an hour of frames in a
-    list, 58 MB, makes a process of 20 GB.
+    A list of small tensors between large temporary ones would fragment the memory: an hour of frames, 58 MB, makes a
+    process of 20 GB.
     """
 
     def __init__(self, features: int):
@@ -65,18 +66,23 @@ class Rows:
         self.count = needed
 
     def all(self) -> Tensor:
-        """All rows so far, (T,features)."""
+        """Return all rows so far, (T,features)."""
         return self.kept[: self.count]
 
 
 class Listener:
-    """Words while they are said: samples (N,) at ``rate`` per second, a few at a time, by a causal transcriber.
+    """Transcribes a stream of samples with a causal transcriber.
 
-    ``words = listener.feed(samples)``, then ``listener.finish()``. Together they are the words of ``transcribe``, for
-    any cut of the samples. Memory does not grow where the attention's state does not. ``beams``: of a beam of prefixes
-    those words are told on which all agree; 0 is greedy decoding.
+    Call ``feed`` with samples, then ``finish``. Together they return the words of ``transcribe``, for any split of the
+    samples. Memory is constant if the attention's state has a constant size.
 
-    Raises ValueError for a transcriber that is not causal, and as ``transcribe`` does.
+    Args:
+        model: A causal transcriber.
+        rate: Samples per second.
+        beams: Number of prefixes of a beam search, which returns words once all prefixes agree; 0 is greedy decoding.
+
+    Raises:
+        ValueError: For a transcriber that is not causal, and as ``transcribe`` does.
     """
 
     def __init__(self, model: Transcriber, rate: int, beams: int = 0):
@@ -85,11 +91,11 @@ class Listener:
         self.speller = Speller(model.config.labels)
 
     def feed(self, samples: Tensor) -> list[str]:
-        """The next samples (N,) -> the words that are complete by now and were not told yet."""
+        """Read the next samples (N,) and return the words that are complete since the last call."""
         return self._read(self.sound.feed(samples))
 
     def finish(self) -> list[str]:
-        """The words that were not told yet."""
+        """End the stream and return the remaining words."""
         found = self._read(self.sound.finish())
         return found + self.speller.feed(self.decoder.finish()) + self.speller.finish()
 
@@ -100,14 +106,21 @@ class Listener:
 
 
 def transcribe(model: Transcriber, samples: Tensor | Iterable[Tensor], rate: int, beams: int = 0) -> list[str]:
-    """The words of a recording: samples (N,) from -1 to 1, ``rate`` of them a second, any from the model's own on.
+    """Transcribe a recording, with a silence of 0.2 s before and 0.3 s after it.
 
-    ``samples`` may also be blocks (N,) that follow one another, of which one at a time is in memory. ``beams``:
-    prefixes that a beam search follows; 0 is greedy decoding. The model hears a silence of 0.2 s before the beginning
-    and of 0.3 s after the end.
+    Args:
+        model: The transcriber.
+        samples: (N,) from -1 to 1, or an iterable of consecutive blocks (N,), of which one at a time is in memory.
+        rate: Samples per second, at least the model's.
+        beams: Number of prefixes of a beam search; 0 is greedy decoding.
 
-    Raises ValueError for a model whose frames are no recordings', a rate below its own, a negative number of beams and
-    a recording for which the model needs more memory than this machine has; ImportError without kaldi-native-fbank.
+    Returns:
+        The words.
+
+    Raises:
+        ValueError: For a model that does not read recordings, a rate below the model's, a negative number of beams, and
+            a recording that needs more memory than this machine has.
+        ImportError: Without kaldi-native-fbank.
     """
     if beams < 0:
         raise ValueError(f"beams={beams} must not be negative; 0 is greedy decoding")
@@ -125,12 +138,12 @@ def transcribe(model: Transcriber, samples: Tensor | Iterable[Tensor], rate: int
 
 
 def decoded(scores: Tensor, labels: str, beams: int = 0) -> list[str]:
-    """Log-probabilities (N,classes) -> words."""
+    """Decode log-probabilities (N,classes) to words."""
     speller = Speller(labels)
     return speller.feed(classes(scores, beams)) + speller.finish()
 
 
 def classes(scores: Tensor, beams: int = 0) -> list[int]:
-    """Log-probabilities (N,classes) -> the labels' classes, greedily or by a beam of prefixes."""
+    """Decode log-probabilities (N,classes) to classes of labels, greedily or by prefix beam search."""
     decoder = PrefixBeam(beams) if beams else Greedy()
     return decoder.feed(scores) + decoder.finish()

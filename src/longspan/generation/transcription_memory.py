@@ -1,4 +1,4 @@
-"""What a model needs to read a whole recording, and whether this machine has that much memory."""
+"""The memory that a model needs to read a whole recording, compared with that of this machine."""
 
 import weakref
 
@@ -14,7 +14,7 @@ PROBE = 2048  # tokens of the longer of two short calls that are measured
 
 
 class Peak(TorchDispatchMode):
-    """Count the bytes of the tensors that operations return: ``live`` now, ``top`` at most so far."""
+    """Count the bytes of tensors that operations return: ``live`` now, ``top`` at the peak."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        # Views of what came in, such as weights, take no memory.
+        # Views of inputs, such as weights, take no memory.
         given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -42,11 +42,11 @@ class Peak(TorchDispatchMode):
 
 
 def afford(model: Transcriber, frames: Tensor) -> None:
-    """Raise ValueError where a call on frames (T,features) would take more memory than this machine has.
+    """Raise ValueError if a call on frames (T,features) needs more memory than this machine has.
 
-    Two calls on the first ``PROBE`` tokens and half of them are measured, and the polynomial ``a N + b N^2`` through
-    both is continued. Where it says no, longer calls decide, since some mechanisms go on in blocks beyond some length.
-    Recordings of up to ``PROBE`` tokens, and models on an accelerator, are not measured.
+    Calls on the first ``PROBE`` tokens and on half of them are measured, and the polynomial ``a N + b N^2`` through
+    both is extrapolated. If that is too much, twice as long calls decide, since some mechanisms switch to blocks beyond
+    some length. Recordings of up to ``PROBE`` tokens and models on an accelerator are not measured.
     """
     stride = model.config.stride
     tokens = len(frames) // stride
@@ -55,9 +55,9 @@ def afford(model: Transcriber, frames: Tensor) -> None:
     for longest in (PROBE, 2 * PROBE):
         if longest < tokens and (size := estimate(model, frames, longest)) <= model_memory.memory():
             return
-    hint = "cut it into shorter ones, or use a causal model, which can be read by --stream"
+    hint = "cut it into shorter ones, or use a causal model with --stream"
     if model.config.causal:
-        hint = "read it by --stream (in Python: Listener), whose blocks are short"
+        hint = "use --stream (in Python: Listener), which reads short blocks"
     try:
         model_memory.check_fits_in_memory(size, f"a recording of {tokens} tokens")
     except ValueError as error:
@@ -65,7 +65,7 @@ def afford(model: Transcriber, frames: Tensor) -> None:
 
 
 def estimate(model: Transcriber, frames: Tensor, longest: int) -> int:
-    """Bytes that a call on frames (T,features) takes, from calls on the first ``longest`` tokens and half of them."""
+    """Extrapolate the bytes of a call on frames (T,features) from the first ``longest`` tokens and half of them."""
     stride, half = model.config.stride, longest // 2
     tokens = len(frames) // stride
     one, two = (_measured(model, frames[: stride * count]) for count in (half, longest))

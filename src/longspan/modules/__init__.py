@@ -1,1 +1,1 @@
-"""Parts of networks that mechanisms and models share: norms, feed-forward, short convolution, positions."""
+"""Modules that mechanisms and models share: norms, feed-forward, short convolution, positions."""

@@ -7,9 +7,15 @@ from torch.utils.checkpoint import checkpoint
 
 
 class FeedForward(nn.Module):
-    """W2 act(W1 x), or with a gate W2 (act(W1 x) * W3 x): (B,N,dim) -> (B,N,dim).
+    """The feed-forward network W2 act(W1 x), or gated W2 (act(W1 x) * W3 x): (B,N,dim) -> (B,N,dim).
 
-    Source: Vaswani et al. 2017, eq. 2; Shazeer 2020 (2002.05202) for geglu and swiglu.
+    Args:
+        dim: Width of input and output.
+        inner: Inner width.
+        activation: relu, gelu, silu, squared_relu, geglu or swiglu; the last two are gated.
+
+    References:
+        Vaswani et al. 2017 (1706.03762), eq. 2; Shazeer 2020 (2002.05202) for geglu and swiglu.
     """
 
     def __init__(self, dim: int, inner: int, activation: str):
@@ -20,7 +26,7 @@ class FeedForward(nn.Module):
         self.contract = nn.Linear(inner, dim)
 
     def forward(self, x: Tensor, *, chunk: int = 0) -> Tensor:
-        """``chunk`` tokens at a time (0: all), whose inner activations are made again in the backward."""
+        """Process ``chunk`` tokens at a time (0: all); inner activations are recomputed in the backward pass."""
         if not chunk or x.shape[1] <= chunk:
             return self._fed(x)
         parts = x.split(chunk, 1)

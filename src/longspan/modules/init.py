@@ -1,4 +1,4 @@
-"""Initialization of decays, and the weights of linear maps that torch has quantized."""
+"""Initialization of decays, and access to the weights of quantized linear maps."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def linear_numbers(layer: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear map, also of one that torch has quantised, which gives them when called."""
+    """Return weight and bias of a linear map, which may be quantized by torch."""
     if isinstance(layer.weight, Tensor):
         return layer.weight, layer.bias
     weight = layer.weight()
@@ -15,10 +15,11 @@ def linear_numbers(layer: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def time_steps(*shape: int) -> Tensor:
-    """A bias b with softplus(b) log-uniform between 1/1000 and 1/10: decays that remember 10 to 1000 tokens.
+    """Draw biases b with softplus(b) log-uniform between 1/1000 and 1/10: decays over 10 to 1000 tokens.
 
-    Source: Gu and Dao 2023 (2312.00752), section 3.6.
+    References:
+        Gu and Dao 2023 (2312.00752), section 3.6.
     """
     steps = 10.0 ** (-3 + 2 * torch.rand(*shape))
-    # The inverse of softplus, log(e^s - 1), without a difference of nearly equal numbers.
+    # The inverse of softplus, log(e^s - 1), without cancellation.
     return steps + torch.log(-torch.expm1(-steps))

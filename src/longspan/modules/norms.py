@@ -9,19 +9,26 @@ from ..ops.tensors import upcast_half
 
 
 def norm(kind: str, dim: int) -> nn.Module:
-    """``layer`` (Ba et al. 2016) or ``rms`` (Zhang and Sennrich 2019) normalisation over the last axis."""
+    """Return a ``layer`` (Ba et al. 2016) or ``rms`` (Zhang and Sennrich 2019) norm over the last axis."""
     return nn.LayerNorm(dim) if kind == "layer" else nn.RMSNorm(dim, eps=1e-6)
 
 
 class HeadNorm(nn.Module):
-    """Brings each head's output to unit scale, where no normaliser divides it, and lets a gate through what matters.
+    """Normalizes the output of each head, and multiplies it by an optional gate.
 
-    ``kind``: rms, x / sqrt(mean(x^2) + eps) * weight, with one weight (E,) for all heads; group, the same after the
-    mean of the head's channels has been taken away, and without weights (a GroupNorm whose groups are the heads of one
-    token). ``gate``: the norm's output is multiplied by silu or sigmoid of a gate, or by nothing (none).
+    Args:
+        size: Channels of a head.
+        kind: ``rms``: x / sqrt(mean(x^2) + eps) * weight, with one weight (E,) for all heads. ``group``: the same after
+            subtracting the mean over the head's channels, without weights.
+        gate: Activation of the gate: ``silu``, ``sigmoid`` or ``none``.
+        eps: Added to the mean square.
 
-    Source: group and silu, Sun et al. 2023 (2307.08621), eq. 8; rms and silu, Yang et al. 2023 (2312.06635), section
-    4.4; rms and sigmoid, Kimi Team 2025 (2510.26692). Raises ValueError for an unknown kind or gate.
+    Raises:
+        ValueError: For an unknown kind or gate.
+
+    References:
+        Sun et al. 2023 (2307.08621), eq. 8, for group and silu; Yang et al. 2023 (2312.06635), section 4.4, for rms and
+        silu; Kimi Team 2025 (2510.26692) for rms and sigmoid.
     """
 
     def __init__(self, size: int, *, kind: str = "rms", gate: str = "none", eps: float = 1e-5):
@@ -31,7 +38,7 @@ class HeadNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size)) if kind == "rms" else None
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """x (B,H,N,E), gate of the same shape unless there is none -> (B,H,N,E) in x's dtype."""
+        """x (B,H,N,E), gate (B,H,N,E) or None -> (B,H,N,E) in the dtype of x."""
         wide = upcast_half(x)
         if self.kind == "group":
             wide = wide - wide.mean(-1, keepdim=True)
@@ -45,12 +52,12 @@ class HeadNorm(nn.Module):
                 return (y * F.silu(gate.to(y.dtype))).to(x.dtype)
             case "sigmoid", Tensor():
                 return (y * gate.to(y.dtype).sigmoid()).to(x.dtype)
-        raise AssertionError(f"a head norm with gate {self.gate!r} got {type(gate).__name__} as its gate")
+        raise AssertionError(f"gate must not be {type(gate).__name__} in a head norm with gate={self.gate!r}")
 
 
 def expanded(size: int, by: float, name: str) -> int:
-    """Channels of a head that is ``by`` times as wide as ``size``. Raises ValueError, with the option's ``name``."""
+    """Return ``by`` times ``size`` channels. Raises ValueError with the option's ``name`` if that is not whole."""
     width = round(size * by)
     if width < 1 or width != size * by:
-        raise ValueError(f"{name}={by} times heads of {size} channels is no whole number of channels")
+        raise ValueError(f"{name}={by} times a head dimension of {size} is not a whole number of channels")
     return width

@@ -7,12 +7,20 @@ from .._utils.spec import known
 
 
 def rotate(x: Tensor, at: Tensor, base: float, layout: str = "halves") -> Tensor:
-    """Rotary positions: pair j of the D channels turns by position * base^(-2j/D).
+    """Rotate pair j of the D channels by position * base^(-2j/D).
 
-    x (B,H,N,D), at (B,N) -> (B,H,N,D). ``layout``: halves, channel j is paired with j + D/2; interleaved, 2j with
-    2j + 1. Weights made for one need their rows permuted for the other. Angles are float32 at least.
+    Args:
+        x: (B,H,N,D) queries or keys.
+        at: (B,N) positions.
+        base: Base of the angles, which are computed in float32 or better.
+        layout: ``halves``: channel j is paired with j + D/2. ``interleaved``: 2j with 2j + 1. Weights for one layout
+            need their rows permuted for the other.
 
-    Source: Su et al. 2021 (2104.09864), eq. 34.
+    Returns:
+        (B,H,N,D).
+
+    References:
+        Su et al. 2021 (2104.09864), eq. 34.
     """
     half = x.shape[-1] // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
@@ -27,11 +35,13 @@ def rotate(x: Tensor, at: Tensor, base: float, layout: str = "halves") -> Tensor
 
 
 def check_rotary(base: float, layout: str, dim: int) -> None:
-    """Raise ValueError where heads of ``dim`` channels cannot be rotated with this base and layout."""
+    """Raise ValueError unless heads of ``dim`` channels can be rotated with this base and layout."""
     known(layout, {"halves": 0, "interleaved": 0}, "rotary_layout")
     if not base and layout != "halves":
-        raise ValueError(f"rotary_layout={layout!r} says which channels turn, and with rotary=0.0 none do")
+        raise ValueError(
+            f"rotary_layout={layout!r} has no effect with rotary=0.0; pass the base of the angles, e.g. rotary=10000.0"
+        )
     if base < 0:
-        raise ValueError(f"rotary={base} is the base of the angles; it must be positive, or 0 for none")
+        raise ValueError(f"rotary={base} must be positive (the base of the angles), or 0 for no rotary positions")
     if base and dim % 2:
-        raise ValueError(f"rotary positions turn pairs of channels, so heads need an even size, not {dim}")
+        raise ValueError(f"rotary positions need an even head dimension, not {dim}")

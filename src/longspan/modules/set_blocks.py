@@ -1,4 +1,4 @@
-"""The Set Transformer's blocks: attention among the elements of a set, whose order plays no part."""
+"""The blocks of the Set Transformer: attention among the elements of a set, independent of their order."""
 
 import torch
 from torch import Tensor, nn
@@ -10,25 +10,31 @@ from .norms import norm as layer_norm
 
 
 class MAB(nn.Module):
-    r"""Multihead attention block: the elements of x read those of y.
+    r"""Multihead attention block: the elements of x attend to those of y.
 
     $$
     \mathrm{MAB}(X, Y) = \mathrm{norm}(H + \mathrm{relu}(W H + b)), \quad
     H = \mathrm{norm}(X + \mathrm{attend}(X, Y, Y))
     $$
 
-    >>> import torch, longspan
-    >>> block = longspan.MAB(8, 2)
-    >>> block(torch.randn(1, 3, 8), torch.randn(1, 50, 8)).shape
-    torch.Size([1, 3, 8])
+    Here attend is softmax attention with an output projection, and scores are scaled by the head dimension.
 
-    x (B,N,dim), y (B,M,dim), mask (B,M) bool, True on real elements of y -> (B,N,dim). A masked element does not exist,
-    whatever it holds; where y has no real one, x reads zeros. attend is softmax attention with ``heads`` heads, scores
-    scaled by the head's size and not by ``dim``, and an output projection. ``norm``: layer normalisation; without it,
-    norm is left out.
+    Args:
+        dim: Width of the elements.
+        heads: Attention heads; must divide ``dim``.
+        norm: Apply layer normalization.
 
-    Source: Lee et al. 2019 (1810.00825), eqs 6 and 7; one layer with relu as its row-wise network. Raises ValueError
-    where heads do not divide dim, and for sets or masks of another shape.
+    Raises:
+        ValueError: If heads do not divide dim.
+
+    Example:
+        >>> import torch, longspan
+        >>> block = longspan.MAB(8, 2)
+        >>> block(torch.randn(1, 3, 8), torch.randn(1, 50, 8)).shape
+        torch.Size([1, 3, 8])
+
+    References:
+        Lee et al. 2019 (1810.00825), eqs 6 and 7, with one relu layer as row-wise network.
     """
 
     def __init__(self, dim: int, heads: int, *, norm: bool = True):
@@ -40,7 +46,19 @@ class MAB(nn.Module):
         self.norm1, self.norm2 = (layer_norm("layer", dim) if norm else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See the class."""
+        """Attend from x to y.
+
+        Args:
+            x: (B,N,dim).
+            y: (B,M,dim).
+            mask: (B,M) bool, True on real elements of y. If a row has no real element, the attention returns zeros.
+
+        Returns:
+            (B,N,dim).
+
+        Raises:
+            ValueError: For sets or masks of another shape.
+        """
         _check("x", x, self.dim, None)
         y, seen = _real("y", y, self.dim, mask)
         q, k, v = split(self.query(x), self.heads), split(self.key(y), self.heads), split(self.value(y), self.heads)
@@ -49,16 +67,17 @@ class MAB(nn.Module):
 
 
 class SAB(nn.Module):
-    """Set attention block: every element reads every other one, MAB(X, X), in O(N^2).
+    """Set attention block: every element attends to every element, MAB(X, X), in O(N^2).
 
-    >>> import torch, longspan
-    >>> longspan.SAB(8, 2)(torch.randn(1, 50, 8)).shape
-    torch.Size([1, 50, 8])
+    Permuting the elements permutes the outputs. Arguments and errors are those of ``MAB``.
 
-    x (B,N,dim), mask (B,N) bool -> (B,N,dim), zeros where the mask has none; reordering the elements reorders the
-    outputs. Arguments, and what is raised, as in ``MAB``.
+    Example:
+        >>> import torch, longspan
+        >>> longspan.SAB(8, 2)(torch.randn(1, 50, 8)).shape
+        torch.Size([1, 50, 8])
 
-    Source: Lee et al. 2019 (1810.00825), eq. 8.
+    References:
+        Lee et al. 2019 (1810.00825), eq. 8.
     """
 
     def __init__(self, dim: int, heads: int, *, norm: bool = True):
@@ -66,22 +85,32 @@ class SAB(nn.Module):
         self.block = MAB(dim, heads, norm=norm)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See the class."""
+        """x (B,N,dim), mask (B,N) bool -> (B,N,dim), zeros on masked elements."""
         x, _ = _real("x", x, self.block.dim, mask)
         return _cleared(self.block(x, x, mask), mask)
 
 
 class ISAB(nn.Module):
-    """Induced set attention block: learned points I read the set, which reads them, MAB(X, MAB(I, X)), in O(N points).
+    """Induced set attention block: MAB(X, MAB(I, X)) with learned points I, in O(N points).
 
-    >>> import torch, longspan
-    >>> longspan.ISAB(8, 2, points=4)(torch.randn(1, 50, 8)).shape
-    torch.Size([1, 50, 8])
+    Permuting the elements permutes the outputs.
 
-    x (B,N,dim), mask (B,N) bool -> (B,N,dim), zeros where the mask has none; reordering the elements reorders the
-    outputs. ``points``: rows of I. Other arguments as in ``MAB``, and raises what that raises, and for points < 1.
+    Args:
+        dim: Width of the elements.
+        heads: Attention heads; must divide ``dim``.
+        points: Number of learned points.
+        norm: Apply layer normalization.
 
-    Source: Lee et al. 2019 (1810.00825), eqs 9 and 10.
+    Raises:
+        ValueError: If heads do not divide dim, and for points < 1.
+
+    Example:
+        >>> import torch, longspan
+        >>> longspan.ISAB(8, 2, points=4)(torch.randn(1, 50, 8)).shape
+        torch.Size([1, 50, 8])
+
+    References:
+        Lee et al. 2019 (1810.00825), eqs 9 and 10.
     """
 
     def __init__(self, dim: int, heads: int, *, points: int = 32, norm: bool = True):
@@ -90,26 +119,36 @@ class ISAB(nn.Module):
         self.pack, self.unpack = MAB(dim, heads, norm=norm), MAB(dim, heads, norm=norm)
 
     def induce(self, y: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What the points have read: y (B,M,dim), mask (B,M) -> (B,points,dim)."""
+        """Return the output of the points for a set: y (B,M,dim), mask (B,M) -> (B,points,dim)."""
         return self.pack(_rows(self.inducing, y), y, mask)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See the class."""
+        """x (B,N,dim), mask (B,N) bool -> (B,N,dim), zeros on masked elements."""
         x, _ = _real("x", x, self.pack.dim, mask)
         return _cleared(self.unpack(x, self.induce(x, mask)), mask)
 
 
 class PMA(nn.Module):
-    """Pooling by multihead attention: learned seeds S read the set, MAB(S, relu(W X + b)), and are its summary.
+    """Pooling by multihead attention: MAB(S, relu(W X + b)) with learned seeds S.
 
-    >>> import torch, longspan
-    >>> longspan.PMA(8, 2, seeds=3)(torch.randn(1, 50, 8)).shape
-    torch.Size([1, 3, 8])
+    The result does not depend on the order of the elements.
 
-    x (B,N,dim), mask (B,N) bool -> (B,seeds,dim), whatever the order of the elements. ``seeds``: rows of S. Other
-    arguments as in ``MAB``, and raises what that raises, and for seeds < 1.
+    Args:
+        dim: Width of the elements.
+        heads: Attention heads; must divide ``dim``.
+        seeds: Number of learned seeds, which is the number of outputs.
+        norm: Apply layer normalization.
 
-    Source: Lee et al. 2019 (1810.00825), eq. 11.
+    Raises:
+        ValueError: If heads do not divide dim, and for seeds < 1.
+
+    Example:
+        >>> import torch, longspan
+        >>> longspan.PMA(8, 2, seeds=3)(torch.randn(1, 50, 8)).shape
+        torch.Size([1, 3, 8])
+
+    References:
+        Lee et al. 2019 (1810.00825), eq. 11.
     """
 
     def __init__(self, dim: int, heads: int, *, seeds: int = 1, norm: bool = True):
@@ -118,7 +157,7 @@ class PMA(nn.Module):
         self.row, self.block = nn.Linear(dim, dim), MAB(dim, heads, norm=norm)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """See the class."""
+        """x (B,N,dim), mask (B,N) bool -> (B,seeds,dim)."""
         x, _ = _real("x", x, self.block.dim, mask)
         return self.block(_rows(self.seeds, x), self.row(x).relu(), mask)
 
@@ -130,13 +169,13 @@ def _learned(option: str, count: int, dim: int) -> nn.Parameter:
 
 
 def _rows(learned: Tensor, like: Tensor) -> Tensor:
-    """The same for each row of a batch, in its dtype: (S,dim) -> (B,S,dim)."""
-    # No view of the weights, since torch's counter of operations cannot follow one into a module.
+    """Repeat learned rows for a batch, in its dtype: (S,dim) -> (B,S,dim)."""
+    # Not a view of the weights, since torch's FLOP counter cannot follow a view into a module.
     return learned.to(like.dtype) + like.new_zeros(len(like), 1, 1)
 
 
 def _real(name: str, x: Tensor, dim: int, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """x (B,N,dim) with zeros at masked elements, and who may be seen, bool (B,1,1,N)."""
+    """x (B,N,dim) with zeros at masked elements, and the visible elements, bool (B,1,1,N)."""
     _check(name, x, dim, mask)
     if mask is None:
         return x, None

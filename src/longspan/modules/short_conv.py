@@ -8,25 +8,32 @@ from ..ops.tensors import upcast_half
 
 
 class ShortConvolution(nn.Module):
-    """Mixes each channel with its own last few values: depthwise, causal, without a bias of its own.
+    """A short causal depthwise convolution over the last ``width`` values of each channel.
 
-    y_t = act(bias + sum_j weight[:, j] x_{t-width+1+j}), as ``causal_convolution`` has it; the last column belongs to
-    the token itself, as in a causal ``nn.Conv1d``, whose initialisation this is. Sums are float32 at least.
+    y_t = act(bias + sum_j weight[:, j] x_{t-width+1+j}), as in ``causal_convolution``; the last column of the weight
+    belongs to the token itself. Weights are initialized as in ``nn.Conv1d``. Sums are in float32 or better.
 
-    Source: So et al. 2021 (2109.08668), with width 3; width 4 since Gu and Dao 2023 (2312.00752).
-    Raises ValueError for a width that reaches no earlier token.
+    Args:
+        channels: Number of channels.
+        width: Length of the kernel, at least 2.
+
+    Raises:
+        ValueError: For a width below 2.
+
+    References:
+        So et al. 2021 (2109.08668), with width 3; Gu and Dao 2023 (2312.00752), with width 4.
     """
 
     def __init__(self, channels: int, width: int):
         super().__init__()
         if width < 2:
-            raise ValueError(f"a convolution of width={width} reaches no earlier token; 2 is the least")
+            raise ValueError(f"width={width} must be at least 2")
         self.channels, self.width = channels, width
         self.weight = nn.Parameter(torch.empty(channels, width))
         nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
 
     def start(self, batch: int) -> Tensor:
-        """The state before the first token: zeros (batch, width-1, channels), float32 at least."""
+        """Return the state before the first token: zeros (batch, width-1, channels), in float32 or better."""
         return upcast_half(self.weight.new_zeros(batch, self.width - 1, self.channels))
 
     def forward(
@@ -40,12 +47,20 @@ class ShortConvolution(nn.Module):
         segments: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """x (B,N,channels), state (B,width-1,channels) -> y (B,N,channels) in x's dtype, the next state.
+        """Convolve, from the start or after a state.
 
-        The state holds the last width-1 real tokens, the oldest first; a given one is left as it was, unless
-        ``donate=True`` allows it to be overwritten. mask (B,N) bool: a token that is not real is skipped, and its y
-        means nothing. segments (B,N) int64, never decreasing from one real token to the next: a token sees its own
-        only, the given state belongs to the first, the returned one to the last. bias (channels,), activation: silu.
+        Args:
+            x: (B,N,channels).
+            state: (B,width-1,channels), the last width-1 real tokens, oldest first; None: zeros.
+            bias: (channels,), added before the activation.
+            activation: ``silu`` or None.
+            mask: (B,N) bool, True on real tokens. Other tokens are skipped, and their outputs are undefined.
+            segments: (B,N) int64, nondecreasing over real tokens. Tokens see their own segment only; the given state
+                belongs to the first segment, the returned one to the last.
+            donate: Allow the state to be overwritten.
+
+        Returns:
+            y (B,N,channels) in the dtype of x, and the next state.
         """
         past = self.start(x.shape[0]) if state is None else state
         options = {"activation": activation, "mask": mask, "segments": segments if x.shape[1] else None}

@@ -6,14 +6,23 @@ from torch import Tensor
 
 
 def sinusoid(at: Tensor, dim: int, dtype: torch.dtype, *, layout: str = "interleaved", base: float = 10000.0) -> Tensor:
-    """at (B,N) -> (B,N,dim): sines and cosines of position * base^(-2j/dim), j from 0, in float32 at least.
+    """Return sines and cosines of position * base^(-2j/dim), j from 0, computed in float32 or better.
 
-    ``layout``: interleaved, sin and cos in channels 2j and 2j + 1; halves, all sines and then all cosines;
-    tensor2tensor, halves of floor(dim/2) each, with exponents -j / (floor(dim/2) - 1), and 0 in the last channel of an
-    odd dim.
+    Args:
+        at: (B,N) positions.
+        dim: Number of channels.
+        dtype: The dtype of the result.
+        layout: ``interleaved``: sin and cos in channels 2j and 2j + 1. ``halves``: all sines, then all cosines.
+            ``tensor2tensor``: halves of floor(dim/2) each, with exponents -j / (floor(dim/2) - 1), and 0 in the last
+            channel of an odd dim.
+        base: Base of the wavelengths.
 
-    Source: Vaswani et al. 2017 (1706.03762), section 3.5, counted from zero; the code of Dai et al. 2019 (1901.02860);
-    ``get_timing_signal_1d`` of tensor2tensor.
+    Returns:
+        (B,N,dim).
+
+    References:
+        Vaswani et al. 2017 (1706.03762), section 3.5, counted from zero; the code of Dai et al. 2019 (1901.02860);
+        ``get_timing_signal_1d`` of tensor2tensor.
     """
     wide = torch.promote_types(dtype, torch.float32)
     few = layout == "tensor2tensor"
