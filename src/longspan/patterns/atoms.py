@@ -218,7 +218,7 @@ class globals(Pattern):
 
 @dataclass(frozen=True)
 class block(Pattern):
-    """Each query sees the keys of its own block of ``size``: i // size == j // size."""
+    """Each query sees the keys of the same block of ``size``: i // size == j // size."""
 
     size: int
 
