@@ -263,7 +263,7 @@ def test_neither_training_nor_its_mode_reaches_the_engine(positions):
     assert torch.equal(found, wanted)
 
 
-def test_a_backward_pass_is_told_that_its_state_is_gone():
+def test_a_backward_pass_through_an_overwritten_state_raises():
     model, tokens = decoder(), torch.tensor([[3], [1]])
     state = model.init_state(2)
     out, _ = model(torch.tensor([[3, 1], [1, 4]]), state)

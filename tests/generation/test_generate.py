@@ -1,4 +1,4 @@
-"""Generation equals what the definition says, token by token; the likelihood does not depend on how it is read."""
+"""Generation equals its definition, token by token; the likelihood does not depend on the chunks."""
 
 import importlib
 

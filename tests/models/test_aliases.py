@@ -90,8 +90,10 @@ def test_a_foreign_option_of_a_mechanism():
 
 def test_a_flag_without_its_group_is_one_short_line(capsys):
     assert main(["train", "--data", "text:book.txt"]) == WRONG
-    said = capsys.readouterr().err
-    assert said == "longspan: error: unknown option '--data' (did you mean '--run.data'?); see longspan train --help\n"
+    message = capsys.readouterr().err
+    assert (
+        message == "longspan: error: unknown option '--data' (did you mean '--run.data'?); see longspan train --help\n"
+    )
 
 
 def calls():
@@ -124,6 +126,6 @@ def test_a_foreign_argument_of_a_call(name):
     assert hint in str(caught.value)
 
 
-def test_a_stack_in_build_is_told_where_stacks_go():
+def test_build_of_a_stack_names_the_decoder_config():
     with pytest.raises(ValueError, match=r"is a stack, .*Decoder\(DecoderConfig\(attention='gla; softmax'\)\)"):
         longspan.build("gla; softmax", dim=8, heads=2)

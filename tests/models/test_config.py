@@ -26,7 +26,11 @@ def test_round_trip(config):
             {"positions": "relativ"},
             r"unknown positions 'relativ' \(did you mean 'relative'\?\); known: alibi, learned, none,",
         ),
-        (DecoderConfig, {"tied": True, "likelihood": "logistics(mixtures=3)"}, "tied=True needs likelihood='categorical'"),
+        (
+            DecoderConfig,
+            {"tied": True, "likelihood": "logistics(mixtures=3)"},
+            "tied=True needs likelihood='categorical'",
+        ),
         (EncoderConfig, {"vocab": -1}, "vocab=-1 must not be negative"),
         (EncoderConfig, {"outputs": -1}, "outputs=-1 must not be negative"),
         (EncoderConfig, {"pool": "max"}, "unknown pool 'max'; known: first, mean, none"),

@@ -150,7 +150,7 @@ def test_shared_memory_is_a_place_for_files():
 @linux
 @pytest.mark.parametrize("name", ["save", "train", "bench"])
 def test_a_place_where_nothing_can_be_made_is_refused_at_once(name, capsys):
-    """The system says that there is no such file when one is made there; that is not said of what was swept away."""
+    """Creating a file there raises FileNotFoundError, which is not mistaken for a folder that was removed."""
     match name:
         case "save":
             with pytest.raises(ValueError, match="cannot write the checkpoint /proc/x: No such file or directory"):
@@ -214,7 +214,7 @@ class TestMemory:
         (tmp_path / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\n")
         assert memory.available() == free
 
-    def test_is_that_of_the_machine_where_the_system_says_no_more(self, tmp_path):
+    def test_is_that_of_the_machine_without_a_container_limit(self, tmp_path):
         (tmp_path / "meminfo").write_text("nothing")
         assert memory.available() > 2**20
 
@@ -223,9 +223,9 @@ class TestHomes:
     def test_an_unknown_user_is_one_line(self, capsys):
         words = ["train", "--config", "digits", "--run.steps", "1", "--run.data", "text:~no-such-user/x"]
         assert main([*words, "--model.vocab", "256"]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert "'~no-such-user/x' has no meaning: the system knows no home of a user 'no-such-user'" in said
+        message = capsys.readouterr().err
+        assert message.count("\n") == 1
+        assert "'~no-such-user/x' has no meaning: the system knows no home of a user 'no-such-user'" in message
 
     def test_a_cache_without_a_home(self, tmp_path, monkeypatch):
         for name in ("LONGSPAN_CACHE", "XDG_CACHE_HOME"):

@@ -43,7 +43,7 @@ class TestDamage:
         path.write_text(changed)
         with pytest.raises(ValueError, match=r"config\.json .*sha256"):
             checkpoint.read_config(folder)
-        # As the message says: its first sha256 is the one to write.
+        # The first sha256 of the message is the one to write.
         header = json.loads(changed)
         path.write_text(json.dumps(header | {"sha256": sealed_dir.digest(header)}))
         assert checkpoint.read_config(folder)["step"] == 3
@@ -342,29 +342,29 @@ class TestAtOnce:
 
 
 def _fill_up(folder, report):
-    """In a process of its own, whose files may not grow: what a full disk does, without one."""
+    """Save in a process with a limit on the size of files, which acts like a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    said = []
+    messages = []
     training = {"moments": torch.zeros(40_000)}
     for limit in (100, 5_000, 20_000, 100_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         try:
             checkpoint.save(decoder(1), folder, training=training)
         except ValueError as error:
-            said.append(str(error))
-    report.put(said)
+            messages.append(str(error))
+    report.put(messages)
 
 
 @pytest.mark.full
-def test_a_full_disk_is_said_in_a_line_and_the_older_checkpoint_stays(folder):
+def test_a_full_disk_raises_one_line_and_keeps_the_older_checkpoint(folder):
     context = multiprocessing.get_context("spawn")
     report = context.Queue()
     process = context.Process(target=_fill_up, args=(folder, report))
     process.start()
-    said = report.get(timeout=120)
+    messages = report.get(timeout=120)
     process.join()
-    assert len(said) == 4
-    for line in said:
+    assert len(messages) == 4
+    for line in messages:
         assert line.startswith(f"cannot write the checkpoint {folder}: ")
         assert "File too large" in line
         assert "\n" not in line

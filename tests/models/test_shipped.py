@@ -57,7 +57,7 @@ def some(mnist):
 
 
 @pytest.mark.parametrize("name", pretrained.names("decoder"))
-def test_a_model_is_small_and_says_how_it_was_made(name, script):
+def test_a_model_is_small_and_has_a_record(name, script):
     folder = pretrained.path(name)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, pretrained.RECORD}
@@ -142,7 +142,7 @@ def seen(found: dict) -> None:
 def test_the_recorded_samples_are_recognisable():
     found = pretrained.record("mnist")["samples"]
     seen(found)
-    # The strict judge tells digits from broken ones, and takes the samples for the former more often.
+    # The strict judge distinguishes digits from broken ones, and takes the samples for the former more often.
     strict = found["recognised_strictly"]
     assert strict["digits"] > 0.9
     assert strict["broken"] < 0.2 < strict["samples"]
@@ -160,7 +160,7 @@ def test_samples_are_recognisable(mnist, script):
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """A package with one model, untrained, in a folder of its own to work in."""
+    """A package with one model, untrained, in a temporary folder."""
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
     torch.manual_seed(0)
     checkpoint.save(Decoder(TINY).bfloat16(), pretrained.FOLDER / "toy", extra={"run": {"data": "mnist"}})
@@ -176,9 +176,7 @@ def test_models_are_found_by_name(toy):
     checkpoint.write_text(pretrained.FOLDER / "toy" / pretrained.RECORD, '{"seed": 7}')
     assert pretrained.record("toy") == {"seed": 7}
     for what in (pretrained.path, pretrained.load, pretrained.record):
-        with pytest.raises(
-            ValueError, match=r"unknown .* 'tyo' \(did you mean 'toy'\?\); known: toy"
-        ):
+        with pytest.raises(ValueError, match=r"unknown .* 'tyo' \(did you mean 'toy'\?\); known: toy"):
             what("tyo")
 
 
@@ -196,15 +194,15 @@ def test_a_folder_comes_before_a_model_of_its_name(toy, capsys):
     assert refused(capsys, "eval", "a/b").endswith("there is no such folder\n")
 
 
-def test_without_the_data_a_command_says_where_to_name_them(toy, capsys, monkeypatch):
+def test_without_the_data_a_command_names_the_flag(toy, capsys, monkeypatch):
     def offline(urls, *_):
         raise ValueError(f"cannot download {urls[0].rpartition('/')[2]}")
 
     monkeypatch.setattr(sources, "fetch", offline)
     for line in (("generate", "toy", "--complete", "test"), ("eval", "toy")):
-        said = refused(capsys, *line)
-        assert "cannot download train-images-idx3-ubyte.gz; where its files are at hand, name their folder: " in said
-        assert said.endswith("--data mnist:FOLDER\n")
+        message = refused(capsys, *line)
+        assert "cannot download train-images-idx3-ubyte.gz; where its files are at hand, name their folder: " in message
+        assert message.endswith("--data mnist:FOLDER\n")
     # A folder that was named and is wrong needs no such hint.
     assert "name their folder" not in refused(capsys, "eval", "toy", "--data", "mnist:none")
 
@@ -276,7 +274,7 @@ def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
         script.ship(tmp_path / "run", "digits")
 
 
-def test_the_script_says_what_is_wrong_in_one_line(tmp_path, monkeypatch):
+def test_errors_of_the_script_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["shipped.py", str(tmp_path / "none")])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / "tools" / "shipped.py"), run_name="__main__")

@@ -1,4 +1,4 @@
-"""The text model inside the package: it has learned English, continues a prompt, and says how it was made."""
+"""The text model inside the package: it has learned English, continues a prompt, and has a record."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def test_one_parallel_pass_is_stepping_on_a_text():
     assert pretrained.record("text")["stepping"]["largest_difference"] < 0.05
 
 
-def test_the_text_model_has_learned_english_and_its_record_says_how_well():
+def test_the_text_model_has_learned_english_as_its_record_states():
     record, model = pretrained.record("text"), pretrained.load("text")
     assert record["bits_per_byte"]["test"] < 2.6
     assert "War and Peace" in record["about"]

@@ -241,7 +241,7 @@ class TestShortConvolution:
         with pytest.raises(ValueError, match="width=1 must be at least 2"):
             ShortConvolution(3, 1)
 
-    def test_is_the_public_operation_and_says_what_ran(self):
+    def test_is_the_public_operation_and_reports_the_backend(self):
         layer = ShortConvolution(6, 4)
         x, mask = torch.randn(2, 9, 6), torch.rand(2, 9) > 0.3
         with watch() as seen:

@@ -129,7 +129,7 @@ class TestBuilding:
         assert built("linear", "rotary(layout='interleaved', base=7)") == (
             "linear(rotary=7.0, rotary_layout='interleaved')"
         )
-        # A base of its own comes with its own layout; without one, rotary=0.0, it stays without.
+        # A base in the spec keeps the layout of the spec; with rotary=0.0 there are no rotary positions.
         assert built("linear(rotary=3.0)", "rotary(layout='interleaved')") == "linear(rotary=3.0)"
         assert built("retention(rotary=0.0)", "rotary") == "retention(rotary=0.0)"
         assert built("gla", "learned") == built("gla", "sinusoidal(layout='halves')") == built("gla", "none") == "gla"
@@ -146,8 +146,7 @@ class TestBuilding:
             (
                 "linear",
                 "alibi",
-                "linear has no alibi positions: .*; "
-                "alibi, softmax have them",
+                "linear has no alibi positions: .*; alibi, softmax have them",
             ),
             (
                 "linear",
@@ -207,14 +206,14 @@ class TestModels:
                 outputs.append(y)
             torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-10, rtol=0)
 
-    def test_an_encoder_tells_orders_apart(self, name):
+    def test_an_encoder_depends_on_the_order(self, name):
         torch.manual_seed(0)
         model = Encoder(EncoderConfig(**SMALL, attention="softmax", positions=name)).double().eval()
         for p in model.parameters():
             nn.init.normal_(p, std=0.3)
         turned = model(TOKENS.flip(1)).flip(1)
         assert torch.allclose(turned, model(TOKENS), atol=1e-9) == (name in ("none", "alibi"))
-        # Which comes first does not matter to distances without a sign, but what is beside what does.
+        # Distances without a sign ignore which token comes first, but not which tokens are adjacent.
         order = torch.tensor([1, 0, *range(2, 13)])
         mixed = model(TOKENS[:, order])[:, order]
         assert torch.allclose(mixed, model(TOKENS), atol=1e-9) == (name == "none")
