@@ -227,7 +227,7 @@ class TestBuild:
             longspan.build("linear", 66, 4)
 
     def test_rotary_needs_even_heads(self):
-        with pytest.raises(ValueError, match="heads need an even size, not 3"):
+        with pytest.raises(ValueError, match="even head dimension, not 3"):
             longspan.build("linear(rotary=10.0)", 6, 2)
 
     def test_the_stack_gives_rotary_where_the_spec_does_not(self):

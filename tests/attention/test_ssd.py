@@ -62,7 +62,7 @@ def test_initialisation():
     [
         ("ssd(channels=0)", "channels=0 of B and C can hold nothing; at least 1 is needed"),
         ("ssd(key_heads=3)", "key_heads=3 must divide heads=2"),
-        ("ssd(expand_v=0.1)", "expand_v=0.1 times heads of 4 channels is no whole number"),
+        ("ssd(expand_v=0.1)", "expand_v=0.1 times a head dimension of 4"),
         ("ssd(convolution=1)", "width=1 must be at least 2"),
     ],
 )

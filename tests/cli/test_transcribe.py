@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(causal, monkeypatch):
     monkeypatch.setattr(transcription_memory, "PROBE", 16)
     assert isinstance(whole(model, samples, 8000), list)
     monkeypatch.setattr(model_memory, "memory", lambda: 200_000)
-    hint = "read it by --stream" if causal else "cut it into shorter ones, or use a causal model"
+    hint = "use --stream" if causal else "cut it into shorter ones, or use a causal model"
     with pytest.raises(ValueError, match=rf"a recording of 211 tokens would take .* KiB of memory; .* KiB; {hint}"):
         whole(model, samples, 8000)
     # Short recordings are not measured.

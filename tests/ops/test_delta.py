@@ -253,8 +253,8 @@ class TestMechanisms:
             ("deltanet(convolution=1)", "width=1 must be at least 2"),
             ("gated_deltanet(key_heads=3)", "key_heads=3 must divide heads=2"),
             ("gated_deltanet(key_heads=-1)", "key_heads=-1 must divide heads=2"),
-            ("gated_deltanet(expand_v=0.3)", "expand_v=0.3 times heads of 4 channels is no whole number of channels"),
-            ("gated_deltanet(expand_k=0.0)", "expand_k=0.0 times heads of 4 channels is no whole number of channels"),
+            ("gated_deltanet(expand_v=0.3)", "expand_v=0.3 times a head dimension of 4"),
+            ("gated_deltanet(expand_k=0.0)", "expand_k=0.0 times a head dimension of 4"),
             ("kda(lower_bound=5.0)", "lower_bound=5.0 bounds a decay's logarithm; it must be negative, or 0 for none"),
         ],
     )
