@@ -1,18 +1,70 @@
-"""Tables as aligned text, and durations in words."""
+"""Tables as aligned text, and durations with units."""
+
+import textwrap
 
 Table = list[list[str]]
+GAP = "  "
+CELL = 30  # columns from which on a cell is wrapped, in a table that is too wide
 
 
-def aligned(table: Table) -> str:
-    """Columns of equal width, the first to the left, the others to the right."""
+def aligned(table: Table, width: int | None = None) -> str:
+    """Text with aligned columns: the first one to the left, the others to the right.
+
+    Args:
+        table: rows of cells, the first row is the head.
+        width: columns of text. A wider table is printed in parts, one below the other. Each part repeats the leading
+            columns that identify a row. None: no limit.
+    """
+    lines = _lines(table, _widths(table))
+    if width is None or max(map(len, lines)) <= width:
+        return "\n".join(lines)
+    return "\n\n".join("\n".join(part).rstrip() for part in _parts(table, width))
+
+
+def _widths(table: Table) -> list[int]:
     columns = max(map(len, table))
-    widths = [max(len(row[i]) for row in table if i < len(row)) for i in range(columns)]
-    lines = [[f"{row[0]:<{widths[0]}}", *map("{:>{}}".format, row[1:], widths[1:])] for row in table]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return [max(len(row[i]) for row in table if i < len(row)) for i in range(columns)]
+
+
+def _lines(table: Table, widths: list[int], left: int = 1) -> list[str]:
+    return [
+        GAP.join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
+        for row in table
+    ]
+
+
+def _parts(table: Table, width: int) -> list[list[str]]:
+    """The lines of each part of a table that is too wide."""
+    (title, *head), *rows = table
+    keys = next((k for k in range(1, len(head) + 1) if len({tuple(row[:k]) for row in rows}) == len(rows)), 1)
+    above: list[str] = []
+    if len(title) > max((len(row[0]) for row in rows), default=0):
+        # A long title stands above the part, so that the column is as narrow as its names.
+        above, title = textwrap.wrap(title, width), ""
+    limit = max(CELL, width // (keys + 1)) if keys > 1 else CELL
+    cells = [[textwrap.wrap(cell, limit) or [""] for cell in row] for row in ([title, *head], *rows)]
+    widths = [max(len(line) for row in cells if i < len(row) for line in row[i]) for i in range(max(map(len, cells)))]
+    groups: list[list[int]] = []
+    used = width + 1
+    for i in range(keys, len(widths)):
+        if used + len(GAP) + widths[i] > width:
+            groups.append([*range(keys)])
+            used = sum(widths[:keys]) + len(GAP) * (keys - 1)
+        groups[-1].append(i)
+        used += len(GAP) + widths[i]
+    parts = []
+    for group in groups or [[*range(keys)]]:
+        expanded = []
+        for row in cells:
+            chosen = [row[i] if i < len(row) else [""] for i in group]
+            height = max(map(len, chosen))
+            expanded += [[lines[n] if n < len(lines) else "" for lines in chosen] for n in range(height)]
+        parts.append([*above, *_lines(expanded, [widths[i] for i in group], keys)])
+    return parts
 
 
 def duration(seconds: float) -> str:
-    """With a unit that leaves few digits.
+    """A time with a unit that leaves few digits.
 
     >>> duration(0.0123), duration(4.3e-6), duration(12.0), duration(3365.0)
     ('12.3 ms', '4.3 us', '12 s', '3,365 s')

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._utils import atomic_io, optional_deps, plots, png, signals
+from .._utils import atomic_io, optional_deps, plots, png, signals, terminal
 from .._utils.locks import exclusive_lock
 from .._utils.tables import Table, aligned
 from ..models import checkpoint
@@ -76,14 +76,24 @@ def rows_csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def show(result: Result, tables: Callable[[Result], list[Table]]) -> str:
-    """The result as text: its tables, how it was measured, what is missing and why."""
-    parts = [aligned(table) for table in tables(result)]
-    notes = [f"How: {result['how']}."]
+def show(result: Result, tables: Callable[[Result], list[Table]], width: int | None = None) -> str:
+    """Format a result as text: tables, method, and which candidates are missing and why.
+
+    Args:
+        result: what a benchmark has measured.
+        tables: the benchmark's function from a result to tables.
+        width: columns of text; None: no limit.
+    """
+    parts = [aligned(table, width) for table in tables(result)]
+    notes = [f"Method: {result['how']}."]
     notes += [f"Refused: {one['candidate']}: {one['reason']}" for one in result.get("refused", [])]
-    notes += [f"Left out: {one['candidate']}: {one['reason']}" for one in result.get("left_out", [])]
+    notes += [f"Skipped: {one['candidate']}: {one['reason']}" for one in result.get("left_out", [])]
     rejected, disturbed = (sum(row.get(name) or 0 for row in result["rows"]) for name in ("rejected", "disturbed"))
     samples = sum(row.get("samples") or 0 for row in result["rows"])
-    notes.append(f"Samples: {samples} kept, {rejected} rejected on a busy machine, {disturbed} kept although it was.")
+    busy = f", {rejected} rejected" if rejected else ""
+    busy += f", {disturbed} of them taken while the machine was busy" if disturbed else ""
+    notes.append(f"Samples: {samples} kept{busy}.")
     notes.append("Machine: " + "; ".join(f"{name} {value}" for name, value in result["machine"].items()) + ".")
+    if width:
+        notes = [line for note in notes for line in terminal.wrapped(note, 2, first="", width=width)]
     return "\n\n".join([*parts, "\n".join(notes)])

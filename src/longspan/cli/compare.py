@@ -1,4 +1,4 @@
-"""``longspan compare``: training runs side by side, in a table and one picture of their curves."""
+"""``longspan compare``: a table of training runs and a plot of their curves."""
 
 import json
 import math
@@ -11,14 +11,14 @@ from .parser import Parser, make
 def parser() -> Parser:
     parser = make(
         "compare",
-        "Training runs side by side: what differs between their settings, steps, time, and validation bits, and of "
-        "models of pairs how many targets they write exactly; and their curves by step and by time in one picture. "
-        "Runs that still go on count as far as they have come.",
+        "Compare training runs: the settings that differ, steps, wall time, best validation bits and, for "
+        "encoder-decoders, the share of targets generated exactly. --out plots the curves by step and by time. Runs "
+        "that have not finished are included up to their last evaluation.",
         "longspan compare runs/linear runs/softmax --out curves.png",
         "longspan compare runs/* --json",
     )
-    parser.add_argument("folders", type=str, nargs="+", help="folders of training runs")
-    parser.add_argument("--out", type=str, default="", help="draw the curves as this PNG file")
+    parser.add_argument("folders", type=str, nargs="+", metavar="RUN", help="a run directory")
+    parser.add_argument("--out", type=str, default="", metavar="FILE", help="plot the curves into this PNG file")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
@@ -28,7 +28,7 @@ def run(args) -> int:
     from ..train import run_summary
 
     if args.out:
-        optional_deps.need("the picture", "matplotlib", "PIL")
+        optional_deps.need("the plot", "matplotlib", "PIL")
         png.check(args.out)
     found = [run_summary.facts(folder) for folder in args.folders]
     if args.json:
@@ -42,7 +42,8 @@ def run(args) -> int:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The runs as columns of text, the settings in which they differ beside what came of them."""
+    """A text table of the runs: the settings that differ, then the results."""
+    from .._utils import terminal
     from .._utils.tables import aligned
 
     differ = [
@@ -61,7 +62,7 @@ def table(found: list[dict[str, Any]]) -> str:
         f"bits/{unit}",
         "at step",
     ]
-    written = any(one["exact"] is not None for one in found)
+    has_exact = any(one["exact"] is not None for one in found)
     rows = [
         [
             one["folder"],
@@ -71,19 +72,19 @@ def table(found: list[dict[str, Any]]) -> str:
             f"{one['seconds']:.0f} s",
             "" if one["bits"] is None else f"{one['bits']:.4f}",
             "" if one["best_step"] is None else str(one["best_step"]),
-            *(["" if one["exact"] is None else f"{one['exact']:.1%}"] if written else []),
+            *(["" if one["exact"] is None else f"{one['exact']:.1%}"] if has_exact else []),
         ]
         for one in found
     ]
-    return aligned([head + ["exact"] * written, *rows])
+    return aligned([head + ["exact"] * has_exact, *rows], terminal.columns())
 
 
 def draw(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
-    """Validation bits and exact targets of each run by step and by time, as one PNG, whole or not at all."""
+    """Plot validation bits and exact match of each run by step and by time; the PNG is written atomically."""
     from .._utils import plots
 
     plt = plots.pyplot()
-    labels = {"validation_bits": "validation bits", "validation_exact": "targets written exactly"}
+    labels = {"validation_bits": "validation bits", "validation_exact": "exact match"}
     labels = {name: label for name, label in labels.items() if any(_scored(rows, name) for rows in curves.values())}
     count = max(1, len(labels))
     figure, panels = plt.subplots(
@@ -103,5 +104,5 @@ def draw(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
 
 
 def _scored(rows: list[dict[str, float]], name: str) -> list[dict[str, float]]:
-    """The rows that have such a figure."""
+    """The rows that have this metric."""
     return [row for row in rows if not math.isnan(row[name])]

@@ -1,4 +1,4 @@
-"""Facts about mechanisms, taken from their classes or measured: what ``list``, ``show`` and ``cite`` print."""
+"""Facts about mechanisms, read from their classes or measured, for ``list`` and ``show``."""
 
 import contextlib
 import inspect
@@ -26,13 +26,13 @@ from . import dispatch
 
 TOKENS = (256, 1024, 4096, 16384, 65536)
 
-STEPWISE = 16  # operations a token from which on a mechanism goes from token to token
+STEPWISE = 16  # operations per token from which on a mechanism counts as sequential
 
-LOOKED_AT = 4096  # tokens up to which all pairs are written out
+LOOKED_AT = 4096  # largest number of tokens whose pairs are enumerated
 
 
 def mechanisms() -> list[dict[str, Any]]:
-    """Each registered mechanism: name, summary, cost, forms, paper (arXiv number)."""
+    """Each registered mechanism: name, summary, cost, forms and paper (arXiv number)."""
     return [
         {"name": cls.name, "summary": summary(cls), "cost": cls.cost, "forms": forms(cls), "paper": cls.paper}
         for cls in map(mechanism, list_mechanisms())
@@ -45,7 +45,7 @@ def summary(cls: type[Attention]) -> str:
 
 
 def forms(attention: type[Attention] | Attention) -> list[str]:
-    """Those of causal, bidirectional, cross, packed and prefix that a mechanism has; of an instance, by its options."""
+    """The forms that a class or an instance supports: causal, bidirectional, cross, packed, prefix."""
     more = {"segments": "packed", "prefix": "prefix"}
     if "bidirectional" in attention.directions:
         more = {"context": "cross", **more}
@@ -53,7 +53,7 @@ def forms(attention: type[Attention] | Attention) -> list[str]:
 
 
 def options(attention: Attention) -> list[dict[str, Any]]:
-    """Each option of a mechanism: name, value, default, meaning (the docstring's words)."""
+    """Each option of a mechanism: name, value, default and meaning (from the docstring)."""
     cls = type(attention)
     return [
         {
@@ -67,50 +67,58 @@ def options(attention: Attention) -> list[dict[str, Any]]:
 
 
 def meaning(cls: type[Attention], option: str) -> str:
-    """What the class docstring says of an option: after its name and a colon, or else where its name occurs."""
-    said = [sentence for paragraph in sentences(cls) for sentence in paragraph]
+    """The meaning of an option in the class docstring: after its name and a colon, or a sentence with its name."""
+    found = [sentence for paragraph in sentences(cls) for sentence in paragraph]
     for pattern in (rf"^``{option}``:\s*", rf"``{option}``()", rf"\b{option}\b()"):
-        for sentence in said:
+        for sentence in found:
             if re.search(pattern, sentence):
                 return (re.sub(pattern, "", sentence) if pattern[0] == "^" else sentence).replace("``", "")
     return ""
 
 
 def sentences(cls: type[Attention]) -> list[list[str]]:
-    """The class docstring after its first line, paragraph by paragraph."""
+    """The sentences of the class docstring after its first line, by paragraph."""
     paragraphs = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[1:]
-    # A sentence ends before a capital letter, a formula or the next option; the stops inside "(..., D)" end none.
+    # A sentence ends before a capital letter, a formula or the next option, not at the dots of "(..., D)".
     return [re.split(r"(?<=[^.]\.)\s+(?=``|[A-Z$])", " ".join(paragraph.split())) for paragraph in paragraphs]
 
 
 @dataclass(frozen=True)
 class Count:
-    """What one layer costs for one sequence. FLOPs are those of matrix products, multiply and add counted as two."""
+    """The cost of one layer for one sequence: FLOPs of matrix products, where a multiply-add counts as two."""
 
     tokens: int
     projections: int
     """FLOPs of the attention's linear projections"""
     mixing: int
-    """FLOPs of what is between them: how tokens reach one another"""
+    """FLOPs between the projections: the mixing of tokens"""
     feedforward: int
     """FLOPs of the feed-forward network"""
     state: int | None
-    """bytes of the recurrent state after so many tokens; None where there is none"""
+    """bytes of the recurrent state after these tokens; None without a recurrent state"""
     measured: bool
-    """counted at this length; otherwise extrapolated from shorter ones"""
+    """whether the count was measured at this length, not extrapolated from shorter ones"""
 
 
 def counts(attention: Attention, *, inner: int = 0, tokens: Sequence[int] = TOKENS) -> list[Count]:
-    """Count the FLOPs of an attention's parallel form, and of a feed-forward network with ``inner`` units (0: 4 dim).
+    """Count the FLOPs of the parallel form of an attention, and of a feed-forward network.
 
-    PyTorch's own counter watches a call on tensors without contents, at each length up to 4096; beyond, the quadratic
-    through the three longest counts is continued, which is exact wherever time is a polynomial up to N^2. What goes
-    from token to token is watched up to 1024; so is what depends on its input, which is run for real. The fused softmax
-    kernels count as the products that they stand for, without the half that a causal mask spares some of them;
-    attention under a pattern as the products of the blocks that it works off.
+    PyTorch's FLOP counter watches a call on fake tensors at each length up to 4096. Longer lengths extrapolate the
+    quadratic through the three longest counts, which is exact if the cost is a polynomial of degree at most 2 in N.
+    Sequential mechanisms and those that depend on their input are counted up to 1024 tokens; the latter run on real
+    tensors. Fused softmax kernels count as their matrix products, without the half that a causal mask saves some of
+    them. Attention under a pattern counts the products of its blocks.
+
+    Args:
+        attention: the layer.
+        inner: units of the feed-forward network; 0: 4 dim.
+        tokens: the lengths. Lengths above the layer's own limit are replaced by it.
+
+    Returns:
+        One ``Count`` for each length, in ascending order.
     """
     network = _feedforward(attention.dim, inner or 4 * attention.dim)
-    # The most tokens of a sequence, where that is a size of the weights.
+    # The largest length, if the weights depend on it.
     most = getattr(attention, "length", max(tokens))
     measure, longest = _measure(attention, min(256, most))
     rows = []
@@ -126,19 +134,19 @@ def counts(attention: Attention, *, inner: int = 0, tokens: Sequence[int] = TOKE
 
 
 def _feedforward(dim: int, inner: int) -> FeedForward:
-    # Its random weights are for nobody, so the caller's random numbers stay as they are.
+    # The weights are not used, so keep the caller's RNG state.
     with torch.random.fork_rng(devices=[]):
         return FeedForward(dim, inner, "gelu")
 
 
 def _measure(attention: Attention, few: int) -> tuple[Callable[[int], tuple[int, int]], int]:
-    """-> a function that counts (projections, mixing) for a number of tokens, and the largest number that it is for."""
+    """Return a function from a length to (projections, mixing), and the largest length that it accepts."""
     found: dict[int, tuple[int, int]] = {}
     calls = _calls()
     try:
         with calls:
             found[few] = _flops(attention, few)
-        # Whoever goes from token to token would be watched for minutes.
+        # Counting a sequential mechanism at 4096 tokens would take minutes.
         fake, longest = True, 4096 if calls.made < STEPWISE * few else 1024
     except RuntimeError:
         fake, longest = False, 1024
@@ -152,7 +160,7 @@ def _measure(attention: Attention, few: int) -> tuple[Callable[[int], tuple[int,
 
 
 def _calls() -> Any:
-    """A context that counts PyTorch's operations in ``made``."""
+    """A context that counts PyTorch operations in ``made``."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Calls(TorchDispatchMode):
@@ -166,14 +174,14 @@ def _calls() -> Any:
 
 
 def _flops(module: nn.Module, n: int, *, fake: bool = True) -> tuple[int, int]:
-    """FLOPs of one call on one sequence of n tokens: inside the module's nn.Linear parts, and the rest."""
+    """FLOPs of one call on a sequence of n tokens: inside the module's ``nn.Linear`` parts, and the rest."""
     from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     linears = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     width = getattr(module, "dim", None) or next(module.parameters()).shape[-1]
-    # The counter knows the products of the plain form, but not every fused kernel.
+    # The counter knows the plain form of attention, but not every fused kernel.
     with contextlib.ExitStack() as stack:
         for context in (torch.no_grad(), torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH)):
             stack.enter_context(context)
@@ -184,7 +192,7 @@ def _flops(module: nn.Module, n: int, *, fake: bool = True) -> tuple[int, int]:
             x = torch.randn(1, n, width, generator=torch.Generator().manual_seed(0))
 
         def sparse(*shapes, **output):
-            # Lists of blocks need tensors with contents.
+            # Lists of blocks need real tensors.
             with unset_fake_temporarily():
                 return blockwise.flops(*shapes, **output)
 
@@ -197,7 +205,7 @@ def _flops(module: nn.Module, n: int, *, fake: bool = True) -> tuple[int, int]:
 
 
 def _continue(points: Sequence[tuple[int, int]], n: int) -> int:
-    """The value at n of the polynomial through these points (Lagrange), in exact fractions."""
+    """The value at n of the polynomial through these points, by Lagrange interpolation in exact fractions."""
     value = Fraction(0)
     for i, (x, y) in enumerate(points):
         term = Fraction(y)
@@ -216,20 +224,20 @@ def _state_bytes(attention: Attention, n: int) -> int:
             with FakeTensorMode(allow_non_fake_inputs=True):
                 return nbytes(attention.init_state(1, n))
         except RuntimeError:
-            # A state whose size is found by computing, such as the look-back of a pattern.
+            # The size of some states is computed from values, such as the look-back of a pattern.
             return nbytes(attention.init_state(1, n))
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a spec names a pattern, such as ``(band(8) | globals(2)) & causal``, by its first name."""
+    """Whether the first name in a spec is a pattern, as in ``(band(8) | globals(2)) & causal``."""
     first = re.search(r"\w+", text)
     return first is not None and first[0] in patterns.NAMES
 
 
 def pattern_of(text: str, dim: int, heads: int) -> Pattern:
-    """The pattern of a spec, of a pattern or of an attention (causal where it can be, of a first layer).
+    """The pattern of a spec: of a pattern itself, or of an attention (first layer, causal if it has that form).
 
-    Raises ValueError for an attention without a pattern, and for a spec, dim or heads that are not possible.
+    Raises ValueError for an attention without a pattern, and for an invalid spec, dim or heads.
     """
     if is_pattern(text):
         return patterns.parse(text)
@@ -240,8 +248,8 @@ def pattern_of(text: str, dim: int, heads: int) -> Pattern:
     if pattern is None:
         having = ", ".join(n for n in list_mechanisms() if _has_pattern(n))
         raise ValueError(
-            f"{text} has no pattern to be drawn: it reads all keys, or which ones is no function of positions alone; "
-            f"those that have one: {having}"
+            f"{text} has no pattern to draw: it reads all keys, or its choice depends on more than positions; "
+            f"mechanisms with a pattern: {having}"
         )
     return pattern
 
@@ -253,7 +261,7 @@ def _has_pattern(name: str) -> bool:
 
 
 def _pattern(attention: Attention) -> Pattern | None:
-    """What a query of an attention may see: its ``key_pattern``."""
+    """The ``key_pattern`` of an attention, if it has one."""
     return vars(attention).get("key_pattern")
 
 
@@ -264,11 +272,20 @@ def picture(text: str, dim: int, heads: int, tokens: int | None = None) -> Tenso
 
 
 def view(text: str, dim: int, heads: int, tokens: int | None = None) -> dict[str, Any]:
-    """Facts about the pattern of a spec: how far it sees, and how many keys a query sees at a number of tokens.
+    """Facts about the pattern of a spec.
 
-    ``tokens``: None takes as many as show what the pattern does, ``patterns.picture_size``.
+    Args:
+        text: a spec of a pattern or an attention.
+        dim: width of the attention.
+        heads: attention heads.
+        tokens: length at which keys are counted, from 1 to 4096; None: ``patterns.picture_size``.
 
-    Raises ValueError as ``pattern_of`` does, and for tokens < 1 or above 4096.
+    Returns:
+        The pattern as text, its look-back and look-ahead (None: unbounded), whether heads differ, and the smallest,
+        mean and largest number of keys per query.
+
+    Raises:
+        ValueError: as in ``pattern_of``, and for tokens out of range.
     """
     pattern = pattern_of(text, dim, heads)
     tokens = _looked_at(tokens, pattern, heads)
@@ -287,22 +304,27 @@ def _looked_at(tokens: int | None, pattern: Pattern, heads: int) -> int:
     if tokens is None:
         return patterns.picture_size(pattern, heads=heads)
     if not 1 <= tokens <= LOOKED_AT:
-        raise ValueError(f"tokens={tokens} must be from 1 to {LOOKED_AT}, since all pairs are looked at")
+        raise ValueError(f"tokens={tokens} must be from 1 to {LOOKED_AT}, since all pairs are enumerated")
     return tokens
 
 
 def parameters(module: nn.Module) -> int:
-    """Numbers that are learnt."""
+    """Number of trainable parameters."""
     return sum(p.numel() for p in module.parameters() if p.requires_grad)
 
 
 def facts(text: str, dim: int, heads: int, device: str = "cpu", tokens: int | None = None) -> list[dict[str, Any]]:
-    """All of the above for each distinct spec of a stack, as plain values; what ``longspan show`` prints.
+    """Describe each distinct spec of a stack with plain values, as ``longspan show --json`` prints them.
 
-    Attention of width ``dim`` with ``heads`` heads, causal where it has that form; feed-forward network of 4 dim units;
-    ``view`` at so many tokens, or its own number, None where there is no pattern.
+    Args:
+        text: a spec, or several separated by ``;``. Each is built causal if it has that form.
+        dim: width of the attention; the feed-forward network has 4 dim inner units.
+        heads: attention heads.
+        device: the device of the backend report.
+        tokens: as in ``view``.
 
-    Raises ValueError for a spec, a size or a device that is not possible.
+    Raises:
+        ValueError: for an invalid spec, size or device.
     """
     described = []
     for part, cls in parts(text):

@@ -1,4 +1,4 @@
-"""Which backend serves a mechanism: small calls run, and the ops under them tell what ran them."""
+"""Find the backend of a mechanism: run small calls and record which backend each op used."""
 
 import contextlib
 import warnings
@@ -16,31 +16,42 @@ from ..models.decoder import Decoder
 from ..ops.native import build as kernels
 from ..ops.native.build import openmp
 
-TOKENS = 256  # of the sequence that runs; patterns that are periodic have periods of at most that, by default
+TOKENS = 256  # length of the sequence that runs; default periods of periodic patterns are at most that
 
 
 def probe_backends(text: str, dim: int, heads: int, *, causal: bool, device: str = "cpu") -> dict[str, Any]:
-    """What ran one sequence and, where it is causal, one step of a mechanism, in float32 and without gradients.
+    """Run one sequence and, if causal, one decode step of a mechanism, in float32 without gradients.
 
-    -> device; ``calls``, by the kind of call the ops that it made, each with its ``backend`` and, where kernels in C++
-    could not serve, ``why_not``; ``kernels``: which of these there are; ``reason``: why there are no calls, or "".
+    Compiles the native kernels that it needs on first use.
 
-    Compiles the native kernels that it needs on first use. Raises ValueError for something that is no device, and as
-    ``build``.
+    Args:
+        text: the spec of one mechanism.
+        dim: width of the attention.
+        heads: attention heads.
+        causal: build the causal form.
+        device: a device such as ``cpu`` or ``cuda``.
+
+    Returns:
+        ``device``; ``calls``: for each kind of call its ops, each with its ``backend`` and the reason ``why_not`` the
+        native kernels did not serve it; ``kernels``: the origin of the native kernels; ``reason``: why ``calls`` is
+        empty, or "".
+
+    Raises:
+        ValueError: for an unknown device, and as in ``longspan.build``.
     """
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise ValueError(f"device={device!r} is no device; known are e.g. cpu, cuda, mps") from error
+        raise ValueError(f"device={device!r} is not a device; pass e.g. cpu, cuda or mps") from error
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind != "cpu" and (accelerator is None or kind != accelerator.type):
         return {"device": device, "calls": {}, "kernels": kernels_status(), "reason": f"this machine has no {kind}"}
-    # Where there are no kernels, that is what is told, so nobody needs to be warned of it.
+    # The result reports missing kernels, so the warning would only repeat it.
     with torch.random.fork_rng(devices=[]), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         torch.manual_seed(0)
         attention = build(text, dim, heads, causal=causal).to(device).eval()
-        # Of a mechanism whose weights have the length of a sequence, no longer one.
+        # At most the length that the weights allow.
         x = torch.randn(1, min(TOKENS + 1, getattr(attention, "length", TOKENS + 1)), dim).to(device)
         calls = {"whole sequences": _ops(attention, x)}
         if causal and attention.states:
@@ -54,12 +65,12 @@ def probe_backends(text: str, dim: int, heads: int, *, causal: bool, device: str
 def _ops(attention: Attention, x: Tensor, state: Any = None) -> list[dict[str, str]]:
     with ops.watch() as seen:
         attention(x, state, **({"donate": True} if state is not None and "donate" in attention.supported_args else {}))
-    return [one._asdict() for one in seen] or [{"op": "operations of its own", "backend": "torch", "why_not": ""}]
+    return [one._asdict() for one in seen] or [{"op": "PyTorch operations", "backend": "torch", "why_not": ""}]
 
 
 def _by_engine(text: str, heads: int) -> bool:
-    """Whether ``generate`` has a decoder of this attention run by the decode engine."""
-    # A mechanism that a decoder cannot have, such as one that needs other positions, is not served.
+    """Whether ``generate`` runs a decoder with this attention on the decode engine."""
+    # Some mechanisms do not fit a default decoder, for example because they need other positions.
     with contextlib.suppress(ValueError):
         return not Engine.why_not(
             Decoder(DecoderConfig(vocab=2, length=2, dim=2 * heads, heads=heads, depth=1, attention=text))
@@ -68,19 +79,19 @@ def _by_engine(text: str, heads: int) -> bool:
 
 
 def kernels_status() -> str:
-    """The origin of the native kernels that this process has used, or why it has none."""
+    """The origin of the native kernels that this process has used, or why there are none."""
     return kernels_facts(*kernels.tried())["native kernels"] if kernels.tried() else "none were used"
 
 
 def kernels_facts(*families: str) -> dict[str, str]:
-    """What is known of families of native kernels, by default all, which are compiled if need be, by name."""
+    """Facts about families of native kernels, by label. Compiles missing ones. Default: all families."""
     found: dict[str, kernels.Kernels] = {}
     missing: dict[str, str] = {}
     for family in families or kernels.FAMILIES:
         try:
             found[family] = kernels.find(family)
         except kernels.Unavailable as error:
-            missing[family] = f"not here, since {error}"
+            missing[family] = f"not available: {error}"
     origins = _lines([*(one.origin for one in found.values()), *missing.values()])
     if not found:
         return {"native kernels": origins}
@@ -88,24 +99,24 @@ def kernels_facts(*families: str) -> dict[str, str]:
         "native kernels": origins,
         "  flags": _lines(one.flags for one in found.values()),
         **{f"  {name}": found[name].path if name in found else missing[name] for name in families or kernels.FAMILIES},
-        "  why these": _lines(one.why for one in found.values()),
-        "  OpenMP": openmp.share() or "torch has none to share",
+        "  reason": _lines(one.why for one in found.values()),
+        "  OpenMP": openmp.share() or "torch brings no OpenMP library",
     }
 
 
 def _lines(texts: Iterable[str]) -> str:
-    """Different texts, separated by semicolons."""
+    """The distinct texts, separated by semicolons."""
     return "; ".join(dict.fromkeys(texts))
 
 
 def format_call(call: list[dict[str, str]]) -> str:
-    """One kind of call in words: ``native (linear attention)``.
+    """Format one kind of call, such as ``native (linear attention)``.
 
     >>> format_call([{"op": "linear attention", "backend": "torch", "why_not": "they are for the CPU"}])
-    'torch (linear attention; not native, since the kernels are for the CPU)'
+    'torch (linear attention; not native: the kernels are for the CPU)'
     """
     return ", ".join(f"{one['backend']} ({one['op']}{_reason(one['why_not'])})" for one in call)
 
 
 def _reason(why_not: str) -> str:
-    return why_not and f"; not native, since {why_not.replace('they ', 'the kernels ', 1)}"
+    return why_not and f"; not native: {why_not.replace('they ', 'the kernels ', 1)}"

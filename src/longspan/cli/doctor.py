@@ -1,30 +1,31 @@
-"""``longspan doctor``: what runs on this machine and why, and what the caches hold."""
+"""``longspan doctor``: versions, backends, native kernels and caches of this machine."""
 
 import importlib.metadata
 import shutil
 import time
 from pathlib import Path
 
+from .._utils import terminal
 from .parser import Parser, make
 
-COLUMN = 16  # where values begin
-WIDTH, REPEATED = 256, 3  # of the products that are timed: milliseconds even where they are slow
-SLOW = 1.5  # times as long as in float32, from which on half the memory is not worth it
+COLUMN = 16  # at which values begin
+WIDTH, REPEATED = 256, 3  # size and samples of the timed products: milliseconds even if they are slow
+SLOW = 1.5  # ratio from which on half the memory does not justify the time
 
 
 def parser() -> Parser:
     parser = make(
         "doctor",
-        "Tell what runs on this machine and why: versions, devices, the native CPU kernels by family (those of the "
-        "installation, else compiled now if need be), optional packages, and the cache folder, which the environment "
-        "variable LONGSPAN_CACHE can move.",
+        "Report versions, devices, the native CPU kernels by family, optional packages and the cache folder. Kernels "
+        "that the installation does not bring are compiled now. The environment variable LONGSPAN_CACHE moves the "
+        "cache.",
         "longspan doctor",
         "longspan doctor --clear",
     )
     parser.add_argument(
         "--clear",
         action="store_true",
-        help="delete the kernels compiled here, and what is remembered of failures; data sets stay",
+        help="delete the compiled kernels and the records of failed compilations; data sets are kept",
     )
     return parser
 
@@ -39,12 +40,12 @@ def run(args) -> int:
         print(f"deleted the compiled kernels in {folder / 'native'}: {freed:,} bytes")
         return 0
     for name, value in facts(folder).items():
-        print(f"{name:<{COLUMN}}{value}")
+        print("\n".join(terminal.entry(name, [value] if isinstance(value, str) else value, COLUMN)))
     return 0
 
 
-def facts(folder: Path) -> dict[str, str]:
-    """What to tell, by name."""
+def facts(folder: Path) -> dict[str, str | list[str]]:
+    """The lines of the report, by label; several lines as a list."""
     import torch
 
     from ..bench import guard
@@ -62,14 +63,14 @@ def facts(folder: Path) -> dict[str, str]:
         "bfloat16": precision(bfloat16_ratio()),
         **dispatch.kernels_facts(),
         "cache": f"{folder} ({', '.join(parts(folder)) or 'empty'})",
-        "  compiled": f"\n{'':<{COLUMN}}".join(compiled(folder / "native")) or "nothing",
+        "  compiled": compiled(folder / "native") or "nothing",
         "transformers": report.summary(),
         "extras": ", ".join(f"{name}: {state}" for name, state in extras().items()),
     }
 
 
 def bfloat16_ratio() -> float:
-    """How many times as long as in float32 torch takes for a product in bfloat16, on the processor."""
+    """Time of a matrix product in bfloat16 over that in float32, on the CPU."""
     import torch
     import torch.nn.functional as F
 
@@ -85,36 +86,39 @@ def bfloat16_ratio() -> float:
 
 
 def precision(ratio: float) -> str:
-    """What such a ratio means for the precision of a model.
+    """Describe such a ratio, and recommend float32 if bfloat16 is much slower.
 
     >>> precision(5.83)
     'a product takes 5.8 times as long as in float32: float32 is the better choice here'
     >>> precision(0.412)
     'a product takes 0.41 times as long as in float32'
     """
-    told = f"a product takes {ratio:.2g} times as long as in float32"
-    return f"{told}: float32 is the better choice here" if ratio > SLOW else told
+    text = f"a product takes {ratio:.2g} times as long as in float32"
+    return f"{text}: float32 is the better choice here" if ratio > SLOW else text
 
 
 def extras() -> dict[str, str]:
-    """Optional packages: there, or how to get them."""
+    """Optional packages: installed, or the command that installs them."""
     from importlib.util import find_spec
 
     from .._utils.optional_deps import EXTRAS
 
-    return {name: "there" if find_spec(name) else f"pip install longspan[{extra}]" for name, extra in EXTRAS.items()}
+    return {
+        name: "installed" if find_spec(name) else f"pip install longspan[{extra}]" for name, extra in EXTRAS.items()
+    }
 
 
 def compiled(folder: Path) -> list[str]:
-    """Each compilation in a folder of kernels: the family, the compiler, and the library or why it failed."""
+    """Each compilation in a folder of kernels: family, compiler, and the library or why it failed."""
     from ..ops.native.build import store
 
     seals = sorted(store.seals(folder), key=lambda seal: seal.family)
-    return [f"{seal.family or 'all'}, {seal.compiler}: {seal.failed or seal.library}" for seal in seals]
+    found = [f"{seal.family or 'all'}, {seal.compiler}: {seal.failed or seal.library}" for seal in seals]
+    return list(dict.fromkeys(found))
 
 
 def parts(folder: Path) -> list[str]:
-    """What a cache holds, with sizes."""
+    """The entries of a cache folder, with sizes."""
     if not folder.is_dir():
         return []
     return [f"{path.name}: {size(path):,} bytes" for path in sorted(folder.iterdir())]

@@ -1,4 +1,4 @@
-"""The command line: finds the command, and turns what goes wrong into one line and an exit code."""
+"""The command line: runs a command, and turns an error into one line and an exit code."""
 
 import contextlib
 import importlib
@@ -11,38 +11,52 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
-from .._utils import signals
+from .._utils import signals, terminal
 from .._utils.spec import known
 
-# command -> (module in cli/, what it does)
+# command -> (module in cli/, summary)
 COMMANDS = {
-    "demo": ("demo", "train linear and softmax attention on images of digits, and compare how fast they generate"),
-    "train": ("train", "train a model from a recipe or from flags"),
-    "eval": ("evaluate", "bits per dimension, byte or token of a trained model, and exact targets"),
-    "generate": ("generate", "pictures, text or targets of sources from a trained model"),
-    "transcribe": ("transcribe", "the words of recordings, whole or while they are read"),
-    "export": ("export", "a trained model as an ONNX file: prefill and step in one graph"),
-    "list": ("listing", "the mechanisms that there are"),
-    "show": ("show", "one mechanism: options, parameters, FLOPs, state, backend; or a training run"),
-    "compare": ("compare", "training runs side by side: a table, and curves in one picture"),
-    "cite": ("cite", "BibTeX of the papers behind a spec or a trained model"),
-    "bench": ("bench", "time and memory, beside other libraries and against the machine's limits"),
-    "reproduce": ("reproduce", "reproduce published results at laptop scale"),
-    "doctor": ("doctor", "what runs here and why: backends, kernels, caches"),
-    "check": ("check", "measure the laws that every attention keeps"),
+    "demo": ("demo", "Train linear and softmax attention on digits and compare them."),
+    "train": ("train", "Train a model from a recipe or from flags."),
+    "eval": ("evaluate", "Evaluate a trained model: bits per token, exact match or accuracy."),
+    "generate": ("generate", "Generate images, text or target sequences from a trained model."),
+    "transcribe": ("transcribe", "Transcribe recordings of speech, offline or streaming."),
+    "export": ("export", "Export a trained decoder to ONNX (prefill and decode step)."),
+    "list": ("listing", "List the mechanisms with their cost, forms and paper."),
+    "show": ("show", "Show one mechanism, pattern, training run or saved model."),
+    "compare": ("compare", "Compare training runs in a table and plot their curves."),
+    "cite": ("cite", "Print BibTeX for the papers behind a spec or a trained model."),
+    "bench": ("bench", "Measure time and memory on this machine."),
+    "reproduce": ("reproduce", "Reproduce published results at laptop scale."),
+    "doctor": ("doctor", "Report versions, backends, native kernels and caches."),
+    "check": ("check", "Run the conformance checks on an attention or a stack."),
+}
+
+# Options that every command accepts -> meaning.
+OPTIONS = {
+    "COMMAND --help": "print the options of a command and examples",
+    "--version": "print the version",
+    "COMMAND --debug": "print the traceback of an error",
+    "COMMAND --import MODULE": "load mechanisms from a module or package",
 }
 
 OK, FAILED, WRONG, PIPE_CLOSED = 0, 1, 2, 141
-SIGNAL = 128  # and the number of the signal that ended the command
+SIGNAL = 128  # plus the number of the signal that ended the command
 INTERRUPTED = SIGNAL + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command: ``main(["list"])``; ``None`` reads the process's own arguments.
+    """Run one command.
 
-    -> exit code: 0 done; 1 a law of ``check`` failed, or a library left by itself; 2 a mistake of the caller or of the
-    system, said in one line on stderr; 128 and the number of the signal that ended it: 130 after Ctrl-C, 143 after
-    SIGTERM; 141 where nobody reads the output any more. ``--debug`` shows the traceback as well.
+    Args:
+        argv: the words after ``longspan``, such as ``["list"]``. None: the arguments of this process.
+
+    Returns:
+        The exit code. 0: success. 1: a check failed, an experiment failed, or a library ended the process. 2: a user or
+        system error, which is printed as one line on stderr (``--debug`` adds the traceback). 128 + N: ended by signal
+        N, so 130 after Ctrl-C and 143 after SIGTERM. 141: the reader of the output closed the pipe.
+
+    Example:
 
     >>> main(["--version"])  # doctest: +ELLIPSIS
     longspan ...
@@ -53,51 +67,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     words, modules = _imports([word for word in words if word != "--debug"])
     try:
         with signals.raised(), warnings.catch_warnings():
-            # Python's parser has its own opinion of a spec, beside the line that refuses it.
+            # Python's parser may warn about a spec, in addition to our error message.
             warnings.simplefilter("ignore", SyntaxWarning)
             code = _run(words, modules)
             sys.stdout.flush()
         return code
     except SystemExit as exit_:
-        # --help and --print_config have returned, so somebody else wants to leave, which is no success.
+        # --help and --print_config have returned, so a library ended the process, which is not a success.
         code = exit_.code if isinstance(exit_.code, int) and exit_.code else FAILED
-        return _say(f"error: a library ended the command: {exit_!r}", code, debug)
+        return _fail(f"error: a library ended the command: {exit_!r}", code, debug)
     except KeyboardInterrupt as error:
         if argv is None:
-            # What Python would print if another one came on the way out would hide what is said now.
+            # A second Ctrl-C during exit would print a traceback over this message.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        return _say(str(error) or "interrupted", SIGNAL + signals.number(error), debug)
+        return _fail(str(error) or "interrupted", SIGNAL + signals.number(error), debug)
     except BrokenPipeError:
         _drop_output()
         return PIPE_CLOSED
     except ImportError as error:
-        # Only a missing extra is the caller's; it says what to install.
+        # Only a missing extra is a user error; its message names what to install.
         if "pip install" not in str(error):
             raise
-        return _say(f"error: {error}", WRONG, debug)
+        return _fail(f"error: {error}", WRONG, debug)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else "standard output: " if _drop_output() else ""
-        return _say(f"error: {where}{error.strerror or error}", WRONG, debug)
+        return _fail(f"error: {where}{error.strerror or error}", WRONG, debug)
     except ValueError as error:
-        return _say(f"error: {error}", WRONG, debug)
+        return _fail(f"error: {error}", WRONG, debug)
 
 
 def _drop_output() -> bool:
-    """Where stdout takes no more, let it go where nobody reads: Python would complain when it flushes it at its end."""
+    """Redirect a broken stdout to the null device, so that Python's flush at exit does not fail."""
     try:
-        # A line, since without a buffer there would be nothing to flush.
+        # A line, since without a buffer there is nothing to flush.
         print(flush=True)
     except OSError:
         with contextlib.suppress(OSError, ValueError):
             stdout = sys.stdout.fileno()
-            with open(os.devnull, "wb") as nobody:
-                os.dup2(nobody.fileno(), stdout)
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), stdout)
         return True
     return False
 
 
 def _imports(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words without every ``--import MODULE`` and ``--import=MODULE`` -> the others, the modules."""
+    """Split the words into those without ``--import MODULE`` or ``--import=MODULE``, and the modules."""
     kept, modules = [], []
     line = iter(words)
     for word in line:
@@ -124,8 +138,8 @@ def _run(words: list[str], modules: list[str]) -> int:
         )
     module, _ = COMMANDS[known(words[0], COMMANDS, "command")]
     if any("\0" in word for word in words):
-        raise ValueError("an argument holds a NUL character, which no name of a file and no number has")
-    # Imported now, so that each command pays for its own imports only.
+        raise ValueError("an argument contains a NUL character, which file names and numbers cannot contain")
+    # Imported here, so that each command pays only for its own imports.
     command = importlib.import_module(f".{module}", __package__)
     if modules:
         from ..attention import plugins
@@ -134,7 +148,7 @@ def _run(words: list[str], modules: list[str]) -> int:
     try:
         args = command.parser().read(words[1:])
     except SystemExit:
-        # --help and --print_config leave this way, having printed what was asked for; mistakes raise ValueError.
+        # --help and --print_config have printed their output and exit; mistakes raise ValueError.
         return OK
     try:
         return command.run(args)
@@ -144,12 +158,12 @@ def _run(words: list[str], modules: list[str]) -> int:
         size = re.search(r"(?:tried to allocate|Unable to allocate) ([\d.]+ \w+)", str(error))
         reduce = getattr(command, "MEMORY", "")
         raise ValueError(
-            f"out of memory{f', allocating {size[1]}' if size else ''}{f'; reduce {reduce}' if reduce else ''}"
+            f"out of memory{f' while allocating {size[1]}' if size else ''}{f'; reduce {reduce}' if reduce else ''}"
         ) from error
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: PyTorch raises a RuntimeError, on the CPU one that only its words tell apart."""
+    """Whether an allocation failed. On the CPU PyTorch raises a plain RuntimeError, so its text decides."""
     words = (
         "DefaultCPUAllocator",
         "can't allocate memory",
@@ -161,29 +175,30 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()]
+    indent = max(map(len, COMMANDS)) + 4
+    lines = [
+        line for name, (_, does) in COMMANDS.items() for line in terminal.entry(f"  {name}", [does.rstrip(".")], indent)
+    ]
+    options = [line for name, does in OPTIONS.items() for line in terminal.entry(f"  {name}", [does], 30)]
     return "\n".join(
         (
             "usage: longspan COMMAND [options]",
             "",
-            "Efficient transformers behind one call: train as a transformer, run as an RNN.",
+            "Efficient attention for PyTorch: train as a transformer, run as an RNN.",
             "",
             "commands:",
             *lines,
             "",
-            "longspan COMMAND --help    the command's options and an example",
-            "longspan --version         the version",
-            "longspan COMMAND --debug   shows the traceback of an error",
-            "longspan COMMAND --import MODULE    loads mechanisms of your own, from a module or a package",
+            "options:",
+            *options,
         )
     )
 
 
-def _say(text: str, code: int, debug: bool) -> int:
+def _fail(text: str, code: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    # After SIGHUP there is no terminal any more.
+    # After SIGHUP the terminal is closed.
     with contextlib.suppress(OSError):
         print(f"longspan: {' '.join(text.split())}", file=sys.stderr)
     return code

@@ -1,11 +1,11 @@
-"""``longspan eval``: bits per dimension, byte, token or label of a trained model, exact targets and accuracy."""
+"""``longspan eval``: bits per token, exact match or accuracy of a trained model."""
 
 import json
 import math
 
 from .._utils import signals
 from .generate import HELP
-from .parser import BEAMS, Parser, make, natural_int, number, positive_int
+from .parser import BEAMS, MODEL, Parser, make, natural_int, number, positive_int
 
 MEMORY = "--batch, --beams or --length"
 
@@ -13,9 +13,10 @@ MEMORY = "--batch, --beams or --length"
 def parser() -> Parser:
     parser = make(
         "eval",
-        "Bits per dimension (images), byte (text) or token (pairs) of a trained model on a held-out split: of examples "
-        "by themselves, or of a text from beginning to end, with a state carried along or a window that slides; of a "
-        "model of pairs also the part of the targets that it writes exactly, and of a classifier its accuracy.",
+        "Evaluate a trained model on a held-out split. A decoder gets bits per dimension (images) or per byte (text). "
+        "An encoder-decoder gets bits per token and the share of targets that it generates exactly. A classifier gets "
+        "its accuracy and bits per label.\n\nBy default, examples are scored independently. --stream and --sliding "
+        "score a text from beginning to end.",
         "longspan eval runs/digits",
         "longspan eval mnist --data mnist:FOLDER --stepwise",
         "longspan eval runs/digits --split validation --stepwise 20 --json",
@@ -24,17 +25,21 @@ def parser() -> Parser:
         "longspan eval runs/dates --beams 4",
         "longspan eval runs/labels --data labels:FOLDER",
     )
-    parser.add_argument("folder", type=str, help=HELP)
+    parser.add_argument("folder", type=str, metavar=MODEL, help=HELP)
     parser.add_argument(
-        "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER or text:FILE"
+        "--data",
+        type=str,
+        default="",
+        metavar="DATA",
+        help="data set, e.g. mnist:FOLDER or text:FILE; by default the one that the model was trained on",
     )
-    parser.add_argument("--split", type=str, default="test", help="train, validation or test")
+    parser.add_argument("--split", type=str, default="test", metavar="SPLIT", help="train, validation or test")
     parser.add_argument(
         "--batch",
         type=positive_int(1_000_000),
         default=None,
-        help="examples per call, else up to 64; changes speed and memory only, except "
-        "that with --stream and --sliding it is how many stretches of the text are read",
+        help="examples per forward pass, at most 64 by default; affects speed and memory only. With --stream or "
+        "--sliding: number of equal stretches into which the text is cut, read in parallel",
     )
     parser.add_argument(
         "--stepwise",
@@ -43,42 +48,45 @@ def parser() -> Parser:
         const=100,
         default=0,
         metavar="N",
-        help="also score N examples (100 without a number) token by token, as an RNN, and print the largest difference",
+        help="also score N examples token by token, as an RNN, and print the largest difference from the parallel "
+        "form; N is 100 if omitted",
     )
     parser.add_argument(
         "--beams",
         type=natural_int(BEAMS),
         default=0,
-        help="pairs: count the targets that a search with so many beams writes, too",
+        help="encoder-decoders: also report the exact match of a beam search with N beams; 0: greedy decoding only",
     )
     parser.add_argument(
-        "--length_penalty", type=number(1000.0), default=0.0, help="of that search: larger ones favour longer targets"
+        "--length_penalty",
+        type=number(1000.0),
+        default=0.0,
+        help="exponent of the beam search's length penalty; larger values favor longer targets",
     )
     parser.add_argument(
         "--stream",
         action="store_true",
-        help="carry the state along the text from window to window, as training with run.stream does, so that each "
-        "token is computed once; prints tokens per second, too",
+        help="carry the state from window to window, as training with run.stream does, so that each token is computed "
+        "once; also print tokens per second",
     )
     parser.add_argument(
         "--sliding",
         type=natural_int(),
         default=0,
         metavar="STRIDE",
-        help="move a window of the run's length along the text by so many tokens, which alone count, computed anew "
-        "each time; beside --stream, of the same tokens, with the ratio of the speeds",
+        help="sliding-window evaluation: advance a window of the run's length by STRIDE tokens, score only those, "
+        "carry no state. With --stream: score the same tokens in both ways and print the ratio of the speeds. 0: off",
     )
     parser.add_argument(
         "--examples",
         type=natural_int(),
         default=0,
-        metavar="N",
-        help="about so many examples or windows, evenly spaced; 0: all",
+        help="score about N examples or windows, evenly spaced; 0: all",
     )
     parser.add_argument(
-        "--length", type=natural_int(), default=0, metavar="N", help="tokens of a window of a text; 0: the run's"
+        "--length", type=natural_int(), default=0, help="tokens per window of a text; 0: as in training"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 
@@ -88,18 +96,20 @@ def run(args) -> int:
     from . import targets, trained
 
     if args.stepwise and (args.stream or args.sliding):
-        raise ValueError("--stepwise scores examples by themselves, so it does not go with --stream and --sliding")
+        raise ValueError("--stepwise scores independent examples; it cannot be combined with --stream or --sliding")
     targets.check_search(args)
     model, name, length = trained.model(args.folder, args.data, *trained.WRITERS, "encoder")
     pairs, labels = trained.kind(name) == trained.PAIRS, trained.kind(name) == trained.LABELS
     if labels:
         alone = {"stepwise": 0, "stream": False, "sliding": 0, "beams": 0}
-        targets.refuse(args, alone, "is for models that write tokens, and a classifier writes none")
+        targets.refuse(args, alone, "requires a model that generates tokens; a classifier does not")
     elif pairs:
-        targets.refuse(args, {"stepwise": 0}, "is for a decoder; models of pairs write token by token anyway")
-        targets.refuse(args, {"stream": False, "sliding": 0, "length": 0}, "is for a text; pairs are read one by one")
+        targets.refuse(args, {"stepwise": 0}, "requires a decoder; an encoder-decoder generates token by token anyway")
+        targets.refuse(
+            args, {"stream": False, "sliding": 0, "length": 0}, "requires a text; pairs are scored independently"
+        )
     else:
-        targets.refuse(args, {"beams": 0}, f"is for pairs; {name} has no targets to be written")
+        targets.refuse(args, {"beams": 0}, f"requires pairs; {name} has no targets")
     data = trained.dataset(model, name, args.length or length)
     reuse_pages()
     if labels:
@@ -118,14 +128,15 @@ def run(args) -> int:
     print(f"{result['bits']:.4f} bits/{data.unit} on {result['examples']} examples of {data.name}, {args.split}")
     if step := result.get("stepwise"):
         print(
-            f"stepwise: {step['largest_difference']:.1e} nats at most between one pass and {data.length} steps, "
-            f"of {step['mean']:.1f} nats on average ({step['examples']} examples)"
+            f"stepwise: one parallel pass and {data.length} steps differ by at most "
+            f"{step['largest_difference']:.1e} nats; an example has {step['mean']:.1f} nats on average "
+            f"({step['examples']} examples)"
         )
     return 0
 
 
 def _along(args, model, data) -> int:
-    """Bits and speed along a text, by states, by sliding windows, or by both on the same tokens."""
+    """Score a text with carried states, with sliding windows, or with both on the same tokens."""
     import time
 
     from .._utils.progress import track
@@ -138,8 +149,8 @@ def _along(args, model, data) -> int:
     )
     result = {"folder": args.folder, "data": data.name, "split": args.split, "length": data.length, "rows": rows}
     result |= {"unit": data.unit, "stride": args.sliding} if args.sliding else {"unit": data.unit}
-    for way, asked in (("stream", args.stream), ("sliding", args.sliding)):
-        if asked:
+    for way, chosen in (("stream", args.stream), ("sliding", args.sliding)):
+        if chosen:
             begin = time.perf_counter()
             nats, tokens = ways[way]().tolist()
             seconds = time.perf_counter() - begin
@@ -151,22 +162,22 @@ def _along(args, model, data) -> int:
     if args.json:
         print(json.dumps(result, indent=2))
         return 0
-    said = {"stream": "states carried", "sliding": f"a window of {data.length} sliding by {args.sliding}"}
-    print(f"{data.name}, {args.split}, in {rows} stretches:")
-    for way, words in said.items():
+    labels = {"stream": "carried state", "sliding": f"window of {data.length}, stride {args.sliding}"}
+    print(f"{data.name}, {args.split}, {rows} stretches:")
+    for way, words in labels.items():
         if way in result:
             one = result[way]
             print(
                 f"  {words}: {one['bits']:.4f} bits/{data.unit} on {one['tokens']:,} tokens, "
-                f"{one['tokens_per_second']:,.0f} tokens per second"
+                f"{one['tokens_per_second']:,.0f} tokens/s"
             )
     if "ratio" in result:
-        print(f"  with states {result['ratio']:.3g} times as many tokens per second")
+        print(f"  speed-up of the carried state: {result['ratio']:.3g}x")
     return 0
 
 
 def _classified(args, model, data) -> int:
-    """Accuracy and bits per label of a classifier."""
+    """Print accuracy and bits per label of a classifier."""
     import torch
 
     from .._utils.progress import track
@@ -185,8 +196,8 @@ def _classified(args, model, data) -> int:
         if not sums:
             raise
         _, right, seen = torch.stack(sums).sum(0).tolist()
-        said = f"interrupted: {right / seen:.2%} accuracy on {int(seen)} of {count} examples, evenly spaced"
-        raise signals.told(error, said) from error
+        text = f"interrupted: {right / seen:.2%} accuracy on {int(seen)} of {count} examples, evenly spaced"
+        raise signals.told(error, text) from error
     nats, right, _ = torch.stack(sums).sum(0).tolist()
     result = {"data": data.name, "split": args.split, "examples": count, "accuracy": right / count}
     result |= {"bits": nats / count / math.log(2), "unit": data.unit}
@@ -204,7 +215,7 @@ def _bits(model, data, split: str, batch: int, examples: int = 0) -> dict:
 
     count = data.count(split)
     if not count:
-        raise ValueError(f"{split} of {data.name} has no examples")
+        raise ValueError(f"split {split!r} of {data.name} has no examples")
     chosen = min(examples or count, count)
     parts = -(-chosen // batch)
     sums: list[list[float]] = []
@@ -230,7 +241,7 @@ def _bits(model, data, split: str, batch: int, examples: int = 0) -> dict:
 
 
 def _mean(sums: list[list[float]]) -> tuple[float, float]:
-    """Bits per token of pairs (nats, tokens), and all their tokens."""
+    """Bits per token and number of tokens, from pairs of (nats, tokens)."""
     nats, tokens = (math.fsum(column) for column in zip(*sums, strict=True))
     return nats / tokens / math.log(2), tokens
 

@@ -1,24 +1,26 @@
-"""``longspan export``: a trained decoder as an ONNX file."""
+"""``longspan export``: export a trained decoder to ONNX."""
 
-from .parser import Parser, make
+from .parser import MODEL, Parser, make, model_help
 
 
 def parser() -> Parser:
     parser = make(
         "export",
-        "A trained decoder as an ONNX file that reads prompts and makes steps, with any number of rows and tokens. "
-        "Each recurrent layer is one LinearAttention node; onnxruntime must give the model's answers before it is "
-        "written.",
+        "Export a trained decoder to one ONNX graph for prefill and decode steps, with dynamic batch size and length. "
+        "Each recurrent layer becomes one LinearAttention node. The file is written only after the outputs of "
+        "onnxruntime match those of the model.",
         "longspan export runs/digits digits.onnx",
         "longspan export mnist mnist.onnx --domain ai.onnx",
     )
-    parser.add_argument("folder", type=str, help="a run, a checkpoint, or a model inside longspan by its name")
-    parser.add_argument("file", type=str, help="the ONNX file to write; an older one is replaced")
+    parser.add_argument("folder", type=str, metavar=MODEL, help=model_help("mnist, text"))
+    parser.add_argument("file", type=str, metavar="FILE", help="the ONNX file to write; an existing file is replaced")
     parser.add_argument(
         "--domain",
         type=str,
         default="com.microsoft",
-        help="where the node is from: com.microsoft, for which onnxruntime has a kernel, or ai.onnx, the standard",
+        metavar="DOMAIN",
+        help="operator domain of LinearAttention: com.microsoft, which onnxruntime has a kernel for, or ai.onnx, the "
+        "standard",
     )
     return parser
 
@@ -30,11 +32,11 @@ def run(args) -> int:
 
     model = pretrained.load(args.folder) if pretrained.is_pretrained_name(args.folder) else checkpoint.load(args.folder)
     if not isinstance(model, Decoder):
-        raise ValueError(f"{args.folder} holds a {type(model).__name__}; only a decoder has a step to be exported")
+        raise ValueError(f"{args.folder} holds a {type(model).__name__}; only a decoder can be exported")
     found = onnx.export(model, args.file, domain=args.domain)
     recurrent = sum(count for name, count in found["nodes"].items() if name.endswith("LinearAttention"))
     print(f"{args.file}: {sum(found['nodes'].values())} nodes, {recurrent} of them LinearAttention")
     print(f"inputs   {', '.join(found['inputs'])}")
     print(f"outputs  {', '.join(found['outputs'])}")
-    print(f"onnxruntime's answers differ by at most {found['difference']:.1e}")
+    print(f"largest difference between model and onnxruntime: {found['difference']:.1e}")
     return 0

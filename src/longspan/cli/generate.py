@@ -1,4 +1,4 @@
-"""``longspan generate``: pictures, text or targets from a trained model."""
+"""``longspan generate``: images, text or target sequences from a trained model."""
 
 import codecs
 import math
@@ -7,19 +7,19 @@ import time
 from pathlib import Path
 
 from .._utils import signals
-from .parser import BEAMS, SEEDS, Parser, make, natural_int, number, positive_int
+from .parser import BEAMS, MODEL, SEEDS, Parser, make, model_help, natural_int, number, positive_int
 
-HELP = "a training run (its best checkpoint), a checkpoint, or a model that comes with longspan: mnist, text"
+HELP = model_help("mnist, text") + "; of a run, its best checkpoint is used"
 MEMORY = "--count, --beams or --tokens"
 
 
 def parser() -> Parser:
     parser = make(
         "generate",
-        "Pictures, text or the targets of sources from a trained model, one step per token. Images go into a PNG; text "
-        "streams to stdout; a model of pairs writes a line for each source, greedily unless --temperature is given. "
-        "The models mnist and text come with longspan; completing images needs the data: a download, or "
-        "--data mnist:FOLDER.",
+        "Generate images, text or target sequences from a trained model, one decode step per token. Images are written "
+        "to a PNG file. Text is streamed to standard output. An encoder-decoder prints one target per source, by "
+        "greedy decoding unless --temperature is given.\n\nThe pretrained models mnist and text need no data. "
+        "Completing images needs the data set: it is downloaded, or read from --data mnist:FOLDER.",
         "longspan generate mnist",
         "longspan generate mnist --complete test --top 0.5 --count 16",
         'longspan generate text --prompt "The prince " --temperature 0.7',
@@ -28,65 +28,75 @@ def parser() -> Parser:
         'longspan generate runs/dates --source "3rd of March, 2021" --beams 4 --n-best 2',
         "longspan generate runs/dates --sources FILE",
     )
-    parser.add_argument("folder", type=str, help=HELP)
+    parser.add_argument("folder", type=str, metavar=MODEL, help=HELP)
     parser.add_argument(
-        "--data", type=str, default="", help="other data than the model was trained on, e.g. mnist:FOLDER"
+        "--data",
+        type=str,
+        default="",
+        metavar="DATA",
+        help="data set, e.g. mnist:FOLDER; by default the one that the model was trained on",
     )
-    parser.add_argument("--out", type=str, default="", help="images: the PNG file (samples.png)")
-    parser.add_argument("--count", type=positive_int(100_000), default=64, help="images: how many")
     parser.add_argument(
-        "--seed", type=natural_int(SEEDS), default=0, help="of the draws; the same seed gives the same samples"
+        "--out", type=str, default="", metavar="FILE", help="images: the PNG file to write; samples.png by default"
     )
+    parser.add_argument("--count", type=positive_int(100_000), default=64, help="images: number of images")
+    parser.add_argument("--seed", type=natural_int(SEEDS), default=0, help="seed of the samples")
     parser.add_argument(
         "--temperature",
         type=number(1e6),
         default=None,
-        help="sharper below 1, flatter above; 0: the mode; otherwise 1, and 0 for the target of a source",
+        help="sampling temperature: sharper below 1, flatter above 1; 0: greedy decoding. By default 1, and 0 for the "
+        "target of a source",
     )
-    parser.add_argument("--top_k", type=natural_int(), default=0, help="keep the k likeliest tokens; 0: all")
+    parser.add_argument("--top_k", type=natural_int(), default=0, help="sample from the N most likely tokens; 0: all")
     parser.add_argument(
-        "--top_p", type=number(1.0), default=1.0, help="keep the likeliest tokens that reach this mass; 1: all"
+        "--top_p",
+        type=number(1.0),
+        default=1.0,
+        help="sample from the most likely tokens whose probabilities add up to X; 1: all",
     )
     parser.add_argument(
         "--complete",
         type=str,
         default="",
         metavar="SPLIT",
-        help="images: complete examples of this split; the PNG shows what was given, its completion and the original",
+        help="images: complete examples of this split (train, validation or test); the PNG file shows the given part, "
+        "the completion and the original of each",
     )
     parser.add_argument(
-        "--top", type=number(1.0), default=0.5, help="with --complete: the part of each image that is given"
+        "--top", type=number(1.0), default=0.5, help="with --complete: share of each image that is given, from the top"
     )
-    parser.add_argument("--prompt", type=str, default="", help="text: how it begins")
+    parser.add_argument("--prompt", type=str, default="", metavar="TEXT", help="text: the beginning")
     parser.add_argument(
         "--tokens",
         type=natural_int(),
         default=0,
-        help="text: bytes to add; 0: 256, or as many as the model has room for; pairs: the most that a target may "
-        "have; 0: as in training",
+        help="text: bytes to generate; 0: 256, or as many as the model has positions for. Pairs: largest number of "
+        "tokens in a target; 0: as in training",
     )
-    parser.add_argument("--source", type=str, default=None, help="pairs: a source, whose target is written")
+    parser.add_argument("--source", type=str, default=None, metavar="TEXT", help="pairs: the source of one target")
     parser.add_argument(
-        "--sources", type=str, default="", metavar="FILE", help="pairs: a file with a source in each line"
+        "--sources", type=str, default="", metavar="FILE", help="pairs: a file with one source per line"
     )
     parser.add_argument(
         "--beams",
         type=natural_int(BEAMS),
         default=0,
-        help="text, pairs: search for the likeliest with so many beams, and draw nothing; 0: no search",
+        help="text, pairs: beam size; 0: sample instead",
     )
     parser.add_argument(
         "--n_best",
         type=positive_int(BEAMS),
         default=1,
-        help="with --beams: write so many of the best, each after its score (log-probability in nats, over the length "
-        "penalty) and a tab",
+        help="with --beams: print the N best sequences, each after its score and a tab; the score is the "
+        "log-probability in nats over the length penalty",
     )
     parser.add_argument(
         "--length_penalty",
         type=number(1000.0),
         default=0.0,
-        help="with --beams: 0 compares by probability, larger ones favour longer sequences (1609.08144, eq. 14)",
+        help="with --beams: exponent of the length penalty (arXiv:1609.08144, eq. 14); 0: compare by probability, "
+        "larger values favor longer sequences",
     )
     return parser
 
@@ -98,7 +108,9 @@ def run(args) -> int:
     if trained.kind(name) == trained.PAIRS:
         targets.write(model, name, length, args)
         return 0
-    targets.refuse(args, targets.SOURCES, f"is for a model of pairs; {args.folder} holds a decoder, which reads none")
+    targets.refuse(
+        args, targets.SOURCES, f"requires an encoder-decoder; {args.folder} holds a decoder, which reads no source"
+    )
     temperature = 1.0 if args.temperature is None else args.temperature
     options = {"temperature": temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
     shape = trained.shape(model, name)
@@ -106,9 +118,9 @@ def run(args) -> int:
         targets.check_beams(args)
         _text(model, args, options)
         return 0
-    targets.refuse(args, targets.SEARCH, f"is for text and pairs; {name} has images, which are drawn")
+    targets.refuse(args, targets.SEARCH, f"requires text or pairs; {name} has images, which are sampled")
     if args.prompt or args.tokens:
-        raise ValueError(f"--prompt and --tokens are for text; {name} has images, see --complete")
+        raise ValueError(f"--prompt and --tokens require text; {name} has images, see --complete")
     _images(model, args, options, trained.dataset(model, name, length) if args.complete else shape)
     return 0
 
@@ -139,17 +151,17 @@ def _images(model, args, options, data) -> None:
     drawn = generate(model, prompt, max_new_tokens=hidden.shape[1], **options, stream=True)
     tokens = torch.cat([prompt, _drawn(drawn, hidden.shape[1], path, data, prompt)], 1)
     speed = args.count / (time.perf_counter() - begin)
-    # What was not given is shown in a middle grey.
+    # The hidden part is shown in a middle grey.
     shown = (torch.cat([prompt, hidden], 1), tokens, originals)
     columns = 3 * math.ceil((args.count / 3) ** 0.5)
     png.save(path, data.picture(torch.stack(shown, 1).flatten(0, 1)), columns=columns)
-    print(f"{path}: {args.count} images, each as it was given, completed, and as it was; {speed:.3g} images/s")
+    print(f"{path}: {args.count} images (given part, completion, original); {speed:.3g} images/s")
 
 
 def _drawn(steps, count: int, path: Path, data, prompt=None):
-    """The tokens (B,count) that ``steps`` yields one by one.
+    """Collect the tokens (B, count) that ``steps`` yields one by one.
 
-    Raises Interrupted, having saved what was drawn until then after ``prompt``, the rest in a middle grey.
+    Raises Interrupted after saving the pixels so far, ``prompt`` included; the rest is a middle grey.
     """
     import torch
 
@@ -166,19 +178,21 @@ def _drawn(steps, count: int, path: Path, data, prompt=None):
         rest = torch.full((len(found[0]), count - len(found)), data.vocab // 2)
         parts = [*([] if prompt is None else [prompt]), torch.stack(found, 1), rest]
         png.save(partial, data.picture(torch.cat(parts, 1)))
-        said = f"interrupted: {len(found)} of {count} pixels of each of {len(rest)} images are in {partial}"
-        raise signals.told(error, said) from error
+        text = f"interrupted: {len(found)} of {count} pixels of each of {len(rest)} images are in {partial}"
+        raise signals.told(error, text) from error
     return torch.stack(found, 1)
 
 
 def _examples(args, data):
-    """-> evenly spaced examples of a split (count, length), and how many tokens of each are given."""
+    """Return evenly spaced examples of a split (count, length) and the number of tokens given of each."""
     import torch
 
     if not 0 < args.top < 1:
-        raise ValueError(f"--top={args.top} must lie between 0 and 1: the part of each image that is given")
+        raise ValueError(f"--top={args.top} must lie between 0 and 1; it is the share of each image that is given")
     if args.count > (count := data.count(args.complete)):
-        raise ValueError(f"--count={args.count}: {args.complete} of {data.name} has {count} examples")
+        raise ValueError(
+            f"--count={args.count} is more than the {count} examples in split {args.complete!r} of {data.name}"
+        )
     height = data.grid[0]
     rows = min(max(round(args.top * height), 1), height - 1)
     chosen = (torch.arange(args.count) * count).div(args.count, rounding_mode="floor")
@@ -191,7 +205,7 @@ def _text(model, args, options) -> None:
     from ..generation.sampling import generate
 
     if args.complete or args.out:
-        raise ValueError("--complete and --out are for images; text continues a --prompt and goes to stdout")
+        raise ValueError("--complete and --out require images; text continues --prompt and goes to standard output")
     data = args.prompt.encode("utf-8", "surrogateescape")
     config = model.config
     room = config.length - len(data) if config.positions == "learned" else None
@@ -199,13 +213,13 @@ def _text(model, args, options) -> None:
     if room is not None and steps > room:
         raise ValueError(
             f"a prompt of {len(data)} bytes and {steps} more exceed the model's {config.length} learned positions; "
-            "shorten one of them, or train with other positions"
+            "shorten the prompt, pass a smaller --tokens, or train with other positions"
         )
     prompt = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()[None] if data else None
     if args.beams:
         _searched(model, torch.zeros(1, 0, dtype=torch.long) if prompt is None else prompt, steps, args)
         return
-    # Bytes that are no UTF-8 are shown as replacement characters; a character's bytes come in several steps.
+    # Invalid UTF-8 becomes replacement characters; the bytes of a character come in several steps.
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tokens = generate(model, prompt, max_new_tokens=steps, **options, stream=True)
     _write(decoder.decode(data))
@@ -215,14 +229,14 @@ def _text(model, args, options) -> None:
             done += 1
             _write(decoder.decode(bytes(token.tolist())))
     except KeyboardInterrupt as error:
-        # So that what is said on stderr begins a line of its own.
+        # End the line, so that the message on stderr begins a new one.
         _write(decoder.decode(b"", final=True) + "\n")
-        raise signals.told(error, f"interrupted: {done} of {steps} bytes were written") from error
+        raise signals.told(error, f"interrupted after {done} of {steps} bytes") from error
     _write(decoder.decode(b"", final=True) + "\n")
 
 
 def _searched(model, prompt, steps: int, args) -> None:
-    """The likeliest continuations that a beam search finds, the prompt before each; several with their scores."""
+    """Print the prompt with the best continuations of a beam search; several are printed with their scores."""
     from ..generation.beam_search import beam_search
 
     search = {"beams": args.beams, "best": args.n_best, "length_penalty": args.length_penalty}

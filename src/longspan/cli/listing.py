@@ -1,16 +1,18 @@
-"""``longspan list``: the mechanisms that there are."""
+"""``longspan list``: the registered mechanisms."""
 
 import json
-import textwrap
 
+from .._utils import terminal
 from .parser import Parser, make
+
+INDENT = 4
 
 
 def parser() -> Parser:
     parser = make(
         "list",
-        "The mechanisms that there are: what each one is, its cost for a sequence of N tokens with heads of size D, "
-        "the forms that it has, its paper.",
+        "List the mechanisms: name, time for a sequence of N tokens with heads of size D, arXiv number of the paper, "
+        "supported forms, and a summary.",
         "longspan list",
         "longspan list --json",
     )
@@ -25,8 +27,9 @@ def run(args) -> int:
     if args.json:
         print(json.dumps(rows, indent=2))
         return 0
-    width = max(len(row["name"]) for row in rows)
+    name, cost = (max(len(row[field]) for row in rows) for field in ("name", "cost"))
     for row in rows:
-        print(f"{row['name']:<{width}}  {row['cost']:<8}  {', '.join(row['forms'])}  arXiv:{row['paper']}")
-        print(textwrap.fill(row["summary"], 110, initial_indent=" " * (width + 2), subsequent_indent=" " * (width + 2)))
+        print(f"{row['name']:<{name}}  {row['cost']:<{cost}}  arXiv:{row['paper']}")
+        for text in (", ".join(row["forms"]), row["summary"]):
+            print("\n".join(terminal.wrapped(text, INDENT)))
     return 0

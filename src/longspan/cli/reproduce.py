@@ -1,4 +1,4 @@
-"""``longspan reproduce``: published results, had again at the scale of a laptop."""
+"""``longspan reproduce``: reproduce published results at laptop scale."""
 
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -7,14 +7,14 @@ from typing import Any
 
 import jsonargparse
 
+from .._utils import terminal
 from .._utils.spec import known
 from ..experiments import runner
 from .parser import HUGE, MANY, SEEDS, Number, Parser, kebab, make
 
 COMMON = (
-    "Writes NAME.json after every point that is measured, and at the end NAME.png and NAME.md, all of it as Markdown. "
-    "The same command goes on where an earlier one was stopped. Published figures, where there are any, stand beside "
-    "ours."
+    "Writes NAME.json after every measured point, and NAME.png and NAME.md (all results as Markdown) at the end. The "
+    "same command resumes a stopped run. Tables include the published figures if there are any."
 )
 ALL = "all"
 EXAMPLES = {
@@ -41,26 +41,27 @@ class _Reproduce(Parser):
 
 
 def _scale(words: list[str]) -> str:
-    """The scale whose settings are the defaults of the flags. Raises ValueError for two of them."""
-    asked = [word.partition("=")[2] for word in words if word.startswith("--scale=")]
-    asked += [after for word, after in pairwise(words) if word == "--scale"]
-    if "--quick" in words and asked:
-        raise ValueError(f"--quick is a scale of its own, so --scale {asked[0]} beside it is one too many")
-    return "quick" if "--quick" in words else (asked or ["laptop"])[-1]
+    """The scale whose settings are the defaults of the flags. Raises ValueError for two scales."""
+    given = [word.partition("=")[2] for word in words if word.startswith("--scale=")]
+    given += [after for word, after in pairwise(words) if word == "--scale"]
+    if "--quick" in words and given:
+        raise ValueError(f"--quick cannot be combined with --scale {given[0]}; pass one of them")
+    return "quick" if "--quick" in words else (given or ["laptop"])[-1]
 
 
 def parser() -> Parser:
     from ..experiments import EXPERIMENTS
 
+    about = {**{name: experiment.about for name, experiment in EXPERIMENTS.items()}, ALL: "all of them, in turn"}
+    lines = "\n".join(f"  {name}: {text}" for name, text in about.items())
     parser = make(
         "reproduce",
-        f"Have a published result again. {COMMON} longspan reproduce NAME --help has the options of each.",
+        f"Reproduce a published result at laptop scale. {COMMON}\n\nlongspan reproduce NAME --help prints the options "
+        f"of an experiment. Experiments:\n\n{lines}",
         *(f"longspan reproduce {name} --quick" for name in (ALL, *EXPERIMENTS)),
         cls=_Reproduce,
     )
-    lines = ";\n".join(f"{name}: {experiment.about}" for name, experiment in EXPERIMENTS.items())
-    every = f"{ALL}: each of them, one after the other"
-    parser.add_argument("name", type=str, help=f"one of: {lines};\n{every}")
+    parser.add_argument("name", type=str, metavar="NAME", help=f"an experiment, or {ALL}")
     return parser
 
 
@@ -71,46 +72,45 @@ def series() -> Parser:
     scales = dict.fromkeys(scale for one in EXPERIMENTS.values() for scale in one.scales)
     parser = make(
         f"reproduce {ALL}",
-        "Run every experiment that has the scale, one after the other, and write reproduction.md, one page of all "
-        "results, from their JSON files. What the folder holds already is skipped, so the same command goes on where "
-        "an earlier one was stopped. One that cannot run, for want of data say, is told and the next begins; the exit "
-        "code is then 1.",
+        "Run every experiment that has the scale, and write all results to reproduction.md. Results that the folder "
+        "already holds are skipped, so the same command resumes a stopped run. An experiment that cannot run, for "
+        "example because its data are missing, is reported and skipped; the exit code is then 1.",
         f"longspan reproduce {ALL} --scale laptop --out results",
         f"longspan reproduce {ALL} --data FOLDER --skip images,scaling",
         f"longspan reproduce {ALL} --quick",
     )
-    parser.add_argument("--scale", type=str, default="laptop", help=f"{' | '.join(scales)}: how large they are")
     parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, in a minute, that only show that all of it works"
+        "--scale", type=str, default="laptop", metavar="SCALE", help=f"size of the experiments: {', '.join(scales)}"
     )
-    parser.add_argument("--out", type=str, default="reproduce", help="folder for the files")
+    parser.add_argument("--quick", action="store_true", help="use tiny sizes, as a smoke test of about a minute")
+    parser.add_argument("--out", type=str, default="reproduce", metavar="DIR", help="output directory")
     parser.add_argument(
         "--data",
         type=str,
         default="",
         metavar="FOLDER",
-        help="where data are that would otherwise be downloaded or missing: a folder that holds some of the folders "
-        f"{', '.join(_kinds())}; what needs no files, as text:stdlib, is read as ever",
+        help="directory of local data sets, used instead of downloads, with any of the subdirectories "
+        f"{', '.join(_kinds())}",
     )
-    parser.add_argument("--only", type=str, default="", help="these experiments alone, separated by commas")
-    parser.add_argument("--skip", type=str, default="", help="not these, separated by commas")
+    parser.add_argument("--only", type=str, default="", metavar="NAMES", help="run only these, separated by commas")
+    parser.add_argument("--skip", type=str, default="", metavar="NAMES", help="skip these, separated by commas")
     return parser
 
 
 def _kinds() -> list[str]:
-    """The names of folders that experiments take from ``--data``."""
+    """The names of subdirectories of ``--data`` that experiments use."""
     from ..experiments import EXPERIMENTS
 
     settings = [(one, each) for one in EXPERIMENTS.values() for each in one.scales.values()]
     values = [getattr(each, field.name) for one, each in settings for field in fields(each) if field.name in one.takes]
-    # cifar10 is the other data of the images, and the default of no scale.
+    # cifar10 is an alternative for the images, and not the default of any scale.
     return sorted({word.strip() for value in values for word in value.split(";") if ":" not in word} | {"cifar10"})
 
 
 def subparser(name: str, scale: str = "laptop") -> Parser:
-    """The parser of ``longspan reproduce NAME``: every setting of the experiment is a flag, its default the scale's.
+    """The parser of ``longspan reproduce NAME``: each setting is a flag, with the default of the scale.
 
-    Raises ValueError for a scale that the experiment has not.
+    Raises ValueError for a scale that the experiment does not have.
     """
     from ..experiments import EXPERIMENTS
 
@@ -132,15 +132,20 @@ def subparser(name: str, scale: str = "laptop") -> Parser:
             default=",".join(map(str, default)) if several else default,
             help=f"{one.metadata['help']}{', separated by commas' if several else ''}",
         )
-    scales = " | ".join(experiment.scales)
-    parser.add_argument("--scale", type=str, default="laptop", help=f"{scales}: what the settings' defaults are")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, in seconds, that only show that it works")
-    parser.add_argument("--out", type=str, default="reproduce", help="folder for the files")
+    parser.add_argument(
+        "--scale",
+        type=str,
+        default="laptop",
+        metavar="SCALE",
+        help=f"scale that determines the defaults above: {', '.join(experiment.scales)}",
+    )
+    parser.add_argument("--quick", action="store_true", help="use tiny sizes, as a smoke test of seconds")
+    parser.add_argument("--out", type=str, default="reproduce", metavar="DIR", help="output directory")
     return parser
 
 
 def _number(name: str, default: Any) -> Any:
-    """The type of a setting's flag: of numbers with bounds; only a setting that is negative by default may be so."""
+    """The type of a flag, with bounds if numeric; only settings with a negative default may be negative."""
     kind = type(default)
     if kind not in (int, float):
         return kind
@@ -159,7 +164,7 @@ def run(args) -> int:
     usual = one.settings(scale)
     settings = replace(usual, **{field.name: _value(args, field.name, usual) for field in fields(usual)})
     result = runner.run(args.name, one, scale, settings, out, track)
-    print(page.show(one, result))
+    print(page.show(one, result, terminal.columns()))
     files = [f"{args.name}.json", *page.pictures(out, args.name), f"{args.name}.md"]
     print(f"Files: {', '.join(str(out / file) for file in files)}")
     return 0
@@ -170,14 +175,14 @@ def _all(args: Any) -> int:
     from ..experiments import EXPERIMENTS, every
 
     if args.quick and args.scale != "laptop":
-        raise ValueError(f"--quick is a scale of its own, so --scale {args.scale} beside it is one too many")
-    chosen, left = ([word.strip() for word in text.split(",") if word.strip()] for text in (args.only, args.skip))
-    for name in (*chosen, *left):
+        raise ValueError(f"--quick cannot be combined with --scale {args.scale}; pass one of them")
+    chosen, skipped = ([word.strip() for word in text.split(",") if word.strip()] for text in (args.only, args.skip))
+    for name in (*chosen, *skipped):
         known(name, EXPERIMENTS, "experiment")
     if args.data and not Path(args.data).is_dir():
-        raise ValueError(f"--data={args.data}: no such folder")
+        raise ValueError(f"--data={args.data} is not a directory")
     scale, out = "quick" if args.quick else args.scale, Path(args.out)
-    names = every.names(scale, chosen, left)
+    names = every.names(scale, chosen, skipped)
     found = every.run(names, scale, out, Path(args.data) if args.data else None, track, say)
     print(every.summary(found))
     print(f"Page: {out / every.PAGE}")
@@ -185,8 +190,8 @@ def _all(args: Any) -> int:
 
 
 def _value(args: Any, name: str, settings: Any) -> Any:
-    """A flag as the setting's type. Raises ValueError for a list of something else."""
-    # Not getattr: a Namespace has methods of its own, such as keys.
+    """The value of a flag in the type of the setting. Raises ValueError for a list of another type."""
+    # Not getattr: a Namespace has methods, such as keys.
     value, default = args[name], getattr(settings, name)
     if not isinstance(default, tuple):
         return value
@@ -195,7 +200,7 @@ def _value(args: Any, name: str, settings: Any) -> Any:
         found = tuple(dict.fromkeys(kind(word.strip()) for word in value.split(",")))
     except ValueError as error:
         example = ",".join(map(str, default[:2]))
-        raise ValueError(f"--{kebab(name)}={value}: expected numbers, separated by commas: {example}") from error
+        raise ValueError(f"--{kebab(name)}={value}: expected numbers separated by commas, such as {example}") from error
     for one in found if kind in (int, float) else ():
         _number(name, min(default)).check(f"--{kebab(name)}", one)
     return found

@@ -1,23 +1,24 @@
-"""``longspan show``: all that is known of one mechanism or pattern, or of each one in a stack; and a picture of it."""
+"""``longspan show``: facts about a mechanism, a pattern, a training run or a saved model, and a picture."""
 
 import json
-import textwrap
 from pathlib import Path
 
-from .parser import Parser, make, positive_int
+from .._utils import terminal
+from .parser import Parser, make, model_help, positive_int
 
 MEMORY = "--dim or --tokens"
-SIZE = 256  # pixels that a head's picture is high at least
+INDENT = 14  # at which values begin
+SIZE = 256  # smallest height of a head's picture, in pixels
 
 
 def parser() -> Parser:
     parser = make(
         "show",
-        "One mechanism: what it computes, its options and what they mean, paper, cost, parameters, the FLOPs of "
-        "attention against those of the feed-forward network and the bytes of the recurrent state by length, and the "
-        "backend that serves it. Where it has a pattern, or is one: how far and how many keys a query sees, and a "
-        "picture of that. Of a training run: its config, steps, bits, size and data, and the spans and ponder "
-        "times that it has learned. Of a saved model: its kind, config and size.",
+        "Show a mechanism: formulas, options, paper, cost, forms, backend, number of parameters, and FLOPs and state "
+        "size by length. A stack is shown spec by spec.\n\nFor a pattern, or a mechanism with one, show how far and "
+        "how many keys a query sees. For a training run, show its config, steps, bits, size and data, and its learned "
+        "spans and ponder times. For a saved model, show its kind, config and size. --draw makes a picture of a "
+        "pattern, or of what a run has learned.",
         "longspan show linear",
         "longspan show \"linear(feature_map='relu'); softmax\" --dim 512 --heads 8 --json",
         "longspan show runs/digits",
@@ -29,25 +30,28 @@ def parser() -> Parser:
     parser.add_argument(
         "spec",
         type=str,
-        help="a spec of an attention or a pattern, or a stack of which each distinct one is shown; or the "
-        "folder of a training run or of a saved model",
+        metavar="SPEC|MODEL",
+        help=f"a spec of an attention or a pattern, several separated by ';', or {model_help('mnist, digits, text')}",
     )
-    parser.add_argument("--dim", type=positive_int(1_000_000), default=256, help="width of the model")
+    parser.add_argument("--dim", type=positive_int(1_000_000), default=256, help="width of the model, in channels")
     parser.add_argument("--heads", type=positive_int(1_000_000), default=8, help="attention heads")
-    parser.add_argument("--device", type=str, default="cpu", help="where it would run: cpu, cuda, ...")
+    parser.add_argument(
+        "--device", type=str, default="cpu", metavar="DEVICE", help="device of the backend report: cpu, cuda, ..."
+    )
     parser.add_argument(
         "--draw",
         type=str,
         default="",
-        help="draw which keys each query sees as this PNG file: queries downwards, keys to the right, black is seen, "
-        "grey comes later; heads side by side where they differ; global tokens of their own come first; of a "
-        "run: the spans and ponder times that it has learned",
+        metavar="FILE",
+        help="write a PNG file. Of a pattern: which keys each query sees, queries downwards, keys to the right, black "
+        "is seen, grey is the future; heads that differ are drawn next to each other, and separate global tokens come "
+        "first. Of a run: its learned spans and ponder times",
     )
     parser.add_argument(
         "--tokens",
         type=positive_int(),
         default=None,
-        help="tokens of the picture, and of the number of keys; otherwise as many as show what the pattern does",
+        help="tokens of the picture and of the key counts; by default enough to show the pattern",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
@@ -60,7 +64,7 @@ def run(args) -> int:
     from ..train import run_summary
     from . import describe
 
-    # A run in a folder named as a mechanism is ./linear.
+    # A run in a folder with the name of a mechanism is shown by ./NAME.
     if run_summary.is_run_dir(args.spec) and args.spec not in list_mechanisms():
         return _run(args)
     if args.spec not in list_mechanisms() and (Path(args.spec).is_dir() or pretrained.is_pretrained_name(args.spec)):
@@ -68,7 +72,7 @@ def run(args) -> int:
     specs = list(dict.fromkeys(spec.split(args.spec)))
     if args.draw:
         if len(specs) > 1:
-            raise ValueError(f"--draw takes one spec, not the {len(specs)} of {args.spec!r}")
+            raise ValueError(f"--draw requires a single spec; {args.spec!r} has {len(specs)}")
         png.check(args.draw)
         images = describe.picture(specs[0], args.dim, args.heads, args.tokens)
         png.save(args.draw, images, columns=len(images), size=SIZE)
@@ -86,24 +90,24 @@ def run(args) -> int:
 
 
 def _run(args) -> int:
-    """Show a training run, and draw what it has learned to choose."""
+    """Show a training run, and draw its learned spans and ponder times."""
     from .._utils import optional_deps, png
     from ..train import run_summary
     from ..train.learned import history
 
-    found, told = run_summary.facts(args.spec), history(Path(args.spec))
+    found, learned = run_summary.facts(args.spec), history(Path(args.spec))
     if args.draw:
-        if not told:
+        if not learned:
             raise ValueError(
-                f"{args.spec} has learned nothing to be drawn: no spans of adaptive_span, no ponder time of "
-                f"stack='act(...)', or no evaluation yet"
+                f"{args.spec} has nothing to draw; --draw requires spans of adaptive_span or ponder times of "
+                f"stack='act(...)', and at least one evaluation"
             )
-        optional_deps.need("the picture", "matplotlib", "PIL")
+        optional_deps.need("the plot", "matplotlib", "PIL")
         png.check(args.draw)
         from ..train.plots import draw
 
-        draw(Path(args.draw), told, text=found["unit"] == "byte")
-    found["learned"] = told[-1] if told else None
+        draw(Path(args.draw), learned, text=found["unit"] == "byte")
+    found["learned"] = learned[-1] if learned else None
     print(json.dumps(found, indent=2) if args.json else _run_text(found))
     return 0
 
@@ -114,7 +118,7 @@ def _model(args) -> int:
     from ..train import run_summary
 
     if args.draw:
-        raise ValueError(f"--draw is for a pattern or a training run; {args.spec} is a saved model")
+        raise ValueError(f"--draw requires a pattern or a training run; {args.spec} is a saved model")
     found = run_summary.model_facts(
         pretrained.path(args.spec) if pretrained.is_pretrained_name(args.spec) else args.spec
     )
@@ -124,7 +128,7 @@ def _model(args) -> int:
 
 
 def _model_text(one: dict) -> str:
-    """The lines about a saved model."""
+    """The text about a saved model."""
     lines = [
         f"{one['folder']}: a saved {one['kind']}",
         f"  size        {one['parameters']:,} parameters; "
@@ -133,23 +137,23 @@ def _model_text(one: dict) -> str:
     for part in ("model", "run"):
         if one[part]:
             text = ", ".join(f"{name}={value!r}" for name, value in one[part].items())
-            lines += textwrap.wrap(f"  {part:<11} {text}", 118, subsequent_indent=" " * 14)
+            lines += _listed(part, [text])
     return "\n".join(lines)
 
 
 def _learned(one: dict) -> list[str]:
-    """The lines about spans and ponder times, as they were at the last evaluation."""
+    """The lines about spans and ponder times at the last evaluation."""
     lines = []
     if "spans" in one:
         layers = [f"layer {i}: {' '.join(f'{z:.4g}' for z in heads)}" for i, heads in one["spans"]]
-        lines += _listed("spans", [f"of the heads, in tokens, at step {one['step']}", *layers])
+        lines += _listed("spans", [f"of each head, in tokens, at step {one['step']}", *layers])
     if "ponder" in one:
         ponder = one["ponder"]
         low, high = ponder.index(min(ponder)), ponder.index(max(ponder))
         lines += _listed(
             "ponder",
             [
-                f"{sum(ponder) / len(ponder):.3f} steps and remainder a token at step {one['step']}: from "
+                f"{sum(ponder) / len(ponder):.3f} steps and remainder per token at step {one['step']}: from "
                 f"{ponder[low]:.3f} at position {low} to {ponder[high]:.3f} at position {high}"
             ],
         )
@@ -157,23 +161,33 @@ def _learned(one: dict) -> list[str]:
 
 
 def _run_text(one: dict) -> str:
-    """The lines about a training run."""
+    """The text about a training run."""
     settings = {part: ", ".join(f"{name}={value!r}" for name, value in one[part].items()) for part in ("model", "run")}
     bits = "none yet" if one["bits"] is None else f"{one['bits']:.4f} bits/{one['unit']} at step {one['best_step']}"
-    bits += "" if one["exact"] is None else f", {one['exact']:.1%} of the targets exact"
-    bits += "" if one["accuracy"] is None else f", {one['accuracy']:.1%} of the labels right"
+    bits += "" if one["exact"] is None else f", {one['exact']:.1%} exact match"
+    bits += "" if one["accuracy"] is None else f", {one['accuracy']:.1%} accuracy"
     weights = "" if one["parameters"] is None else f"{one['parameters']:,} parameters; "
     lines = [
         f"{one['folder']}: a training run on {one['run'].get('data')}",
-        f"  validation  {bits}",
-        f"  steps       {one['steps']} of {one['run'].get('steps')}, {one['seconds']:.0f} s, "
-        f"{_short(one['tokens_per_second'])} tokens/s at last",
-        f"  size        {weights}{one['checkpoints']} checkpoints; "
-        f"{_short(one['bytes'], 1024, ('', 'Ki', 'Mi', 'Gi'))}B in all",
+        *_listed("validation", [bits]),
+        *_listed(
+            "steps",
+            [
+                f"{one['steps']} of {one['run'].get('steps')}, {one['seconds']:.0f} s, "
+                f"{_short(one['tokens_per_second'])} tokens/s at the last evaluation"
+            ],
+        ),
+        *_listed(
+            "size",
+            [
+                f"{weights}{one['checkpoints']} checkpoints; "
+                f"{_short(one['bytes'], 1024, ('', 'Ki', 'Mi', 'Gi'))}B in total"
+            ],
+        ),
     ]
     lines += _learned(one["learned"] or {})
     for part, text in settings.items():
-        lines += textwrap.wrap(f"  {part:<11} {text}", 118, subsequent_indent=" " * 14)
+        lines += _listed(part, [text])
     return "\n".join(lines)
 
 
@@ -182,14 +196,16 @@ def _view(one: dict) -> list[str]:
     view, lines = one["view"], []
     if "paper" not in one:
         lines.append(f"{one['spec']}: a pattern")
-    lines += textwrap.wrap(f"  pattern     {view['pattern']}", 118, subsequent_indent=" " * 14)
-    back, ahead = ("no bound" if view[name] is None else view[name] for name in ("lookback", "lookahead"))
+    lines += _listed("pattern", [view["pattern"]])
+    back, ahead = ("unbounded" if view[name] is None else view[name] for name in ("lookback", "lookahead"))
     keys, heads = view["keys"], "; heads differ" if view["per_head"] else ""
     return [
         *lines,
-        f"  look-back   {back}; look-ahead {ahead}{heads}",
-        f"  keys        {keys['mean']:.4g} per query at {view['tokens']} tokens, from {keys['fewest']} to "
-        f"{keys['most']}",
+        *_listed("look-back", [f"{back}; look-ahead {ahead}{heads}"]),
+        *_listed(
+            "keys",
+            [f"{keys['mean']:.4g} per query at {view['tokens']} tokens, from {keys['fewest']} to {keys['most']}"],
+        ),
     ]
 
 
@@ -199,16 +215,21 @@ def _text(one: dict) -> str:
 
     paper, counts, sizes = one["paper"], one["counts"], one["parameters"]
     lines = [
-        f"{one['spec']}: {one['summary']}",
-        f"  paper       {paper['title']} ({paper['year']}), https://arxiv.org/abs/{paper['arxiv']}",
+        *terminal.wrapped(f"{one['spec']}: {one['summary']}", 2, first=""),
+        *_listed("paper", [f"{paper['title']} ({paper['year']}), https://arxiv.org/abs/{paper['arxiv']}"]),
         *_listed("computes", [text(equation) for equation in one["equations"]]),
         *_listed("where", [inline(words) for symbol, words in LEGEND.items() if symbol in "".join(one["equations"])]),
-        f"  cost        {one['cost']} for a sequence of N tokens with heads of size D",
-        f"  forms       {', '.join(one['forms'])}",
+        *_listed("cost", [f"{one['cost']} for a sequence of N tokens with heads of size D"]),
+        *_listed("forms", [", ".join(one["forms"])]),
         *(_view(one) if one["view"] else []),
         *_listed("backend", _backend(one["backend"])),
-        f"  parameters  attention {sizes['attention']:,}, feed-forward {sizes['feedforward']:,} "
-        f"(dim={one['dim']}, heads={one['heads']}, {4 * one['dim']} inner units)",
+        *_listed(
+            "parameters",
+            [
+                f"attention {sizes['attention']:,}, feed-forward {sizes['feedforward']:,} "
+                f"(dim={one['dim']}, heads={one['heads']}, {4 * one['dim']} inner units)"
+            ],
+        ),
         "  options",
     ]
     width = max((len(f"{o['name']}={o['value']!r}") for o in one["options"]), default=0)
@@ -216,40 +237,43 @@ def _text(one: dict) -> str:
         default = "" if option["value"] == option["default"] else f"(default {option['default']!r}) "
         start = f"    {option['name']}={option['value']!r}".ljust(width + 6)
         text = f"{default}{option['meaning']}"
-        lines += textwrap.wrap(start + text, 118, subsequent_indent=" " * (width + 6)) or [start.rstrip()]
+        if width + 6 > terminal.columns() // 2:
+            lines += [start.rstrip(), *terminal.wrapped(text, 8)]
+        else:
+            lines += terminal.entry(start, [text], width + 6)
     form = "causal" if one["causal"] else "bidirectional"
     lines += [
-        f"  FLOPs of one layer for one sequence ({form}, parallel form, matrix products), and its recurrent state",
-        f"    {'tokens':>8} {'projections':>12} {'mixing':>12} {'feed-forward':>13} {'mixing share':>13} {'state':>11}",
+        *terminal.wrapped(
+            f"  FLOPs of one layer for one sequence ({form}, parallel form, matrix products), and its recurrent state",
+            2,
+        ),
+        f"    {'tokens':>6} {'projections':>12} {'mixing':>10} {'feed-forward':>13} {'mixing share':>13} {'state':>10}",
     ]
     for row in counts:
         share = row["mixing"] / (row["projections"] + row["mixing"] + row["feedforward"])
         state = "none" if row["state"] is None else f"{_short(row['state'], 1024, ('', 'Ki', 'Mi', 'Gi'))}B"
         lines.append(
-            f"    {row['tokens']:>8} {_short(row['projections']):>12} {'' if row['measured'] else '~'}"
-            f"{_short(row['mixing']):>{12 if row['measured'] else 11}} {_short(row['feedforward']):>13} "
-            f"{share:>12.0%} {state:>11}"
+            f"    {row['tokens']:>6} {_short(row['projections']):>12} {'' if row['measured'] else '~'}"
+            f"{_short(row['mixing']):>{10 if row['measured'] else 9}} {_short(row['feedforward']):>13} "
+            f"{share:>13.0%} {state:>10}"
         )
     if not all(row["measured"] for row in counts):
         longest = max(row["tokens"] for row in counts if row["measured"])
-        lines.append(f"    ~ continued from counts up to {longest} tokens")
+        lines.append(f"    ~ extrapolated from counts up to {longest} tokens")
     return "\n".join(lines)
 
 
 def _backend(one: dict) -> list[str]:
-    """Which backend serves which kind of call, and what there is of native kernels."""
+    """The backend of each kind of call, and the origin of the native kernels."""
     from .dispatch import format_call
 
     calls = [f"{kind} on {one['device']}: {format_call(call)}" for kind, call in one["calls"].items()]
-    return [*(calls or [f"unknown, since {one['reason']}"]), f"native kernels: {one['kernels']}"]
+    return [*(calls or [f"unknown: {one['reason']}"]), f"native kernels: {one['kernels']}"]
 
 
-def _listed(name: str, said: list[str]) -> list[str]:
-    """Each text on lines of its own, the first one beside the name."""
-    lines = [
-        line for text in said for line in textwrap.wrap(text, 104, subsequent_indent="    ", break_on_hyphens=False)
-    ]
-    return [(f"  {name:<12}" if number == 0 else " " * 14) + line for number, line in enumerate(lines)]
+def _listed(name: str, texts: list[str]) -> list[str]:
+    """A label and its texts, each wrapped in a paragraph next to the label."""
+    return terminal.entry(f"  {name}", texts, INDENT)
 
 
 def _short(number: float, base: int = 1000, letters: tuple[str, ...] = ("", "k", "M", "G", "T", "P")) -> str:
@@ -257,4 +281,4 @@ def _short(number: float, base: int = 1000, letters: tuple[str, ...] = ("", "k",
         if number < base or letter == letters[-1]:
             return f"{number:.4g} {letter}".strip() if not letter else f"{number:.3g} {letter}"
         number /= base
-    raise AssertionError("the last letter always serves")
+    raise AssertionError("unreachable: the last letter has no limit")

@@ -1,4 +1,4 @@
-"""What ``eval`` and ``generate`` do with a model of pairs, and what beams write."""
+"""Encoder-decoders in ``eval`` and ``generate``, and the options of beam search."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from .._utils import atomic_io, signals
 from ..data import pairs
 from .parser import kebab
 
-BATCH = 32  # sources whose targets are written together
+BATCH = 32  # sources decoded together
 DRAWS = {"temperature": None, "top_k": 0, "top_p": 1.0, "seed": 0}
 IMAGES = {"out": "", "count": 64, "complete": "", "top": 0.5}
 TEXT = {"prompt": ""}
@@ -19,33 +19,33 @@ SOURCES = {"source": None, "sources": ""}
 
 
 def refuse(args: Any, options: dict[str, Any], why: str) -> None:
-    """Raise ValueError where one of these options is not as it is when nothing is said."""
+    """Raise ValueError if one of these options differs from its default."""
     for name, default in options.items():
         if getattr(args, name) != default:
             raise ValueError(f"--{kebab(name)} {why}")
 
 
 def check_search(args: Any) -> None:
-    """Raise ValueError for options of a beam search that do not fit one another."""
+    """Raise ValueError for an option of a beam search without --beams."""
     if not args.beams:
         searching = {name: default for name, default in SEARCH.items() if name != "beams" and hasattr(args, name)}
-        refuse(args, searching, "belongs to a beam search; say --beams N")
+        refuse(args, searching, "requires a beam search; pass --beams N")
 
 
 def check_beams(args: Any) -> None:
-    """Raise ValueError for options that do not fit a beam search that writes targets or text."""
+    """Raise ValueError for options that a beam search over targets or text does not accept."""
     check_search(args)
     if not args.beams:
         return
-    refuse(args, DRAWS, "belongs to drawing, and --beams draws nothing: it searches for the likeliest")
+    refuse(args, DRAWS, "requires sampling; it cannot be combined with --beams")
     if args.n_best > args.beams:
-        raise ValueError(f"--n-best={args.n_best} of --beams={args.beams}: a beam has at most as many as it follows")
+        raise ValueError(f"--n-best={args.n_best} must be at most --beams={args.beams}")
 
 
 def write(model: Any, name: str, length: int, args: Any) -> None:
-    """``generate``: the target of each source, a line each; with --n-best the score in nats and a tab before each."""
-    refuse(args, IMAGES, "is for images; this model writes the target of a --source")
-    refuse(args, TEXT, "is for text; this model writes the target of a --source")
+    """``generate``: print one target per source and line; with --n-best after its score in nats and a tab."""
+    refuse(args, IMAGES, "requires a model of images; this model generates the target of a --source")
+    refuse(args, TEXT, "requires a model of text; this model generates the target of a --source")
     check_beams(args)
     numbers = pairs.of_numbers(name)
     found = _sources(args, numbers)
@@ -57,7 +57,7 @@ def write(model: Any, name: str, length: int, args: Any) -> None:
             if len(tokens) > config.length:
                 raise ValueError(
                     f"the source {words[:40]!r} has {len(tokens)} tokens; this model has {config.length} learned "
-                    "positions"
+                    "positions, so at most that many tokens"
                 )
     done = 0
     try:
@@ -66,13 +66,13 @@ def write(model: Any, name: str, length: int, args: Any) -> None:
             for line in _targets(model, some, steps, numbers, args, args.seed + done):
                 print(line, flush=True)
     except KeyboardInterrupt as error:
-        raise signals.told(error, f"interrupted: the targets of {done} of {len(found)} sources are written") from error
+        raise signals.told(error, f"interrupted after the targets of {done} of {len(found)} sources") from error
 
 
 def _sources(args: Any, numbers: bool) -> list[tuple[str, list[int]]]:
-    """The sources that were asked for, in words and in tokens."""
+    """The sources given by --source or --sources, as text and as tokens."""
     if (args.source is None) == (not args.sources):
-        raise ValueError('this model writes the target of a source: give --source "..." or --sources FILE')
+        raise ValueError('this model generates the target of a source; pass --source "..." or --sources FILE')
     lines = [args.source]
     if args.sources:
         path = Path(args.sources)
@@ -84,9 +84,11 @@ def _sources(args: Any, numbers: bool) -> list[tuple[str, list[int]]]:
     for number, line in enumerate(lines, 1):
         where = f"line {number} of {args.sources}" if args.sources else "--source"
         if not line:
-            raise ValueError(f"{where} is empty; a target has something to be made from")
+            raise ValueError(f"{where} is empty; a source needs at least one character")
         if "\t" in line and not numbers:
-            raise ValueError(f"{where} has a tab, which no source has; give sources alone, one a line")
+            raise ValueError(
+                f"{where} contains a tab, which a source cannot; put one source without its target on each line"
+            )
     return [(line, pairs.encode(line, numbers)) for line in lines]
 
 
@@ -116,7 +118,7 @@ def _words(row: list[int], stop: int, numbers: bool) -> str:
 
 
 def measure(model: Any, data: Any, args: Any) -> None:
-    """``eval``: bits per token, and how many targets are written exactly, greedily and with --beams by these too."""
+    """``eval``: print bits per token and exact match, by greedy decoding and, with --beams, by beam search."""
     from ..train.evaluate import default_batch_size
 
     count = min(args.examples or data.count(args.split), data.count(args.split))
@@ -139,14 +141,14 @@ def measure(model: Any, data: Any, args: Any) -> None:
         print(json.dumps({"folder": args.folder, **result}, indent=2))
         return
     print(f"{result['bits']:.4f} bits/{data.unit} on {count} examples of {data.name}, {args.split}")
-    beams = f", {result['exact_beams']:.2%} by {args.beams} beams" if args.beams else ""
-    print(f"exact: {result['exact']:.2%} by greedy decoding{beams}")
+    beams = f", {result['exact_beams']:.2%} by beam search with {args.beams} beams" if args.beams else ""
+    print(f"exact match: {result['exact']:.2%} by greedy decoding{beams}")
 
 
 def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[float]:
     """Nats, tokens, exact targets and pairs of a split.
 
-    Raises Interrupted, with what was found until then.
+    Raises Interrupted, with the exact match so far in its message.
     """
     from .._utils.progress import track
     from ..train.evaluate import evaluate_seq2seq
@@ -162,6 +164,6 @@ def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[floa
         if not sums:
             raise
         _, _, exact, seen = map(math.fsum, zip(*sums, strict=True))
-        said = f"interrupted: {exact / seen:.2%} exact on {int(seen)} of {count} examples"
-        raise signals.told(error, f"{said}, evenly spaced") from error
+        text = f"interrupted: {exact / seen:.2%} exact on {int(seen)} of {count} examples"
+        raise signals.told(error, f"{text}, evenly spaced") from error
     return [math.fsum(column) for column in zip(*sums, strict=True)]

@@ -1,45 +1,44 @@
-"""``longspan transcribe``: recordings to words, whole or while they are read."""
+"""``longspan transcribe``: transcribe recordings of speech, offline or streaming."""
 
 import itertools
 import sys
 from pathlib import Path
 
 from .._utils import atomic_io, signals
-from .parser import BEAMS, Parser, make, natural_int
+from .parser import BEAMS, MODEL, Parser, make, model_help, natural_int
 
-HELP = "a checkpoint of a transcriber, or a model that comes with longspan: digits"
 STANDARD_INPUT = "-"
 MEMORY = "--beam, or use --stream for long recordings"
-CHUNK = 0.1  # seconds that are read at a time
+CHUNK = 0.1  # seconds read at a time
 
 
 def parser() -> Parser:
     parser = make(
         "transcribe",
-        "Print the words of recordings, by a model that was trained with CTC. Recordings are sound files of one "
-        "channel (wav, flac, ogg) with at least as many samples per second as the model was trained on; more are "
-        "converted. The name - reads a 16 bit wav stream from standard input. The model digits comes with longspan: it "
-        "knows the English words from zero to nine. Of several files each one's words follow its name and a tab.",
+        "Transcribe recordings of speech with a model trained with CTC. A recording is a mono sound file (wav, flac or "
+        "ogg). Its sample rate must be at least that of the model; a higher rate is resampled. The name - reads a "
+        "16-bit wav stream from standard input.\n\nThe pretrained model digits recognizes the English words zero to "
+        "nine. For several files, each line has the file name, a tab and the words.",
         "longspan transcribe digits FILE.wav",
         "longspan transcribe digits FILE.wav --beam 8",
         "longspan transcribe digits FILE.wav --stream",
         "arecord -f S16_LE -r 16000 | longspan transcribe digits - --stream",
         "longspan transcribe reproduce/speech-work/linear FILE.wav",
     )
-    parser.add_argument("folder", type=str, help=HELP)
-    parser.add_argument("files", nargs="+", type=str, metavar="FILE.wav", help="the recordings; -: standard input")
+    parser.add_argument("folder", type=str, metavar=MODEL, help=model_help("digits"))
+    parser.add_argument("files", nargs="+", type=str, metavar="FILE.wav", help="a recording; - reads standard input")
     parser.add_argument(
         "--beam",
         type=natural_int(BEAMS),
         default=0,
         metavar="N",
-        help="follow the N likeliest beginnings, each with all its alignments; 0: the likeliest label of each token",
+        help="beam size of a CTC prefix beam search; 0: greedy, the most likely label at each step",
     )
     parser.add_argument(
         "--stream",
         action="store_true",
-        help="read a tenth of a second at a time and print words as soon as they are heard, in memory that does not "
-        "grow with the recording; for causal models, with the same words as without",
+        help="print words while the recording is read, 0.1 s at a time, in constant memory; requires a causal model, "
+        "and prints the same words as without",
     )
     return parser
 
@@ -49,22 +48,22 @@ def run(args) -> int:
 
     model = trained.transcriber(args.folder)
     if args.stream and not model.config.causal:
-        raise ValueError(f"--stream needs a causal model; {args.folder} sees whole recordings")
-    told = _streamed if args.stream else _whole
+        raise ValueError(f"--stream requires a causal model; {args.folder} is bidirectional")
+    write = _streamed if args.stream else _whole
     done = 0
     try:
         for path in args.files:
             if len(args.files) > 1:
                 _write(f"{path}\t")
             try:
-                told(model, path, args.beam)
+                write(model, path, args.beam)
             except ValueError as error:
-                # What is wrong with a rate or a length is found by functions that know no file.
+                # Functions that check the rate and the length do not know the file.
                 raise error if _called(path) in str(error) else ValueError(f"{_called(path)}: {error}") from error
             done += 1
     except KeyboardInterrupt as error:
         _write("\n")
-        raise signals.told(error, f"interrupted: {done} of {len(args.files)} recordings are transcribed") from error
+        raise signals.told(error, f"interrupted after {done} of {len(args.files)} recordings") from error
     return 0
 
 
@@ -93,7 +92,7 @@ def _streamed(model, path: str, beams: int) -> None:
 
 
 def _blocks(path: str):
-    """The samples of a file or of standard input, a short block at a time, and the rate with each."""
+    """Yield short blocks of samples of a file or of standard input, each with the sample rate."""
     from ..speech import wav
 
     if path != STANDARD_INPUT:

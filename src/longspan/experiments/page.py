@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from .._utils import terminal
 from .._utils.tables import aligned
 from .experiment import Experiment, Result, words
 from .provenance import MISSING
@@ -14,8 +15,8 @@ from .provenance import MISSING
 FACTS = (("versions", "Versions", ""), ("data", "Data, sha256", "none, generated from the seed"))
 
 
-def show(experiment: Experiment, result: Result) -> str:
-    """Return the result as text: tables, command, settings and environment."""
+def show(experiment: Experiment, result: Result, width: int | None = None) -> str:
+    """The result as text: tables, command, settings and machines, at most ``width`` columns wide (None: no limit)."""
     settings = "; ".join(f"{name} {words(value)}" for name, value in result["settings"].items())
     notes = [f"Reproduces: {result['source']}.", f"Command: {command(experiment, result)}", f"Settings: {settings}."]
     commit = {"": "none, outside a checkout", None: MISSING}.get(result.get("commit"), result.get("commit"))
@@ -24,7 +25,9 @@ def show(experiment: Experiment, result: Result) -> str:
     notes += [f"Machine: {_facts(machine)}." for machine in result["machines"]]
     clock = f", {result['clock_seconds']:.0f} s by the clock" if result.get("clock_seconds") else ""
     notes.append(f"Took {result['cpu_seconds']:.0f} s of processor time{clock}, with longspan {result['longspan']}.")
-    return "\n\n".join([*(aligned(table) for table in experiment.tables(result)), "\n".join(notes)])
+    if width:
+        notes = [line for note in notes for line in terminal.wrapped(note, 2, first="", width=width)]
+    return "\n\n".join([*(aligned(table, width) for table in experiment.tables(result)), "\n".join(notes)])
 
 
 def fragment(experiment: Experiment, result: Result, images: Iterable[str]) -> str:

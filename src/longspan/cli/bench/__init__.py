@@ -1,9 +1,10 @@
-"""``longspan bench``: time and memory, beside other libraries and against the limits of the machine."""
+"""``longspan bench``: time and memory of mechanisms, other libraries and the machine."""
 
 from pathlib import Path
 
 import jsonargparse
 
+from ..._utils import terminal
 from ..._utils.spec import known
 from ..parser import Parser, make
 from . import compared, own
@@ -13,10 +14,10 @@ MEMORY = "the sizes and lengths"
 BENCHMARKS: dict[str, Benchmark] = compared.COMPARED | own.OWN
 
 COMMON = (
-    "Candidates take turns round by round; samples on a busy machine are rejected and counted; figures are medians, "
-    "and ratios are of one run. Every candidate first has to agree with a float64 definition; one that does not is "
-    "named and gets no figure. Writes a JSON, a CSV and a PNG file; what there is before the end, or is left by Ctrl-C "
-    "or SIGTERM, is in KIND.partial.json."
+    "Candidates are timed in turns, round by round, and figures are medians. Samples taken while the machine is busy "
+    "are rejected and counted. Each candidate is first checked against a float64 reference; one that disagrees is "
+    "reported and not timed. Ratios compare candidates of the same run.\n\nWrites KIND.json, KIND.csv and KIND.png. Results so "
+    "far are in KIND.partial.json, also after Ctrl-C or SIGTERM."
 )
 
 
@@ -31,14 +32,15 @@ class _Bench(Parser):
 
 
 def parser() -> Parser:
+    lines = "\n".join(f"  {name}: {kind.about}" for name, kind in BENCHMARKS.items())
     parser = make(
         "bench",
-        f"Measure this machine and what runs on it. {COMMON} longspan bench KIND --help has the options of each kind.",
+        f"Measure time and memory on this machine. {COMMON}\n\nlongspan bench KIND --help prints the options of a "
+        f"kind. Kinds:\n\n{lines}",
         *(example for kind in BENCHMARKS.values() for example in kind.examples[:1]),
         cls=_Bench,
     )
-    lines = ";\n".join(f"{name}: {kind.about}" for name, kind in BENCHMARKS.items())
-    parser.add_argument("kind", type=str, help=f"one of: {lines}")
+    parser.add_argument("kind", type=str, metavar="KIND", help="a kind of benchmark")
     return parser
 
 
@@ -47,7 +49,7 @@ def subparser(name: str) -> Parser:
     kind = BENCHMARKS[name]
     parser = make(f"bench {name}", f"{kind.about[0].upper()}{kind.about[1:]}. {COMMON}", *kind.examples)
     kind.options(parser)
-    parser.add_argument("--out", type=str, default="bench", help="folder for the files")
+    parser.add_argument("--out", type=str, default="bench", metavar="DIR", help="output directory")
     return parser
 
 
@@ -58,7 +60,7 @@ def run(args) -> int:
     results, tables = BENCHMARKS[args.kind].measure(args)
     with report.claimed(out, args.kind):
         result = report.collect(out, args.kind, results)
-    print(report.show(result, tables))
+    print(report.show(result, tables, terminal.columns()))
     endings = [".json", ".csv", ".png"]
     if args.kind == "members":
         from ...bench import members

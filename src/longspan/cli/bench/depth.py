@@ -11,23 +11,34 @@ def _options(parser: Parser) -> None:
     from ...bench.depth import Options
 
     depths = ",".join(map(str, Options.depths))
-    parser.add_argument("--depths", type=str, default=depths, help="numbers of blocks, separated by commas")
-    parser.add_argument("--length", type=positive_int(), default=Options.length, help="tokens")
-    parser.add_argument("--attention", type=str, default=Options.attention, help="specs, tiled over the depth")
-    parser.add_argument("--dim", type=positive_int(MOST), default=Options.dim, help="width")
-    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="heads")
-    parser.add_argument("--feedforward", type=positive_int(MOST), default=Options.feedforward, help="inner width")
+    parser.add_argument("--depths", type=str, default=depths, metavar="N,...", help="numbers of blocks")
+    parser.add_argument("--length", type=positive_int(), default=Options.length, help="length in tokens")
+    parser.add_argument(
+        "--attention",
+        type=str,
+        default=Options.attention,
+        metavar="SPEC",
+        help="a spec, or several separated by ';', tiled over the depth",
+    )
+    parser.add_argument("--dim", type=positive_int(MOST), default=Options.dim, help="width of the model, in channels")
+    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="attention heads")
+    parser.add_argument(
+        "--feedforward",
+        type=positive_int(MOST),
+        default=Options.feedforward,
+        help="inner width of the feed-forward network",
+    )
     parser.add_argument(
         "--feedforward-chunk",
         type=natural_int(),
         default=0,
-        help="tokens that the feed-forward network takes at a time; 0: all",
+        help="tokens per chunk of the feed-forward network; 0: no chunks",
     )
     parser.add_argument(
         "--limit",
         type=number(LONG),
         default=Options.limit,
-        help="MB; leave out steps expected to take more, by their line",
+        help="skip steps expected to take more than X MB, extrapolated linearly",
     )
 
 

@@ -1,37 +1,37 @@
-"""What one kind of benchmark is to the command, and how the numbers on its line are read."""
+"""The interface of a benchmark, and parsing of lists of numbers."""
 
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 from ..parser import Parser
 
-DIGITS = 9  # of a number in a list
+DIGITS = 9  # largest number of digits of a number in a list
 
 
 class Benchmark(NamedTuple):
-    """One of the benchmarks."""
+    """A kind of benchmark: summary, examples, flags and measurement."""
 
     about: str
     examples: tuple[str, ...]
     options: Callable[[Parser], None]
     measure: Callable[[Any], tuple[Generator[dict, None, None], Callable[[dict], list]]]
-    """-> results, as they grow, which are measured while they are asked for; and their tables"""
+    """returns a generator, which measures and yields the growing results, and a function from a result to tables"""
 
 
 def numbers(args: Any, name: str) -> tuple[int, ...]:
-    """Numbers separated by commas, each once, in order. Raises ValueError for anything else."""
+    """Parse numbers separated by commas; return each once, ascending. Raises ValueError for anything else."""
     text = getattr(args, name)
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and len(word) <= DIGITS and int(word) for word in words):
         raise ValueError(
-            f"--{name}={text}: expected whole numbers from 1 on, separated by commas, of at most {DIGITS} digits: "
+            f"--{name}={text}: expected positive integers of at most {DIGITS} digits, separated by commas, such as "
             "1,64,1024"
         )
     return tuple(sorted({int(word) for word in words}))
 
 
 def seconds(args: Any) -> float:
-    """The value of --limit. Raises ValueError unless it is positive."""
+    """The value of --limit in seconds. Raises ValueError unless it is positive."""
     if not args.limit > 0:
         raise ValueError(f"--limit={args.limit} must be a positive number of seconds")
     return args.limit

@@ -1,4 +1,4 @@
-"""Benchmarks of what longspan itself offers, and of the machine: their flags, and how each is run."""
+"""Benchmarks of longspan and of the machine: flags and runs."""
 
 import contextlib
 from collections.abc import Callable, Generator
@@ -14,16 +14,28 @@ def _gated_options(parser: Parser) -> None:
         "rules",
         type=str,
         nargs="*",
-        help="what to measure; without any, all: decay, 'channel decay', delta, 'gated delta', 'channel delta'",
+        metavar="RULE",
+        help="what to measure, by default all: decay, 'channel decay', delta, 'gated delta', 'channel delta'",
     )
-    parser.add_argument("--length", type=positive_int(), default=4096, help="tokens")
-    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="sequences")
-    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads of values")
-    parser.add_argument("--key-heads", type=natural_int(MOST), default=0, help="heads of queries and keys (0: as many)")
-    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels of a head")
-    parser.add_argument("--batches", type=str, default="1,64,1024", help="sequences of the token step; 0: no step")
+    parser.add_argument("--length", type=positive_int(), default=4096, help="length in tokens")
+    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="batch size")
+    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="value heads")
     parser.add_argument(
-        "--rounds", type=positive_int(ROUNDS), default=7, help="samples of each candidate; three times that of steps"
+        "--key-heads", type=natural_int(MOST), default=0, help="heads of queries and keys; 0: as many as value heads"
+    )
+    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels per head")
+    parser.add_argument(
+        "--batches",
+        type=str,
+        default="1,64,1024",
+        metavar="N,...",
+        help="batch sizes of the decode step; 0: do not measure it",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive_int(ROUNDS),
+        default=7,
+        help="samples per candidate; three times as many for the decode step",
     )
 
 
@@ -47,20 +59,29 @@ def _gated(args) -> tuple[Generator, Callable]:
 def _pattern_options(parser: Parser) -> None:
     from ...bench.pattern import DEFAULT, Options
 
-    parser.add_argument("--patterns", type=str, default="; ".join(DEFAULT), help="patterns, separated by semicolons")
-    parser.add_argument("--lengths", type=str, default="1024,4096,16384,65536", help="tokens, separated by commas")
-    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="sequences")
-    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="heads")
-    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels of a head")
-    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each candidate")
-    parser.add_argument("--no-backward", action="store_true", help="forward only")
     parser.add_argument(
-        "--matrix", type=natural_int(), default=Options.matrix, help="tokens up to which sdpa mask and flex take part"
+        "--patterns", type=str, default="; ".join(DEFAULT), metavar="PATTERNS", help="patterns, separated by ';'"
     )
     parser.add_argument(
-        "--limit", type=number(LONG), default=Options.limit, help="seconds; leave out calls expected to take longer"
+        "--lengths", type=str, default="1024,4096,16384,65536", metavar="N,...", help="lengths in tokens"
     )
-    parser.add_argument("--flex", action="store_true", help="FlexAttention too, forward only; its compilation is slow")
+    parser.add_argument("--batch", type=positive_int(MOST), default=1, help="batch size")
+    parser.add_argument("--heads", type=positive_int(MOST), default=8, help="attention heads")
+    parser.add_argument("--size", type=positive_int(MOST), default=64, help="channels per head")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples per candidate")
+    parser.add_argument("--no-backward", action="store_true", help="measure the forward pass only")
+    parser.add_argument(
+        "--matrix",
+        type=natural_int(),
+        default=Options.matrix,
+        help="largest length at which sdpa with a dense mask and flex are measured",
+    )
+    parser.add_argument(
+        "--limit", type=number(LONG), default=Options.limit, help="skip calls expected to take more than X seconds"
+    )
+    parser.add_argument(
+        "--flex", action="store_true", help="also measure the forward pass of FlexAttention, which compiles slowly"
+    )
 
 
 def _pattern(args) -> tuple[Generator, Callable]:
@@ -95,15 +116,15 @@ def _members_options(parser: Parser) -> None:
     from ...bench.members import Options
 
     parser.add_argument(
-        "--members", type=str, default="", help="specs, separated by semicolons; otherwise every mechanism by its name"
+        "--members", type=str, default="", metavar="SPECS", help="specs, separated by ';'; by default every mechanism"
     )
-    parser.add_argument("--lengths", type=str, default="1024,4096,16384", help="tokens, separated by commas")
-    parser.add_argument("--dim", type=positive_int(MOST), default=Options.dim, help="width of the model")
-    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="heads")
-    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each mechanism")
-    parser.add_argument("--no-backward", action="store_true", help="forward and token step only")
+    parser.add_argument("--lengths", type=str, default="1024,4096,16384", metavar="N,...", help="lengths in tokens")
+    parser.add_argument("--dim", type=positive_int(MOST), default=Options.dim, help="width of the model, in channels")
+    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="attention heads")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples per mechanism")
+    parser.add_argument("--no-backward", action="store_true", help="measure the forward pass and the decode step only")
     parser.add_argument(
-        "--limit", type=number(LONG), default=Options.limit, help="seconds; leave out calls expected to take longer"
+        "--limit", type=number(LONG), default=Options.limit, help="skip calls expected to take more than X seconds"
     )
 
 
@@ -133,14 +154,20 @@ def _hybrids_options(parser: Parser) -> None:
     from ...bench.hybrids import DTYPES, MODELS, Options
 
     parser.add_argument(
-        "models", type=str, nargs="*", help=f"what to measure, of {', '.join(MODELS)}; without any: all"
+        "models", type=str, nargs="*", metavar="MODEL", help=f"which of {', '.join(MODELS)} to measure, by default all"
     )
     parser.add_argument(
-        "--length", type=positive_int(), default=Options.length, help="tokens of prompts and training steps"
+        "--length", type=positive_int(), default=Options.length, help="tokens per prompt and training step"
     )
-    parser.add_argument("--dtypes", type=str, default=",".join(DTYPES), help="separated by commas")
-    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each way")
-    parser.add_argument("--small", action="store_true", help="models a few channels wide, to try it in seconds")
+    parser.add_argument(
+        "--dtypes", type=str, default=",".join(DTYPES), metavar="DTYPES", help="dtypes, separated by commas"
+    )
+    parser.add_argument(
+        "--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples per implementation"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="use models a few channels wide, as a smoke test of seconds"
+    )
 
 
 def _hybrids(args) -> tuple[Generator, Callable]:
@@ -160,13 +187,13 @@ def _hybrids(args) -> tuple[Generator, Callable]:
 def _convolution_options(parser: Parser) -> None:
     from ...bench.convolution import Options
 
-    parser.add_argument("--length", type=positive_int(), default=Options.length, help="tokens")
+    parser.add_argument("--length", type=positive_int(), default=Options.length, help="length in tokens")
     parser.add_argument("--channels", type=positive_int(MOST), default=Options.channels, help="channels")
     parser.add_argument(
-        "--width", type=positive_int(MOST), default=Options.width, help="values of its own that a channel is mixed with"
+        "--width", type=positive_int(MOST), default=Options.width, help="width of the kernel, in tokens"
     )
-    parser.add_argument("--batches", type=str, default="1,64", help="sequences of the token step")
-    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of each candidate")
+    parser.add_argument("--batches", type=str, default="1,64", metavar="N,...", help="batch sizes of the decode step")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples per candidate")
 
 
 def _convolution(args) -> tuple[Generator, Callable]:
@@ -184,7 +211,7 @@ def _convolution(args) -> tuple[Generator, Callable]:
 
 
 def _limits_options(parser: Parser) -> None:
-    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=7, help="samples of each figure")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=7, help="samples per figure")
 
 
 def _limits(args) -> tuple[Generator, Callable]:
@@ -196,7 +223,7 @@ def _limits(args) -> tuple[Generator, Callable]:
 
 OWN = {
     "gated": Benchmark(
-        "decay and the delta rule: kernels, chunks, a plain loop, the code of transformers",
+        "decay and the delta rule: native kernels, chunked form, plain loop, and the code of transformers",
         (
             "longspan bench gated --length 256 --rounds 2 --batches 1",
             "longspan bench gated 'gated delta' --size 128 --heads 32 --key-heads 16 --length 2048",
@@ -205,7 +232,7 @@ OWN = {
         _gated,
     ),
     "pattern": Benchmark(
-        "softmax attention under patterns by length and density, against a dense mask and against all pairs",
+        "softmax attention under patterns by length and density, compared with a dense mask and with all pairs",
         (
             "longspan bench pattern --lengths 256,512 --rounds 1",
             "longspan bench pattern --patterns 'band(255); causal & (band(63) | globals(4))' --no-backward",
@@ -214,7 +241,7 @@ OWN = {
         _pattern,
     ),
     "members": Benchmark(
-        "every mechanism beside fused softmax: time, memory, state and token step by length, in families",
+        "every mechanism compared with fused softmax: time, memory, state and decode step by length",
         (
             "longspan bench members --lengths 256,512 --rounds 1",
             "longspan bench members --members 'linear; gla; local(window=64)' --no-backward",
@@ -223,7 +250,7 @@ OWN = {
         _members,
     ),
     "convolution": Benchmark(
-        "the short causal convolution of recurrent layers, against moving its bytes once",
+        "the short causal convolution of recurrent layers, compared with moving its bytes once",
         (
             "longspan bench convolution",
             "longspan bench convolution --length 512 --channels 1024 --batches 1,16 --rounds 5",
@@ -233,7 +260,7 @@ OWN = {
     ),
     "depth": DEPTH,
     "transformers": Benchmark(
-        "whole hybrid models of transformers, by its own code and on longspan's kernels: prompts, training, decoding",
+        "hybrid models of transformers, stock and accelerated by longspan: prefill, training, decoding",
         (
             "longspan bench transformers --small --length 64 --rounds 1",
             "longspan bench transformers kimi mamba2 --dtypes float32",
@@ -242,7 +269,7 @@ OWN = {
         _hybrids,
     ),
     "limits": Benchmark(
-        "what this machine can do at most: matrix products, and moving bytes",
+        "the limits of this machine: matrix products and memory bandwidth",
         ("longspan bench limits",),
         _limits_options,
         _limits,
