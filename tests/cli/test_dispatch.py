@@ -1,5 +1,7 @@
 """What ``show`` says of backends is what the ops chose in calls that ran."""
 
+import re
+
 import pytest
 import torch
 
@@ -57,16 +59,16 @@ def test_a_bidirectional_one_has_no_steps():
     assert one["why_not"] == "they are for causal attention"
 
 
-def test_a_forced_backend_is_what_is_told():
+def test_a_forced_backend_is_reported():
     with longspan.backend("reference"):
         assert served("local") == {"whole sequences": [(PATTERN, "reference")], "steps": [(SOFTMAX, "reference")]}
         assert ("linear attention", "reference") in served("linear")["steps"]
 
 
-def test_what_calls_no_op_runs_on_operations_of_its_own(monkeypatch):
+def test_what_calls_no_op_runs_on_torch(monkeypatch):
     attention = longspan.build("softmax", 8, 2)
     monkeypatch.setattr(type(attention), "attend", lambda self, x, state: (x, state))
-    assert names(dispatch._ops(attention, torch.zeros(1, 3, 8))) == [("operations of its own", "torch")]
+    assert names(dispatch._ops(attention, torch.zeros(1, 3, 8))) == [("PyTorch operations", "torch")]
 
 
 def test_without_a_compiler_torch_serves_and_it_is_said_why(monkeypatch, tmp_path, capsys):
@@ -76,9 +78,9 @@ def test_without_a_compiler_torch_serves_and_it_is_said_why(monkeypatch, tmp_pat
     monkeypatch.setattr(build.prebuilt, "FOLDER", tmp_path / "none")
     assert entry.main(["show", "local(window=64)", "--dim", "16", "--heads", "2"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    reason = "not native, since the kernels could not be compiled"
-    assert f"whole sequences on cpu: torch (attention under a pattern; {reason})" in said
-    assert "native kernels: not here, since the C++ compiler that CXX='no-such-compiler' names was not found" in said
+    assert "whole sequences on cpu: torch (attention under a pattern; " in said
+    assert "the kernels could not be compiled" in said
+    assert re.search("native kernels: [^:]*: .*CXX='no-such-compiler'", said)
 
 
 def test_a_device_that_is_not_there_is_not_asked(capsys):
@@ -86,8 +88,8 @@ def test_a_device_that_is_not_there_is_not_asked(capsys):
     found = dispatch.probe_backends("linear", 16, 2, causal=True, device=absent)
     assert (found["calls"], found["reason"]) == ({}, f"this machine has no {absent}")
     assert entry.main(["show", "linear", "--dim", "16", "--heads", "2", "--device", absent]) == 0
-    assert f"backend     unknown, since this machine has no {absent}" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="device='oven' is no device"):
+    assert re.search(rf"backend .* {absent}\n", capsys.readouterr().out)
+    with pytest.raises(ValueError, match="device='oven'"):
         dispatch.probe_backends("linear", 16, 2, causal=True, device="oven")
 
 

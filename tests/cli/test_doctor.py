@@ -1,4 +1,4 @@
-"""The doctor: tells whether the kernels are there, why not, and clears what it may."""
+"""The doctor reports the kernels or why they are missing, and clears the cache."""
 
 import ctypes
 import hashlib
@@ -21,27 +21,27 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_tells_of_kernels_that_are_there(cache, capsys, monkeypatch):
+def test_kernels_are_reported(cache, capsys, monkeypatch):
     kernels = build.Kernels(ctypes.CDLL(None), "compiled here by c++ 12", "-O3 -g", "/some/where.so", "none prebuilt")
     monkeypatch.setattr(build, "find", lambda family: kernels)
     monkeypatch.setattr(openmp, "share", lambda: "/torch/libgomp.so")
     (cache / "mnist").mkdir()
     (cache / "mnist" / "images").write_bytes(bytes(1234))
     assert main(["doctor"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line for line in told if line.startswith(("native", " "))] == [
-        "native kernels  compiled here by c++ 12",
-        "  flags         -O3 -g",
-        *(f"  {family:<14}/some/where.so" for family in build.FAMILIES),
-        "  why these     none prebuilt",
-        "  OpenMP        /torch/libgomp.so",
-        "  compiled      nothing",
-    ]
-    assert f"cache           {cache} (mnist: 1,234 bytes)" in told
-    assert "lightning: there" in told[-1]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 or len(str(cache)) > 40
+    rows = {line[:16].strip(): line[16:] for line in lines if line[:16].strip()}
+    assert rows["native kernels"] == "compiled here by c++ 12"
+    assert rows["flags"] == "-O3 -g"
+    assert {rows[family] for family in build.FAMILIES} == {"/some/where.so"}
+    assert "none prebuilt" in rows.values()
+    assert rows["OpenMP"] == "/torch/libgomp.so"
+    assert rows["compiled"] == "nothing"
+    assert f"{cache} (mnist: 1,234 bytes)" in " ".join(" ".join(lines).split())
+    assert "lightning" in rows["extras"]
 
 
-def test_tells_what_was_compiled(cache, capsys, monkeypatch):
+def test_compilations_are_reported(cache, capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     (cache / "native").mkdir()
     library, good, bad = (cache / "native" / name for name in ("0a.so", "0.json", "1.json"))
@@ -58,24 +58,21 @@ def test_tells_what_was_compiled(cache, capsys, monkeypatch):
     assert lines[at + 1] == "                linear, c++ 12: 0a.so"
 
 
-def test_tells_why_they_are_not(cache, capsys, monkeypatch):
+def test_the_reason_for_missing_kernels_is_reported(cache, capsys, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert main(["doctor"]) == 0
-    assert (
-        "not here, since the C++ compiler that CXX='no-such-compiler' names was not found; install it, or unset CXX"
-        in capsys.readouterr().out
-    )
+    assert "CXX='no-such-compiler'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ratio", [0.25, 6.0])
-def test_tells_whether_half_the_precision_is_worth_it(ratio, cache, capsys, monkeypatch):
+def test_slow_bfloat16_is_reported(ratio, cache, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "bfloat16_ratio", lambda: ratio)
     # Nothing is compiled for this.
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert main(["doctor"]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("bfloat16 "))
-    assert f"{ratio:.2g} times as long as in float32" in line
-    assert line.endswith("float32 is the better choice here") is (ratio > 1)
+    text = " ".join(capsys.readouterr().out.split()).partition(" bfloat16 ")[2].partition(" native ")[0]
+    assert f"{ratio:.2g}" in text
+    assert ("better choice" in text) is (ratio > 1)
 
 
 def test_products_of_both_precisions_are_timed(monkeypatch):

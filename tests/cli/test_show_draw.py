@@ -61,7 +61,7 @@ def test_one_head_is_drawn(capsys):
     out = said(capsys, text, "--draw", "p.png", "--tokens", "47")
     assert torch.equal(drawn("p.png", 47), patterns.picture(patterns.parse(text), 47))
     assert out.splitlines()[0] == f"{text}: a pattern"
-    assert "look-back   no bound; look-ahead 0\n" in out
+    assert re.search("look-back +unbounded; look-ahead 0\n", out)
     mean = patterns.parse(text).dense(47).sum(-1).double().mean()
     assert f"keys        {mean:.4g} per query at 47 tokens, from 1 to 9" in out
 
@@ -107,9 +107,7 @@ def test_what_is_drawn_is_what_is_seen(spec):
 
 
 def test_an_attention_that_reads_all_keys_has_nothing_to_draw():
-    with pytest.raises(
-        ValueError, match=r"lowrank_band.* has no pattern to be drawn: it reads all keys.*; those that have one: axial"
-    ):
+    with pytest.raises(ValueError, match=r"^lowrank_band.*: axial, "):
         describe.picture("lowrank_band(rank=2, window=5)", 12, 2)
 
 
@@ -157,14 +155,14 @@ def test_a_pattern_of_which_no_size_shows_more_is_drawn_small(text):
     assert patterns.picture_size(patterns.parse(text)) == 64
 
 
+# Words of a command line -> values that the message names, separated by " & ".
 MISTAKES = {
     (
         "linear",
         "--draw",
         "p.png",
-    ): "linear has no pattern to be drawn: it reads all keys, or which ones is no function of positions "
-    "alone; those that have one: axial, bigbird, etc",
-    ("band(2); linear", "--draw", "p.png"): "--draw takes one spec, not the 2 of 'band(2); linear'",
+    ): "linear & axial, bigbird, etc",
+    ("band(2); linear", "--draw", "p.png"): "--draw & 2 & 'band(2); linear'",
     ("band(2)", "--draw", "p.jpg"): "pictures are PNG files, so their names end in .png, unlike p.jpg",
     ("band(2)", "--draw", "no/p.png"): "cannot write no/p.png: there is no folder no",
     ("band(2)", "--tokens", "0"): "--tokens=0 must be at least 1",
@@ -179,7 +177,7 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_one_line(words, capsys, at):
     err = said(capsys, *words, code=WRONG)
-    assert MISTAKES[words] in err
+    assert all(part in err for part in MISTAKES[words].split(" & "))
     assert err.count("\n") == 1
     assert not list(at.iterdir())
 

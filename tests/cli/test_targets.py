@@ -1,6 +1,7 @@
 """The commands and models of pairs: trained, measured, asked for targets, shown and compared; beams for text."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -134,16 +135,16 @@ class TestEval:
         outputs = model(batch.source, model.shift(batch.target), source_mask=batch.source_mask, mask=batch.mask)
         bits = -model.likelihood.log_prob(outputs, batch.target)[batch.mask].mean() / torch.tensor(2.0).log()
         assert float(first.split()[0]) == pytest.approx(bits.item(), abs=1e-4)
-        assert second == "exact: 0.00% by greedy decoding"
+        assert "0.00%" in second
 
-    def test_beams_beside_it(self, capsys):
+    def test_beam_search(self, capsys):
         found = json.loads(
             said(capsys, "eval", "one", "--beams", "3", "--split", "validation", "--json", "--batch", "2")
         )
         assert found["beams"] == 3
         assert 0 <= found["exact_beams"] <= 1
         assert found["unit"] == "token"
-        assert said(capsys, "eval", "one", "--beams", "2").endswith("% by 2 beams\n")
+        assert re.search(r"\d% .*\b2 beams\n$", said(capsys, "eval", "one", "--beams", "2"))
 
 
 class TestGenerate:
@@ -199,61 +200,61 @@ class TestGenerate:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            ("one", 'this model writes the target of a source: give --source "..." or --sources FILE'),
-            ("one --source a --sources f", "this model writes the target of a source: give"),
-            ("one --source=", "--source is empty; a target has something to be made from"),
+            ("one", "--source & --sources FILE"),
+            ("one --source a --sources f", "--source & --sources FILE"),
+            ("one --source=", "--source is empty"),
             ("one --sources none.txt", "none.txt"),
-            ("one --sources words.tsv", "line 1 of words.tsv has a tab, which no source has"),
-            ("one --source a --prompt b", "--prompt is for text; this model writes the target of a --source"),
-            ("one --source a --out a.png", "--out is for images; this model writes"),
-            ("one --source a --n-best 2", "--n-best belongs to a beam search; say --beams N"),
-            ("one --source a --length-penalty 1", "--length-penalty belongs to a beam search; say --beams N"),
+            ("one --sources words.tsv", "line 1 of words.tsv & tab"),
+            ("one --source a --prompt b", "--prompt & --source"),
+            ("one --source a --out a.png", "--out & --source"),
+            ("one --source a --n-best 2", "--n-best & --beams N"),
+            ("one --source a --length-penalty 1", "--length-penalty & --beams N"),
             ("one --source a --beams -1", "--beams=-1 must not be negative"),
-            ("one --source a --beams 2 --n-best 3", "--n-best=3 of --beams=2: a beam has at most as many as it"),
+            ("one --source a --beams 2 --n-best 3", "--n-best=3 & --beams=2"),
             ("one --source a --beams 2 --n-best 0", "--n-best=0 must be at least 1"),
-            ("one --source a --beams 2 --temperature 1", "--temperature belongs to drawing, and --beams draws nothing"),
-            ("one --source a --beams 2 --seed 1", "--seed belongs to drawing, and --beams draws nothing"),
+            ("one --source a --beams 2 --temperature 1", "--temperature & --beams"),
+            ("one --source a --beams 2 --seed 1", "--seed & --beams"),
             ("one --source a --beams 2 --length-penalty -1", "--length-penalty=-1.0 must not be negative"),
             ("one --source a --tokens -1", "--tokens=-1 must not be negative"),
             ("one --source a --tokens 999", "the table of learned positions has 256"),
-            ("text --source a", "--source is for a model of pairs; text holds a decoder, which reads none"),
-            ("text --sources f", "--sources is for a model of pairs; text holds a decoder, which reads none"),
-            ("text --beams 2 --top_k 3", "--top-k belongs to drawing, and --beams draws nothing"),
-            ("images --beams 2", "--beams is for text and pairs; digits has images, which are drawn"),
+            ("text --source a", "--source & text holds a decoder"),
+            ("text --sources f", "--sources & text holds a decoder"),
+            ("text --beams 2 --top_k 3", "--top-k & --beams"),
+            ("images --beams 2", "--beams & digits"),
             (
                 "one --source a --data digits",
-                "one holds a seq2seq, which reads a source, so its data are pairs:FILE; d",
+                "one holds a seq2seq & digits & pairs:FILE",
             ),
-            ("text --data pairs:dates", "text holds a decoder, which reads images or text, without sources"),
+            ("text --data pairs:dates", "text holds a decoder & pairs:dates"),
         ],
     )
     def test_mistakes(self, capsys, words, message):
-        assert message in refused(capsys, "generate", *words.split())
+        line = refused(capsys, "generate", *words.split())
+        assert all(part in line for part in message.split(" & "))
 
     def test_a_source_that_is_too_long_for_the_table(self, capsys):
-        assert "has 257 tokens; this model has 256 learned positions" in refused(
-            capsys, "generate", "one", "--source", "a" * 257
-        )
+        assert " 257 tokens; this model has 256 " in refused(capsys, "generate", "one", "--source", "a" * 257)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("one --stepwise", "--stepwise is for a decoder; models of pairs write token by token anyway"),
-        ("one --data digits", "one holds a seq2seq, which reads a source, so its data are pairs:FILE; digits does not"),
-        ("one --data pairs:numbers.jsonl", "choose other --data"),
-        ("one --length-penalty 1", "--length-penalty belongs to a beam search; say --beams N"),
-        ("images --beams 2", "--beams is for pairs; digits has no targets to be written"),
-        ("text --data pairs:dates", "text holds a decoder, which reads images or text, without sources"),
+        ("one --stepwise", "--stepwise & decoder"),
+        ("one --data digits", "one holds a seq2seq & digits & pairs:FILE"),
+        ("one --data pairs:numbers.jsonl", "numbers.jsonl & --data"),
+        ("one --length-penalty 1", "--length-penalty & --beams N"),
+        ("images --beams 2", "--beams & digits"),
+        ("text --data pairs:dates", "text holds a decoder & pairs:dates"),
     ],
 )
 def test_mistakes_of_eval(capsys, words, message):
-    assert message in refused(capsys, "eval", *words.split())
+    line = refused(capsys, "eval", *words.split())
+    assert all(part in line for part in message.split(" & "))
 
 
 def test_a_run_is_shown(capsys):
     shown = said(capsys, "show", "one")
-    assert "bits/token at step 3, 0.0% of the targets exact" in shown
+    assert re.search("bits/token at step 3, 0.0% ", shown)
     assert "kind='seq2seq'" in shown
     assert json.loads(said(capsys, "show", "one", "--json"))["exact"] == 0.0
 

@@ -108,7 +108,7 @@ def test_an_interruption_says_what_is_done(model, files, capsys, monkeypatch):
     assert main(["transcribe", "model", *files, "--stream"]) == INTERRUPTED
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("a.wav\t")
-    assert err == "longspan: interrupted: 1 of 3 recordings are transcribed\n"
+    assert re.search("interrupted.* 1 of 3 recordings", err)
 
 
 def refused(capsys, *words: str) -> str:
@@ -119,18 +119,20 @@ def refused(capsys, *words: str) -> str:
 def test_models_of_other_kinds_are_refused(model, files, capsys):
     checkpoint.save(Decoder(DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=17, length=64)), "decoder")
     said = refused(capsys, "transcribe", "decoder", *files)
-    assert "decoder holds a decoder; only a transcriber tells what is said, such as longspan reproduce speech" in said
+    assert "decoder holds a decoder; only a transcriber" in said
     assert "mnist holds a decoder; only a transcriber" in refused(capsys, "transcribe", "mnist", *files)
     for command in ("generate", "eval"):
         said = refused(capsys, command, "model")
-        assert "model holds a transcriber; only a decoder predicts and generates tokens; what is said in a" in said
-        assert "is told by longspan transcribe model FILE.wav" in said
+        assert "model holds a transcriber; only a decoder" in said
+        assert "longspan transcribe model FILE.wav" in said
 
 
 def test_mistakes_are_one_line(model, files, capsys):
     checkpoint.save(transcriber(features=40).float(), "both")
     checkpoint.save(transcriber(rate=0, causal=True).float(), "cepstra")
-    assert "--stream needs a causal model; both sees whole" in refused(capsys, "transcribe", "both", *files, "--stream")
+    line = refused(capsys, "transcribe", "both", *files, "--stream")
+    assert "--stream" in line
+    assert "both" in line
     for options in ([], ["--stream"]):
         line = refused(capsys, "transcribe", "cepstra", files[0], *options)
         assert "frames of another kind, such as AN4's cepstra" in line
@@ -263,15 +265,15 @@ def test_what_does_not_fit_is_refused_before_it_is_taken(causal, monkeypatch):
     assert isinstance(whole(model, samples, 8000), list)
 
 
-def test_a_name_that_nobody_has_is_told_the_models_of_the_kind(files, capsys, tmp_path, monkeypatch):
+def test_an_unknown_name_is_refused_with_the_models_of_the_kind(files, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
     checkpoint.save(transcriber(features=40).float().bfloat16(), pretrained.FOLDER / "numbers")
     checkpoint.save(Decoder(DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=17)), pretrained.FOLDER / "toy")
     assert pretrained.names() == ("numbers", "toy")
     assert pretrained.names("transcriber") == ("numbers",)
     line = refused(capsys, "transcribe", "numbres", *files)
-    assert re.search("nor is it a model inside longspan: numbers\n$", line)
-    assert re.search("nor is it a model inside longspan: toy\n$", refused(capsys, "generate", "tyo"))
+    assert re.search(r"numbres.*\(numbers\)\n$", line)
+    assert re.search(r"tyo.*\(toy\)\n$", refused(capsys, "generate", "tyo"))
     assert len(said(capsys, "numbers", files[0])) == 1
 
 

@@ -46,7 +46,7 @@ def run(args) -> int:
 def show(report) -> str:
     """The report as text that fits the terminal: a line for each check, and what it checks below."""
     width = max(len(row.law) for row in report.rows)
-    lines = [str(report.subject)]
+    lines = [report.spec]
     for row in report.rows:
         error = f"{row.error:.1e} of {row.tolerance:.0e}" if row.status == "passed" and row.tolerance else ""
         lines.append(f"  {row.law:<{width}}  {row.status:<14}  {error}".rstrip())

@@ -65,7 +65,7 @@ def facts(folder: Path) -> dict[str, str | list[str]]:
         "cache": f"{folder} ({', '.join(parts(folder)) or 'empty'})",
         "  compiled": compiled(folder / "native") or "nothing",
         "transformers": report.summary(),
-        "extras": ", ".join(f"{name}: {state}" for name, state in extras().items()),
+        "extras": extras(),
     }
 
 
@@ -97,15 +97,17 @@ def precision(ratio: float) -> str:
     return f"{text}: float32 is the better choice here" if ratio > SLOW else text
 
 
-def extras() -> dict[str, str]:
-    """Optional packages: installed, or the command that installs them."""
+def extras() -> list[str]:
+    """The installed optional packages, and for each missing one the command that installs it."""
     from importlib.util import find_spec
 
     from .._utils.optional_deps import EXTRAS
 
-    return {
-        name: "installed" if find_spec(name) else f"pip install longspan[{extra}]" for name, extra in EXTRAS.items()
-    }
+    there = [name for name in EXTRAS if find_spec(name)]
+    missing = [
+        f"{name} is missing: pip install longspan[{extra}]" for name, extra in EXTRAS.items() if name not in there
+    ]
+    return [f"installed: {', '.join(there) or 'none'}", *missing]
 
 
 def compiled(folder: Path) -> list[str]:

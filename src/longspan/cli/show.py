@@ -1,6 +1,7 @@
 """``longspan show``: facts about a mechanism, a pattern, a training run or a saved model, and a picture."""
 
 import json
+import re
 from pathlib import Path
 
 from .._utils import terminal
@@ -217,7 +218,7 @@ def _text(one: dict) -> str:
     lines = [
         *terminal.wrapped(f"{one['spec']}: {one['summary']}", 2, first=""),
         *_listed("paper", [f"{paper['title']} ({paper['year']}), https://arxiv.org/abs/{paper['arxiv']}"]),
-        *_listed("computes", [text(equation) for equation in one["equations"]]),
+        *_listed("computes", [part for equation in one["equations"] for part in _lines(text(equation))]),
         *_listed("where", [inline(words) for symbol, words in LEGEND.items() if symbol in "".join(one["equations"])]),
         *_listed("cost", [f"{one['cost']} for a sequence of N tokens with heads of size D"]),
         *_listed("forms", [", ".join(one["forms"])]),
@@ -244,8 +245,9 @@ def _text(one: dict) -> str:
     form = "causal" if one["causal"] else "bidirectional"
     lines += [
         *terminal.wrapped(
-            f"  FLOPs of one layer for one sequence ({form}, parallel form, matrix products), and its recurrent state",
+            f"FLOPs of one layer for one sequence ({form}, parallel form, matrix products), and its recurrent state",
             2,
+            first="  ",
         ),
         f"    {'tokens':>6} {'projections':>12} {'mixing':>10} {'feed-forward':>13} {'mixing share':>13} {'state':>10}",
     ]
@@ -269,6 +271,11 @@ def _backend(one: dict) -> list[str]:
 
     calls = [f"{kind} on {one['device']}: {format_call(call)}" for kind, call in one["calls"].items()]
     return [*(calls or [f"unknown: {one['reason']}"]), f"native kernels: {one['kernels']}"]
+
+
+def _lines(equation: str) -> list[str]:
+    """The parts of an equation, on separate lines if it does not fit one line."""
+    return [equation] if len(equation) <= terminal.columns() - INDENT else re.split(r"(?<=,) {2,}", equation)
 
 
 def _listed(name: str, texts: list[str]) -> list[str]:

@@ -58,10 +58,10 @@ def parser_of(kind: str) -> Parser:
         "train",
         "Train a decoder, an encoder-decoder (on pairs) or an encoder (on labelled texts). A recipe is a YAML file "
         "with two entries, model and run. Every field of a recipe is also a flag; a flag overrides the recipes before "
-        "it. With model.vocab 0 the data determine the vocabulary size; the same holds for an encoder's model.outputs and "
-        "model.labels.\n\nThe run directory gets config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP saves "
-        "a checkpoint and stops; a second signal stops immediately. --resume continues, bit for bit as if the run had "
-        "not stopped.",
+        "it. With model.vocab 0 the data determine the vocabulary size; the same holds for an encoder's model.outputs "
+        "and model.labels.\n\nThe run directory gets config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP "
+        "saves a checkpoint and stops; a second signal stops immediately. --resume continues, bit for bit as if the "
+        "run had not stopped.",
         "longspan train --config digits --run.steps 100 --run.out runs/digits",
         "longspan train --config text --run.data text:book.txt --run.out runs/book",
         "longspan train --config dates --run.data pairs:FILE --run.out runs/pairs",

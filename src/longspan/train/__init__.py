@@ -1,16 +1,16 @@
-"""Training: a config and a run in, a folder with checkpoints, metrics and the resolved config out.
+"""Training of models, with exact resume.
 
-| in the run's folder | what it is |
+| in the run directory | content |
 |---|---|
-| ``config.yaml`` | the config and the run, as a recipe: usable with ``--config`` |
+| ``config.yaml`` | the model and the run as a recipe, accepted by ``longspan train --config`` |
 | ``metrics.csv`` | one row every 10 steps and at each evaluation |
-| ``learned.jsonl`` | what a model chooses for itself, spans and ponder times, a line for each evaluation |
-| ``tensorboard/`` | the same for TensorBoard |
+| ``learned.jsonl`` | learned spans and ponder times, one line per evaluation |
+| ``tensorboard/`` | the metrics for TensorBoard |
 | ``checkpoints/step-00000100/`` | a checkpoint |
-| ``checkpoints/last``, ``checkpoints/best`` | the name of the last one and of the one with the fewest validation bits |
+| ``checkpoints/last``, ``checkpoints/best`` | names of the last and the best checkpoint (lowest validation bits) |
 
-A run that is killed and resumed ends with the same bits as one that is not: batches and random seeds are functions of
-the micro-batch's number, and all else is in the checkpoint.
+A run that is stopped and resumed gives bit for bit the result of an uninterrupted run: batches and seeds are functions
+of the micro-batch number, and the checkpoint holds everything else.
 """
 
 import contextlib
@@ -44,22 +44,22 @@ __all__ = ["Result", "TrainConfig", "begun", "bits", "fit", "parameter_groups", 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run."""
+    """The result of ``fit``."""
 
     folder: Path
-    """the run's folder; ``longspan.load(folder)`` is its best model"""
+    """the run directory; ``longspan.load(folder)`` loads its best model"""
     steps: int
-    """optimiser steps done, those before a resume included; fewer than asked for if the time was up"""
+    """optimizer steps, including those before a resume; fewer than ``run.steps`` if the time limit was reached"""
     seconds: float
-    """wall time of this call"""
+    """wall time of this call in seconds"""
     bits: dict[str, float]
-    """the best checkpoint's bits per dim, byte or token on "validation" and "test"; empty on ranks other than 0"""
+    """bits per dim, byte or token of the best checkpoint on "validation" and "test"; empty on ranks other than 0"""
     examples: dict[str, int] = field(default_factory=dict)
-    """on how many examples these were measured"""
+    """number of evaluated examples, by split"""
     exact: dict[str, float] = field(default_factory=dict)
-    """of a model of pairs: the part of the targets that greedy decoding writes exactly, as ``bits``"""
+    """of an encoder-decoder: share of targets that greedy decoding generates exactly, by split"""
     accuracy: dict[str, float] = field(default_factory=dict)
-    """of a classifier: the part of the labels that are right, as ``bits``"""
+    """of a classifier: accuracy, by split"""
 
 
 SPLITS = ("validation", "test")
@@ -68,19 +68,28 @@ SPLITS = ("validation", "test")
 def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progress: bool = True) -> Result:
     """Train a decoder, an encoder-decoder on pairs, or an encoder on labelled texts.
 
-    ``resume=True`` goes on from the last checkpoint in ``run.out``, or starts if there is none yet.
-    ``progress``: a bar on a terminal, else a line now and then, and a line per evaluation, on stderr. With ``devices``
-    > 1 the script or command that calls this is started once more per further process (Lightning's launcher), or each
-    is started by torchrun. Nobody else may write into the folder meanwhile; a run that is refused leaves nothing there.
+    With ``run.devices`` > 1, Lightning's launcher starts the calling script once more for each further process, unless
+    torchrun has started all of them. Other processes cannot write into the run directory meanwhile.
 
-    Raises ValueError for a folder that is taken (without ``resume``), in use, has nothing to resume, belongs to another
-    run, has a corrupt file or cannot be written (any more); where torchrun or SLURM started other than ``run.devices``
-    processes, or the environment holds a rank that is no number, before anything is written; for a config that does not
-    fit the data; for a loss or gradient that is not finite (the last good checkpoint stays). Raises
-    ``signals.Interrupted``, a KeyboardInterrupt that says how to go on, after Ctrl-C, SIGTERM or SIGHUP, when the step
-    in hand is finished and saved, and after a second one at once. Raises ImportError without the extra ``train``.
+    Args:
+        config: the model: ``DecoderConfig``, ``Seq2SeqConfig`` or ``EncoderConfig``.
+        run: the data, the optimizer, the lengths and the run directory.
+        resume: continue from the last checkpoint in ``run.out``, or start if there is none yet.
+        progress: print a bar (on a terminal) or occasional lines, and a line per evaluation, on stderr.
+
+    Returns:
+        The ``Result``, with figures of the best checkpoint.
+
+    Raises:
+        ValueError: for a run directory that is in use, not empty (without ``resume``), has nothing to resume, belongs
+            to another run, has a corrupt file or cannot be written; for a config that does not fit the data; if
+            torchrun or SLURM started another number of processes than ``run.devices``; for a loss or gradient that is
+            not finite (the last good checkpoint stays).
+        KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when the current step is finished and saved; immediately
+            after a second signal. The message has the checkpoint.
+        ImportError: without the extra ``train``.
     """
-    # Data of one's own are found again from any folder.
+    # Store absolute paths of the data, so that a resumed run finds them from any directory.
     run = replace(run, data=data.absolute(run.data))
     launch.check(run.devices)
     folder, first = Path(run.out), launch.first()
@@ -94,12 +103,12 @@ def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progre
 
 
 def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, progress: bool) -> Result:
-    """``fit`` in a folder that is ours, in one of the processes."""
+    """``fit`` in a locked folder, in one of the processes."""
     begin, folder = time.monotonic(), Path(run.out)
     start, remark = runs.start(folder) if resume else (None, "")
     dataset = data.load(run.data, run.length)
     _check(config, run, dataset)
-    # The caller's random numbers are his: ours start from the seed, and his go on afterwards.
+    # Seed inside fork_rng, so that the RNG state of the caller is untouched.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
         model = checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1](config)
@@ -117,7 +126,7 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
             where = error.filename or folder
             raise ValueError(f"cannot write {where}: {error.strerror or error}; {runs.kept(folder)}") from error
     if not end.first:
-        # Quietly, after an interruption too: the launcher kills rank 0 if it sees another process fail before it.
+        # No exception, even after an interruption: the launcher kills rank 0 if another process fails before it.
         return Result(folder, end.steps, time.monotonic() - begin, {})
     if end.signal:
         last = folder / "checkpoints" / "last"
@@ -138,20 +147,20 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
 
 
 def recipe(config: DecoderConfig, run: TrainConfig) -> dict[str, Any]:
-    """A config and a run as plain values, as ``longspan train --config`` reads them; a decoder needs no kind."""
+    """A config and a run as plain values for ``longspan train --config``; a decoder needs no kind."""
     kind = checkpoint.kind_of(config)
     return {"model": ({} if kind == "decoder" else {"kind": kind}) | asdict(config), "run": asdict(run)}
 
 
 def parts_right(exact: dict[str, float], accuracy: dict[str, float]) -> str:
-    """The end of a line about splits: the parts of targets that are written exactly, and of labels that are right."""
+    """The end of a line about splits: exact match and accuracy."""
     found = {"exact": exact, "accuracy": accuracy}
     shown = {name: ", ".join(f"{split} {part:.1%}" for split, part in one.items()) for name, one in found.items()}
     return "".join(f"; {name}: {text}" for name, text in shown.items() if text)
 
 
 def _opening(model: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -> str:
-    """What is trained, on what and where, in one line."""
+    """The first line of the output: model, data and device."""
     weights, config = sum(p.numel() for p in model.parameters()), model.config
     where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     specs, most = config.attention, ""
@@ -161,7 +170,7 @@ def _opening(model: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) 
         most = "up to "
     return (
         f"{weights:,} parameters, {specs}; {run.data}: {dataset.count('train'):,} examples of {most}"
-        f"{dataset.length} tokens, {run.batch * run.accumulate * run.devices} in a step; on {where}"
+        f"{dataset.length} tokens, {run.batch * run.accumulate * run.devices} per step; on {where}"
     )
 
 
@@ -169,7 +178,7 @@ def _engine() -> Any:
     try:
         from . import loop as engine
     except ImportError as error:
-        raise ImportError(f'training needs {error.name}: pip install "longspan[train]"', name=error.name) from error
+        raise ImportError(f'training requires {error.name}: pip install "longspan[train]"', name=error.name) from error
     return engine
 
 
@@ -177,10 +186,7 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -
     specs = {"attention": config.attention}
     if isinstance(dataset, Pairs):
         if not isinstance(config, Seq2SeqConfig):
-            raise ValueError(
-                f"{run.data} has a source and a target, which a decoder does not tell apart; it takes an "
-                "encoder-decoder, model.kind=seq2seq"
-            )
+            raise ValueError(f"{run.data} consists of pairs, which require an encoder-decoder; pass model.kind=seq2seq")
         if config.source_vocab and config.source_vocab < dataset.vocab - 1:
             raise ValueError(
                 f"source_vocab={config.source_vocab} is too small for {run.data}, whose sources have "
@@ -189,9 +195,9 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -
         specs["encoder_attention"] = config.encoder_attention
     elif isinstance(dataset, Labelled):
         if not isinstance(config, EncoderConfig):
-            raise ValueError(f"{run.data} has labels; it trains an encoder, model.kind=encoder")
+            raise ValueError(f"{run.data} has labels, which require an encoder; pass model.kind=encoder")
         if config.pool == "none":
-            raise ValueError("pool='none' gives one output per token; a classifier needs pool='mean' or 'first'")
+            raise ValueError("pool='none' gives one output per token; a classifier requires pool='mean' or 'first'")
         if config.labels.split() != list(dataset.labels) or config.outputs != len(dataset.labels):
             raise ValueError(
                 f"outputs={config.outputs} and labels={config.labels!r} do not fit {run.data}, whose "
@@ -199,8 +205,8 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -
             )
     elif type(config) is not DecoderConfig:
         raise ValueError(
-            f"{run.data} has neither sources nor labels, so it trains a decoder, not model.kind="
-            f"{checkpoint.kind_of(config)}; a seq2seq is trained on pairs:FILE and an encoder on labels:FILE"
+            f"{run.data} requires a decoder, not model.kind={checkpoint.kind_of(config)}; a seq2seq requires "
+            "pairs:FILE, an encoder requires labels:FILE"
         )
     if config.vocab != dataset.vocab:
         raise ValueError(f"vocab={config.vocab} does not fit {run.data}, whose tokens have {dataset.vocab} levels")
@@ -211,24 +217,24 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -
     kinds = {name: cls.penalty or cls.samples for text in specs.values() for name, cls in parts(text)}
     if run.penalty and not any(kinds.values()) and not kind_of(config.stack).penalty:
         raise ValueError(
-            f"penalty={run.penalty} weighs losses that mechanisms add of their own, and {', '.join(kinds)} adds none; "
-            f"leave it at 0"
+            f"penalty={run.penalty} weighs auxiliary losses of mechanisms, but {', '.join(kinds)} has none; "
+            "pass penalty=0"
         )
     if run.stream and isinstance(config, DecoderConfig):
         tbptt.check(config)
         if config.checkpointing:
             raise ValueError(
-                "checkpointing=True has no effect where a state is carried, as stream=True does; leave it off"
+                "checkpointing=True has no effect with stream=True, which carries a state; pass checkpointing=False"
             )
     if not dataset.count("train"):
-        raise ValueError(f"{run.data} has no training example")
+        raise ValueError(f"{run.data} has no training examples")
     if not torch.accelerator.is_available():
         what = f"the activations of batch={run.batch} examples of {dataset.length} tokens"
         weights.check_fits_in_memory(run.batch * dataset.length * _activations(config), what)
 
 
 def _activations(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> int:
-    """The least bytes that a step keeps for each token, in bfloat16 where it may: more is kept, but never less."""
+    """A lower bound of the bytes that a step keeps for each token, in bfloat16."""
     if config.checkpointing or config.stack != "plain" or config.feedforward_chunk:
         return 2 * config.dim
     return 2 * config.depth * (config.dim + config.feedforward)

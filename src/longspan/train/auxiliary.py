@@ -1,4 +1,4 @@
-"""Auxiliary losses: layers below the last predict too, and each position more than one token; by heads of their own."""
+"""Auxiliary losses of decoders: intermediate layers and several targets per position, each with a separate head."""
 
 from typing import Any
 
@@ -15,18 +15,27 @@ LATER = 0.5  # weight of the loss of a target that is not the next token
 
 
 class Auxiliary(nn.Module):
-    r"""Heads that a training adds to a decoder, and the loss that they add; the decoder itself is not changed.
+    r"""Training-only heads of a decoder and their loss; the decoder itself is not changed.
 
-    ``intermediate``: after each layer l below the last of n a head predicts the next token, with weight 1 as long as
-    less than $l / 2n$ of the training is done, and 0 from there on, so that half-way none is left. In a stack that
-    repeats its blocks, each step of each block is a layer. ``targets``: how many tokens, from the next one on, each
-    position predicts; those after the first have the weight 0.5, and heads of their own at each layer that predicts.
-    The last layer's head for the next token is the model's. A target beyond the example, or of the next document, does
-    not count. ``steps``: of the training, of which ``steps_done`` are done.
+    Targets beyond the example, or in the next document, do not count. The last layer's head for the next token is the
+    model's.
 
-    Source: Al-Rfou et al. 2018 (1808.04444), section 3; all positions predict, as ever. The paper does not say that
-    intermediate losses have weight 1 while they count. Raises ValueError for intermediate losses of a model
-    with one layer, and of a stack whose layers leave no hidden states: ``act`` and ``reversible``.
+    Args:
+        model: the decoder.
+        intermediate: after each layer l below the last of n, predict the next token with a separate head. Its weight is
+            1 until $l / 2n$ of the training is done, then 0. In a stack that repeats its blocks, each step of each
+            block counts as a layer.
+        targets: number of tokens that each position predicts, from the next one on. Those after the first have weight
+            0.5 and separate heads.
+        steps: steps of the training; ``made`` counts those done.
+        seed: seed of the initial weights.
+
+    Raises:
+        ValueError: for intermediate losses of a model with one layer, and of the stacks ``act`` and ``reversible``,
+            whose layers have no separate hidden states.
+
+    References:
+        Al-Rfou et al. 2018 (1808.04444), section 3. All positions predict. The paper does not state the weight 1.
     """
 
     steps_done: Tensor
@@ -37,19 +46,21 @@ class Auxiliary(nn.Module):
         super().__init__()
         config = model.config
         if intermediate and not isinstance(model.stack.run, Plain | Universal):
-            raise ValueError(f"intermediate losses need a hidden state after each layer, not {config.stack!r}")
+            raise ValueError(
+                f"intermediate losses require a hidden state after each layer; stack={config.stack!r} has none"
+            )
         self.layers = config.depth * model.stack.run.steps
         if intermediate and self.layers < 2:
-            raise ValueError("intermediate losses are those of layers below the last, and this model has one layer")
+            raise ValueError("intermediate losses require at least two layers, but this model has one")
         self.intermediate, self.targets = intermediate, targets
 
         def head(last: bool) -> nn.Module:
             linear = nn.Linear(config.dim, model.likelihood.size)
-            # The stack's own norm has been at the last layer.
+            # The stack applies its norm after the last layer.
             return nn.Sequential(norm(config.norm, config.dim), linear) if config.prenorm and not last else linear
 
         below = range(1, self.layers) if intermediate else ()
-        # Draws of its own, which no other weight has and nobody else misses.
+        # A separate seed, so that other weights do not depend on these heads.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(step_seed(seed, -1, 0))
             heads = {f"{layer}_{ahead}": head(False) for layer in below for ahead in range(1, targets + 1)}
@@ -60,7 +71,7 @@ class Auxiliary(nn.Module):
         self.register_buffer("made", torch.zeros((), dtype=torch.int64))
         self.heard: list[Tensor] = []
         self.listening = False
-        # Not in a list of modules: they are the model's, and their weights must not be here too.
+        # Hooks, not submodules: the weights of the blocks belong to the model only.
         if intermediate:
             for block in model.stack.blocks:
                 block.register_forward_hook(self._hear)
@@ -68,25 +79,28 @@ class Auxiliary(nn.Module):
             model.stack.register_forward_hook(self._hear)
 
     def _hear(self, _: nn.Module, __: Any, outputs: Any) -> None:
-        # A backward that computes a block again is nobody to be heard.
+        # Ignore the recomputation of a block during the backward pass.
         if self.listening:
             self.heard.append(outputs[0])
 
     def listen(self) -> None:
-        """The next call of the model is the one whose hidden states ``forward`` reads."""
+        """Record the hidden states of the next call of the model for ``forward``."""
         self.heard.clear()
         self.listening = True
 
     def forward(self, model: Decoder, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-        """The loss to be added, in nats per token: () of the targets (B,N) of the call since ``listen``.
+        """The auxiliary loss () in nats per token of the call since ``listen``.
 
-        segments (B,N) are documents, in which targets must lie.
+        Args:
+            model: the decoder.
+            tokens: (B, N) targets of that call.
+            segments: (B, N) documents; a target must lie in the document of its position.
         """
         self.listening = False
         loss = torch.zeros((), device=tokens.device)
         if not self.heads:
             return loss
-        # After each layer where they are asked for, and after the stack's norm.
+        # After each layer if intermediate, and after the stack's norm.
         hidden = dict(zip(range(1, self.layers), self.heard[:-1], strict=False)) | {self.layers: self.heard[-1]}
         assert len(self.heard) == 1 + self.layers * self.intermediate
         self.heard.clear()
@@ -96,14 +110,14 @@ class Auxiliary(nn.Module):
             if weight:
                 loss = loss + weight * self._nats(model, head, hidden[layer], tokens, ahead, segments)
             else:
-                # Every weight has a gradient, of zero: ranks wait for all of them.
+                # A zero gradient for every weight, since ranks wait for all of them.
                 loss = loss + 0.0 * sum(p.sum() for p in head.parameters())
         return loss
 
     def _nats(
         self, model: Decoder, head: nn.Module, x: Tensor, tokens: Tensor, ahead: int, segments: Tensor | None
     ) -> Tensor:
-        """Mean nats of the target ``ahead`` tokens from the input: what stands at i is about token i + ahead - 1."""
+        """Mean nats of the target ``ahead`` tokens from the input: position i predicts token i + ahead - 1."""
         n = tokens.shape[1] - (ahead - 1)
         if n < 1:
             return torch.zeros((), device=x.device)
@@ -115,7 +129,7 @@ class Auxiliary(nn.Module):
 
 
 def weight_of(layer: int, layers: int, step: int, steps: int) -> float:
-    """The weight of layer ``layer`` of 1 ... ``layers`` when ``step`` of ``steps`` are done; the last one's stays 1.
+    """The weight of layer ``layer`` of 1 ... ``layers`` after ``step`` of ``steps``; always 1 for the last one.
 
     >>> [[weight_of(layer, 4, step, 16) for layer in (1, 2, 3, 4)] for step in (1, 2, 7, 8)]
     [[1.0, 1.0, 1.0, 1.0], [0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]

@@ -1,4 +1,4 @@
-"""Runs: how a model is trained, as plain fields, and the pure functions of the step that follow from them."""
+"""The config of a training run, and pure functions of it: learning rate and seeds by step."""
 
 import hashlib
 import math
@@ -10,69 +10,70 @@ from .._utils.typecheck import check_fields, format_value
 OPTIMIZERS = ("adamw", "radam")
 SCHEDULES = ("cosine", "constant", "drop")
 PRECISIONS = ("32", "bf16")
-# The largest values of fields; of those that are not named, of all numbers.
+# The largest values of some fields, and of all other numbers.
 HIGHEST = {"batch": 1_000_000, "targets": 1_000_000, "devices": 10_000, "learning_rate": 1e19, "seed": 2**63 - 1}
 MANY = 10**9
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A training run. Together with a model's config it determines every bit of the result on one machine."""
+    """A training run. With a model's config it determines every bit of the result on one machine."""
 
     data: str = "digits"
-    """digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER | pairs:dates | pairs:reverse |
-    pairs:FILE | labels:majority | labels:FILE | labels:FOLDER; paths are kept absolute"""
+    """data set: digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER | pairs:dates |
+    pairs:reverse | pairs:FILE | labels:majority | labels:FILE | labels:FOLDER; paths are stored absolute"""
     length: int = 0
-    """tokens per example of a text, or the most that a source or a target of pairs may have; 0: 256. Of a labelled text
-    as many bytes are read; 0: 1024"""
+    """tokens per example of a text, or largest number of tokens in a source or a target of pairs; 0: 256. Largest
+    number of bytes read of a labelled text; 0: 1024"""
     stream: bool = False
-    """read a text in its order: each row of the batch goes on where it was, with the state that it had, through which
-    no gradient goes back; documents (files of a folder) begin anew; for attentions with a state of bounded size"""
+    """read a text in order (truncated backpropagation through time): each row of the batch continues where it was, with
+    its state, but without gradients through it. Each document (a file of a folder) starts with a fresh state. Requires
+    attentions with a state of bounded size"""
     steps: int = 1000
-    """optimiser steps"""
+    """optimizer steps"""
     batch: int = 32
-    """examples in a micro-batch, per device"""
+    """examples per micro-batch and device"""
     accumulate: int = 1
-    """micro-batches whose gradients make one step"""
+    """micro-batches per step (gradient accumulation)"""
     optimizer: str = "adamw"
-    """adamw | radam"""
+    """optimizer: adamw | radam"""
     learning_rate: float = 1e-3
-    """the highest learning rate"""
+    """peak learning rate"""
     schedule: str = "cosine"
-    """cosine: down to 0 at the last step | constant | drop: to a tenth after drop_at steps; each after the warm-up"""
+    """learning rate after warm-up: cosine (to 0 at the last step) | constant | drop (to a tenth after drop_at steps)"""
     warmup: int = 0
-    """steps in which the learning rate rises linearly"""
+    """steps of linear warm-up"""
     drop_at: int = 0
-    """steps before schedule=drop lowers the learning rate"""
+    """step at which schedule=drop lowers the learning rate"""
     weight_decay: float = 0.0
-    """decoupled weight decay of matrices; biases, gains, decays, embeddings and tables of positions have none"""
+    """decoupled weight decay of matrices; not applied to biases, gains, decays, embeddings and position tables"""
     penalty: float = 0.0
-    """weight of the loss that mechanisms add of their own, such as the spans of adaptive_span, summed over layers, and
-    of that by which picks, such as those of sac, learn from each row's likelihood"""
+    """weight of the auxiliary losses of mechanisms, summed over layers, such as the spans of adaptive_span, and of the
+    policy-gradient loss of mechanisms that sample, such as sac"""
     intermediate: bool = False
-    """layer l of n predicts too, by a head that only training has, until l / 2n of the training is done"""
+    """intermediate losses: layer l of n also predicts, with a training-only head, until l / 2n of the training"""
     targets: int = 1
-    """tokens that each position predicts; those after the next one by heads that only training has, with weight 0.5"""
+    """tokens predicted per position; those after the next one have training-only heads and weight 0.5"""
     clip: float = 1.0
-    """largest norm of a step's gradient; 0: no limit"""
+    """largest gradient norm; 0: no clipping"""
     precision: str = "32"
-    """32 | bf16 (autocast; weights, loss and evaluation stay in 32 bits)"""
+    """precision: 32 | bf16 (autocast; weights, loss and evaluation stay in 32 bits)"""
     seed: int = 0
-    """initial weights, order of the examples, dropout"""
+    """seed of initial weights, order of examples and dropout"""
     evaluate_every: int = 200
-    """steps between evaluations on the validation split; the last step is always followed by one"""
+    """steps between evaluations on the validation split; the last step is always evaluated"""
     evaluate_examples: int = 0
-    """examples of a split that an evaluation takes, evenly spaced; 0: all"""
+    """examples per evaluation, evenly spaced over the split; 0: all"""
     save_every: int = 200
-    """steps between checkpoints; the best one and the last one are always kept"""
+    """steps between checkpoints; the best and the last one are always kept"""
     keep: int = 2
-    """latest checkpoints that are kept"""
+    """number of latest checkpoints to keep"""
     devices: int = 1
-    """GPUs, or processes on the CPU"""
+    """number of GPUs, or of processes on the CPU"""
     seconds: float = 0.0
-    """wall time after which to evaluate, save and stop; 0: no limit"""
+    """wall time in seconds after which to evaluate, save and stop; 0: no limit"""
     out: str = "runs/longspan"
-    """folder of the run: config, metrics, checkpoints"""
+    """run directory: config, metrics, checkpoints"""
 
     def __post_init__(self):
         check_fields(self)
@@ -99,21 +100,28 @@ class TrainConfig:
         for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
             known(getattr(self, name), dict.fromkeys(choices), name)
         if self.schedule == "drop":
-            _require(self.drop_at >= 1, "schedule='drop' needs drop_at, the steps before the learning rate drops")
-        else:
             _require(
-                self.drop_at == 0, f"drop_at={self.drop_at} is read by schedule='drop' only, not {self.schedule!r}"
+                self.drop_at >= 1, "schedule='drop' requires drop_at >= 1, the step at which the learning rate drops"
             )
+        else:
+            _require(self.drop_at == 0, f"drop_at={self.drop_at} requires schedule='drop', not {self.schedule!r}")
         for name in ("out", "data"):
-            _require("\0" not in getattr(self, name), f"{name}={getattr(self, name)!r} holds a NUL, which no path may")
+            _require(
+                "\0" not in getattr(self, name), f"{name}={getattr(self, name)!r} contains a NUL, which a path cannot"
+            )
         _require(bool(self.out.strip()), "out is empty; name a folder for the run, e.g. runs/digits")
 
 
 def rate(run: TrainConfig, step: int) -> float:
-    """The learning rate of step number ``step``, counted from 0.
+    """The learning rate of a step.
 
-    Cosine: Loshchilov and Hutter, 1608.03983, equation 5, one period. Drop: the linear transformer's 1e-3, then 1e-4
-    (Katharopoulos et al., 2006.16236, section 4.1).
+    Args:
+        run: the training run.
+        step: number of the step, from 0.
+
+    References:
+        Cosine: Loshchilov and Hutter, 1608.03983, equation 5, one period. Drop: the linear transformer's 1e-3, then
+        1e-4 (Katharopoulos et al., 2006.16236, section 4.1).
 
     >>> [rate(TrainConfig(steps=4, warmup=2, learning_rate=1.0, schedule="constant"), step) for step in range(4)]
     [0.5, 1.0, 1.0, 1.0]
@@ -130,7 +138,7 @@ def rate(run: TrainConfig, step: int) -> float:
 
 
 def step_seed(seed: int, index: int, rank: int) -> int:
-    """The random seed of micro-batch ``index`` on ``rank``: dropout needs no generator whose state would be saved."""
+    """The random seed of micro-batch ``index`` on ``rank``, so that no generator state needs to be saved."""
     return int.from_bytes(hashlib.sha256(f"{seed} {index} {rank}".encode()).digest()[:8]) >> 1
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: bits per dimension, byte, token or label on a split, and how many targets or labels are right."""
+"""Evaluation on a split: bits per dimension, byte, token or label, exact match, and accuracy."""
 
 import contextlib
 import math
@@ -18,12 +18,22 @@ from ..models.seq2seq import Seq2Seq
 
 
 def bits(model: Decoder, dataset: Dataset, split: str, batch: int = 64, *, examples: int = 0) -> float:
-    """Mean negative log2-likelihood per token, in bits per dimension (images) or byte (text), start token not counted.
+    """Mean negative log2-likelihood per token, in bits per dimension (images) or byte (text).
 
-    ``examples`` evenly spaced examples are looked at; 0 means all of the split. The model is put into eval mode for the
-    call. Log-likelihoods are summed in fp64.
+    The start token is not counted. The model is in eval mode during the call. Sums are in float64.
 
-    Raises ValueError for a batch < 1 and for a split that does not exist or is empty.
+    Args:
+        model: a decoder.
+        dataset: images or a text.
+        split: "train", "validation" or "test".
+        batch: examples per forward pass.
+        examples: number of evenly spaced examples; 0: the whole split.
+
+    Returns:
+        Bits per token.
+
+    Raises:
+        ValueError: for a batch < 1, and for a split that does not exist or is empty.
     """
     if batch < 1:
         raise ValueError(f"batch={batch}: must be >= 1")
@@ -37,7 +47,7 @@ def bits(model: Decoder, dataset: Dataset, split: str, batch: int = 64, *, examp
 def total(
     model: Decoder, dataset: Dataset, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
 ) -> Tensor:
-    """Negative log-likelihood in nats and number of tokens, ``-> (2,) float64``, of ``rank``'s part of the examples."""
+    """Negative log-likelihood in nats and number of tokens, (2,) float64, over the examples of ``rank``."""
     indices = _chosen(dataset.count(split), examples, rank, world)
     with _evaluating(model):
         nats = torch.zeros((), dtype=torch.float64, device=model.device)
@@ -61,10 +71,10 @@ def evaluate_seq2seq(
     beams: int = 0,
     length_penalty: float = 0.0,
 ) -> Tensor:
-    """Negative log-likelihood in nats, tokens, targets that are written exactly, and pairs: ``-> (4,) float64``.
+    """Negative log-likelihood in nats, tokens, exact targets and pairs, (4,) float64, over the pairs of ``rank``.
 
-    Of ``rank``'s part of the pairs. Exactly means token for token, the stop token with them, by greedy decoding or,
-    with ``beams``, by a beam search of that width.
+    A target is exact if all tokens match, including the stop token, by greedy decoding or by a beam search with
+    ``beams`` beams.
     """
     indices = _chosen(dataset.count(split), examples, rank, world)
     with _evaluating(model):
@@ -83,7 +93,7 @@ def evaluate_seq2seq(
 def classified(
     model: Encoder, dataset: Labelled, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
 ) -> Tensor:
-    """Cross-entropy in nats, labels that are right, and texts, ``-> (3,) float64``, of ``rank``'s part of the texts."""
+    """Cross-entropy in nats, correct labels and texts, (3,) float64, over the texts of ``rank``."""
     indices = _chosen(dataset.count(split), examples, rank, world)
     device = next(model.parameters()).device
     with _evaluating(model):
@@ -97,7 +107,7 @@ def classified(
 
 
 def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty: float) -> Tensor:
-    """The targets (B,N) that the model writes, as many tokens as the longest true one has."""
+    """The targets (B, N) that the model generates, as long as the longest true one."""
     given = {
         "source": pairs.source,
         "source_mask": pairs.source_mask,
@@ -108,19 +118,19 @@ def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty
         found = beam_search(model, **given, beams=beams, length_penalty=length_penalty).tokens[:, 0]
     else:
         found = generate(model, **given, temperature=0.0)
-    # Where all have ended early, the stop token is what would follow.
+    # If all have ended early, pad with the stop token.
     return F.pad(found, (0, pairs.target.shape[1] - found.shape[1]), value=stop)
 
 
 def _chosen(count: int, examples: int, rank: int, world: int) -> Tensor:
-    """The evenly spaced examples of ``rank``, of ``examples`` or 0 for all."""
+    """The indices of ``rank`` among ``examples`` evenly spaced examples (0: all)."""
     chosen = min(examples or count, count)
     return (torch.arange(chosen) * count).div(max(1, chosen), rounding_mode="floor")[rank::world]
 
 
 @contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and afterwards in the mode in which it was."""
+    """Put the model into eval mode, and restore its mode afterwards."""
     training = model.training
     model.eval()
     try:
@@ -130,9 +140,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def default_batch_size(length: int) -> int:
-    """Examples per batch of an evaluation: 64, fewer where they are long.
+    """Examples per batch of an evaluation: 64, or fewer if ``length`` is large.
 
-    At most 12,800 tokens: larger blocks of 256 fp32 outputs a token would be fresh pages in every call, even after
-    ``reuse_pages`` (docs/results/lab.md).
+    A batch has at most 12,800 tokens: with 256 float32 outputs per token, larger blocks would be fresh pages in every
+    call, even after ``reuse_pages`` (docs/results/lab.md).
     """
     return max(1, min(64, 12_800 // length))

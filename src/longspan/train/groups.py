@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters weight decay shrinks, and which it leaves alone."""
+"""Parameter groups with and without weight decay."""
 
 from typing import Any
 
@@ -6,11 +6,20 @@ from torch import nn
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The trainable parameters of ``model`` in two groups for an optimiser: with weight decay, and without.
+    """Split the trainable parameters of a model into two optimizer groups, with and without weight decay.
 
-    Without are all vectors and scalars (biases, gains of norms, decays, gates), embeddings and tables of positions,
-    and what a module names in its class attribute ``no_decay``: parameters of two dimensions or more that are decays,
-    scales, biases or learned tokens. The matrices and filters that are left are decayed. Tied parameters count once.
+    Vectors and scalars (biases, gains of norms, decays, gates), embeddings and position tables are not decayed. Neither
+    are parameters that a module lists in its class attribute ``no_decay``: decays, scales, biases or learned tokens of
+    two or more dimensions. All other matrices and filters are decayed. Tied parameters count once.
+
+    Args:
+        model: any module.
+        weight_decay: the decay of the first group.
+
+    Returns:
+        Two parameter groups for an optimizer: with ``weight_decay``, and with 0.
+
+    Example:
 
     >>> import longspan, torch
     >>> from longspan.train import parameter_groups
@@ -22,7 +31,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     spared = set()
     for module in model.modules():
         parts = [module] if isinstance(module, nn.Embedding) else []
-        # An option may leave a part out.
+        # Some parts exist only with certain options.
         parts += [getattr(module, name, None) for name in getattr(module, "no_decay", ())]
         for part in parts:
             spared.update(map(id, part.parameters() if isinstance(part, nn.Module) else [part]))

@@ -1,4 +1,4 @@
-"""The engine: Lightning's loop, with our checkpoints, our order of examples and our reports in place of its own."""
+"""The engine: Lightning's loop with our checkpoints, order of examples and reports."""
 
 import contextlib
 import itertools
@@ -29,12 +29,12 @@ from .report import EVERY, Bar, Clock, Events, Table
 # Lightning 2.6 on torch 2.13; each is a regular expression for the beginning of a message.
 REMARKS = ((r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),)
 
-# What a task knows beside its weights, and a checkpoint of it holds.
+# Attributes of a task that a checkpoint holds in addition to the weights.
 KEPT = ("micro", "best", "evaluated", "best_step")
 
 
 class Batches:
-    """An endless row of (index, batch), each a function of its index: all that is to be known of it is one integer."""
+    """An endless sequence of (index, batch); each batch is a function of its index, so the state is one integer."""
 
     def __init__(self, objective: Objective, start: int, rank: int, world: int):
         self.objective, self.start, self.rank, self.world = objective, start, rank, world
@@ -45,12 +45,12 @@ class Batches:
 
 
 class Task(LightningModule):
-    """What is to be minimised: the loss of an objective, with a model's weights and the objective's own."""
+    """The training task: the loss of an objective, with the weights of the model and of the objective."""
 
     def __init__(self, model: nn.Module, run: TrainConfig, objective: Objective):
         super().__init__()
         self.model, self.run, self.objective = model, run, objective
-        # Micro-batches, not steps: a loader that looks ahead or a step that accumulates cannot shift it.
+        # Count micro-batches, not steps, so that prefetching and accumulation cannot shift it.
         self.micro = 0
         self.best, self.evaluated, self.best_step = math.inf, 0, 0
         self.parts: list[dict[str, Tensor]] = []
@@ -70,7 +70,7 @@ class Task(LightningModule):
         return loss
 
     def means(self) -> dict[str, Tensor]:
-        """The mean of each part of the loss over the micro-batches since ``parts`` was emptied."""
+        """The mean of each part of the loss over the micro-batches since ``parts`` was cleared."""
         return {name: torch.stack([one[name] for one in self.parts]).double().mean() for name in self.parts[0]}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -80,7 +80,7 @@ class Task(LightningModule):
         return torch.optim.AdamW(groups, lr=self.run.learning_rate, betas=(0.9, 0.95))
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        # The gradient is the ranks' mean, so that all of them stop here together.
+        # The gradient is the mean over ranks, so all of them stop here together.
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.run.clip or math.inf)
         self.norm = float(norm)
         if not math.isfinite(self.norm):
@@ -105,7 +105,7 @@ class Task(LightningModule):
 
 
 class FolderIO(CheckpointIO):
-    """Lightning's checkpoints as our folders; no pickle of its own is ever written or read."""
+    """Store Lightning's checkpoints as our checkpoint directories, without pickle."""
 
     def __init__(self, model: Any, extra: dict[str, Any]):
         self.model, self.extra = model, extra
@@ -120,7 +120,7 @@ class FolderIO(CheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
         training = checkpoints.restore(path, self.model)
         if set(training.get("longspan", ())) != set(KEPT):
-            raise ValueError(f"{path} holds no state of a run, as training writes it; it cannot be resumed")
+            raise ValueError(f"{path} holds no training state; it cannot be resumed")
         weights = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         return training | {"state_dict": weights | training.get("objective", {})}
 
@@ -141,7 +141,7 @@ class Keeper(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:  # type: ignore[override]
         run, step = self.run, trainer.global_step
         self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.objective.tokens)
-        # Lightning has put its own in their place by now, whose SIGTERM would end the run without a checkpoint.
+        # Lightning has installed its signal handlers by now; its SIGTERM would end the run without a checkpoint.
         self.interrupt.take()
         if trainer.is_global_zero:
             self.table = Table(Path(run.out) / "metrics.csv", step)
@@ -172,7 +172,7 @@ class Keeper(Callback):
             recent = self._recent()
             self.bar.step(step, recent["loss"], recent["loss"] / math.log(2), speed, recent.get("penalty"))
         evaluated, improved = None, False
-        # Who interrupts does not want to wait for an evaluation: on_train_start of the resumed run makes up for it.
+        # No evaluation after an interruption: on_train_start of the resumed run does it.
         if last or (not pressed and (late or step % run.evaluate_every == 0)):
             evaluated, improved = self._evaluate(trainer, task)
         if step % EVERY == 0 or evaluated is not None:
@@ -195,7 +195,7 @@ class Keeper(Callback):
         return {name: sum(parts[name] for parts in self.window) / len(self.window) for name in self.window[0]}
 
     def _agree(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool, bool]:
-        """The ranks' mean parts of the loss, and whether any of them is to stop: all must take the same decisions."""
+        """Mean parts of the loss over ranks, and whether any rank must stop, so that all decide alike."""
         means = task.means()
         task.parts.clear()
         late = 0 < self.run.seconds <= self.clock.seconds
@@ -205,7 +205,7 @@ class Keeper(Callback):
         return {name: x / trainer.world_size for name, x in zip(means, shares, strict=True)}, pressed > 0, late > 0
 
     def _evaluate(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool]:
-        """The figures of the validation split, and whether their bits are the fewest so far."""
+        """The metrics of the validation split, and whether its bits are the lowest so far."""
         share = task.objective.sums(task.model, "validation", trainer.global_rank, trainer.world_size)
         sums = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum")
         evaluated = task.objective.figures(sums)
@@ -249,8 +249,8 @@ class Keeper(Callback):
             self._prune()
 
     def _point(self, best: int, last: int) -> None:
-        """Let the pointers name the checkpoints of these steps; what is there already, and step 0, stays unnamed."""
-        # The best first: a run killed in between goes on from the older `last`, and meets this step again.
+        """Point ``best`` and ``last`` to the checkpoints of these steps; step 0 changes nothing."""
+        # First `best`: a run killed in between resumes from the older `last` and repeats this step.
         for pointer, step in (("best", best), ("last", last)):
             path, text = self.folder / pointer, f"{_name(step)}\n"
             if (
@@ -275,7 +275,7 @@ def _name(step: int) -> str:
 
 
 class Interrupt:
-    """Ctrl-C and its kin: at the first the step in hand is finished and saved, at the second all ends at once."""
+    """Ctrl-C and similar signals: the first one finishes the step and saves, the second one stops immediately."""
 
     def __init__(self, say: Callable[[str], None]):
         self.came: list[int] = []
@@ -295,18 +295,18 @@ class Interrupt:
             raise signals.Interrupted(number=number)
         name = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
         again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
-        self.say(f"{name}: finishing the step and saving; {again} to stop at once")
+        self.say(f"{name}: finishing the step and saving; {again} to stop immediately")
 
 
 class End(NamedTuple):
     """How a training ended in one of its processes."""
 
     steps: int
-    """done since the very beginning"""
+    """steps done, including those before a resume"""
     why: str
-    """it stopped early; "" for its last step"""
+    """why it stopped early; "" after the last step"""
     signal: int
-    """that stopped it; 0 for none"""
+    """number of the signal that stopped it; 0 for none"""
     first: bool
     """whether this process is rank 0"""
 
@@ -341,20 +341,20 @@ def train(
         why = ""
         try:
             trainer.fit(Task(model, run, objective), ckpt_path=start)
-        # At the second signal anything may come out: Lightning's own exit, or a process group that has lost its others.
+        # After a second signal any exception is possible, such as the exit of Lightning or a broken process group.
         except BaseException as error:
             if len(interrupt.came) < 2 and not (interrupt.came and isinstance(error, SystemExit)):
                 raise
-            why = "stopped at once"
+            why = "stopped immediately"
         why = why or ("interrupted" if interrupt.came else keeper.stopped)
-        # One that came to another process only, of those that share the training, must have been meant for all.
+        # A signal to another process of this training stops all of them.
         number = interrupt.came[0] if interrupt.came else signal.SIGTERM if why == "interrupted" else 0
         return End(trainer.global_step, why, number, trainer.is_global_zero)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Lightning's advertisements and its remarks on what we do on purpose stay unsaid; errors do not."""
+    """Silence Lightning's tips and known warnings, but not errors."""
     loggers = [logging.getLogger(name) for name in ("lightning", "lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

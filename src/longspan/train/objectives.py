@@ -1,7 +1,7 @@
-"""Objectives: what a kind of model is trained to do, from the examples of a step to the figures of an evaluation.
+"""Training objectives: batches, losses and evaluation metrics for each kind of model.
 
-The engine knows steps, checkpoints and reports, and an objective knows the model and its data. ``build`` finds the one
-that a model is trained by; ``OBJECTIVES`` has one per kind of model.
+The engine handles steps, checkpoints and reports; an objective handles the model and its data. ``build`` makes the
+objective of a model; ``OBJECTIVES`` has one per kind of model.
 """
 
 import math
@@ -35,62 +35,62 @@ from .tbptt import Carry
 
 
 class Loss(NamedTuple):
-    """What came of one micro-batch."""
+    """The loss of one micro-batch."""
 
-    total: Tensor  # (), what the step goes down
+    total: Tensor  # (), minimized by the step
     parts: dict[str, Tensor]  # () each, detached: ``loss`` in nats per token, and further columns of metrics.csv
 
 
 class Objective(nn.Module, ABC):
-    """What a model is trained to do on a data set: how a batch is drawn, its loss, and what an evaluation reports.
+    """How a model is trained on a data set: drawing of batches, loss, and evaluation metrics.
 
-    Parameters of its own, such as heads that only training needs, are trained with the model's; they and its buffers,
-    such as states that are carried from one micro-batch to the next, are part of the checkpoint a run goes on from, and
-    never of the model's weights. Buffers are those of one process, so what carries them refuses ``devices`` > 1.
+    Its parameters, such as heads that only training needs, are trained with those of the model. They and its buffers,
+    such as states carried between micro-batches, are part of the checkpoint for a resume, but not of the model's
+    weights. Buffers belong to one process, so an objective with buffers refuses ``devices`` > 1.
     """
 
     def __init__(self, run: TrainConfig, dataset: Any):
         super().__init__()
         self.run, self.dataset = run, dataset
-        # What the layers with statistics have counted since the last step.
+        # Statistics of layers since the last step.
         self.statistics: dict[int, Any] = {}
 
     def prepare(self, model: Any) -> None:
-        """Add what this run trains beside the model. Raises ValueError for a field that this objective cannot serve."""
+        """Add modules that only this run trains. Raises ValueError for a field that is not supported."""
         for name, usual in (("stream", False), ("intermediate", False), ("targets", 1)):
             if getattr(self.run, name) != usual:
-                raise ValueError(f"{name}={getattr(self.run, name)} is for decoders, which predict the next token")
+                raise ValueError(f"{name}={getattr(self.run, name)} requires a decoder, which predicts the next token")
 
     @property
     def tokens(self) -> float:
-        """Tokens of an example, for the figure of tokens per second."""
+        """Tokens per example, for the reported tokens per second."""
         return self.dataset.length
 
     def batch(self, index: int, rank: int, world: int) -> Any:
-        """The examples of micro-batch number ``index`` on ``rank``, a function of these alone: a pytree of tensors."""
+        """The examples of micro-batch ``index`` on ``rank``, a pytree of tensors that depends on the arguments only."""
         count = self.dataset.count("train")
         return self.dataset.take("train", batch_indices(count, self.run.seed, index, self.run.batch, rank, world))
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Loss:
-        """The loss of one micro-batch, the model in training mode. What the layers count is kept for ``update``."""
+        """The loss of one micro-batch in training mode. Statistics of layers are kept for ``update``."""
 
     @abstractmethod
     def sums(self, model: Any, split: str, rank: int = 0, world: int = 1) -> Tensor:
-        """Sums over ``rank``'s part of a split, to be added over the ranks and read by ``figures``: float64 (n,)."""
+        """Sums over ``rank``'s part of a split, (n,) float64; ``figures`` takes their total over ranks."""
 
     @abstractmethod
     def figures(self, sums: Tensor) -> dict[str, float]:
-        """What an evaluation reports: ``bits`` per token, of which the fewest are the best, and other figures."""
+        """The metrics of an evaluation: ``bits`` per token (lower is better), and others."""
 
     def score(self, model: Any, split: str) -> dict[str, float]:
-        """The figures of a whole evaluation in one process. Raises ValueError for a split without examples."""
+        """Evaluate a split in one process. Raises ValueError for a split without examples."""
         if not self.dataset.count(split):
             raise ValueError(f"split {split!r} of {self.dataset.name} has no examples")
         return self.figures(self.sums(model, split))
 
-    def asked(self, attentions: list[Attention]) -> dict[str, Any] | None:
-        """The record that training asks of these layers: their own losses where these weigh, and what they count."""
+    def wanted_record(self, attentions: list[Attention]) -> dict[str, Any] | None:
+        """The record that training requests from these layers: auxiliary losses if weighted, and statistics."""
         wanted = {
             "penalty": bool(self.run.penalty),
             "log_prob": bool(self.run.penalty),
@@ -99,49 +99,49 @@ class Objective(nn.Module, ABC):
         return {name: None for name, wants in wanted.items() if wants} or None
 
     def count(self, attentions: list[Attention], layers: list[dict[str, Any]], first: int = 0) -> None:
-        """Add what a stack's layers have told in one micro-batch, in each step of a stack that repeats them.
+        """Add the statistics of a stack's layers in one micro-batch, over all steps of a stack that repeats them.
 
-        ``first`` is the place of its first layer among all ``attentions``.
+        ``first``: the index of its first layer among all ``attentions``.
         """
         for layer, attention in enumerate(attentions, first):
-            for told in layers[layer - first :: len(attentions)] if attention.statistics else ():
-                new, sums = told["statistics"], self.statistics.get(layer)
+            for record in layers[layer - first :: len(attentions)] if attention.statistics else ():
+                new, sums = record["statistics"], self.statistics.get(layer)
                 self.statistics[layer] = new if sums is None else pytree.tree_map(torch.add, sums, new)
 
     def update(self, model: Any) -> None:
-        """After an optimizer's step: statistics move buffers, and parameters with a range are moved back into it."""
+        """After an optimizer step: apply statistics to buffers, and project parameters back into their range."""
         for attention in self.attentions(model):
             attention.project()
         for layer, statistics in self.statistics.items():
             self.attentions(model)[layer].update({"statistics": statistics})
         self.statistics.clear()
 
-    def weighed(self, loss: Tensor, nats: Tensor, told: list[dict[str, Any]], rewards: Tensor) -> Loss:
-        """The loss and the weighted penalties that records have told; ``nats`` () is reported, ``rewards`` (B,) earned.
+    def weighed(self, loss: Tensor, nats: Tensor, records: list[dict[str, Any]], rewards: Tensor) -> Loss:
+        """Add the weighted penalties in ``records`` to the loss; ``nats`` () is the reported loss.
 
-        Picks that were drawn, such as those of sac, learn from each row's reward, its mean log-likelihood.
+        Sampled choices, such as those of sac, learn from ``rewards`` (B,), the mean log-likelihood of each row.
         """
         if not self.run.penalty:
             return Loss(loss, {"loss": nats.detach()})
         penalty = torch.zeros_like(nats)
-        for record in told:
+        for record in records:
             penalty = penalty + record.get("penalty", 0.0)
             if "log_prob" in record:
-                # Of weight 1, its gradient is that of the expected loss.
+                # With weight 1 its gradient is that of the expected loss.
                 penalty = penalty + reinforce(record["log_prob"], rewards)
         return Loss(loss + self.run.penalty * penalty, {"loss": nats.detach(), "penalty": penalty.detach()})
 
     def learned(self, model: Any) -> dict[str, Any]:
-        """What the model has learned to choose for itself, as plain values; see ``learned.learned``."""
+        """Learned spans and ponder times as plain values; see ``learned.learned``."""
         return {}
 
     @abstractmethod
     def attentions(self, model: Any) -> list[Attention]:
-        """All layers whose statistics are counted, those of one stack after those of another."""
+        """All attention layers, stack by stack."""
 
 
 class NextToken(Objective):
-    """A decoder predicts each token from those before it: mean nats per token, and the weighted penalty."""
+    """Next-token prediction with a decoder: mean nats per token, plus the weighted penalty."""
 
     def __init__(self, run: TrainConfig, dataset: Dataset):
         super().__init__(run, dataset)
@@ -157,7 +157,7 @@ class NextToken(Objective):
         return model.stack.attentions()
 
     def loss(self, model: Decoder, batch: Tensor) -> Loss:
-        record = self.asked(self.attentions(model))
+        record = self.wanted_record(self.attentions(model))
         if self.auxiliary:
             self.auxiliary.listen()
         outputs, targets, segments = self.read(model, batch, record)
@@ -173,7 +173,7 @@ class NextToken(Objective):
         return Loss(weighed.total, weighed.parts | more)
 
     def read(self, model: Decoder, batch: Any, record: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A batch -> the model's outputs (B,N,size), their targets (B,N), and the documents of these, None for one."""
+        """Run the model on a batch: outputs (B, N, size), targets (B, N), and their documents (None: one)."""
         return model(model.shift(batch), record=record)[0], batch, None
 
     def update(self, model: Decoder) -> None:
@@ -194,12 +194,12 @@ class NextToken(Objective):
 
 
 class Streams(NextToken):
-    """A decoder predicts each token of a text from those before it, also from those of earlier micro-batches.
+    """Next-token prediction on a text in order, with states carried between micro-batches.
 
-    The states of the rows are part of the checkpoint, those of all ranks in the order of one process with as many rows;
-    where the rows stand in the text follows from the number of the micro-batch. Evaluations carry states, too.
+    The checkpoint holds the states of all rows, in the order of a single process with the same number of rows. The
+    position of a row in the text is a function of the micro-batch number. Evaluations carry states, too.
 
-    Raises ValueError for images, and for a text too short for a stretch a row.
+    Raises ValueError for images, and for a text that is too short for the number of rows.
     """
 
     def __init__(self, run: TrainConfig, dataset: Dataset):
@@ -227,11 +227,11 @@ class Streams(NextToken):
         return outputs, stretch.targets, stretch.segments
 
     def get_extra_state(self) -> dict[str, list[Tensor]]:
-        """The rows' states, for the checkpoint; every rank must call."""
+        """The states of all rows, for the checkpoint; every rank must call."""
         return {"leaves": self.saved if self.carry is None else self.carry.leaves(_place()[1])}
 
     def set_extra_state(self, state: dict[str, list[Tensor]]) -> None:
-        """Take them from a checkpoint; the first micro-batch goes on with them."""
+        """Restore the states from a checkpoint for the next micro-batch."""
         self.carry, self.saved = None, state["leaves"]
 
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
@@ -241,9 +241,9 @@ class Streams(NextToken):
 
 
 class Target(Objective):
-    """An encoder-decoder writes the target of a source: mean nats per real token, smoothed, and the weighted penalty.
+    """Sequence-to-sequence training: mean smoothed nats per real token, plus the weighted penalty.
 
-    Reported is the loss without smoothing, so that its bits are those of an evaluation.
+    The reported loss is without smoothing, so that it is comparable with evaluations.
     """
 
     @property
@@ -254,19 +254,19 @@ class Target(Objective):
         return [*model.encoder.attentions(), *model.stack.attentions()]
 
     def loss(self, model: Seq2Seq, batch: Batch) -> Loss:
-        record = self.asked(self.attentions(model))
+        record = self.wanted_record(self.attentions(model))
         outputs = model(
             batch.source, model.shift(batch.target), source_mask=batch.source_mask, mask=batch.mask, record=record
         )
         likelihood = model.likelihood.log_prob(outputs, batch.target).masked_fill(~batch.mask, 0.0)  # (B,N)
         nats = -likelihood.sum() / batch.mask.sum()
         loss = model.loss(outputs, batch.target, mask=batch.mask) if model.config.smoothing else nats
-        told = [record[name] for name in ("encoder", "decoder")] if record else []
+        records = [record[name] for name in ("encoder", "decoder")] if record else []
         first = 0
-        for stack, one in zip((model.encoder, model.stack), told, strict=False):
+        for stack, one in zip((model.encoder, model.stack), records, strict=False):
             self.count(stack.attentions(), one["layers"], first)
             first += len(stack.attentions())
-        return self.weighed(loss, nats, told, likelihood.sum(1) / batch.mask.sum(1))
+        return self.weighed(loss, nats, records, likelihood.sum(1) / batch.mask.sum(1))
 
     def sums(self, model: Seq2Seq, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
@@ -280,7 +280,7 @@ class Target(Objective):
 
 
 class Labels(Objective):
-    """An encoder tells the label of a text: mean cross-entropy in nats, and the weighted penalty."""
+    """Classification of texts with an encoder: mean cross-entropy in nats, plus the weighted penalty."""
 
     @property
     def tokens(self) -> float:
@@ -290,7 +290,7 @@ class Labels(Objective):
         return model.stack.attentions()
 
     def loss(self, model: Encoder, batch: Texts) -> Loss:
-        record = self.asked(self.attentions(model))
+        record = self.wanted_record(self.attentions(model))
         tokens, mask, labels = batch
         logits = upcast_half(model(tokens, mask=mask, record=record))
         nats = F.cross_entropy(logits, labels, reduction="none")  # (B,)
@@ -309,7 +309,7 @@ class Labels(Objective):
 
 
 def _place() -> tuple[int, int]:
-    """The rank of this process and how many there are."""
+    """The rank of this process and the number of processes."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
@@ -317,7 +317,7 @@ OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Targe
 
 
 def build(model: nn.Module, run: TrainConfig, dataset: Any) -> Objective:
-    """The objective by which this kind of model is trained. Raises ValueError for a run that it cannot serve."""
+    """Make the objective for a kind of model. Raises ValueError for a run that it does not support."""
     kind = OBJECTIVES[type(model)]
     objective: Objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)
     objective.prepare(model)

@@ -1,4 +1,4 @@
-"""A picture of what a run has learned to choose: spans by step and head, ponder time by position and in an example."""
+"""Plot learned spans by step and head, and ponder time by position and in an example."""
 
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ SHOWN = 96  # tokens of the example
 
 
 def draw(path: Path, history: list[dict[str, Any]], text: bool) -> None:
-    """Write what ``learned.history`` gave as one PNG, whole or not at all. ``text``: tokens are bytes.
+    """Plot the result of ``learned.history`` into a PNG file, written atomically.
 
-    Raises OSError, with the file's name, and ImportError without matplotlib.
+    Raises OSError with the name of the file, and ImportError without matplotlib. ``text``: tokens are bytes.
     """
     plt, last = pyplot(), history[-1]
     panels = [*((_steps, _heads) if "spans" in last else ()), *((_positions,) if "ponder" in last else ())]
@@ -26,7 +26,7 @@ def draw(path: Path, history: list[dict[str, Any]], text: bool) -> None:
 
 
 def _steps(axis: Any, history: list[dict[str, Any]]) -> None:
-    """The spans as they were learned, a line for each head, a colour for each layer."""
+    """Spans by step, a line for each head, a color for each layer."""
     steps = [one["step"] for one in history]
     for colour, (layer, heads) in enumerate(history[-1]["spans"]):
         for head in range(len(heads)):
@@ -40,7 +40,7 @@ def _steps(axis: Any, history: list[dict[str, Any]]) -> None:
 
 
 def _heads(axis: Any, history: list[dict[str, Any]]) -> None:
-    """The last spans, head by head, the heads of a layer side by side."""
+    """The last spans, head by head, grouped by layer."""
     at, ticks = 0, []
     for colour, (layer, heads) in enumerate(history[-1]["spans"]):
         places = list(range(at, at + len(heads)))
@@ -54,12 +54,12 @@ def _heads(axis: Any, history: list[dict[str, Any]]) -> None:
 
 
 def _from_nothing(axis: Any) -> None:
-    """Tokens from 0 on, at least one, so that spans of nothing are seen to be that."""
+    """Start the axis at 0 and end it at 1 or more, so that spans near 0 look small."""
     axis.set_ylim(0, max(1.0, axis.get_ylim()[1]))
 
 
 def _positions(axis: Any, history: list[dict[str, Any]]) -> None:
-    """Ponder time by position, at the first evaluation and at the last one."""
+    """Ponder time by position, at the first and the last evaluation."""
     for one in dict.fromkeys((0, len(history) - 1)):
         ponder = history[one]["ponder"]
         axis.plot(range(len(ponder)), ponder, color="C0" if one else "0.7", label=f"step {history[one]['step']}")
@@ -83,6 +83,6 @@ def _example(axis: Any, last: dict[str, Any], text: bool) -> None:
 
 
 def _letter(byte: int) -> str:
-    """A byte as one sign: spaces and ends of lines too."""
+    """A byte as one visible character."""
     signs = {10: "\u21b5", 32: "\u2423", 9: "\u21e5", 36: r"\$"}
     return signs.get(byte, chr(byte) if 32 < byte < 127 else "\u00b7")

@@ -1,4 +1,4 @@
-"""Reports of a run: the bar and the lines that people read, the CSV and TensorBoard files that programs read."""
+"""Reports of a run: progress bar and lines, CSV and TensorBoard files."""
 
 import csv
 import io
@@ -37,44 +37,41 @@ EVERY = 10
 
 
 class Table:
-    """metrics.csv, one row at a time. Lightning's own CSV logger would empty the file of a run that is resumed."""
+    """metrics.csv, written row by row. Lightning's CSV logger would empty the file of a resumed run."""
 
     def __init__(self, path: Path, start: int):
-        """Keep the rows up to step ``start``, which is where the run goes on; later ones will be written again.
-
-        Raises ValueError for a file that is no table.
-        """
+        """Keep the rows up to step ``start``, where the run resumes. Raises ValueError for a corrupt file."""
         kept = []
         if path.exists():
             try:
                 file = io.StringIO(atomic_io.read_text(path), newline="")
-                # A process killed while writing leaves a last row that is cut off.
+                # A process killed while writing leaves an incomplete last row.
                 kept = [row for row in csv.DictReader(file) if _complete(row) and int(row["step"]) <= start]
             except (ValueError, csv.Error) as error:
-                raise ValueError(f"{path} is corrupt: {error}; move it away to go on without its rows") from error
+                raise ValueError(f"{path} is corrupt: {error}; move it away to continue without its rows") from error
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
         writer.writeheader()
-        # A table that an older version began has fewer columns.
+        # A table of an older version has fewer columns.
         writer.writerows({name: row.get(name, "") for name in COLUMNS} for row in kept)
         write_text(path, text.getvalue())
         self.path = path
 
     def write(self, row: dict[str, Any]) -> None:
-        """Add a row. Raises OSError, with the file's name."""
+        """Append a row. Raises OSError with the name of the file."""
         with named(self.path), self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n").writerow(row)
 
 
 class Events:
-    """A file for TensorBoard, written where it stands. Its own writer has a thread, whose errors nobody can catch."""
+    """A TensorBoard file. TensorBoard's writer has a thread whose errors cannot be caught."""
 
     def __init__(self, folder: Path, start: int):
-        """``start``: the step where the run goes on; TensorBoard drops what an earlier file has of later ones."""
+        """``start``: the step where the run resumes; TensorBoard drops later steps of earlier files."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         with named(self.path):
-            # Without a buffer, which a full disk would keep from being closed.
+            # Unbuffered, since a full disk would prevent closing a buffered file.
             self.file = self.path.open("wb", buffering=0)
             self.records = RecordWriter(self.file)
             self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
@@ -83,13 +80,13 @@ class Events:
                 self._add(Event(wall_time=time.time(), step=start + 1, session_log=begin))
 
     def write(self, row: dict[str, Any], step: int) -> None:
-        """Add scalars. Raises OSError, with the file's name."""
+        """Append scalars. Raises OSError with the name of the file."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.items()]
         with named(self.path):
             self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def close(self) -> None:
-        """Nothing is left to be written."""
+        """Close the file."""
         self.file.close()
 
     def _add(self, event: Any) -> None:
@@ -97,14 +94,14 @@ class Events:
 
 
 class Bar:
-    """Step, loss, bits, tokens/s, time left: a line that moves, or one now and then; and the lines that stay."""
+    """Progress (step, loss, bits, tokens/s, time left) as a bar or occasional lines, and permanent lines."""
 
     def __init__(self, steps: int, unit: str):
         self.steps, self.unit = steps, unit
         self.bar: progress.Bar | None = None
 
     def start(self, step: int) -> None:
-        """The steps begin, after so many of earlier processes."""
+        """Start after ``step`` steps of earlier processes."""
         self.lines = progress.Lines(self.steps, step)
         if progress.watched():
             self.bar = progress.Bar(self.steps, "step", step)
@@ -129,25 +126,25 @@ class Bar:
 
 
 class Clock:
-    """Seconds spent on steps and nothing else, and tokens per second, both smoothed over some twenty steps."""
+    """Wall time of a run, and tokens per second without evaluations, smoothed over about twenty steps."""
 
     def __init__(self, tokens: float):
-        """``tokens``: how many one step takes in, on all devices together."""
+        """``tokens``: tokens per step on all devices."""
         self.tokens, self.begin, self.mark, self.step = tokens, time.monotonic(), time.monotonic(), 0.0
 
     def lap(self) -> float:
-        """A step has ended. -> tokens per second."""
+        """End a step and return the tokens per second."""
         spent = time.monotonic() - self.mark
         self.step = 0.95 * self.step + 0.05 * spent if self.step else spent
         return self.tokens / max(self.step, 1e-9)
 
     def resume(self) -> None:
-        """The next step begins."""
+        """Begin the next step."""
         self.mark = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Since the clock was made."""
+        """Seconds since the clock was made."""
         return time.monotonic() - self.begin
 
 

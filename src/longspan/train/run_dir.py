@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, what of it is there already, and where it goes on."""
+"""The run directory: ownership, existing checkpoints, and where to resume."""
 
 import contextlib
 import shlex
@@ -15,22 +15,22 @@ from ..models import checkpoint
 from .config import TrainConfig
 
 CONFIG, LOCK = "config.yaml", ".lock"
-# A resumed run may change these: they say where and how long, not what.
+# A resumed run may change these fields: they determine where and how long, not what.
 FREE = ("steps", "devices", "out", "seconds", "save_every", "keep")
-# With streams the number of rows is that of all devices, and each has a state.
+# With streams the number of rows depends on the devices, and each row has a state.
 FREE_OF_STREAMS = tuple(name for name in FREE if name != "devices")
 
 
 def begun(folder: str | Path) -> bool:
-    """Whether a run has begun in ``folder``, so that it can be resumed."""
+    """Whether a run was started in ``folder`` and can be resumed."""
     return (Path(folder) / CONFIG).exists()
 
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Make the folder and let nobody else write into it; what was made in vain is removed again.
+    """Make and lock the folder; if the run never starts, remove what was made.
 
-    Raises ValueError where another process has it, and where it cannot be written.
+    Raises ValueError if another process holds the lock, or if the folder cannot be written.
     """
     made = [one for one in (folder, *folder.parents) if not one.exists()]
     with contextlib.ExitStack() as stack:
@@ -43,7 +43,7 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def claim(folder: Path, recipe: dict[str, Any], resume: bool) -> None:
-    """See that the folder, which is held, can be ours. Raises ValueError where it is another run's, or has none."""
+    """Check that the locked folder can be used. Raises ValueError if it has another run, or nothing to resume."""
     with _named(f"cannot read the run's folder {folder}"):
         taken = bool(_content(folder))
         if resume and not taken:
@@ -61,9 +61,9 @@ def claim(folder: Path, recipe: dict[str, Any], resume: bool) -> None:
 
 
 def start(folder: Path) -> tuple[Path | None, str]:
-    """The checkpoint from which a run goes on, None for its beginning; and a remark where it is not ``last``.
+    """The checkpoint to resume from (None: the beginning), and a remark if it is not ``last``.
 
-    Raises ValueError for a ``last`` that is no pointer.
+    Raises ValueError for a ``last`` that is not a pointer.
     """
     at = folder / "checkpoints"
     if (at / "last").exists():
@@ -72,7 +72,7 @@ def start(folder: Path) -> tuple[Path | None, str]:
     found = sorted(path for path in at.glob("step-*") if (path / checkpoint.TRAINING).exists())
     if not found:
         return None, ""
-    return found[-1], f"{at / 'last'} is missing; going on from {found[-1].name}, the newest checkpoint beside it"
+    return found[-1], f"{at / 'last'} is missing; continuing from {found[-1].name}, the newest checkpoint"
 
 
 def pointer(path: Path) -> str:
@@ -84,18 +84,18 @@ def pointer(path: Path) -> str:
 
 
 def kept(folder: Path) -> str:
-    """What there is to go on from, for a message."""
+    """The last good checkpoint, as part of a message."""
     last = folder / "checkpoints" / "last"
     return f"the last good checkpoint is {pointer(last)}" if last.exists() else "nothing was saved yet"
 
 
 def _content(folder: Path) -> list[str]:
-    """Names in the folder that are somebody's: not those of a run that ended before it had begun."""
+    """Names in the folder, without the leftovers of a run that never started."""
     return [path.name for path in folder.iterdir() if path.name != LOCK and not path.name.startswith(f".{CONFIG}.")]
 
 
 def _tidy(folder: Path) -> None:
-    """Remove what is left of a run that ended before it had begun."""
+    """Remove the leftovers of a run that never started."""
     with contextlib.suppress(OSError):
         for path in [] if _content(folder) else folder.iterdir():
             if path.name != LOCK:
@@ -103,7 +103,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _remove(made: list[Path]) -> None:
-    """Remove these folders, the innermost first, as far as they are empty."""
+    """Remove these folders while they are empty, the innermost first."""
     with contextlib.suppress(OSError):
         for one in made:
             one.rmdir()
@@ -111,7 +111,7 @@ def _remove(made: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """The system's errors as ValueErrors that say what could not be done."""
+    """Turn OSErrors into ValueErrors that begin with ``what``."""
     try:
         yield
     except OSError as error:
@@ -124,7 +124,7 @@ def _same(folder: Path, recipe: dict[str, Any]) -> None:
         raise ValueError(f"{folder} holds no run: it has no {CONFIG}; choose another folder by out")
     try:
         before = yaml.safe_load(atomic_io.read_text(path))
-        # A field that an older version did not have was as its default is.
+        # A field that an older version did not have had the value of its default.
         kind = recipe["model"].get("kind", "decoder")
         usual = {
             "model": {"kind": "decoder"} | asdict(checkpoint.MODEL_CLASSES[kind][0]()),

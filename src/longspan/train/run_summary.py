@@ -1,4 +1,4 @@
-"""What training runs are and how far they have come, read from their folders: for ``show`` and ``compare``."""
+"""Facts about training runs, read from their directories, for ``show`` and ``compare``."""
 
 import csv
 import io
@@ -17,17 +17,19 @@ CONFIG, METRICS = "config.yaml", "metrics.csv"
 
 
 def is_run_dir(folder: str) -> bool:
-    """Whether these words are the folder of a training run."""
+    """Whether ``folder`` is a run directory."""
     return (Path(folder) / CONFIG).is_file()
 
 
 def facts(folder: str | Path) -> dict[str, Any]:
-    """The model and the run of a folder, steps made, seconds, parameters, bits at best, and bytes on the disk.
+    """Facts about a run directory.
 
-    ``exact`` is the part of the targets that was written exactly at that step, and ``accuracy`` the part of the labels
-    that was right, each None for models without.
+    Returns:
+        Model and run configs, steps, seconds, parameters, the best validation bits with their step, bytes on disk, and
+        exact match (``exact``) and ``accuracy`` at that step (None for models without).
 
-    Raises ValueError for a folder that holds no training run, and for files of it that are corrupt.
+    Raises:
+        ValueError: for a directory without a training run, and for corrupt files.
     """
     folder = Path(folder)
     recipe, rows = _recipe(folder), metrics(folder)
@@ -54,9 +56,9 @@ def facts(folder: str | Path) -> dict[str, Any]:
 
 
 def model_facts(folder: str | Path) -> dict[str, Any]:
-    """The model that a checkpoint holds: kind, config, parameters, bytes of its files, and the run that trained it.
+    """Facts about a checkpoint: kind, config, parameters, bytes of its files, and its training run.
 
-    ``run`` is empty for a model that was saved by hand. Raises ValueError for a folder that is no checkpoint.
+    ``run`` is empty for a model saved by ``longspan.save``. Raises ValueError for a folder that is not a checkpoint.
     """
     place = checkpoint.resolve(folder)
     header = checkpoint.read_config(place)
@@ -71,9 +73,9 @@ def model_facts(folder: str | Path) -> dict[str, Any]:
 
 
 def metrics(folder: str | Path) -> list[dict[str, float]]:
-    """The rows of metrics.csv as numbers, NaN where a field is empty, with the seconds of all processes in ``elapsed``.
+    """The rows of metrics.csv as numbers, NaN for an empty field; ``elapsed`` has the seconds including resumes.
 
-    Raises ValueError for a file that is no such table.
+    Raises ValueError for a corrupt file.
     """
     path = Path(folder) / METRICS
     if not path.exists():
@@ -81,29 +83,29 @@ def metrics(folder: str | Path) -> list[dict[str, float]]:
     rows, before, last = [], 0.0, 0.0
     try:
         content = atomic_io.read_text(path)
-        # A process that was killed while writing leaves a last row that is cut off.
+        # A process that was killed while writing leaves an incomplete last row.
         for text in csv.DictReader(io.StringIO(content[: content.rfind("\n") + 1], newline="")):
-            # Tables that an older version began lack columns.
+            # Tables of older versions lack columns.
             row = {"validation_exact": math.nan, "validation_accuracy": math.nan}
             row |= {name: float(value) if value else math.nan for name, value in text.items()}
             _check_row(row)
-            # A process that goes on with a training counts from zero again.
+            # A resumed process counts seconds from zero.
             before, last = before + (last if row["seconds"] < last else 0.0), row["seconds"]
             rows.append(row | {"elapsed": before + row["seconds"]})
     except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
-        said = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} is corrupt: it is not the table that training writes ({said})") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is corrupt: it is not a table of metrics ({reason})") from error
     return rows
 
 
 def _check_row(row: dict[str, float]) -> None:
-    """Raise ValueError for figures that no training writes."""
+    """Raise ValueError for values that training never writes."""
     known("validation_bits", row)
     if not row["step"].is_integer() or row["step"] < 0:
-        raise ValueError(f"step is {row['step']}, not a whole number from 0 on")
+        raise ValueError(f"step is {row['step']}, not an integer >= 0")
     for name in ("seconds", "tokens_per_second"):
         if not (math.isfinite(row[name]) and row[name] >= 0):
-            raise ValueError(f"{name} is {row[name]}, not a finite number from 0 on")
+            raise ValueError(f"{name} is {row[name]}, not a finite number >= 0")
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
@@ -114,8 +116,8 @@ def _recipe(folder: Path) -> dict[str, Any]:
         recipe = yaml.safe_load(atomic_io.read_text(path))
         return {"model": dict(recipe["model"]), "run": dict(recipe["run"])}
     except (yaml.YAMLError, KeyError, TypeError, ValueError, RecursionError) as error:
-        said = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} is corrupt: it holds no model and run ({said})") from error
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is corrupt: it holds no model and run ({reason})") from error
 
 
 def _parameters(folder: Path) -> int:
@@ -123,7 +125,7 @@ def _parameters(folder: Path) -> int:
 
     path = sealed_dir.resolve_replaced(folder) / checkpoint.WEIGHTS
     try:
-        # It maps the file by its name, and would wait for a FIFO.
+        # safe_open maps the file by name, and would block on a FIFO.
         with atomic_io.reading(path), atomic_io.open_regular(path), safe_open(path, "pt") as file:
             return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
     except SafetensorError as error:

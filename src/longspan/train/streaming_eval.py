@@ -1,4 +1,4 @@
-"""Evaluation along a text: states that are carried from window to window, or windows that slide and begin anew."""
+"""Evaluation along a text: with states carried from window to window, or with sliding windows."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +18,7 @@ Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
 def rows(dataset: Dataset, split: str, examples: int = 0) -> int:
-    """Number of stretches read in parallel: ``default_batch_size``, with 16 windows or more each."""
+    """Number of stretches read in parallel: at most ``default_batch_size``, with at least 16 windows each."""
     count = Stream(dataset, split).count
     return max(1, min(default_batch_size(dataset.length), min(examples or count, count) // 16))
 
@@ -34,17 +34,21 @@ def carried(
     world: int = 1,
     track: Track = lambda items, total, label: items,
 ) -> Tensor:
-    """Negative log-likelihood in nats and number of tokens, ``-> (2,) float64``, of ``rank``'s part of the rows.
+    """Score a text with carried states, over the rows of ``rank``.
 
     The split is cut into ``rows`` stretches of whole windows, of which about ``examples`` are read (0: all). A row
-    begins with nothing, and goes on with the state in which the window before has left the model; a document resets it.
-    So each token is computed once, with as much context as the state holds (Dai et al. 2019, section 3.2).
+    starts with a fresh state and carries it from window to window; a new document resets it. Each token is computed
+    once, with all the context in the state (Dai et al. 2019, section 3.2).
 
-    Raises ValueError for more rows than windows, and what ``carry.check`` raises.
+    Returns:
+        Negative log-likelihood in nats and number of tokens, (2,) float64.
+
+    Raises:
+        ValueError: for more rows than windows, and as in ``tbptt.check``.
     """
     tbptt.check(model.config)
     stream = Stream(dataset, split)
-    # The longest first, so that those that still read are the first ones.
+    # The longest first, so that the rows still being read are a prefix.
     parts = sorted(_stretches(stream, rows, examples)[rank::world], key=len, reverse=True)
     nats, tokens, state = torch.zeros((), dtype=torch.float64, device=model.device), 0, None
     steps = len(parts[0]) if parts else 0
@@ -75,22 +79,26 @@ def sliding(
     examples: int = 0,
     track: Track = lambda items, total, label: items,
 ) -> Tensor:
-    """Negative log-likelihood in nats and number of tokens, ``-> (2,) float64``, of the tokens that ``carried`` reads.
+    """Score the tokens that ``carried`` reads with sliding windows that carry no state.
 
-    A window moves on by ``stride`` tokens and is computed anew from nothing; all tokens of the first one in a stretch
-    count, and the last ``stride`` of every other one. With a stride of 1 each token has a whole window as context, at
-    the price of a window (Al-Rfou et al. 2018, section 4).
+    A window advances by ``stride`` tokens. All tokens of the first window in a stretch count, and the last ``stride``
+    of every other one. With a stride of 1 each token has a whole window as context and costs a whole window (Al-Rfou
+    et al. 2018, section 4).
 
-    Raises ValueError for a stride outside 1 ... length and for more rows than windows.
+    Returns:
+        Negative log-likelihood in nats and number of tokens, (2,) float64.
+
+    Raises:
+        ValueError: for a stride outside 1 ... length, and for more rows than windows.
     """
     if not 1 <= stride <= dataset.length:
-        raise ValueError(f"stride={stride} must be from 1 to {dataset.length}, the tokens of a window")
+        raise ValueError(f"stride={stride} must be from 1 to {dataset.length}, the tokens per window")
     stream, n = Stream(dataset, split), dataset.length
     begins, skips = [], []
     for part in _stretches(stream, rows, examples):
         begin = torch.arange(0, len(part) * n - n + stride, stride).clamp(max=len(part) * n - n)
         begins.append(begin + part.start * n)
-        # What the window before has had.
+        # Tokens scored by the previous window.
         skips.append(torch.cat([begin[:1], begin[:-1] + n - begin[1:]]))
     batches = list(
         zip(torch.cat(begins).split(default_batch_size(n)), torch.cat(skips).split(default_batch_size(n)), strict=True)
@@ -110,7 +118,7 @@ def sliding(
 def _stretches(stream: Stream, rows: int, examples: int) -> list[range]:
     chosen = min(examples or stream.count, stream.count)
     if not 1 <= rows <= chosen:
-        raise ValueError(f"rows={rows} must be from 1 to {chosen}, the windows that are read")
+        raise ValueError(f"rows={rows} must be from 1 to {chosen}, the number of windows read")
     return stretches(stream.count, rows, chosen)
 
 

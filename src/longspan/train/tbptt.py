@@ -1,4 +1,4 @@
-"""States that go from one stretch of a text to the next: in training, whose gradients stop between, and evaluation."""
+"""States carried along a text, in truncated backpropagation through time and in evaluation."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from ..states.utils import detach, nbytes
 
 
 class Carry:
-    """The states of the rows of a training over streams, between its micro-batches: truncated backpropagation.
+    """The states of all rows between micro-batches: truncated backpropagation through time.
 
-    The gradient of a micro-batch ends where it begins (Williams and Peng 1990; for attention, Dai et al. 2019, section
-    3.2): what comes in is a value.
+    Gradients stop at the beginning of a micro-batch (Williams and Peng 1990; for attention, Dai et al. 2019, section
+    3.2).
     """
 
     def __init__(self, model: Decoder, batch: int):
@@ -26,14 +26,14 @@ class Carry:
         self.state: DecoderState | None = None
 
     def begin(self, fresh: Tensor) -> DecoderState:
-        """The state with which a micro-batch begins; rows that are ``fresh`` (B,) bool have read nothing."""
+        """The state at the beginning of a micro-batch; rows in ``fresh`` (B,) bool get a new one."""
         if self.state is not None and not bool(fresh.any()):
             return self.state
         new = first(self.model, self.batch)
         return new if self.state is None else renewed(self.state, new, fresh)
 
     def end(self, state: DecoderState) -> None:
-        """The state with which it ended."""
+        """Store the state at the end of a micro-batch."""
         self.state = detach(state)
 
     def leaves(self, world: int = 1) -> list[Tensor]:
@@ -50,20 +50,20 @@ class Carry:
         return every
 
     def restore(self, leaves: list[Tensor], rank: int = 0, world: int = 1) -> None:
-        """Go on with what ``leaves`` gave. Raises ValueError for tensors of another number or of other rows."""
+        """Restore the result of ``leaves``. Raises ValueError for another number of tensors or of rows."""
         new = first(self.model, self.batch)
         like, tree = pytree.tree_flatten(new)
         if len(leaves) != len(like) or any(len(leaf) != self.batch * world for leaf in leaves):
             raise ValueError(
                 f"the states of the checkpoint are {len(leaves)} tensors of {len(leaves[0]) if leaves else 0} rows, "
-                f"and this run has {len(like)} of {self.batch * world}"
+                f"but this run has {len(like)} of {self.batch * world}"
             )
         own = [leaf[rank::world].to(t.device).clone() for leaf, t in zip(leaves, like, strict=True)]
         self.state = pytree.tree_unflatten(own, tree)
 
 
 def first(model: Decoder, batch: int) -> DecoderState:
-    """The state before the first token, which serves whatever a training makes of the weights."""
+    """The state before the first token, valid for any later values of the weights."""
     state, attentions = model.init_state(batch), model.stack.attentions()
     steps = isinstance(state.layers, UniversalState)
     count = len(state.layers.layers) if steps else len(state.layers)  # type: ignore[attr-defined]
@@ -81,20 +81,20 @@ def renewed(state: DecoderState, new: DecoderState, fresh: Tensor) -> DecoderSta
 
 
 def check(config: DecoderConfig) -> None:
-    """Raise ValueError for a model that cannot read without end: one of learned positions, or whose state grows."""
+    """Raise ValueError for a model that cannot read an endless stream: learned positions, or a state that grows."""
     if config.positions == "learned":
         raise ValueError(
-            f"positions='learned' has a table of {config.length}, and a stream has no end; choose none, sinusoidal or "
+            f"positions='learned' has a table of {config.length}, but a stream has no end; choose none, sinusoidal or "
             "rotary positions"
         )
     for one in dict.fromkeys(spec.split(config.attention)):
         with torch.random.fork_rng(devices=[]):
             attention = build(one, config.dim, config.heads)
         if "segments" not in attention.supported_args:
-            raise ValueError(f"{one} has no segments=, so that no document could begin within a stretch of a stream")
+            raise ValueError(f"{one} does not support segments=, which a stream of documents requires")
         if _bytes(attention, 64) > _bytes(attention, 0):
             raise ValueError(
-                f"the state of {one} keeps every token, and a stream has no end; choose a mechanism with a bounded "
+                f"the state of {one} keeps every token, but a stream has no end; choose a mechanism with a bounded "
                 "state, such as transformer_xl, local or linear"
             )
 

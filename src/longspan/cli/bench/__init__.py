@@ -16,8 +16,8 @@ BENCHMARKS: dict[str, Benchmark] = compared.COMPARED | own.OWN
 COMMON = (
     "Candidates are timed in turns, round by round, and figures are medians. Samples taken while the machine is busy "
     "are rejected and counted. Each candidate is first checked against a float64 reference; one that disagrees is "
-    "reported and not timed. Ratios compare candidates of the same run.\n\nWrites KIND.json, KIND.csv and KIND.png. Results so "
-    "far are in KIND.partial.json, also after Ctrl-C or SIGTERM."
+    "reported and not timed. Ratios compare candidates of the same run.\n\nWrites KIND.json, KIND.csv and KIND.png. "
+    "Results so far are in KIND.partial.json, also after Ctrl-C or SIGTERM."
 )
 
 
