@@ -141,7 +141,7 @@ class TestObjective:
         model = Decoder(XL)
         other = tbptt.Carry(model, 4)
         other.end(other.begin(torch.ones(4) > 0))
-        with pytest.raises(ValueError, match=r"are 5 tensors of 4 rows, and this run has 5 of 3"):
+        with pytest.raises(ValueError, match=r"are 5 tensors of 4 rows.* 5 of 3"):
             tbptt.Carry(model, 3).restore(other.leaves())
 
     def test_a_state_lasts_while_spans_grow(self, tmp_path, text):
@@ -213,9 +213,9 @@ class TestTraining:
     @pytest.mark.parametrize(
         ("config", "fields", "message"),
         [
-            ({"positions": "learned"}, {}, "positions='learned' has a table of 1024, and a stream has no end"),
+            ({"positions": "learned"}, {}, "positions='learned' has a table of 1024"),
             ({"attention": "linear; softmax"}, {}, "the state of softmax keeps every token, and a stream has no end"),
-            ({"checkpointing": True}, {}, "checkpointing=True has no effect where a state is carried"),
+            ({"checkpointing": True}, {}, "checkpointing=True .*stream=True"),
             ({"vocab": 17}, {"data": "digits", "length": 0}, "digits is images, each an example of its own"),
             ({}, {"batch": 999}, r"999 rows \(batch x devices\) cannot each read a stretch of their own of 296"),
         ],
@@ -311,7 +311,7 @@ class TestEvaluation:
 
     def test_refused(self, text):
         dataset = data.load(text, LENGTH)
-        with pytest.raises(ValueError, match="stride=12 must be from 1 to 11, the tokens of a window"):
+        with pytest.raises(ValueError, match="stride=12 must be from 1 to 11"):
             streaming_eval.sliding(Decoder(XL), dataset, "test", 12, 1)
         with pytest.raises(ValueError, match="rows=9 must be from 1 to 7, the windows that are read"):
             streaming_eval.sliding(Decoder(XL), dataset, "test", 1, 9, 7)

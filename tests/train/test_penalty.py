@@ -267,7 +267,7 @@ class TestTraining:
 
     def test_refused_where_no_mechanism_has_a_loss_of_its_own(self, tmp_path):
         config = replace(LEARNING, attention="linear; softmax(kv_heads=1)")
-        with pytest.raises(ValueError, match=r"penalty=0.01 weighs .* and linear, softmax\(kv_heads=1\) adds none"):
+        with pytest.raises(ValueError, match=r"penalty=0.01 weighs .*linear, softmax\(kv_heads=1\) has none"):
             fit(config, tiny(tmp_path, penalty=0.01), progress=False)
         assert not (tmp_path / "run" / "config.yaml").exists()
 

@@ -88,7 +88,7 @@ class TestStopAndResume:
     def test_a_second_press_ends_at_once_and_the_last_checkpoint_stays(self, tmp_path, whole, monkeypatch):
         with monkeypatch.context() as patch:
             press_at(patch, 7, times=2)
-            with pytest.raises(KeyboardInterrupt, match=r"stopped at once at step 7; step-00000006 is saved in"):
+            with pytest.raises(KeyboardInterrupt, match=r"stopped immediately at step 7; step-00000006 is saved in"):
                 fit(TINY, tiny(tmp_path), progress=False)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         fit(TINY, tiny(tmp_path), resume=True, progress=False)
@@ -217,7 +217,7 @@ class TestRefused:
         monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
         monkeypatch.delitem(sys.modules, "longspan.train.loop")
         monkeypatch.delattr(train, "loop")
-        with pytest.raises(ImportError, match=r'training needs lightning.*: pip install "longspan\[train\]"'):
+        with pytest.raises(ImportError, match=r'training requires lightning.*: pip install "longspan\[train\]"'):
             fit(TINY, tiny(tmp_path), progress=False)
 
     def test_diverged_run_keeps_the_last_good_checkpoint(self, tmp_path):

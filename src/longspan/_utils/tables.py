@@ -33,6 +33,10 @@ def _lines(table: Table, widths: list[int], left: int = 1) -> list[str]:
     ]
 
 
+def _wrapped(cell: str, width: int) -> list[str]:
+    return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+
+
 def _parts(table: Table, width: int) -> list[list[str]]:
     """The lines of each part of a table that is too wide."""
     (title, *head), *rows = table
@@ -40,9 +44,9 @@ def _parts(table: Table, width: int) -> list[list[str]]:
     above: list[str] = []
     if len(title) > max((len(row[0]) for row in rows), default=0):
         # A long title stands above the part, so that the column is as narrow as its names.
-        above, title = textwrap.wrap(title, width), ""
+        above, title = _wrapped(title, width), ""
     limit = max(CELL, width // (keys + 1)) if keys > 1 else CELL
-    cells = [[textwrap.wrap(cell, limit) or [""] for cell in row] for row in ([title, *head], *rows)]
+    cells = [[_wrapped(cell, limit) or [""] for cell in row] for row in ([title, *head], *rows)]
     widths = [max(len(line) for row in cells if i < len(row) for line in row[i]) for i in range(max(map(len, cells)))]
     groups: list[list[int]] = []
     used = width + 1

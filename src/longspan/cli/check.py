@@ -51,5 +51,5 @@ def show(report) -> str:
         error = f"{row.error:.1e} of {row.tolerance:.0e}" if row.status == "passed" and row.tolerance else ""
         lines.append(f"  {row.law:<{width}}  {row.status:<14}  {error}".rstrip())
         beyond = f" Beyond: {row.excused:.1e}, from amplified rounding of the data." if row.excused else ""
-        lines += terminal.wrapped(f"{row.note}{beyond}", INDENT)
+        lines += terminal.wrapped(f"{row.note}{beyond}".replace("``", ""), INDENT)
     return "\n".join(lines)

@@ -30,6 +30,6 @@ def run(args) -> int:
     name, cost = (max(len(row[field]) for row in rows) for field in ("name", "cost"))
     for row in rows:
         print(f"{row['name']:<{name}}  {row['cost']:<{cost}}  arXiv:{row['paper']}")
-        for text in (", ".join(row["forms"]), row["summary"]):
+        for text in (", ".join(row["forms"]), row["summary"].replace("``", "")):
             print("\n".join(terminal.wrapped(text, INDENT)))
     return 0

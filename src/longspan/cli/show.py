@@ -216,7 +216,7 @@ def _text(one: dict) -> str:
 
     paper, counts, sizes = one["paper"], one["counts"], one["parameters"]
     lines = [
-        *terminal.wrapped(f"{one['spec']}: {one['summary']}", 2, first=""),
+        *terminal.wrapped(f"{one['spec']}: {one['summary']}".replace("``", ""), 2, first=""),
         *_listed("paper", [f"{paper['title']} ({paper['year']}), https://arxiv.org/abs/{paper['arxiv']}"]),
         *_listed("computes", [part for equation in one["equations"] for part in _lines(text(equation))]),
         *_listed("where", [inline(words) for symbol, words in LEGEND.items() if symbol in "".join(one["equations"])]),

@@ -1,4 +1,4 @@
-"""Data: real images and text by name, each with a held-out part that never changes.
+"""Data sets by name, each with fixed held-out splits.
 
 | name | tokens | training / validation / test |
 |---|---|---|
@@ -30,30 +30,36 @@ __all__ = ["Dataset", "Labelled", "Pairs", "absolute", "batch_indices", "cache_f
 _IMAGES = {"digits": images.digits, "mnist": images.mnist, "cifar10": images.cifar10}
 _UNITS = {"text": "byte", "pairs": "token", "labels": "label"}
 _READERS = {"text": text.load, "pairs": pairs.load, "labels": labelled.load}
-# Names of data that no file has.
+# Names of data without a file.
 _OWN = {f"text:{text.STDLIB}", *(f"pairs:{task}" for task in pairs.TASKS)}
 _OWN |= {f"labels:{task}" for task in labelled.LABELLED}
 
 
 def load(name: str, length: int = 0) -> Any:
-    """Load the data set ``name``, one of the names in the table above: a ``Dataset``, ``Pairs`` or
-    ``Labelled`` texts.
+    """Load a data set.
 
-    ``length`` is the tokens per example: any window for text (0 means 256), the most that a source or a target may have
-    (0 means 256), the bytes that are read of a labelled text (0 means 1024); images have their own, which 0 stands for.
-    Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder
-    (see ``folders.cache_folder``). Nothing depends on a random number generator.
+    Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder (see
+    ``cache_folder``). The result does not depend on a random number generator.
 
-    Raises ValueError for an unknown name, a missing, truncated or foreign file, a download that fails, a length that
-    images do not have, a text whose held-out parts are shorter than one window, and lines that are no pairs;
-    ImportError where an optional package is missing.
+    Args:
+        name: a name in the table above.
+        length: tokens per example. Text: window size (0: 256). Pairs: largest number of tokens in a source or a target
+            (0: 256). Labelled texts: bytes read of each (0: 1024). Images: 0.
+
+    Returns:
+        A ``Dataset`` (images, text), ``Pairs``, or ``Labelled`` texts.
+
+    Raises:
+        ValueError: for an unknown name, a missing, truncated or invalid file, a failed download, a length that images do
+            not have, a text whose held-out parts are shorter than one window, and invalid lines.
+        ImportError: if an optional package is missing.
     """
     kind, colon, source = name.partition(":")
     if not colon and name not in _IMAGES and Path(name).exists():
-        raise ValueError(f"{name!r} is a path and no name of a data set; a text of your own is text:{name}")
+        raise ValueError(f"{name!r} is a path, not the name of a data set; for a text pass text:{name}")
     kind = known(kind, {**_IMAGES, **_READERS}, "data set")
     if colon and not source:
-        raise ValueError(f"nothing follows the colon of {name!r}; write e.g. {kind}:FOLDER")
+        raise ValueError(f"nothing follows the colon of {name!r}; pass e.g. {kind}:FOLDER")
     if length < 0:
         raise ValueError(f"length={length}: must be >= 0; 0 means the data set's own")
     if kind in _READERS:
@@ -65,7 +71,7 @@ def load(name: str, length: int = 0) -> Any:
 
 
 def absolute(name: str) -> str:
-    """The name of the same data from any folder: ``text:a.txt`` becomes ``text:/home/me/a.txt``.
+    """Make the path in a name absolute: ``text:a.txt`` becomes ``text:/home/me/a.txt``.
 
     >>> absolute("text:stdlib"), absolute("text:/books/a.txt")
     ('text:stdlib', 'text:/books/a.txt')
@@ -75,5 +81,5 @@ def absolute(name: str) -> str:
 
 
 def unit(name: str) -> str:
-    """What a token of the data of this name is, in "bits per ...": dim, byte, token or label."""
+    """The unit in "bits per ..." of a data set: dim, byte, token or label."""
     return _UNITS.get(name.partition(":")[0], "dim")

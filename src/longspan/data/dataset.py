@@ -1,4 +1,4 @@
-"""A data set: examples of equal length as rows of small integers, in fixed splits."""
+"""Data sets of images or text: examples of equal length as integers, in fixed splits."""
 
 import hashlib
 import math
@@ -16,7 +16,7 @@ from .._utils.spec import known
 class Dataset:
     """Examples of ``length`` tokens 0 ... vocab-1, in the splits train, validation and test.
 
-    Images are stored one per row; text is stored as one stream per split and cut into windows when asked for.
+    Images are stored one per row; text is stored as one stream per split and cut into windows on access.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Dataset:
     grid: tuple[int, ...]
     """an image's (height, width) or (height, width, channels), tokens along the last axis first; () for text"""
     unit: str
-    """what one token is, in "bits per ...": dim or byte"""
+    """the unit in "bits per ...": dim or byte"""
     checksum: str
     """sha256 (hex) of every split's images and labels in turn, or of the whole text; equal ones mean equal data"""
     splits: Mapping[str, Tensor] = field(repr=False)
@@ -39,41 +39,41 @@ class Dataset:
     """per split of a text: where its documents begin, (count,) int64 from 0 on; empty for images"""
 
     def count(self, split: str) -> int:
-        """Examples in ``split``. Text: every window of ``length`` bytes in train, only disjoint ones elsewhere.
+        """Number of examples in ``split``. Text: all windows of ``length`` bytes in train, disjoint ones elsewhere.
 
         Raises ValueError for a split that does not exist.
         """
         return len(self._rows(split))
 
     def take(self, split: str, indices: Tensor) -> Tensor:
-        """The examples numbered ``indices (B,) int64`` of ``split``: ``-> (B, length) int64``.
+        """The examples of ``split`` with the ``indices`` (B,) int64, as (B, length) int64.
 
-        Raises ValueError for a split that does not exist and for indices that are not int64 (B,) in 0 ... count-1.
+        Raises ValueError for an unknown split and for indices that are not int64 (B,) in 0 ... count-1.
         """
         rows = self._rows(split)
         check_indices(indices, len(rows), split)
         return rows[indices].long()
 
     def picture(self, rows: Tensor) -> Tensor:
-        """Tokens as images: ``rows (B, length)`` integers ``-> (B, height, width)`` or ``(B, height, width, 3)`` uint8.
+        """Tokens (B, length) as images (B, height, width) or (B, height, width, 3) uint8.
 
         Level 0 becomes 0 and level vocab-1 becomes 255.
 
         Raises ValueError for text, for rows of another shape and for tokens outside 0 ... vocab-1.
         """
         if not self.grid:
-            raise ValueError(f"{self.name} is text; only images have pictures")
+            raise ValueError(f"{self.name} is text; picture() requires images")
         if rows.ndim != 2 or rows.shape[1] != self.length or rows.is_floating_point():
             raise ValueError(
-                f"rows of {self.name} are integers of shape (B, {self.length}); got {rows.dtype} of {tuple(rows.shape)}"
+                f"rows of {self.name} must be integers of shape (B, {self.length}); got {rows.dtype} of {tuple(rows.shape)}"
             )
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.vocab:
-            raise ValueError(f"tokens {int(rows.min())} ... {int(rows.max())} leave 0 ... {self.vocab - 1}")
+            raise ValueError(f"tokens {int(rows.min())} ... {int(rows.max())} are outside 0 ... {self.vocab - 1}")
         return (rows * (255 / (self.vocab - 1))).round().to(torch.uint8).reshape(-1, *self.grid)
 
     def _rows(self, split: str) -> Tensor:
         stored = self.splits[known(split, self.splits, "split")]
-        # A view: overlapping windows cost no memory until some are taken.
+        # A view; overlapping windows use no memory until they are indexed.
         return stored if self.grid else stored.unfold(0, self.length, 1 if split == "train" else self.length)
 
 
@@ -93,12 +93,12 @@ def images(name: str, grid: tuple[int, ...], vocab: int, parts: Mapping[str, tup
 
 
 def check_indices(indices: Tensor, count: int, split: str) -> None:
-    """Raise ValueError unless these are numbers of examples of a split, int64 (B,) in 0 ... count-1."""
+    """Raise ValueError unless ``indices`` are int64 (B,) in 0 ... count-1."""
     if indices.dtype != torch.int64 or indices.ndim != 1:
-        raise ValueError(f"indices are int64 of shape (B,); got {indices.dtype} of shape {tuple(indices.shape)}")
+        raise ValueError(f"indices must be int64 of shape (B,); got {indices.dtype} of shape {tuple(indices.shape)}")
     if indices.numel() and not 0 <= int(indices.min()) <= int(indices.max()) < count:
         low, high = int(indices.min()), int(indices.max())
-        raise ValueError(f"indices {low} ... {high} leave 0 ... {count - 1}, the examples of {split}")
+        raise ValueError(f"indices {low} ... {high} are outside 0 ... {count - 1}, the examples of {split}")
 
 
 def sha256(arrays: Iterable[np.ndarray]) -> str:

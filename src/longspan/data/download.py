@@ -1,4 +1,4 @@
-"""Files: downloads checked by sha256, and readers that say what is wrong with a file."""
+"""Downloads checked by sha256, and readers with precise errors."""
 
 import contextlib
 import gzip
@@ -13,23 +13,32 @@ from typing import Any, BinaryIO
 
 from .._utils import atomic_io, memory
 
-# Bytes that a compressed file may unpack to: a small one can be made to fill any memory.
+# Largest unpacked size of a compressed file, which protects against decompression bombs.
 MOST = 2**32
 PIECE = 2**20
 PACKED = (".gz", ".xz")
-# How a truncated or corrupt tar.gz shows itself.
+# Errors of a truncated or corrupt tar.gz.
 ARCHIVE_ERRORS = (tarfile.TarError, OSError, EOFError, zlib.error)
 
 
 def fetch(urls: Sequence[str], sha256: str, folder: Path, seconds: float = 30.0) -> Path:
-    """The file behind the first of ``urls`` that delivers the content with this ``sha256`` (hex), kept in ``folder``.
+    """Download a file once and keep it in ``folder``.
 
-    The urls are mirrors of one file and end with its name. A file that is there already with the right content is not
-    downloaded again; one that arrives with another content is never kept. ``seconds`` is how long a silent server is
-    waited for.
+    A file that is already there with the right content is not downloaded again. A file with other content is not kept.
 
-    Raises ValueError when no mirror delivers, naming the checksum and each mirror's failure, and when the folder
-    cannot be written; ImportError without pooch.
+    Args:
+        urls: mirrors of one file, which end with its name; tried in order.
+        sha256: checksum of the file (hex).
+        folder: the target folder.
+        seconds: timeout of a server that does not respond.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ValueError: if no mirror delivers the file, with the checksum and the error of each, and if the folder cannot be
+            written.
+        ImportError: without pooch.
     """
     pooch = _pooch()
     name = urls[0].rpartition("/")[2]
@@ -37,7 +46,9 @@ def fetch(urls: Sequence[str], sha256: str, folder: Path, seconds: float = 30.0)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot write the cache folder {folder}: {reason}; set LONGSPAN_CACHE to another") from error
+        raise ValueError(
+            f"cannot write the cache folder {folder}: {reason}; set LONGSPAN_CACHE to another folder"
+        ) from error
     bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
     get: Any = pooch.HTTPDownloader(progressbar=bar, timeout=seconds)
     failures = []
@@ -50,12 +61,15 @@ def fetch(urls: Sequence[str], sha256: str, folder: Path, seconds: float = 30.0)
 
 
 def read(path: Path, published: str = "") -> bytes:
-    """The content of a file, uncompressed where its name ends with .gz or .xz.
+    """The content of a file, unpacked if its name ends with .gz or .xz.
 
-    ``published`` is the sha256 (hex) that the file is known to have; messages name it.
+    Args:
+        path: the file.
+        published: expected sha256 (hex) for error messages.
 
-    Raises ValueError for a file that is not there, is not a regular file or cannot be read, for truncated or corrupt
-    compression, for one that unpacks to more than ``MOST`` bytes, and for more than half of the memory that is free.
+    Raises:
+        ValueError: for a file that is missing, not regular, unreadable, truncated or corrupt, that unpacks to more than
+            ``MOST`` bytes, or to more than half of the free memory.
     """
     if path.suffix not in PACKED:
         return atomic_io.read(path)
@@ -65,9 +79,9 @@ def read(path: Path, published: str = "") -> bytes:
 
 
 def append(path: Path, buffer: bytearray, published: str = "", times: int = 2) -> None:
-    """``read`` into the end of a buffer, piece by piece, so that the content is in memory once.
+    """``read`` a file into the end of a buffer, so that the content is in memory only once.
 
-    ``times``: how many times the size of the content must be free in memory.
+    ``times``: memory that must be free, as a multiple of the content's size.
     """
     most = memory.available() // times
     why = f"{times} times as much must be free in memory"
@@ -75,7 +89,7 @@ def append(path: Path, buffer: bytearray, published: str = "", times: int = 2) -
         if path.suffix not in PACKED:
             atomic_io.refuse_larger(file, path, most, why)
         elif most > MOST:
-            most, why = MOST, "if it is what it should be, unpack it by hand"
+            most, why = MOST, "if the file is right, unpack it by hand"
         begin = len(buffer)
         while piece := file.read(PIECE):
             buffer += piece
@@ -85,7 +99,7 @@ def append(path: Path, buffer: bytearray, published: str = "", times: int = 2) -
 
 @contextlib.contextmanager
 def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
-    """A file to read from, which unpacks as it is read; otherwise as ``read``."""
+    """Open a file for reading, with unpacking; arguments and errors as in ``read``."""
     with atomic_io.reading(path):
         raw = atomic_io.open_regular(path)
     with raw:
@@ -93,7 +107,7 @@ def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
             case ".gz":
                 file, errors = gzip.GzipFile(fileobj=raw), (OSError, EOFError, zlib.error)
             case ".xz":
-                # Some builds of Python have no lzma; they still read everything else.
+                # Some builds of Python have no lzma.
                 import lzma
 
                 file, errors = lzma.LZMAFile(raw), (OSError, EOFError, lzma.LZMAError)
@@ -108,7 +122,7 @@ def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
 
 
 def take(file: BinaryIO, most: int) -> bytes:
-    """What comes next of a file, so many bytes at most; memory is only taken for what is there."""
+    """Read at most ``most`` bytes; memory is allocated only for bytes that are there."""
     buffer = bytearray()
     while len(buffer) < most and (piece := file.read(min(most - len(buffer), PIECE))):
         buffer += piece
@@ -116,10 +130,10 @@ def take(file: BinaryIO, most: int) -> bytes:
 
 
 def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """The regular files inside a tar.gz whose names are wanted: (name, content), read as a stream, never unpacked.
+    """Yield (name, content) of the regular files in a tar.gz whose names are ``wanted``, without unpacking to disk.
 
-    Raises ValueError where the archive cannot be opened, or what is wanted is larger than ``read`` allows; what
-    ``ARCHIVE_ERRORS`` lists for one that is truncated or corrupt.
+    Raises ValueError if the archive cannot be opened or the files are larger than ``read`` allows, and one of
+    ``ARCHIVE_ERRORS`` if it is truncated or corrupt.
     """
     left = min(MOST, memory.available() // 2)
     with atomic_io.reading(path):
@@ -130,14 +144,14 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
                 continue
             left -= member.size
             if left < 0:
-                raise ValueError(f"{path} has more in it than fits: {member.name} alone is {member.size:,} bytes")
+                raise ValueError(f"{path} contains more than fits into memory; {member.name} has {member.size:,} bytes")
             file = archive.extractfile(member)
             assert file is not None
             yield member.name, file.read()
 
 
 def describe(path: Path, published: str = "") -> str:
-    """The end of a message about a bad file: its sha256 and, where one is known, the one it should have."""
+    """The end of a message about an invalid file: its sha256 and, if known, the expected one."""
     with atomic_io.reading(path), atomic_io.open_regular(path) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     return f"; its sha256 is {found}" + (f", the published file's is {published}" if published else "")
@@ -147,5 +161,5 @@ def _pooch() -> Any:
     try:
         import pooch
     except ImportError as error:
-        raise ImportError('downloads need pooch: pip install "longspan[data]"') from error
+        raise ImportError('downloads require pooch: pip install "longspan[data]"') from error
     return pooch

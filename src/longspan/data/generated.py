@@ -1,4 +1,4 @@
-"""Generated pairs, dates to their ISO form and words reversed; and labelled texts, by their more frequent letter."""
+"""Generated data: pairs (dates to ISO 8601, reversed words) and labelled texts (the more frequent letter)."""
 
 import datetime
 import random
@@ -43,7 +43,7 @@ UNITS = (
     "nineteenth",
 )
 FIRST, LAST = datetime.date(1950, 1, 1), datetime.date(2049, 12, 31)
-# What each part of a date may look like; a form picks one of each that it names.
+# Written forms of a date; each part in braces has several spellings.
 FORMS = (
     "{day} {month} {year}",
     "{month} {nth}, {year}",
@@ -65,10 +65,10 @@ FORMS = (
 
 
 def dates(seed: int = 0, count: int = COUNT) -> Iterator[tuple[str, str]]:
-    """So many dates from 1950 to 2049 in one of many forms, and as ISO 8601 has them.
+    """Yield ``count`` dates from 1950 to 2049, each in one of many forms and in ISO 8601.
 
-    Between dots the day comes first, between slashes the month, unless the year does; years of two digits are those of
-    1950 to 2049.
+    With dots the day comes first; with slashes the month, unless the year does. Two-digit years are those from 1950 to
+    2049.
 
     >>> list(dates(0, 3))[0]
     ('11-June-2034', '2034-06-11')
@@ -83,7 +83,7 @@ def dates(seed: int = 0, count: int = COUNT) -> Iterator[tuple[str, str]]:
 
 
 def reverse(seed: int = 0, count: int = COUNT) -> Iterator[tuple[str, str]]:
-    """So many words of 4 to 16 letters, and the same from their last letter to the first.
+    """Yield ``count`` random words of 4 to 16 letters, each with its reverse.
 
     >>> all(target == source[::-1] for source, target in reverse(0, 100))
     True
@@ -95,7 +95,7 @@ def reverse(seed: int = 0, count: int = COUNT) -> Iterator[tuple[str, str]]:
 
 
 def majority(seed: int = 0, count: int = 4000) -> Iterator[tuple[str, str]]:
-    """So many texts of 5 to 25 letters a and b, and which of the two occurs more often.
+    """Yield ``count`` texts of 5 to 25 letters a and b, each with the more frequent letter.
 
     >>> list(majority(0, 2))
     [('baababaabbbabbabbbbabbb', 'b'), ('aabbbababbababb', 'b')]
@@ -111,7 +111,7 @@ TASKS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {"dates": dates, 
 
 
 class _Parts(dict):
-    """The parts of a date by name, each drawn when a form asks for it."""
+    """The parts of a date by name, each drawn on access."""
 
     def __init__(self, date: datetime.date, draw: Callable[[Any], Any]):
         self.date, self.draw = date, draw
@@ -156,6 +156,6 @@ def _ordinal(day: int) -> str:
 
 
 def _draws(seed: int) -> Callable[[Any], Any]:
-    """One of a sequence, drawn by ``random`` alone, whose numbers are the same in every version of Python."""
+    """A function that draws from a sequence by ``Random.random`` only, which is stable across Python versions."""
     dice = random.Random(seed)
     return lambda sequence: sequence[int(dice.random() * len(sequence))]

@@ -43,19 +43,19 @@ _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
 def digits(source: str = "") -> Dataset:
-    """1797 hand-written digits of 8x8 pixels with the levels 0 ... 16, embedded in scikit-learn (UCI, Alpaydin 1998).
+    """1797 hand-written digits of 8x8 pixels with levels 0 ... 16, from scikit-learn (UCI, Alpaydin 1998).
 
-    Numbering each class's images in the file's order, those that end in 8 are for validation, those that end in 9 for
-    the test: 1444, 177 and 176 images, every class alike and every writer in each part.
+    Of each class, the images whose number in file order ends in 8 are for validation, those whose number ends in 9 for
+    the test: 1444, 177 and 176 images.
 
     Raises ValueError for a source, ImportError without scikit-learn.
     """
     if source:
-        raise ValueError(f"digits come with scikit-learn and take no folder; got {source!r}")
+        raise ValueError(f"digits are part of scikit-learn and accept no folder; got {source!r}")
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError('digits need scikit-learn: pip install "longspan[train]"') from error
+        raise ImportError('digits requires scikit-learn: pip install "longspan[train]"') from error
     pixels, classes = load_digits(return_X_y=True)
     pixels, classes = np.asarray(pixels, np.uint8), np.asarray(classes)
     turn = np.empty(len(classes), np.int64)
@@ -69,11 +69,11 @@ def digits(source: str = "") -> Dataset:
 def mnist(source: str = "") -> Dataset:
     """70,000 hand-written digits of 28x28 pixels (LeCun, Cortes and Burges 1998) from a folder of idx files.
 
-    The four files may be raw or .gz, and be called train-images-idx3-ubyte or train-images.idx3-ubyte. Any data in this
-    layout will do; only downloads must be the published ones. The last 5000 training images are for validation.
+    The four files may be raw or .gz, and named train-images-idx3-ubyte or train-images.idx3-ubyte. Any data in this
+    layout is accepted; downloads are checked. The last 5000 training images are for validation.
 
-    Raises ValueError for missing, truncated or foreign files, and when the download fails; ImportError without pooch
-    when there is something to download.
+    Raises ValueError for missing, truncated or invalid files, and if the download fails; ImportError if a download needs
+    pooch.
     """
     if source:
         folder = expanded(source)
@@ -89,7 +89,9 @@ def mnist(source: str = "") -> Dataset:
         if len(rows) != len(labels):
             raise ValueError(f"{folder} has {len(rows)} {part} images but {len(labels)} labels for them")
     if len(images) <= 5000:
-        raise ValueError(f"{folder} has {len(images)} training images; the last 5000 are for validation, so > 5000")
+        raise ValueError(
+            f"{folder} has {len(images)} training images; it needs more than 5000, since the last 5000 are for validation"
+        )
     parts = {
         "train": (images[:-5000], classes[:-5000]),
         "validation": (images[-5000:], classes[-5000:]),
@@ -99,22 +101,23 @@ def mnist(source: str = "") -> Dataset:
 
 
 def cifar10(source: str = "") -> Dataset:
-    """60,000 colour images of 32x32 pixels (Krizhevsky 2009) from a folder of binary records.
+    """60,000 color images of 32x32 pixels (Krizhevsky 2009) from a folder of binary records.
 
-    The folder holds data_batch_*.bin or train*.bin, and test_batch.bin or test*.bin, each raw or .gz, read in the order
-    of their names: records of one label byte and 1024 bytes each of red, green and blue. Tokens come in generation
-    order: pixels row by row, the red, green and blue of each in turn. The last tenth of the training images is for
-    validation.
+    The folder has data_batch_*.bin or train*.bin, and test_batch.bin or test*.bin, each raw or .gz, read in the order of
+    their names. A record has a label byte and 1024 bytes each of red, green and blue. Tokens are in generation order:
+    pixels row by row, with red, green and blue of each. The last tenth of the training images is for validation.
 
-    Raises ValueError for missing, truncated or foreign files, and when the download fails; ImportError without pooch
-    when there is something to download.
+    Raises ValueError for missing, truncated or invalid files, and if the download fails; ImportError if a download needs
+    pooch.
     """
     if source:
         (images, classes), test = _cifar_folder(expanded(source))
     else:
         (images, classes), test = _cifar_tar(fetch(_CIFAR_MIRRORS, _CIFAR_SHA256, cache_folder() / "cifar10"))
     if len(images) < 10:
-        raise ValueError(f"{source} has {len(images)} training images; a tenth is for validation, so at least 10")
+        raise ValueError(
+            f"{source} has {len(images)} training images; it needs at least 10, since a tenth is for validation"
+        )
     cut = len(images) - len(images) // 10
     parts = {"train": (images[:cut], classes[:cut]), "validation": (images[cut:], classes[cut:]), "test": test}
     return dataset(f"cifar10:{source}" if source else "cifar10", (32, 32, 3), 256, parts)
@@ -131,25 +134,27 @@ def _idx(folder: Path, name: str) -> np.ndarray:
     size = 8 + 4 * len(shape)
     with opened(path, published) as file:
         head = file.read(size)
-        # The count may be anything; it is read from where it stands and then tells how long the file must be.
+        # The header has the number of images, which determines the size of the file.
         count = int.from_bytes(head[4:8])
         if head != struct.pack(f">{size // 4}I", magic, count, *shape):
             end = describe(path, published)
             raise ValueError(f"{path} does not begin as an idx file of {kind} bytes (magic {magic}){end}")
         expected = count * math.prod(shape)
         if path.suffix == ".gz" and expected > MOST:
-            raise ValueError(f"{path} tells of {expected} bytes; if it is what it should be, unpack it by hand")
+            raise ValueError(
+                f"the header of {path} announces {expected} bytes; if the file is right, unpack it by hand"
+            )
         data, more = take(file, expected), file.read(1)
     if more or len(data) != expected:
         found, end = "more" if more else size + len(data), describe(path, published)
-        raise ValueError(f"{path} has {found} bytes (uncompressed) where its header tells of {size + expected}{end}")
+        raise ValueError(f"{path} has {found} bytes (uncompressed), but its header announces {size + expected}{end}")
     return np.frombuffer(data, np.uint8).reshape(-1, *shape)
 
 
 def _cifar_folder(folder: Path) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     found = []
     for patterns in (("data_batch_*.bin", "train*.bin"), ("test*.bin",)):
-        # Keyed by the name without .gz, so that a file lying there both raw and compressed counts once.
+        # Keyed by the name without .gz, so that a file that is both raw and compressed counts once.
         files = {p.name.removesuffix(".gz"): p for e in (".gz", "") for k in patterns for p in folder.glob(k + e)}
         if not files:
             looked = ", ".join(f"{pattern}[.gz]" for pattern in patterns)
@@ -182,7 +187,7 @@ def _records(data: bytes, path: Path, member: str = "") -> tuple[np.ndarray, np.
     if not data or len(data) % _CIFAR_RECORD:
         whole = max(1, -(-len(data) // _CIFAR_RECORD)) * _CIFAR_RECORD
         raise ValueError(
-            f"{name} has {len(data)} bytes (uncompressed), no multiple of a CIFAR-10 record's {_CIFAR_RECORD}; "
+            f"{name} has {len(data)} bytes (uncompressed), not a multiple of a CIFAR-10 record's {_CIFAR_RECORD}; "
             f"the next would be {whole}{describe(path)}"
         )
     records = np.frombuffer(data, np.uint8).reshape(-1, _CIFAR_RECORD)

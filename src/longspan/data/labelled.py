@@ -1,4 +1,4 @@
-"""Labelled texts: the rows of a file or a generated task, each a text and the name of its class, in fixed splits."""
+"""Labelled texts from a file or a generated task, in fixed splits."""
 
 import csv
 import hashlib
@@ -22,7 +22,7 @@ from .dataset import check_indices, sha256
 from .generated import LABELLED
 from .pairs import Column, column
 
-MOST = 1024  # bytes of a text that are read, unless a length is given
+MOST = 1024  # default number of bytes read of a text
 PARTS = 20  # of which one is for validation and one for the test
 SPLITS = ("train", "validation", "test")
 DIALECTS = {".tsv": "excel-tab", ".csv": "excel"}
@@ -40,14 +40,14 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
-    """Texts as UTF-8 bytes, each with one of several labels, in the splits train, validation and test."""
+    """Texts as UTF-8 bytes with labels, in the splits train, validation and test."""
 
     name: str
     """the name given to ``load``"""
     labels: tuple[str, ...]
     """the names of the classes, sorted; class i is the i-th of them"""
     length: int
-    """bytes of the longest text, at most as many as were asked for"""
+    """bytes of the longest text, at most the ``length`` given to ``load``"""
     checksum: str
     """sha256 (hex) of the unpacked files in turn, or of the generated rows; equal ones mean equal data"""
     splits: Mapping[str, tuple[Column, Tensor]] = field(repr=False)
@@ -62,7 +62,7 @@ class Labelled:
         return len(self._part(split)[1])
 
     def mean(self, split: str) -> float:
-        """Bytes of a text of ``split``, on average."""
+        """Mean number of bytes of the texts in ``split``."""
         return int(self._part(split)[0].ends[-1]) / max(1, self.count(split))
 
     def take(self, split: str, indices: Tensor) -> Batch:
@@ -75,13 +75,15 @@ class Labelled:
         return Batch(*texts.padded(indices), labels[indices])
 
     def renumbered(self, labels: Iterable[str]) -> "Labelled":
-        """The same texts with the classes numbered as in ``labels``, those of a model.
+        """The same texts with classes numbered as in ``labels``, those of a model.
 
-        Raises ValueError for a label of the data that is not among them.
+        Raises ValueError for a label of the data that is not in ``labels``.
         """
         names = tuple(labels)
         if wrong := [name for name in self.labels if name not in names]:
-            raise ValueError(f"{self.name} has the label {wrong[0]!r}, and the model knows {', '.join(names)}")
+            raise ValueError(
+                f"{self.name} has the label {wrong[0]!r}, but the labels of the model are {', '.join(names)}"
+            )
         places = torch.tensor([names.index(name) for name in self.labels])
         splits = {split: (texts, places[classes]) for split, (texts, classes) in self.splits.items()}
         return replace(self, labels=names, splits=splits)
@@ -91,23 +93,27 @@ class Labelled:
 
 
 def load(source: str, length: int) -> Labelled:
-    """The labelled texts of ``source``: "majority", which is generated, a file, or a folder of files for the splits.
+    """Load labelled texts.
 
-    A file named .jsonl has an object with ``text`` and ``label`` in each line; .tsv and .csv files have a first line
-    that names the columns ``text`` and ``label``, and are quoted as the csv module reads them. Other entries and
-    columns are ignored. Each may be packed: .gz, .xz. A label is a word, or a whole number. Of a text the first
-    ``length`` bytes are read (0 means 1024).
+    A .jsonl file has one object per line with ``text`` and ``label``. A .tsv or .csv file has a header with the columns
+    ``text`` and ``label``, and quotes as in Python's csv module. Other entries and columns are ignored. Each file may be
+    packed as .gz or .xz. A label is a word or an integer.
 
-    A folder has a file named train, one named test and, as it likes, one named validation, such as train.jsonl.xz.
-    What has no file of its own is one text in 20 of the training file, chosen by the text's sha256, so that equal
-    texts are never in two splits and rows that are added move no other.
+    A folder has a file for train, one for test and optionally one for validation, such as train.jsonl.xz. A split
+    without a file gets one in 20 texts of the training file, chosen by the sha256 of the text. So equal texts are in
+    the same split, and added rows do not move others.
 
-    Raises ValueError without a source, for a missing or unreadable file, for a row without a text or a label, which it
-    names by its line, for fewer than two labels, and where a split would be empty.
+    Args:
+        source: "majority" (generated), a file, or a folder with a file per split.
+        length: bytes read of each text; 0: 1024.
+
+    Raises:
+        ValueError: without a source, for a missing or unreadable file, for a row without a text or a label (with its
+            line number), for fewer than two labels, and for an empty split.
     """
     if not source:
         raise ValueError(
-            f"labels need a source: labels:FILE, labels:FOLDER or, generated, labels:{', '.join(LABELLED)}"
+            f"labels requires a source: pass labels:FILE, labels:FOLDER or the generated labels:{', '.join(LABELLED)}"
         )
     contents: list[bytes | bytearray] = []
     if source in LABELLED:
@@ -124,12 +130,12 @@ def load(source: str, length: int) -> Labelled:
         rows["train" if split in given else split].append(row)
     if empty := [split for split, found in rows.items() if not found]:
         raise ValueError(
-            f"labels:{source} has {sum(map(len, rows.values()))} texts, and none of them falls to {empty[0]}; about "
-            f"one in {PARTS} goes to validation and one to the test, so there must be more of them"
+            f"labels:{source} has {sum(map(len, rows.values()))} texts, none of which is in {empty[0]}; about one in "
+            f"{PARTS} goes to validation and one to the test, so add more texts"
         )
     labels = sorted({label for found in rows.values() for _, label in found}, key=_place)
     if len(labels) < 2:
-        raise ValueError(f"labels:{source} has one label, {labels[0]!r}; a classifier needs at least two")
+        raise ValueError(f"labels:{source} has one label, {labels[0]!r}; a classifier requires at least two")
     number = {label: i for i, label in enumerate(labels)}
     splits = {
         split: (
@@ -144,10 +150,10 @@ def load(source: str, length: int) -> Labelled:
 
 
 def _files(source: Path) -> dict[str, Path]:
-    """The file of each split that has one; a file that is no folder is that of train."""
+    """The file of each split that has one; a single file is for train."""
     if not source.exists():
         raise ValueError(
-            f"no labelled texts at {source.absolute()}: there is no such file or folder; generated: "
+            f"no labelled texts at {source.absolute()}: there is no such file or folder; generated data: "
             f"{', '.join(LABELLED)}"
         )
     if not source.is_dir():
@@ -165,7 +171,7 @@ def _files(source: Path) -> dict[str, Path]:
 
 
 def _kind(path: Path) -> str:
-    """The ending that says how a file is written: .jsonl, .tsv or .csv; "" for any other."""
+    """The format of a file by its suffix: .jsonl, .tsv or .csv; "" for any other."""
     name = path.with_suffix("") if path.suffix in PACKED else path
     return name.suffix if name.suffix in (".jsonl", *DIALECTS) else ""
 
@@ -174,32 +180,32 @@ def _rows(content: bytes | bytearray, path: Path) -> Iterator[Row]:
     """The rows of a file. Raises ValueError."""
     kind = _kind(path)
     if not kind:
-        raise ValueError(f"{path}: labelled texts are .jsonl, .tsv or .csv files, packed by .gz or .xz or not at all")
+        raise ValueError(f"{path}: expected a .jsonl, .tsv or .csv file, optionally with .gz or .xz")
     try:
         words = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
-        raise ValueError(f"line {number} of {path} is no UTF-8: byte {content[error.start]:#04x}") from error
+        raise ValueError(f"line {number} of {path} is not UTF-8: byte {content[error.start]:#04x}") from error
     for number, found in _objects(words, path) if kind == ".jsonl" else _table(words, path, DIALECTS[kind]):
         where = f"line {number} of {path}"
         body, label = found.get("text"), found.get("label")
         if not isinstance(body, str) or not body:
-            raise ValueError(f"{where}: its text must be a string that is not empty, not {format_value(body)}")
+            raise ValueError(f"{where}: its text must be a non-empty string, got {format_value(body)}")
         if type(label) not in (str, int) or len(str(label).split()) != 1 or str(label) != str(label).strip():
             raise ValueError(
-                f"{where}: its label must be a word or a whole number, without blanks, not {format_value(label)}"
+                f"{where}: its label must be a word or an integer, without blanks, got {format_value(label)}"
             )
         yield body, str(label)
 
 
 def _objects(words: str, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     lines = words.split("\n")
-    # Behind the last line's end there is no other line.
+    # Nothing follows the last newline.
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"line {number} of {path} is no JSON: {' '.join(str(error).split())}") from error
+            raise ValueError(f"line {number} of {path} is not JSON: {' '.join(str(error).split())}") from error
         if not isinstance(found, dict):
             raise ValueError(f'line {number} of {path} must be an object, {{"text": ..., "label": ...}}')
         yield number, found
@@ -210,23 +216,23 @@ def _table(words: str, path: Path, dialect: str) -> Iterator[tuple[int, dict[str
     try:
         reader = csv.DictReader(io.StringIO(words, newline=""), dialect=dialect, strict=True)
         if missing := [name for name in ("text", "label") if name not in (reader.fieldnames or ())]:
-            raise ValueError(f"line 1 of {path} must name the columns, and {missing[0]!r} is not among them")
+            raise ValueError(f"line 1 of {path} must name the columns; {missing[0]!r} is missing")
         for row in reader:
             if None in row:
                 raise ValueError(f"line {reader.line_num} of {path} has more columns than line 1")
             yield reader.line_num, row
     except csv.Error as error:
-        raise ValueError(f"{path} is no {dialect} table: {error}") from error
+        raise ValueError(f"{path} is not a valid {dialect} table: {error}") from error
     finally:
         csv.field_size_limit(limit)
 
 
 def _split(words: str) -> str:
-    """The split of a text: a function of itself alone."""
+    """The split of a text, a function of the text only."""
     digest = hashlib.sha256(words.encode()).digest()
     return {0: "validation", 1: "test"}.get(int.from_bytes(digest[:8]) % PARTS, "train")
 
 
 def _place(label: str) -> tuple[int, int, str]:
-    """Numbers by their size, before words by their letters."""
+    """Sort key: numbers by value, then words alphabetically."""
     return (0, int(label), label) if label.isascii() and label.isdigit() else (1, 0, label)

@@ -1,4 +1,4 @@
-"""The order in which a training run reads its examples: a pure function, so that a resumed run needs no saved order."""
+"""The order of training examples, a pure function, so that a resume needs no saved order."""
 
 import hashlib
 from functools import lru_cache
@@ -8,13 +8,25 @@ from torch import Tensor
 
 
 def batch_indices(count: int, seed: int, index: int, batch: int, rank: int = 0, world: int = 1) -> Tensor:
-    """The examples of micro-batch number ``index``: ``-> (batch,) int64`` in 0 ... count-1.
+    """The examples of a micro-batch.
 
-    The run reads one endless row of examples: a permutation of all ``count``, then another, and so on, each a function
-    of ``seed`` and its epoch alone. Micro-batch ``index`` is the next ``batch * world`` of them, of which ``rank`` gets
-    every ``world``-th, so that the ranks' parts together are the batch of one process with ``batch * world``.
+    A run reads a permutation of all examples per epoch, which depends only on ``seed`` and the epoch. Each micro-batch
+    takes the next ``batch * world`` examples; a rank gets every ``world``-th of them. So all ranks together read the
+    batch of a single process with ``batch * world``.
 
-    Raises ValueError for count, batch or world < 1, index < 0, and rank outside 0 ... world-1.
+    Args:
+        count: number of examples in the data set.
+        seed: seed of the permutations.
+        index: number of the micro-batch, from 0.
+        batch: examples per rank.
+        rank: the rank, from 0.
+        world: number of ranks.
+
+    Returns:
+        (batch,) int64 in 0 ... count-1.
+
+    Raises:
+        ValueError: for count, batch or world < 1, index < 0, and rank outside 0 ... world-1.
 
     >>> batch_indices(5, seed=0, index=0, batch=5).sort().values.tolist()
     [0, 1, 2, 3, 4]
@@ -23,7 +35,7 @@ def batch_indices(count: int, seed: int, index: int, batch: int, rank: int = 0, 
         if value < 1:
             raise ValueError(f"{name}={value}: must be >= 1")
     if index < 0:
-        raise ValueError(f"index={index}: micro-batches count from 0")
+        raise ValueError(f"index={index}: must be >= 0")
     if not 0 <= rank < world:
         raise ValueError(f"rank={rank}: must lie in 0 ... {world - 1} (world={world})")
     places = index * batch * world + rank + world * torch.arange(batch)
@@ -35,7 +47,7 @@ def batch_indices(count: int, seed: int, index: int, batch: int, rank: int = 0, 
     return indices
 
 
-# Two, because a batch may lie across the end of an epoch.
+# Two, since a batch can span two epochs.
 @lru_cache(maxsize=2)
 def _permutation(count: int, seed: int, epoch: int) -> Tensor:
     # Hashed, because seed + epoch would give seed 1 the same first epoch as seed 0's second.

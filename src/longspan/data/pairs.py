@@ -1,4 +1,4 @@
-"""Pairs of a source and a target: the lines of a file or a generated task, in fixed splits, padded with masks."""
+"""Pairs of a source and a target from a file or a generated task, in fixed splits, padded with masks."""
 
 import hashlib
 import itertools
@@ -20,15 +20,15 @@ from . import text
 from .dataset import check_indices, sha256
 from .generated import TASKS
 
-MOST = 256  # tokens of a source or a target, unless a length is given
+MOST = 256  # default limit of tokens in a source or a target
 PARTS = 20  # of which one is for validation and one for the test
-LARGEST = 2**20  # levels of tokens: a row of the embedding each
-IN_MEMORY = 32  # bytes for each byte of a file, while pairs are lists of numbers
+LARGEST = 2**20  # largest number of levels; each has a row of the embedding
+IN_MEMORY = 32  # bytes of memory per byte of a file, while pairs are lists
 Pair = tuple[list[int], list[int]]
 
 
 class Batch(NamedTuple):
-    """Some pairs, padded on the right to the longest of them; the masks are True on real tokens."""
+    """A batch of pairs, padded on the right; masks are True on real tokens."""
 
     source: Tensor  # (B,M) int64
     source_mask: Tensor  # (B,M) bool
@@ -37,13 +37,13 @@ class Batch(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Rows of different lengths, one after the other."""
+    """Rows of different lengths, concatenated."""
 
     tokens: Tensor  # (all of them,) int32
     ends: Tensor  # (rows+1,) int64, where each row begins and the one before it ends
 
     def padded(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """indices (B,) -> rows (B,N) int64, 0 where they are padded, and the mask (B,N) of what is real."""
+        """Rows of ``indices`` (B,) as (B, N) int64, padded with 0, and the mask (B, N) of real tokens."""
         begin, end = self.ends[indices], self.ends[indices + 1]
         places = torch.arange(int((end - begin).amax(0)) if len(indices) else 0)
         mask = places < (end - begin)[:, None]
@@ -54,15 +54,15 @@ class Column(NamedTuple):
 class Pairs:
     """Sources and targets of tokens 0 ... vocab-1, in the splits train, validation and test.
 
-    The last level, ``vocab - 1``, is the stop token, with which every target ends and which no source has.
+    The last level, ``vocab - 1``, is the stop token. It ends every target and is in no source.
     """
 
     name: str
     """the name given to ``load``"""
     vocab: int
-    """levels of a target's tokens, the stop token with them"""
+    """levels of a target's tokens, including the stop token"""
     length: int
-    """tokens of the longest source or target, the stop token with them"""
+    """tokens of the longest source or target, including the stop token"""
     checksum: str
     """sha256 (hex) of the unpacked file without a byte order mark, or of the generated pairs as one"""
     splits: Mapping[str, tuple[Column, Column]] = field(repr=False)
@@ -81,7 +81,7 @@ class Pairs:
         return len(self._columns(split)[0].ends) - 1
 
     def mean(self, split: str) -> float:
-        """Tokens of a target of ``split``, on average."""
+        """Mean number of tokens of the targets in ``split``."""
         return int(self._columns(split)[1].ends[-1]) / max(1, self.count(split))
 
     def take(self, split: str, indices: Tensor) -> Batch:
@@ -98,26 +98,30 @@ class Pairs:
 
 
 def load(source: str, length: int) -> Pairs:
-    """The pairs of ``source``: "dates" or "reverse", which are generated, or a file with one of them in each line.
+    """Load pairs.
 
-    A line has two columns of UTF-8, a source and a target with a tab between them, whose bytes are the tokens; in a
-    file named .jsonl it is an object of two lists of whole numbers, ``{"source": [3, 1], "target": [1, 3]}``. Either
-    may be packed: .gz, .xz, and may begin with a byte order mark, which is left out. A source or target may have
-    ``length`` tokens (0 means 256), the stop token with them. Of the sources' sha256, one value in 20 means validation
-    and one the test, so that equal sources are never in two splits and lines that are added move no other.
+    A line of a text file has a source and a target in UTF-8, separated by a tab; the bytes are the tokens. A line of a
+    .jsonl file is an object of two lists of integers, ``{"source": [3, 1], "target": [1, 3]}``. Files may be packed as
+    .gz or .xz; a byte order mark is removed. The sha256 of the source determines the split: one value in 20 is
+    validation, one is test. So equal sources are in the same split, and added lines do not move others.
 
-    Raises ValueError without a source, for a missing or unreadable file, and for a line that is no pair, is too long or
-    leaves UTF-8, which it names by its number; and where a split would be empty.
+    Args:
+        source: "dates" or "reverse" (generated), or a file.
+        length: largest number of tokens in a source or a target, including the stop token; 0: 256.
+
+    Raises:
+        ValueError: without a source, for a missing or unreadable file, for an invalid or too long line (with its
+            number), and for an empty split.
     """
     if not source:
-        raise ValueError(f"pairs need a source: pairs:FILE, or one that is generated, pairs:{' or pairs:'.join(TASKS)}")
+        raise ValueError(f"pairs requires a source: pass pairs:FILE, or the generated pairs:{' or pairs:'.join(TASKS)}")
     path, numbers = expanded(source), of_numbers(source)
     if source in TASKS:
         data = "".join(f"{one}\t{other}\n" for one, other in TASKS[source]()).encode()
     else:
         if not path.is_file():
             raise ValueError(
-                f"no pairs at {path.absolute()}: there is no such file; pairs that are generated: {', '.join(TASKS)}"
+                f"no pairs at {path.absolute()}: there is no such file; generated pairs: {', '.join(TASKS)}"
             )
         data = atomic_io.without_mark(text.unpacked(path, times=IN_MEMORY))
     parts: dict[str, list[Pair]] = {"train": [], "validation": [], "test": []}
@@ -128,8 +132,8 @@ def load(source: str, length: int) -> Pairs:
         highest = max(highest, *pair[0], *pair[1])
     if empty := [split for split, pairs in parts.items() if not pairs]:
         raise ValueError(
-            f"pairs:{source} has {sum(map(len, parts.values()))} pairs, and none of them falls to {empty[0]}; about "
-            f"one in {PARTS} sources goes to validation and one to the test, so there must be more of them"
+            f"pairs:{source} has {sum(map(len, parts.values()))} pairs, none of which is in {empty[0]}; about one "
+            f"in {PARTS} sources goes to validation and one to the test, so add more pairs"
         )
     stop = highest + 1 if numbers else 256
     splits = {
@@ -140,60 +144,60 @@ def load(source: str, length: int) -> Pairs:
 
 
 def of_numbers(source: str) -> bool:
-    """Whether the pairs of this name are lists of numbers, and not text."""
+    """Whether the pairs of this name are lists of numbers, not text."""
     return Path(source).name.removesuffix(".gz").removesuffix(".xz").endswith(".jsonl")
 
 
 def encode(words: str, numbers: bool) -> list[int]:
-    """Text as tokens: its bytes, or the whole numbers that stand in it between blanks.
+    """Text as tokens: its bytes, or (``numbers``) the integers in it, separated by blanks.
 
-    Raises ValueError for a word that is no such number.
+    Raises ValueError for a word that is not such an integer.
     """
     if not numbers:
         return list(words.encode("utf-8", "surrogateescape"))
     if wrong := [word for word in words.split() if not (word.isascii() and word.isdigit())]:
-        raise ValueError(f"this model reads whole numbers, e.g. '3 1 4', not {wrong[0]!r}")
+        raise ValueError(f"this model reads integers, e.g. '3 1 4', not {wrong[0]!r}")
     return [int(word) for word in words.split()]
 
 
 def decode(tokens: list[int], numbers: bool) -> str:
-    """Tokens as text; what is no UTF-8 becomes replacement characters."""
+    """Tokens as text; invalid UTF-8 becomes replacement characters."""
     return " ".join(map(str, tokens)) if numbers else bytes(tokens).decode("utf-8", "replace")
 
 
 def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Rows of tokens -> (B,N) int64, 0 where they are padded on the right, and the mask (B,N) of what is real."""
+    """Rows of tokens as (B, N) int64, padded with 0 on the right, and the mask (B, N) of real tokens."""
     return column(rows).padded(torch.arange(len(rows)))
 
 
 def _lines(data: bytes | bytearray, path: str, limit: int, numbers: bool) -> Iterator[Pair]:
     """The pairs of a file. Raises ValueError."""
     lines = data.split(b"\n")
-    # Behind the last line's end there is no other line.
+    # Nothing follows the last newline.
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         where = f"line {number} of {path}"
         line = line.removesuffix(b"\r")
         pair = _numbers(line, where) if numbers else _columns(line, where)
         for name, tokens, more in (("source", pair[0], 0), ("target", pair[1], 1)):
             if len(tokens) + more > limit:
-                said = f"{len(tokens)} {'numbers' if numbers else 'bytes'}{' and the stop token' * more}"
+                size = f"{len(tokens)} {'numbers' if numbers else 'bytes'}{' and the stop token' * more}"
                 raise ValueError(
-                    f"{where}: its {name} has {said}, more than length={limit}; shorten it, or train with a larger "
+                    f"{where}: its {name} has {size}, more than length={limit}; shorten it, or train with a larger "
                     "length"
                 )
         if not pair[0]:
-            raise ValueError(f"{where}: its source is empty; a target has something to be made from")
+            raise ValueError(f"{where}: its source is empty; a source needs at least one token")
         yield pair
 
 
 def _columns(line: bytes | bytearray, where: str) -> Pair:
     columns = line.split(b"\t")
     if len(columns) != 2:
-        raise ValueError(f"{where} has {len(columns)} columns; a pair is a source, one tab and a target")
+        raise ValueError(f"{where} has {len(columns)} columns; expected a source, one tab and a target")
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where} is no UTF-8: byte {line[error.start]:#04x} at place {error.start + 1}") from error
+        raise ValueError(f"{where} is not UTF-8: byte {line[error.start]:#04x} at place {error.start + 1}") from error
     return list(columns[0]), list(columns[1])
 
 
@@ -201,30 +205,30 @@ def _numbers(line: bytes | bytearray, where: str) -> Pair:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is no JSON: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{where} is not JSON: {' '.join(str(error).split())}") from error
     wanted = '{"source": [...], "target": [...]}'
     if not isinstance(found, dict) or set(found) != {"source", "target"}:
-        raise ValueError(f"{where} must be {wanted}, two lists of whole numbers, not {format_value(found)}")
+        raise ValueError(f"{where} must be {wanted}, two lists of integers, got {format_value(found)}")
     for name, tokens in found.items():
         if not isinstance(tokens, list):
-            raise ValueError(f"{where}: its {name} must be a list of whole numbers, not {format_value(tokens)}")
+            raise ValueError(f"{where}: its {name} must be a list of integers, got {format_value(tokens)}")
         wrong = [token for token in tokens if type(token) is not int or not 0 <= token < LARGEST]
         if wrong:
             raise ValueError(
-                f"{where}: its {name} has {format_value(wrong[0])}; tokens are whole numbers from 0 to {LARGEST - 1}"
+                f"{where}: its {name} has {format_value(wrong[0])}; tokens are integers from 0 to {LARGEST - 1}"
             )
     return found["source"], found["target"]
 
 
 def _split(source: list[int]) -> str:
-    """The split of a source: a function of itself alone."""
+    """The split of a source, a function of the source only."""
     digest = hashlib.sha256(",".join(map(str, source)).encode()).digest()
     return {0: "validation", 1: "test"}.get(int.from_bytes(digest[:8]) % PARTS, "train")
 
 
 def column(rows: Iterable[Any]) -> Column:
-    """Rows of whole numbers, lists or arrays, as one column."""
+    """Rows of integers, lists or arrays, as a ``Column``."""
     kept = [np.array(row, np.int32) for row in rows]
     ends = torch.tensor([0, *itertools.accumulate(map(len, kept))])
-    # One more, so that rows which are all empty have something to be taken and masked.
+    # One extra element, so that indexing works if all rows are empty.
     return Column(torch.from_numpy(np.concatenate([*kept, np.zeros(1, np.int32)])), ends)

@@ -1,14 +1,14 @@
-"""Proteins: amino acids as tokens, in splits that no family shares with another.
+"""Proteins: amino acids as tokens, in splits that share no family.
 
 | name | proteins |
 |---|---|
 | ``protein:FILE`` | those of a FASTA file: plain, .gz or .xz |
-| ``protein:FOLDER`` | those of the one FASTA file (.fasta, .faa or .fa, packed or not) that a folder has |
-| ``synthetic`` | families of a few mutated copies, made from the seed |
+| ``protein:FOLDER`` | those of the one FASTA file (.fasta, .faa or .fa, packed or not) in a folder |
+| ``synthetic`` | families of a few mutated copies, generated from the seed |
 
-Families are not given; they are told from the sequences: two proteins of which one shares a hundredth of its words of
-six residues with the other, and at least two, are of one family, and so are all that such pairs connect. Every family
-is in one split whole, of ten parts one for validation and one for the test, as a hash of its smallest sequence says.
+Families are inferred from the sequences. Two proteins are in one family if one shares at least a hundredth of its words
+of six residues with the other, and at least two words; families are the connected components. A hash of the smallest
+sequence of a family determines its split: one of ten values is validation, one is test.
 """
 
 import hashlib
@@ -62,8 +62,8 @@ class Proteins:
         empty = [split for split, chosen in found.items() if not chosen.any()]
         if empty:
             raise ValueError(
-                f"{self.name} has {len(self.sequences)} proteins of {len(smallest)} families, none of which falls to "
-                f"{empty[0]}; more proteins are needed"
+                f"{self.name} has {len(self.sequences)} proteins of {len(smallest)} families, none of which is in "
+                f"{empty[0]}; add more proteins"
             )
         return {split: chosen.nonzero()[:, 0] for split, chosen in found.items()}
 
@@ -117,7 +117,7 @@ def fasta(content: bytes, where: str) -> list[Tensor]:
     """
     content = files.without_mark(content)
     if not content.startswith(b">"):
-        raise ValueError(f"{where} is no FASTA file: it begins with {content[:20]!r}, not with '>'")
+        raise ValueError(f"{where} is not a FASTA file: it begins with {content[:20]!r}, not with '>'")
     table = np.full(256, 255, np.uint8)
     table[np.frombuffer(RESIDUES.encode(), np.uint8)] = np.arange(len(RESIDUES))
     found = []
@@ -129,7 +129,7 @@ def fasta(content: bytes, where: str) -> list[Tensor]:
         if (wrong := tokens == 255).any():
             letter = chr(letters[int(wrong.argmax())])
             called = title.decode("utf-8", errors="replace")[:30]
-            raise ValueError(f"{where}: {called} has {letter!r}, which stands for no amino acid; known: {RESIDUES}")
+            raise ValueError(f"{where}: {called} has {letter!r}, which is not an amino acid; known: {RESIDUES}")
         if len(tokens) >= WORD:
             found.append(torch.from_numpy(tokens))
     if not found:

@@ -1,4 +1,4 @@
-"""Series: numbers hour by hour, standardised by their training part, in three parts one after the other.
+"""Hourly time series, standardized by their training part, in three consecutive parts.
 
 | name | numbers | training / validation / test |
 |---|---|---|
@@ -33,7 +33,7 @@ SYNTHETIC_HOURS = 1200
 
 @dataclass(frozen=True, eq=False)
 class Series:
-    """Several numbers for each hour, of mean 0 and deviation 1 over the training part."""
+    """Several series of hourly values, with mean 0 and standard deviation 1 over the training part."""
 
     name: str
     names: tuple[str, ...]
@@ -48,9 +48,9 @@ class Series:
     """sha256 (hex) of the file without a byte order mark; "" for what a seed makes"""
 
     def windows(self, split: str, reads: int, horizon: int) -> range:
-        """The hours at which a forecast of a split begins: ``reads`` hours before each are read, ``horizon`` foretold.
+        """The hours at which forecasts of a split begin, from ``reads`` hours before to ``horizon`` hours after.
 
-        What is foretold lies in the split; what is read may reach back into the one before, as published.
+        Forecast hours are in the split; input hours may be in the previous one, as published.
 
         Raises ValueError for a split that does not exist, and one too short for a single forecast.
         """
@@ -59,8 +59,8 @@ class Series:
         found = range(begin, self.ends[part] - horizon + 1)
         if not found:
             raise ValueError(
-                f"{split} of {self.name} ends after {self.ends[part]} hours, too few for {horizon} of them behind "
-                f"{reads} that are read; ask for a shorter horizon"
+                f"{split} of {self.name} ends after {self.ends[part]} hours, too few to forecast {horizon} hours "
+                f"from {reads}; pass a shorter horizon"
             )
         return found
 
@@ -126,7 +126,7 @@ def table(name: str, path: Path) -> Series:
     flat = values[: ETT_ENDS[0]].std(0) == 0
     if flat.any():
         constant = heading[1 + int(flat.nonzero()[0])]
-        raise ValueError(f"{path}: {constant} never changes in training, so it has no deviation to be divided by")
+        raise ValueError(f"{path}: {constant} is constant in the training part, so it cannot be standardized")
     return Series(name, tuple(heading[1:]), standardised(values, ETT_ENDS[0]), marks(dates), ETT_ENDS, checksum)
 
 
@@ -146,7 +146,7 @@ def marks(dates: list[datetime]) -> Tensor:
 
 
 def synthetic(seed: int) -> Series:
-    """Seven series, each a day's and a week's wave of its own phase, a random walk and noise; hours from 2016-07-01."""
+    """Seven series, each a daily and a weekly wave with a random phase, a random walk and noise, from 2016-07-01."""
     random = torch.Generator().manual_seed(seed)
     hours = torch.arange(SYNTHETIC_HOURS, dtype=torch.float64)[:, None]
     phase = 2 * math.pi * torch.rand(2, 7, generator=random, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Streams: each row of a batch reads its own stretch of a text from call to call, and a state goes with it."""
+"""Streams: each row of a batch reads a stretch of a text from call to call, for training with carried states."""
 
 from typing import NamedTuple
 
@@ -9,35 +9,35 @@ from .dataset import Dataset
 
 
 class Stretch(NamedTuple):
-    """What the rows of one call read."""
+    """The inputs and targets of one call."""
 
     inputs: Tensor  # (B,N) int64: the token before each target, the start token where a row or a document begins
     targets: Tensor  # (B,N) int64
-    fresh: Tensor  # (B,) bool: rows that begin with a document, so that they need a new state
-    segments: Tensor | None  # (B,N) int64: the documents of each row, from 0 on; None where no row has two
+    fresh: Tensor  # (B,) bool: rows that begin with a document and need a new state
+    segments: Tensor | None  # (B,N) int64: the documents of each row, from 0 on; None if no row has two
 
 
 class Stream:
-    """A split of a text as whole windows, ``count`` of them, one after the other; what is left at its end is not read.
+    """A split of a text as ``count`` whole consecutive windows; the incomplete rest is skipped.
 
-    The start token is ``dataset.vocab``. Raises ValueError for images, for a split that does not exist and one without
-    a whole window.
+    The start token is ``dataset.vocab``. Raises ValueError for images, for an unknown split and for one without a whole
+    window.
     """
 
     def __init__(self, dataset: Dataset, split: str):
         if dataset.grid:
-            raise ValueError(f"{dataset.name} is images, each an example of its own; only a text is read as a stream")
+            raise ValueError(f"{dataset.name} contains images; a stream requires a text")
         if not dataset.count(split):
-            raise ValueError(f"{split} of {dataset.name} has no window of {dataset.length} tokens to be read")
+            raise ValueError(f"split {split!r} of {dataset.name} has no window of {dataset.length} tokens")
         self.text, self.length, self.start = dataset.splits[split], dataset.length, dataset.vocab
         self.documents = dataset.documents[split]
         self.count = len(self.text) // self.length
 
     def take(self, windows: Tensor, *, fresh: bool = False) -> Stretch:
-        """The windows numbered ``windows`` (B,) int64 in 0 ... count-1. ``fresh``: nothing is known of what is before.
+        """The windows with the indices ``windows`` (B,) int64 in 0 ... count-1.
 
-        The first token of a row follows the last one of the window before, unless a document begins there or the row
-        is ``fresh``.
+        The first input of a row is the last token of the previous window, or the start token if a document begins
+        there or if ``fresh``.
         """
         at = windows[:, None] * self.length + torch.arange(self.length)
         document = torch.searchsorted(self.documents, at, right=True) - 1
@@ -50,11 +50,11 @@ class Stream:
 
 
 def row_windows(count: int, index: int, batch: int, rank: int = 0, world: int = 1) -> Tensor:
-    """Which windows of ``count`` the rows of ``rank`` read in micro-batch number ``index``: ``-> (batch,) int64``.
+    """The windows that the rows of ``rank`` read in micro-batch ``index``, (batch,) int64.
 
-    The ``batch * world`` rows begin evenly spaced, and each goes on by one window in every micro-batch: at its end a
-    stretch goes over into the next row's, and the last window into the first. Of the rows ``rank`` has every
-    ``world``-th, so that the ranks' parts together are the batch of one process with ``batch * world``.
+    The ``batch * world`` rows start evenly spaced over ``count`` windows and advance by one window in every micro-batch,
+    from the last window to the first. ``rank`` has every ``world``-th row, so that all ranks together read the batch of
+    a single process with ``batch * world``.
 
     Raises ValueError for more rows than windows.
 
@@ -63,18 +63,18 @@ def row_windows(count: int, index: int, batch: int, rank: int = 0, world: int = 
     """
     rows = batch * world
     if rows > count:
-        raise ValueError(f"{rows} rows (batch x devices) cannot each read a stretch of their own of {count} windows")
+        raise ValueError(f"{rows} rows (batch x devices) are more than the {count} windows of the text")
     return (torch.arange(rank, rows, world) * count // rows + index) % count
 
 
 def stretches(count: int, rows: int, chosen: int) -> list[range]:
-    """``chosen`` of ``count`` windows as ``rows`` stretches, evenly spaced, none longer than another by two windows.
+    """Split ``chosen`` of ``count`` windows into ``rows`` evenly spaced stretches whose lengths differ by at most one.
 
     >>> stretches(10, 2, 5), stretches(3, 2, 3)
     ([range(0, 3), range(5, 7)], [range(0, 1), range(1, 3)])
     """
     begins = [row * count // rows for row in range(rows)]
     room = [end - begin for begin, end in zip(begins, [*begins[1:], count], strict=True)]
-    # Those with the most room first, so that no stretch reaches into the next one.
+    # The ones with the most room get an extra window, so that stretches do not overlap.
     longer = sorted(range(rows), key=lambda row: -room[row])[: chosen % rows]
     return [range(begin, begin + chosen // rows + (row in longer)) for row, begin in enumerate(begins)]

@@ -1,4 +1,4 @@
-"""Text as bytes: a file, a folder of text files, or the sources of the running Python's standard library."""
+"""Text as bytes: a file, a folder of text files, or the sources of Python's standard library."""
 
 import itertools
 import sysconfig
@@ -11,10 +11,10 @@ from .._utils.cache_dirs import expanded
 from .dataset import Dataset, sha256
 from .download import append, read
 
-STDLIB = "stdlib"  # the text that every machine has
+STDLIB = "stdlib"  # available on every machine
 _SUFFIXES = (".txt", ".txt.gz", ".txt.xz")
 _STDLIB_BYTES = 8_000_000
-# How packed files begin; bytes of theirs are no text, and a model would learn noise. An archive of tar says so later.
+# First bytes of packed files, which are not text. A tar archive is recognized at byte 257.
 _PACKED = {b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd"}
 # Foreign packages, tests, tables of code points, and files that differ between builds of one version.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
@@ -22,14 +22,19 @@ _SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 
 
 def load(source: str, length: int) -> Dataset:
-    """The bytes of ``source`` ("stdlib" or a path), in windows of ``length`` (0 means 256).
+    """Load a text as bytes.
 
-    The files of a folder (.txt, .txt.gz, .txt.xz, at any depth) follow one another in the order of their paths. Of the
-    whole, the first 90 % are for training, the next 5 % for validation, the last 5 % for the test. Each file is a
-    document. Bytes are taken as they are: a byte order mark at the beginning of a file is three of them.
+    The files of a folder (.txt, .txt.gz, .txt.xz, at any depth) are concatenated in the order of their paths. The first
+    90 % are for training, the next 5 % for validation, the last 5 % for the test. Each file is a document. Bytes are not
+    decoded; a byte order mark counts as three bytes.
 
-    Raises ValueError without a source, for a missing or unreadable path, a packed file, a folder without text, and a
-    text that is too short for one window in each held-out part.
+    Args:
+        source: "stdlib" or a path.
+        length: window size in bytes; 0: 256.
+
+    Raises:
+        ValueError: without a source, for a missing or unreadable path, a packed file, a folder without text, and a text
+            that is too short for one window in each held-out part.
     """
     length = length or 256
     data, sizes = _gathered(source)
@@ -37,7 +42,7 @@ def load(source: str, length: int) -> Dataset:
     if held < length:
         raise ValueError(
             f"text:{source} has {len(data)} bytes; windows of {length} need at least {20 * length}, so that each "
-            "held-out part (5 %) has one; choose a smaller length"
+            "held-out part (5 %) has one; pass a smaller length or a longer text"
         )
     content = np.frombuffer(data, np.uint8)
     train, validation, test = torch.from_numpy(content).split([len(data) - 2 * held, held, held])
@@ -45,7 +50,7 @@ def load(source: str, length: int) -> Dataset:
     documents, begin = {}, 0
     ends = torch.tensor(sizes).cumsum(0)
     for split, part in splits.items():
-        # What a split cuts begins anew in it.
+        # A document that a split cuts starts again in the next split.
         inside = ends[(begin < ends) & (ends < begin + len(part))] - begin
         documents[split] = torch.cat([inside.new_zeros(1), inside.unique()])
         begin += len(part)
@@ -53,25 +58,25 @@ def load(source: str, length: int) -> Dataset:
 
 
 def documents_of(source: str) -> list[bytes]:
-    """The contents of the files of ``source``, in the order in which a text has them; what is raised as in ``load``."""
+    """The contents of the files of ``source``, in the order of ``load``, with its errors."""
     data, sizes = _gathered(source)
     ends = itertools.accumulate(sizes)
     return [bytes(data[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
 
 
 def _gathered(source: str) -> tuple[bytearray, list[int]]:
-    """The files of ``source``, one after the other in a single buffer, and the size of each."""
+    """The files of ``source`` in a single buffer, and the size of each."""
     if not source:
-        raise ValueError("text needs a source: text:stdlib, or text:PATH with a file or a folder of .txt files")
+        raise ValueError("text requires a source: pass text:stdlib, or text:PATH with a file or a folder of .txt files")
     return _modules() if source == STDLIB else _read(expanded(source))
 
 
 def _modules() -> tuple[bytearray, list[int]]:
     """The first 8,000,000 bytes of the standard library's Python sources: modules first, then packages, by path.
 
-    Left out are tests, the encodings' tables, installed packages and files that a build generates.
+    Tests, tables of encodings, installed packages and generated files are skipped.
 
-    Raises ValueError where Python comes without its sources.
+    Raises ValueError if Python is installed without its sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = sorted((len(p.parts) > 1, p.as_posix()) for p in (p.relative_to(root) for p in root.rglob("*.py")))
@@ -85,12 +90,12 @@ def _modules() -> tuple[bytearray, list[int]]:
         if len(data) == _STDLIB_BYTES:
             break
     if not data:
-        raise ValueError(f"no Python sources in {root}; use text:PATH")
+        raise ValueError(f"no Python sources in {root}; pass text:PATH")
     return data, sizes
 
 
 def _read(path: Path) -> tuple[bytearray, list[int]]:
-    """The content of a file, or of each one in a folder, and their sizes."""
+    """The content of a file, or of all files in a folder, and their sizes."""
     if not path.exists():
         raise ValueError(f"no text at {path.absolute()}: there is no such file or folder")
     if not path.is_dir():
@@ -108,10 +113,10 @@ def _read(path: Path) -> tuple[bytearray, list[int]]:
 
 
 def unpacked(path: Path, into: bytearray | None = None, times: int = 2) -> bytearray:
-    """The bytes of one file, those inside it where its name ends in .gz or .xz, appended to ``into``.
+    """Append the bytes of a file to ``into``; .gz and .xz files are unpacked.
 
-    ``times``: how many times its size must be free in memory. Raises ValueError for packed ones, and as
-    ``download.read`` does.
+    ``times``: memory that must be free, as a multiple of the size. Raises ValueError for other packed files, and as in
+    ``download.read``.
     """
     data = bytearray() if into is None else into
     begin = len(data)
@@ -122,7 +127,7 @@ def unpacked(path: Path, into: bytearray | None = None, times: int = 2) -> bytea
         kind = "tar"
     if kind:
         raise ValueError(
-            f"{path.absolute()} is no text but packed by {kind}; unpack it first (one file by gzip or xz is read as it "
-            f"is, where its name ends in .gz or .xz)"
+            f"{path.absolute()} is packed by {kind}; unpack it first (single files packed by gzip or xz are read if their "
+            f"names end in .gz or .xz)"
         )
     return data

@@ -16,18 +16,21 @@ from .labels import BOUNDARY, LETTERS, encode
 FILES = ("an4_mfcc13_train.npz", "an4_mfcc13_test.npz")
 WORDS = "an4.dic"
 FEATURES = 13
-EVERY = 12  # of so many training speakers, in the order of their names, the last is for validation
+EVERY = 12  # every 12th training speaker, by name, is for validation
 
 
 def load(folder: str, units: str) -> Corpus:
-    """The folder's cepstra; test speakers are the official ones, and none of any part is in another.
+    """Load AN4 with the official test speakers; splits share no speaker.
 
-    ``units``: letters, or phonemes, the first pronunciation that an4.dic has of each word.
+    Args:
+        folder: a folder with the files of cepstra and an4.dic.
+        units: letters, or phonemes (the first pronunciation of each word in an4.dic).
 
-    Raises ValueError for files that are missing or foreign, units of another kind and words that are not in an4.dic.
+    Raises:
+        ValueError: for missing or invalid files, other units, and words that are not in an4.dic.
     """
     if units not in ("letters", "phonemes"):
-        raise ValueError(f"units={units}: AN4 has labels of letters or phonemes")
+        raise ValueError(f"units={units}: AN4 requires letters or phonemes")
     place = expanded(folder)
     labels, spelt = LETTERS, None
     if units == "phonemes":
@@ -38,39 +41,39 @@ def load(folder: str, units: str) -> Corpus:
     learned = [one for one in train if one.speaker not in held]
     parts = {"validation": [one for one in train if one.speaker in held], "test": test}
     if shared := {one.speaker for one in test} & {one.speaker for one in train}:
-        raise ValueError(f"{place}: speakers of the test are in the training, too: {', '.join(sorted(shared))}")
+        raise ValueError(f"{place}: the test and training parts share speakers: {', '.join(sorted(shared))}")
     about = f"AN4, {len({one.speaker for one in learned})} speakers, mel cepstra"
     digest = hashlib.sha256(b"".join(read(place / name) for name in FILES)).hexdigest()
     return Corpus(f"an4:{folder}", about, digest, labels, FEATURES, 0, lambda epoch: learned, parts)
 
 
 def pronunciations(path: Path) -> dict[str, list[str]]:
-    """A dictionary of words and their phonemes, with variants as WORD(2), of which the first pronunciations are kept.
+    """Read a pronunciation dictionary; of variants such as WORD(2) only the first is kept.
 
-    Raises ValueError for a file that is no such dictionary.
+    Raises ValueError for an invalid file.
     """
     found: dict[str, list[str]] = {}
     for line in atomic_io.without_mark(read(path)).decode("utf-8", "replace").splitlines():
         word, *phones = line.split()
         if not phones:
-            raise ValueError(f"{path} is no dictionary: the line {line!r} has no phonemes")
+            raise ValueError(f"{path} is not a pronunciation dictionary: the line {line!r} has no phonemes")
         if not word.endswith(")"):
             found[word] = phones
     return found
 
 
 def _utterances(path: Path, labels: str, spelt: dict[str, list[str]] | None) -> list[Utterance]:
-    """The utterances of one file. Raises ValueError for one that is not as it should be."""
+    """The utterances of one file. Raises ValueError for an invalid file."""
     content = read(path)
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
             feats, offsets = file["feats"], file["offsets"]
             speakers, texts = file["speaker"].tolist(), file["text"].tolist()
     except (OSError, ValueError, KeyError, EOFError) as error:
-        raise ValueError(f"{path} is no file of cepstra ({error}){describe(path)}") from error
+        raise ValueError(f"{path} is not a file of cepstra ({error}){describe(path)}") from error
     right = feats.ndim == 2 and feats.shape[1] == FEATURES and len(offsets) == len(texts) + 1 == len(speakers) + 1
     if not right or offsets[0] != 0 or offsets[-1] != len(feats) or (np.diff(offsets) < 1).any():
-        raise ValueError(f"{path} is no file of cepstra: its parts do not fit each other{describe(path)}")
+        raise ValueError(f"{path} is not a file of cepstra: the shapes of its arrays do not match{describe(path)}")
     frames = torch.from_numpy(feats.astype(np.float32))
     found = []
     for i, (speaker, text) in enumerate(zip(speakers, texts, strict=True)):

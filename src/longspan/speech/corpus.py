@@ -1,4 +1,4 @@
-"""What a corpus is: utterances with their labels, drawn anew for each epoch of training, and others held out."""
+"""A corpus: training utterances, drawn for each epoch, and held-out ones."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Utterance(NamedTuple):
-    """Something said, and what it is."""
+    """The features of an utterance and its labels."""
 
     speaker: str
     frames: Tensor  # (T,features)
@@ -17,9 +17,9 @@ class Utterance(NamedTuple):
 
 
 class Corpus(NamedTuple):
-    """Speech to learn from. ``train(epoch)`` gives the utterances of an epoch, the same for the same epoch.
+    """A corpus of speech. ``train(epoch)`` returns the utterances of an epoch, the same for the same epoch.
 
-    ``held``: name -> utterances that are not in the training; those of ``test`` are of speakers who are not in it.
+    ``held`` has the held-out parts by name; the speakers of ``test`` are not in the training part.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Corpus(NamedTuple):
 
 
 def padded(utterances: Sequence[Utterance]) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Utterances as one batch: frames (B,T,features) with zeros after each one's end, lengths (B,), targets."""
+    """Pad utterances to a batch: frames (B, T, features), lengths (B,), targets."""
     lengths = torch.tensor([len(one.frames) for one in utterances])
     frames = torch.zeros(len(utterances), int(lengths.max()), utterances[0].frames.shape[1])
     for row, one in zip(frames, utterances, strict=True):
@@ -42,7 +42,7 @@ def padded(utterances: Sequence[Utterance]) -> tuple[Tensor, Tensor, list[list[i
 
 
 def batches(utterances: Sequence[Utterance], size: int, seed: Sequence[int]) -> list[list[Utterance]]:
-    """Batches of utterances of similar lengths, so that little is padded, in an order that the seed draws."""
+    """Batches of utterances of similar lengths, which limits padding, in a random order given by the seed."""
     random = np.random.default_rng(list(seed))
     order = sorted(random.permutation(len(utterances)), key=lambda i: len(utterances[i].frames))
     groups = [[utterances[i] for i in order[at : at + size]] for at in range(0, len(order), size)]

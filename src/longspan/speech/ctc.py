@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: the loss, greedy decoding, and a beam of prefixes."""
+"""Connectionist temporal classification: loss, greedy decoding, and prefix beam search."""
 
 import itertools
 import math
@@ -10,25 +10,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLANK = 0
-# Tokens after which a beam does not take a label back: without a language model, what comes that much later says
-# nothing about it.
+# Tokens after which a beam does not revise a label. Without a language model, later tokens do not affect it.
 LAG = 15
 
 
 def loss(logits: Tensor, tokens: Tensor, targets: Sequence[Sequence[int]]) -> Tensor:
-    """Mean nats per label: logits (B,N,C), of which the first tokens (B,) of each row are real; B targets -> ().
+    """The CTC loss: mean nats per label.
 
-    The probability of a target is the sum over all ways to write it with repetitions and blanks (class 0) between.
-    Source: Graves et al. 2006, sections 3 and 4.
+    The probability of a target is the sum over all its alignments with repetitions and blanks (class 0).
 
-    Raises ValueError for a target that its row has no room for: a token for each label, one more between equal ones.
+    Args:
+        logits: (B, N, C).
+        tokens: (B,) number of real tokens in each row.
+        targets: B sequences of labels.
+
+    Returns:
+        The loss, ().
+
+    Raises:
+        ValueError: for a target that does not fit its row; it needs a token per label, and one more between equal ones.
+
+    References:
+        Graves et al. 2006, sections 3 and 4.
     """
     for row, target in enumerate(targets):
         needed = room(target)
         if needed > int(tokens[row]):
             raise ValueError(
-                f"row {row} has {int(tokens[row])} tokens, and its {len(target)} labels need {needed}; give tokens "
-                "fewer frames, or leave such utterances out"
+                f"row {row} has {int(tokens[row])} tokens, but its {len(target)} labels need {needed}; use fewer "
+                "frames per token, or leave out such utterances"
             )
     sizes = torch.tensor([len(target) for target in targets])
     flat = torch.tensor([label for target in targets for label in target], dtype=torch.long)
@@ -38,7 +48,7 @@ def loss(logits: Tensor, tokens: Tensor, targets: Sequence[Sequence[int]]) -> Te
 
 
 def room(target: Sequence[int]) -> int:
-    """How many tokens a target needs at least.
+    """The smallest number of tokens that a target needs.
 
     >>> room([3, 3, 1])
     4
@@ -47,7 +57,7 @@ def room(target: Sequence[int]) -> int:
 
 
 class Greedy:
-    """The likeliest class of each token, repetitions and blanks taken out, a few tokens at a time.
+    """Greedy decoding: the most likely class of each token, without repetitions and blanks, a few tokens at a time.
 
     >>> greedy = Greedy()
     >>> greedy.feed(torch.eye(3)[[1, 1, 0, 1]]), greedy.feed(torch.eye(3)[[1, 2]])
@@ -58,7 +68,7 @@ class Greedy:
         self.last = BLANK
 
     def feed(self, scores: Tensor) -> list[int]:
-        """Scores (N,C) of the next tokens -> the labels that they add."""
+        """Read scores (N, C) of the next tokens; return the new labels."""
         found = []
         for label in scores.argmax(-1).tolist():
             if label not in (BLANK, self.last):
@@ -67,20 +77,20 @@ class Greedy:
         return found
 
     def finish(self) -> list[int]:
-        """The labels that were not told yet: none."""
+        """The labels not returned yet: none."""
         return []
 
 
 class Ends(NamedTuple):
-    """What is known of a prefix."""
+    """The state of a prefix."""
 
     blank: float  # log-probability of its alignments that end in a blank
-    label: float  # and of those that end in its last label
-    heard: tuple[int, ...]  # the token at which each of its labels came up
+    label: float  # log-probability of those that end in its last label
+    heard: tuple[int, ...]  # the token at which each of its labels appeared
 
 
 class PrefixBeam:
-    """The likeliest labels, each with the probability of all its alignments, of ``beams`` prefixes followed.
+    """Prefix beam search: the most likely label sequences, summed over alignments.
 
     >>> beam = PrefixBeam(2)
     >>> beam.feed(torch.tensor([[0.6, 0.4], [0.6, 0.4]]).log())
@@ -88,25 +98,26 @@ class PrefixBeam:
     >>> [(labels, round(math.exp(score), 2)) for labels, score in beam.best()]
     [((1,), 0.64), ((), 0.36)]
 
-    With as many beams as there are prefixes the result is exact. Labels on which all followed prefixes agree are told
-    and forgotten; so are those that came up ``LAG`` tokens ago, as the likeliest prefix has them, and prefixes without
-    them are not followed any more. Thus a stream waits for no word longer than that, and its memory does not grow.
-    ``best`` has what comes after the labels that were told.
+    The result is exact if there are as many beams as prefixes. Labels common to all prefixes are returned and dropped.
+    Labels of the best prefix that appeared ``LAG`` tokens ago are returned, too, and prefixes without them are dropped.
+    So the delay and the memory of a stream are bounded. ``best`` has the labels that were not returned yet.
 
-    Source: Graves 2012, section 7.5.3, as a beam; Hannun et al. 2014 (1408.2873), algorithm 1, no language model.
-    Raises ValueError for less than one beam.
+    Raises ValueError for ``beams`` < 1.
+
+    References:
+        Graves 2012, section 7.5.3, as a beam; Hannun et al. 2014 (1408.2873), algorithm 1, without a language model.
     """
 
     def __init__(self, beams: int):
         if beams < 1:
             raise ValueError(f"beams={beams} must be at least 1")
         self.beams, self.tokens = beams, 0
-        # Of the labels that were told the last one stays: what follows decides whether it is repeated.
-        self.told = 0
+        # The last returned label is kept, to detect its repetition.
+        self.emitted = 0
         self.prefixes = {(): Ends(0.0, -math.inf, ())}
 
     def feed(self, scores: Tensor) -> list[int]:
-        """Log-probabilities (N,C) of the next tokens -> the labels that are settled by now and were not told yet."""
+        """Read log-probabilities (N, C) of the next tokens; return the labels that are decided now."""
         found = []
         for row in scores.tolist():
             self._step(row)
@@ -114,12 +125,12 @@ class PrefixBeam:
         return found + self._agreed()
 
     def finish(self) -> list[int]:
-        """The labels of the likeliest prefix that were not told yet."""
+        """The labels of the best prefix that were not returned yet."""
         return list(self.best()[0][0])
 
     def best(self) -> list[tuple[tuple[int, ...], float]]:
-        """(labels, log-probability) of each followed prefix, the likeliest first."""
-        return [(prefix[self.told :], _add(ends.blank, ends.label)) for prefix, ends in self.prefixes.items()]
+        """(labels, log-probability) of each prefix, the best first."""
+        return [(prefix[self.emitted :], _add(ends.blank, ends.label)) for prefix, ends in self.prefixes.items()]
 
     def _step(self, row: list[float]) -> None:
         new: dict[tuple[int, ...], Ends] = {}
@@ -134,7 +145,7 @@ class PrefixBeam:
                 if label != BLANK:
                     longer = (*prefix, label)
                     before = new.get(longer, Ends(none, none, (*heard, self.tokens)))
-                    # After a label that ends a prefix, the same one is its repetition unless a blank came between.
+                    # The same label again is a repetition, unless a blank came between.
                     more = (blank if label == last else total) + row[label]
                     new[longer] = before._replace(label=_add(before.label, more))
         kept = sorted(new, key=lambda prefix: -_add(new[prefix].blank, new[prefix].label))[: self.beams]
@@ -142,29 +153,29 @@ class PrefixBeam:
         self.tokens += 1
 
     def _decided(self) -> list[int]:
-        """The likeliest prefix's labels that came up long ago; the others must have them, too."""
+        """The labels of the best prefix that are older than ``LAG``; drop prefixes without them."""
         best = next(iter(self.prefixes))
         old = [i for i, token in enumerate(self.prefixes[best].heard) if self.tokens - token > LAG]
-        known = max(len(old), self.told)
-        found, self.told = best[self.told : known], known
+        known = max(len(old), self.emitted)
+        found, self.emitted = best[self.emitted : known], known
         self.prefixes = {prefix: ends for prefix, ends in self.prefixes.items() if prefix[:known] == best[:known]}
         self._forget()
         return list(found)
 
     def _agreed(self) -> list[int]:
-        """The labels that all prefixes begin with."""
+        """The labels that begin all prefixes."""
         first, *others = self.prefixes
         same = min(map(len, self.prefixes))
         for prefix in others:
             same = next((i for i in range(same) if prefix[i] != first[i]), same)
-        found, self.told = first[self.told : same], same
+        found, self.emitted = first[self.emitted : same], same
         self._forget()
         return list(found)
 
     def _forget(self) -> None:
-        """All labels that were told but the last."""
-        gone = max(self.told - 1, 0)
-        self.told -= gone
+        """Drop all returned labels but the last."""
+        gone = max(self.emitted - 1, 0)
+        self.emitted -= gone
         self.prefixes = {
             prefix[gone:]: ends._replace(heard=ends.heard[gone:]) for prefix, ends in self.prefixes.items()
         }

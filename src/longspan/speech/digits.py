@@ -1,4 +1,4 @@
-"""The ten digits as they are spoken and spelt."""
+"""The ten digits as words and phonemes."""
 
 from collections.abc import Sequence
 

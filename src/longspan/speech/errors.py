@@ -1,11 +1,11 @@
-"""Error rates: how many labels or words must be put in, taken out or exchanged."""
+"""Error rates of labels and words, by edit distance."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 def edits(found: Sequence[Any], true: Sequence[Any]) -> int:
-    """The least number of insertions, deletions and substitutions that make ``true`` of ``found`` (Levenshtein 1966).
+    """The edit distance of two sequences: insertions, deletions and substitutions (Levenshtein 1966).
 
     >>> edits("kitten", "sitting")
     3
@@ -19,13 +19,13 @@ def edits(found: Sequence[Any], true: Sequence[Any]) -> int:
 
 
 def rate(pairs: Iterable[tuple[Sequence[Any], Sequence[Any]]]) -> float:
-    """Edits of all (found, true) over the length of all that is true; above 1 where much is found that is not there.
+    """The error rate: edits of all pairs (found, true) over the total length of the true sequences; can exceed 1.
 
-    Raises ValueError where nothing is true.
+    Raises ValueError if the true sequences are empty.
     """
     wrong = length = 0
     for found, true in pairs:
         wrong, length = wrong + edits(found, true), length + len(true)
     if not length:
-        raise ValueError("an error rate needs something that is true; no label came")
+        raise ValueError("an error rate requires at least one true label")
     return wrong / length

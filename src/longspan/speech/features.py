@@ -1,4 +1,4 @@
-"""Features of speech: log-mel filter banks, a frame of 25 ms every 10 ms, also a little at a time."""
+"""Speech features: log-mel filter banks, a frame of 25 ms every 10 ms, also streaming."""
 
 import numpy as np
 import torch
@@ -11,13 +11,18 @@ SHIFT, LENGTH = 0.010, 0.025  # seconds between frames, and of one
 
 
 class FilterBank:
-    """Samples -> frames of ``bins`` log-mel energies, the same for any cut into calls.
+    """Frames of ``bins`` log-mel energies, the same for any cut of the samples into calls.
 
-    Kaldi's, by kaldi-native-fbank: pre-emphasis 0.97, a Povey window, the power spectrum in triangles from 20 Hz to
-    half the rate, no dither. A frame is told as soon as its last sample is there; samples that fill no frame are left.
-    Nothing depends on what comes later or on the loudness of the whole, so that a stream has the features of its file.
+    Kaldi's features by kaldi-native-fbank: pre-emphasis 0.97, a Povey window, the power spectrum in triangles from
+    20 Hz to half the rate, no dither. A frame is returned as soon as its last sample is read; an incomplete last frame is
+    dropped. Frames depend only on their samples, so a stream has the features of its file.
 
-    Raises ImportError without kaldi-native-fbank.
+    Args:
+        rate: samples per second.
+        bins: mel bins per frame.
+
+    Raises:
+        ImportError: without kaldi-native-fbank.
     """
 
     def __init__(self, rate: int, bins: int = BINS):
@@ -32,20 +37,20 @@ class FilterBank:
         options.mel_opts.num_bins = bins
         self.rate, self.bins = rate, bins
         self.bank = kaldi_native_fbank.OnlineFbank(options)
-        self.told = 0
+        self.read = 0
 
     def feed(self, samples: Tensor) -> Tensor:
-        """The next samples (N,) -> the frames (T,bins) that are whole by now, float32."""
+        """Read samples (N,); return the frames (T, bins) float32 that are complete now."""
         if len(samples):
             self.bank.accept_waveform(self.rate, samples.tolist())
         ready = self.bank.num_frames_ready
-        rows = [np.array(self.bank.get_frame(i)) for i in range(self.told, ready)]
-        # What was told is not needed again, so that a stream's memory does not grow.
-        self.bank.pop(ready - self.told)
-        self.told = ready
+        rows = [np.array(self.bank.get_frame(i)) for i in range(self.read, ready)]
+        # Drop returned frames, so that the memory of a stream does not grow.
+        self.bank.pop(ready - self.read)
+        self.read = ready
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.bins)
 
 
 def filter_bank(samples: Tensor, rate: int, bins: int = BINS) -> Tensor:
-    """All samples (N,) at once -> (T,bins). Raises ImportError without kaldi-native-fbank."""
+    """The frames (T, bins) of a whole recording (N,). Raises ImportError without kaldi-native-fbank."""
     return FilterBank(rate, bins).feed(samples)

@@ -1,4 +1,4 @@
-"""The Free Spoken Digit Dataset, and strings of digits put together from its recordings, as long as one likes."""
+"""The Free Spoken Digit Dataset, and strings of digits composed of its recordings."""
 
 import hashlib
 import io
@@ -34,7 +34,7 @@ ARCHIVES = (".tar.gz", ".tgz")
 
 
 class Recording(NamedTuple):
-    """One digit said once."""
+    """A recording of one digit."""
 
     digit: int
     speaker: str
@@ -43,26 +43,26 @@ class Recording(NamedTuple):
 
 
 def load(source: str, units: str, speaker: str, longest: int, seed: int) -> Corpus:
-    """Strings of 1 to ``longest`` digits of one speaker each; ``speaker`` is in the test alone ("": the last by name).
+    """Strings of 1 to ``longest`` digits of one speaker each; ``speaker`` is only in the test ("": the last by name).
 
-    In each epoch every recording of the training comes once, in strings with a speed, a loudness and a noise of their
-    own, which are drawn anew every third epoch. The first ones have two digits at most and later ones more, since
-    alignments are found in short ones first (Amodei et al. 2015, section 3.2): one more in each epoch. Of the other
-    speakers indices 5 to 9 are for validation; 0 to 4, the official test set, are ``official``.
+    Each training recording occurs once per epoch. Each string has a random speed, loudness and noise, drawn again every
+    third epoch. Strings have at most two digits in the first epoch and one more in each following one, since alignments
+    are easier to learn on short strings (Amodei et al. 2015, section 3.2). Of the other speakers, indices 5 to 9 are
+    for validation; 0 to 4, the official test set, are ``official``.
 
-    Raises ValueError as ``recordings`` does, for a speaker that is not there, and for less than two of them.
+    Raises ValueError as in ``recordings``, for an unknown speaker, and for fewer than two speakers.
     """
     found, checksum = recordings(source)
     speakers = sorted({one.speaker for one in found})
     if len(speakers) < 2:
-        raise ValueError(f"fsdd:{source} has {len(speakers)} speaker; one is held out, so two are needed")
+        raise ValueError(f"fsdd:{source} has {len(speakers)} speaker; it needs at least two, since one is held out")
     chosen = speaker or speakers[-1]
     if chosen not in speakers:
-        raise ValueError(f"speaker={chosen} is not in the data; there are: {', '.join(speakers)}")
+        raise ValueError(f"speaker={chosen} is not in the data; speakers: {', '.join(speakers)}")
     known = [one for one in found if one.speaker != chosen]
     learned = [one for one in known if one.index not in (*OFFICIAL, *VALIDATION)]
     if not learned:
-        raise ValueError(f"fsdd:{source} has no recording with an index from 10 on, which are those of the training")
+        raise ValueError(f"fsdd:{source} has no training recording; those have an index of at least 10")
     strings = partial(_strings, units=units)
     parts = {
         "validation": [one for one in known if one.index in VALIDATION],
@@ -87,13 +87,13 @@ def load(source: str, units: str, speaker: str, longest: int, seed: int) -> Corp
 
 
 def recordings(source: str = "") -> tuple[list[Recording], str]:
-    """The recordings of a folder, or of a tar.gz, in the order of their names, and the sha256 of all of them.
+    """The recordings of a folder or a tar.gz in the order of their names, and the sha256 of all of them.
 
-    They are the files DIGIT_SPEAKER_INDEX.wav, at any depth, or a tar.gz in the folder that has them. Without a source
-    version 1.0.9 is downloaded once, checked by sha256, and kept in the cache folder.
+    Recordings are files DIGIT_SPEAKER_INDEX.wav at any depth, or inside a tar.gz. Without a source, version 1.0.9 is
+    downloaded once, checked by sha256, and kept in the cache folder.
 
-    Raises ValueError where there are none, for a file that is not as it should be, and when the download fails;
-    ImportError without pooch when there is something to download.
+    Raises ValueError if there are none, for invalid files, and if the download fails; ImportError if a download needs
+    pooch.
     """
     path = expanded(source) if source else fetch(MIRRORS, SHA256, cache_folder() / "fsdd")
     if not path.exists():
@@ -110,7 +110,7 @@ def recordings(source: str = "") -> tuple[list[Recording], str]:
     for name in sorted(contents, key=_order):
         samples, rate = wav.parsed(io.BytesIO(contents[name]), name)
         if rate != RATE:
-            raise ValueError(f"{name} has {rate} samples per second; those of this data set have {RATE}")
+            raise ValueError(f"{name} has {rate} samples per second; expected {RATE}")
         digest.update(name.encode() + contents[name])
         digit, speaker, index = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
         found.append(Recording(int(digit), speaker, int(index), samples))
@@ -130,7 +130,7 @@ def _unpacked(archives: list[Path]) -> dict[str, bytes]:
             for name, content in members(path, lambda name: NAME.fullmatch(PurePosixPath(name).name) is not None):
                 found[PurePosixPath(name).name] = content
         except ARCHIVE_ERRORS as error:
-            raise ValueError(f"{path} is no tar.gz, or a part of one ({error}){describe(path)}") from error
+            raise ValueError(f"{path} is not a complete tar.gz ({error}){describe(path)}") from error
     return found
 
 
@@ -152,10 +152,10 @@ def _strings(
 
 
 def string(spoken: list[Tensor], random: np.random.Generator, *, varied: bool) -> Tensor:
-    """Recordings one after the other, with 0.05 to 0.4 s of silence after each, and 0 to 0.4 s before the first.
+    """Concatenate recordings, with 0.05 to 0.4 s of silence after each, and 0 to 0.4 s before the first.
 
-    ``varied``: at one of ten speeds, pitch with it (Ko et al. 2015), up to 12 dB louder or softer, in white noise of
-    -80 to -40 dB, or none; otherwise as they are.
+    ``varied``: apply one of ten speeds, which changes the pitch (Ko et al. 2015), a gain of up to 12 dB either way, and
+    white noise of -80 to -40 dB or none.
     """
     if varied:
         speed = SPEEDS[random.integers(len(SPEEDS))]

@@ -1,4 +1,4 @@
-"""Labels: the letters, phonemes or words that a transcriber tells, as numbers and as text."""
+"""Labels of a transcriber (letters, phonemes or words) as numbers and as text."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ UNITS = ("letters", "phonemes", "words")
 
 
 def names(labels: str) -> tuple[str, ...]:
-    """The labels of a config, of which number i is class i + 1.
+    """The labels of a config; label i is class i + 1.
 
     >>> names("| a b")
     ('|', 'a', 'b')
@@ -19,9 +19,9 @@ def names(labels: str) -> tuple[str, ...]:
 
 
 def encode(words: Sequence[Sequence[str]], labels: str) -> list[int]:
-    """Words, each a sequence of labels -> classes, with the boundary between two words where there is one.
+    """Encode words, each a sequence of labels, as classes; with a boundary between words if ``labels`` has one.
 
-    Raises ValueError for a label that is not among them.
+    Raises ValueError for an unknown label.
     """
     number = {name: i for i, name in enumerate(names(labels), 1)}
     found: list[int] = []
@@ -33,7 +33,7 @@ def encode(words: Sequence[Sequence[str]], labels: str) -> list[int]:
 
 
 def words(classes: Sequence[int], labels: str) -> list[str]:
-    """The words that classes are: letters side by side, phonemes with hyphens between.
+    """Decode classes as words: letters are concatenated, phonemes joined by hyphens.
 
     >>> words([2, 3, 1, 2], "| a b"), words([2, 3, 1, 2], "| AH B"), words([2, 1], "one two")
     (['ab', 'a'], ['AH-B', 'AH'], ['two', 'one'])
@@ -52,14 +52,14 @@ def words(classes: Sequence[int], labels: str) -> list[str]:
 
 
 class Speller:
-    """Classes that come a few at a time -> the words that are complete."""
+    """Streaming version of ``words``: reads a few classes at a time and returns complete words."""
 
     def __init__(self, labels: str):
         self.labels, self.left = labels, []
         self.between = [i for i, name in enumerate(names(labels), 1) if name == BOUNDARY]
 
     def feed(self, classes: Sequence[int]) -> list[str]:
-        """The words that these complete: those before the last boundary, or all where there is none between words."""
+        """The words that are complete now: those before the last boundary, or all if there are no boundaries."""
         self.left += classes
         if not self.between:
             return self.finish()
@@ -69,6 +69,6 @@ class Speller:
         return words(done, self.labels)
 
     def finish(self) -> list[str]:
-        """What is left, as words."""
+        """The remaining words."""
         done, self.left = self.left, []
         return words(done, self.labels)

@@ -1,17 +1,17 @@
-"""Another number of samples per second: interpolation by a windowed sinc, also a little at a time."""
+"""Resampling by a windowed sinc, also streaming."""
 
 import math
 
 import torch
 from torch import Tensor
 
-ZEROS = 16  # of the sinc on each side
-ROOM = 0.95  # where the pass band ends, as a part of half the lower rate
-PHASES = 256  # rows of the table of weights that are made at a time
+ZEROS = 16  # zeros of the sinc on each side
+ROOM = 0.95  # end of the pass band, as a part of half the lower rate
+PHASES = 256  # rows of the weight table computed at a time
 
 
 class Resampler:
-    """Samples at ``source`` per second -> the same sound at ``target`` per second, the same for any cut into calls.
+    """Resample from ``source`` to ``target`` samples per second, the same for any cut into calls.
 
     >>> import torch
     >>> resampler = Resampler(16000, 8000)
@@ -19,8 +19,8 @@ class Resampler:
     >>> len(heard)
     80
 
-    Output m is the sum of the samples around the time m / target, weighted by a sinc of the lower rate's bandwidth in
-    a Hann window of ``ZEROS`` of its zeros on each side (Smith, Digital Audio Resampling, sections "theory" and
+    Output m is the sum of the samples around the time m / target, weighted by a sinc with the bandwidth of the
+    lower rate in a Hann window of ``ZEROS`` of its zeros on each side (Smith, Digital Audio Resampling, sections "theory" and
     "implementation"). Before the first and after the last sample there is silence.
 
     Raises ValueError for rates below 1.
@@ -41,7 +41,7 @@ class Resampler:
         self.read = self.made = 0
 
     def feed(self, samples: Tensor) -> Tensor:
-        """The next samples (N,) -> all that can be told of the result by now, (M,)."""
+        """Read samples (N,); return all outputs (M,) that are known now."""
         self.read += len(samples)
         if self.same:
             return samples
@@ -51,7 +51,7 @@ class Resampler:
         return self._until(-(-seen * self.up // self.down) if seen > 0 else 0)
 
     def finish(self) -> Tensor:
-        """What is left: silence follows."""
+        """The remaining outputs; silence follows the last sample."""
         if self.same:
             return self.kept[:0]
         self.kept = torch.cat([self.kept, torch.zeros(self.half + 1)])
@@ -78,6 +78,6 @@ class Resampler:
 
 
 def resampled(samples: Tensor, source: int, target: int) -> Tensor:
-    """All samples (N,) at once -> (M,), M the least whole number that is not below N target / source."""
+    """Resample a whole recording (N,) to (M,), where M = ceil(N target / source)."""
     resampler = Resampler(source, target)
     return torch.cat([resampler.feed(samples), resampler.finish()])

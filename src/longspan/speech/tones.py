@@ -1,4 +1,4 @@
-"""Frames that stand for speech where there is none: each digit two peaks that move, in its speaker's pitch."""
+"""Synthetic frames in place of speech: each digit is two moving peaks at the pitch of its speaker."""
 
 import hashlib
 
@@ -13,7 +13,7 @@ SPEAKERS = ("low", "middle", "high", "held out")
 
 
 def load(units: str, longest: int, seed: int) -> Corpus:
-    """Strings of 1 to ``longest`` digits, all made by the seed; the fourth speaker is in the test alone."""
+    """Strings of 1 to ``longest`` digits, generated from the seed; the fourth speaker is only in the test."""
 
     def utterances(count: int, speakers: tuple[int, ...], *names: int) -> list[Utterance]:
         random = np.random.default_rng([seed, *names])
@@ -22,7 +22,7 @@ def load(units: str, longest: int, seed: int) -> Corpus:
     held = {"validation": utterances(HELD, (0, 1, 2), 1), "test": utterances(HELD, (3,), 2)}
     return Corpus(
         "tones",
-        "no speech but moving tones, made by the seed",
+        "synthetic moving tones, generated from the seed",
         hashlib.sha256(b"tones").hexdigest(),
         labels_of(units),
         FEATURES,

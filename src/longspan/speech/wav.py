@@ -1,4 +1,4 @@
-"""Recordings: sound files and streams, read a block at a time."""
+"""Read sound files and streams block by block."""
 
 import io
 import os
@@ -29,7 +29,7 @@ WANTED = "a wav file of one channel and 16 bits"
 
 
 class Header(NamedTuple):
-    """What a RIFF WAVE file says before its samples."""
+    """The header of a RIFF WAVE file."""
 
     code: int  # the format's number, PCM also for an extensible header of PCM
     channels: int
@@ -44,32 +44,34 @@ class Header(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether the size is one, and not a placeholder of a program that did not know it."""
+        """Whether the size is real, not the placeholder of a program that streams."""
         return 0 < self.size < UNKNOWN
 
 
 def read(path: str | Path) -> tuple[Tensor, int]:
-    """Read a recording -> samples (N,) float32 from -1 to 1, and how many of them are a second.
-
-    Raises ValueError and ImportError as ``chunks`` does.
-    """
+    """Read a recording: samples (N,) float32 from -1 to 1, and the sample rate. Errors as in ``chunks``."""
     return _joined(chunks(path, BLOCK))
 
 
 def parsed(file: BinaryIO, name: str) -> tuple[Tensor, int]:
-    """Read a whole ``stream`` -> samples (N,) float32 from -1 to 1, and how many of them are a second."""
+    """Read a whole ``stream``: samples (N,) float32 from -1 to 1, and the sample rate."""
     return _joined(stream(file, name, BLOCK))
 
 
 def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
-    """Read a recording in blocks of up to ``seconds``, each with the rate; no more than a block is in memory.
+    """Read a recording in blocks, each with the sample rate; only one block is in memory.
 
-    Wav files of one channel and 16 bits are read directly, also from a named pipe that another program writes to. All
-    other files are decoded by soundfile: wav files of other widths, flac, ogg and what else libsndfile knows.
+    Mono 16-bit wav files are read directly, also from a named pipe. Other files are decoded by soundfile: wav files of
+    other widths, flac, ogg, and other formats of libsndfile.
 
-    Raises ValueError, which names the file, where it cannot be read or decoded, is empty, has several channels, another
-    rate than speech has, samples that are not finite, or fewer samples than announced, and for ``seconds`` in which
-    there is no sample; ImportError where soundfile is needed and missing.
+    Args:
+        path: the file.
+        seconds: largest duration of a block.
+
+    Raises:
+        ValueError: with the name of the file, if it cannot be read or decoded, is empty or truncated, has several
+            channels, an unusual sample rate or samples that are not finite, and for ``seconds`` without a sample.
+        ImportError: if soundfile is needed and missing.
     """
     path = Path(path)
     name = str(path)
@@ -95,11 +97,11 @@ def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
 
 
 def stream(file: BinaryIO, name: str, seconds: float) -> Iterator[tuple[Tensor, int]]:
-    """Read a wav stream of one channel and 16 bits, such as standard input, in blocks of up to ``seconds``.
+    """Read a mono 16-bit wav stream, such as standard input, in blocks of up to ``seconds``.
 
-    A data size that is a placeholder (0, or from 2 * 10**9 bytes on) means that the samples end with the stream.
+    With a placeholder as data size (0, or at least 2 * 10**9 bytes) the samples end with the stream.
 
-    Raises ValueError, which calls the stream ``name``, for another format, as for a file.
+    Raises ValueError, with ``name`` for the stream, for another format, and as in ``chunks``.
     """
     if not _is_wave(file.read(12)):
         raise ValueError(f"{name} is not a RIFF WAVE stream; convert it to {WANTED}")
@@ -122,7 +124,7 @@ def _is_wave(begin: bytes) -> bool:
 
 
 def _header(file: BinaryIO, name: str) -> Header:
-    """Read the chunks of a RIFF WAVE file up to its samples. Raises ValueError where they are not as they should be."""
+    """Read the chunks of a RIFF WAVE file up to its samples. Raises ValueError for invalid chunks."""
     found, left = None, HEAD
     for _ in range(CHUNKS):
         chunk = take(file, 8)
@@ -179,18 +181,18 @@ def _pcm(file: BinaryIO, header: Header, name: str, seconds: float) -> Iterator[
         if some < wanted:
             break
     if header.known and announced is not None and done < announced:
-        raise ValueError(f"{name} ends too early: {done} samples came where {announced} were announced")
+        raise ValueError(f"{name} ends too early: {done} of {announced} announced samples")
     if not done:
         raise ValueError(f"{name} has no samples")
 
 
 def _decoded(path: Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
-    """The samples of a file that libsndfile knows."""
+    """The samples of a file that libsndfile supports."""
     optional_deps.need(f"recordings other than {WANTED}", "soundfile")
     import soundfile
 
     class Forward(soundfile.SoundFile):
-        """A file whose ``read`` does not seek to where it is already, which spoils the next samples of an mp3."""
+        """A file without redundant seeks, which corrupt the next samples of an mp3."""
 
         def seekable(self) -> bool:
             return False
@@ -210,20 +212,20 @@ def _decoded(path: Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
                 yield torch.from_numpy(block), rate
                 done += len(block)
             if done < sound.frames < NO_COUNT:
-                raise ValueError(f"{name} ends too early: {done} samples came where {sound.frames} were announced")
+                raise ValueError(f"{name} ends too early: {done} of {sound.frames} announced samples")
             if not done:
                 raise ValueError(f"{name} has no samples")
     except (soundfile.SoundFileError, TypeError) as error:
         reason = getattr(error, "error_string", "files named .raw do not say how they are written")
-        raise ValueError(f"{name} is no recording that can be decoded ({reason}); convert it to {WANTED}") from error
+        raise ValueError(f"{name} cannot be decoded ({reason}); convert it to {WANTED}") from error
 
 
 def _checked(channels: int, rate: int, name: str, seconds: float) -> int:
-    """The samples of a block. Raises ValueError for a recording that is not one of speech."""
+    """The samples of a block. Raises ValueError for an unsupported number of channels or rate."""
     if channels != 1:
         raise ValueError(f"{name} has {channels} channels; convert it to one channel")
     if not LEAST <= rate <= MOST:
-        raise ValueError(f"{name} has {rate} samples per second; speech has {LEAST} to {MOST}")
+        raise ValueError(f"{name} has {rate} samples per second; expected {LEAST} to {MOST}")
     if seconds * rate < 1:
         raise ValueError(f"{seconds} s have no sample at {rate} samples per second")
     return int(seconds * rate)

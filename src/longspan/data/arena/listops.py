@@ -1,4 +1,4 @@
-"""ListOps: nested lists of digits under MIN, MAX, MED and SM, whose value is to be told.
+"""ListOps: nested lists of digits under MIN, MAX, MED and SM; the task is to predict the value.
 
 Source: Nangia and Bowman 2018 (1804.06028); the sizes of Tay et al. 2020 (2011.04006), section 2.2.1, by the rules of
 google-research/long-range-arena, cd31e5c.
@@ -48,7 +48,7 @@ def load(source: str, length: int, examples: int, tests: int, seed: int) -> Aren
         most = {"train": examples, "validation": tests, "test": tests}
         splits = {split: _read(path, length, most[split]) for split, path in _files(expanded(folder)).items()}
     else:
-        raise ValueError(f"listops={source}: expressions are made, or listops:FOLDER of TSV files")
+        raise ValueError(f"listops={source}: expected made, or listops:FOLDER with TSV files")
     return arena(f"listops, {source}", len(SYMBOLS), length, 10, splits)
 
 
@@ -70,9 +70,9 @@ def evaluate(symbols: list[str]) -> int:
         elif symbol.isdigit() and len(symbol) == 1:
             open_[-1][1].append(int(symbol))
         else:
-            raise ValueError(f"{symbol!r} has no place in the expression {' '.join(symbols[:20])} ...")
+            raise ValueError(f"{symbol!r} is not allowed here in the expression {' '.join(symbols[:20])} ...")
     if len(open_) > 1 or len(open_[0][1]) != 1:
-        raise ValueError(f"{' '.join(symbols[:20])} ... is no whole expression")
+        raise ValueError(f"{' '.join(symbols[:20])} ... is not a complete expression")
     return open_[0][1][0]
 
 

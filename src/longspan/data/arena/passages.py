@@ -22,7 +22,7 @@ def load(source: str, length: int, examples: int, tests: int, seed: int) -> Aren
     """
     kind, _, name = source.partition(":")
     if kind != "text" or not name:
-        raise ValueError(f"retrieval={source}: passages are those of a text, text:stdlib or text:FOLDER")
+        raise ValueError(f"retrieval={source}: expected text:stdlib or text:FOLDER")
     documents = dict.fromkeys(document for document in documents_of(name) if len(document) >= 2 * length)
     counts = dict(zip(SPLITS, (examples, tests, tests), strict=True))
     splits = {}
@@ -38,7 +38,7 @@ def load(source: str, length: int, examples: int, tests: int, seed: int) -> Aren
 
 
 def split_of(document: bytes) -> str:
-    """The split of a document: a function of itself alone."""
+    """The split of a document, a function of the document only."""
     part = int.from_bytes(hashlib.sha256(document).digest()[:8]) % PARTS
     return {0: "validation", 1: "test"}.get(part, "train")
 
@@ -55,7 +55,7 @@ def _pairs(documents: list[bytes], length: int, count: int, dice: random.Random)
         first = below(len(documents))
         one, label = documents[first], (i + 1) % 2
         if label:
-            # What is left of the document beside two passages, cut into three.
+            # The rest of the document around two passages, cut into three.
             spare = len(one) - 2 * length + 1
             before, after = sorted((below(spare), below(spare)))
             pair = [passage(one, before), passage(one, after + length)]

@@ -2,7 +2,7 @@
 
 Source: Linsley et al. 2018 (1805.08315), section 2; the sizes of Tay et al. 2020 (2011.04006), section 2.2.5. Pictures
 are our own: every path is as long as the other, and pairs of discs are equally far apart whether they belong together
-or not, so that neither tells the answer.
+or not, so that neither reveals the answer.
 """
 
 import math
@@ -28,7 +28,7 @@ def load(source: str, length: int, examples: int, tests: int, seed: int) -> Aren
     Raises ValueError for another source, and for a length that is no square or too small.
     """
     if source != "made":
-        raise ValueError(f"pathfinder={source}: pictures are made, and read from nowhere")
+        raise ValueError(f"pathfinder={source}: pictures are generated; pass pathfinder=made")
     size = math.isqrt(length)
     if size * size != length or size < LEAST:
         raise ValueError(f"length={length} of pathfinder must be a square of {LEAST} or more, such as 256 or 1024")
@@ -142,7 +142,7 @@ def _pixels(path: Tensor, size: int) -> Tensor:
 
 
 def _wide(lit: Tensor, reach: int, cross: bool = False) -> Tensor:
-    """Pixels within so many of lit ones, in rows, columns and diagonals; ``cross``: not in diagonals."""
+    """Pixels within ``reach`` of lit ones, in rows, columns and diagonals; ``cross``: not in diagonals."""
     rows = _along(lit, reach)
     return rows | _along(lit.mT, reach).mT if cross else _along(rows.mT, reach).mT
 

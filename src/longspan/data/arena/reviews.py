@@ -19,7 +19,7 @@ URL = "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz"
 SHA256 = "c40f74a18d3b61f90feba1e17730e0d38e8b97c05fde7008942e91923d1658fe"
 ARCHIVE = URL.rpartition("/")[2]
 LABELS = {"neg": 0, "pos": 1}
-HELD = 20  # one in so many reviews of each class of the training set is for validation
+HELD = 20  # one in 20 training reviews of each class is for validation
 ENDS = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 
 Review = tuple[tuple[bytes], int]
@@ -38,14 +38,14 @@ def load(source: str, length: int, examples: int, tests: int, seed: int) -> Aren
     """
     kind, colon, name = source.partition(":")
     if kind != "imdb" or (colon and not name):
-        raise ValueError(f"text={source}: reviews are imdb, which is downloaded, or imdb:FOLDER")
+        raise ValueError(f"text={source}: expected imdb (downloaded) or imdb:FOLDER")
     if colon:
         parts = {part: list(_folder(expanded(name), part)) for part in ("train", "test")}
     else:
         parts = _archive(fetch([URL], SHA256, cache_folder() / "imdb"))
     for part, found in parts.items():
         if {label for _, label in found} != {0, 1}:
-            raise ValueError(f"text={source}: the {part} set has {len(found)} reviews, and not of both classes")
+            raise ValueError(f"text={source}: the {part} set has {len(found)} reviews, which are not of both classes")
     train, held = _divided(parts["train"])
     splits = {
         "train": rows(_first(train, examples), length),

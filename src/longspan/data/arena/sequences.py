@@ -81,7 +81,7 @@ def arena(
     """A task from its splits. Raises ValueError where one of them is empty."""
     for split in SPLITS:
         if not len(splits[split].labels):
-            raise ValueError(f"{name} has no examples for {split}; give it more of them")
+            raise ValueError(f"{name} has no examples for {split}; add more data")
     arrays = [np.frombuffer(t.contiguous().numpy().tobytes(), np.uint8) for part in splits.values() for t in part]
     towers = splits["train"].tokens.shape[1]
     return Arena(name, vocab, length, towers, classes, sha256(arrays), splits, grid)
@@ -108,7 +108,7 @@ def images(pictures: Tensor, labels: Tensor) -> Sequences:
 
 
 def balanced(labels: Tensor, most: int) -> Tensor:
-    """The numbers (n,) of at most so many examples: the first of each class in turn, in the order of the file."""
+    """Indices (n,) of at most ``most`` examples: the first of each class in turn, in file order."""
     turn = torch.zeros_like(labels)
     for label in labels.unique():
         here = labels == label
