@@ -153,9 +153,7 @@ class TestTraining:
 
     def test_a_second_one_ends_at_once(self, tmp_path, send):
         send(4, signal.SIGTERM, signal.SIGTERM)
-        with pytest.raises(
-            signals.Interrupted, match=r"stopped immediately at step 4; step-00000004 is saved"
-        ) as error:
+        with pytest.raises(signals.Interrupted, match=r"at step 4; step-00000004 is saved") as error:
             fit(TINY, tiny(tmp_path), progress=False)
         assert error.value.number == signal.SIGTERM
 

@@ -1,1 +1,1 @@
-"""Measurements that mean something: interleaved candidates, contention noticed, ratios within one run."""
+"""Benchmarks with interleaved candidates, rejection of disturbed samples, and ratios within one run."""

@@ -21,7 +21,7 @@ SERVES = ("ft", "performer")  # of the other libraries' subjects
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     lengths: tuple[int, ...] = (1024, 4096, 16384, 65536)
     batch: int = 1
@@ -31,11 +31,11 @@ class Options:
     rounds: int = 7
     backward: bool = True
     limit: float = 20.0
-    """seconds; a candidate is left out where a call is expected to take longer"""
+    """seconds; calls expected to take longer are skipped"""
 
 
 class AttentionRun:
-    """One run: it remembers what each candidate took, so as to expect what the next length takes."""
+    """A run that predicts the cost of the next length from earlier ones."""
 
     def __init__(self, candidates: dict[str, Candidate], names: dict[str, local.Name], options: Options, watch: Watch):
         self.candidates, self.names, self.options, self.watch = candidates, names, options, watch
@@ -114,7 +114,7 @@ def group(name: local.Name) -> str:
 def run(
     names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch
 ) -> Iterator[dict]:
-    """Measure -> what ``report.write`` takes, as it grows. Raises ValueError for a name that is not known."""
+    """Measure; yield the growing result for ``report.collect``. Raises ValueError for a name that is not known."""
     read = {name: local.read(name) for name in names}
     for name, one in read.items():
         if one.spec == "kernel":
@@ -134,7 +134,7 @@ def run(
 
 
 def _result(one: AttentionRun) -> dict[str, Any]:
-    """What there is so far."""
+    """The result so far."""
     baselines = _compare(one.rows)
     peak = max(one.peaks)
     for row in one.rows:
@@ -220,7 +220,7 @@ def _exact(group: str, names: dict[str, local.Name]) -> str:
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print."""
+    """The tables of a result."""
     tables = []
     for one, baseline in result["baselines"].items():
         for mode in MODES:

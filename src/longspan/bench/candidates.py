@@ -1,4 +1,4 @@
-"""What a benchmark compares: subjects in this process, and other libraries' in processes of their own."""
+"""Candidates of a benchmark: subjects in this process, and those of other libraries in separate processes."""
 
 import contextlib
 import json
@@ -20,45 +20,45 @@ from ..attention import plugins
 from . import peers, worker
 from .worker import Makers, Task
 
-LEAST = 5e-3  # seconds that a sample should last at least; shorter calls are repeated
-REPEATS = 1000  # at most
-# An OpenMP team looks out for more work for about a millisecond, on cores that the next process needs; then it sleeps.
+LEAST = 5e-3  # smallest duration of a sample in seconds; shorter calls are repeated
+REPEATS = 1000  # largest number of calls in a sample
+# An idle OpenMP team spins for about a millisecond before it sleeps, on cores that the next process needs.
 SETTLE = 0.01
 
 Sampler = Callable[[int], float]
-"""calls in a row -> seconds of one"""
+"""number of consecutive calls -> seconds per call"""
 
 
 class Refused(Exception):
-    """A candidate failed; the message says how."""
+    """A candidate failed; the message has the reason."""
 
 
 class Candidate(Protocol):
-    """Something to be checked, timed and weighed. Every method but ``release`` raises ``Refused``."""
+    """A candidate that is checked, timed and measured for memory. All methods but ``release`` raise ``Refused``."""
 
     name: str
     ours: bool
-    """longspan's own, whose failure is this package's"""
+    """whether it belongs to longspan, so that a failure is a bug of this package"""
 
     def answer(self, task: Task, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """See ``worker.answer``."""
         ...
 
     def sampler(self, task: Task) -> Sampler:
-        """Prepare; the result times that many calls in a row."""
+        """Prepare a task; the result times a number of consecutive calls."""
         ...
 
     def memory(self, task: Task) -> float:
-        """MB at the peak of one call; see ``worker.peak``."""
+        """Peak memory of one call in MB; see ``worker.peak``."""
         ...
 
     def release(self) -> None:
-        """Forget what was prepared."""
+        """Release prepared tasks."""
         ...
 
 
 class Process:
-    """A worker, started by its first request."""
+    """A worker process, started by its first request."""
 
     def __init__(self, command: Sequence[str]):
         self.command = list(command)
@@ -66,7 +66,7 @@ class Process:
         self.errors: IO[str] | None = None
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """The answer to a request. Raises Refused with the worker's error, or where it cannot start or has ended."""
+        """Send a request and return the reply. Raises Refused for an error reply, or if the worker does not run."""
         running = self.running or self._start()
         assert running.stdin is not None
         assert running.stdout is not None
@@ -86,7 +86,7 @@ class Process:
         self.errors = tempfile.TemporaryFile("w+", encoding="utf-8")
         pipe = subprocess.PIPE
         try:
-            # In a group of its own: Ctrl-C is for this process, which then ends it with all that it has started.
+            # A separate process group, since Ctrl-C is for this process, which then ends the whole group.
             self.running = subprocess.Popen(
                 self.command, stdin=pipe, stdout=pipe, stderr=self.errors, text=True, start_new_session=True
             )
@@ -103,12 +103,12 @@ class Process:
         return f"its process ended with code {code}: {last}"
 
     def close(self) -> None:
-        """End it, at once, also in the middle of a request."""
+        """End the process immediately, also during a request."""
         running, errors, self.running, self.errors = self.running, self.errors, None, None
         if running is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL) if os.name == "posix" else running.kill()
-            # A request that nobody took may still lie in the pipe.
+            # An unread request may still be in the pipe.
             with contextlib.suppress(BrokenPipeError):
                 running.communicate()
         if errors is not None:
@@ -116,7 +116,7 @@ class Process:
 
 
 class Local:
-    """A subject in this process; its memory is measured by ``weigher``, a process that finds it by its name."""
+    """A subject in this process; ``weigher``, a separate process, measures its memory."""
 
     def __init__(self, name: str, makers: Makers, weigher: Process, ours: bool = True):
         self.name, self.makers, self.weigher, self.ours = name, makers, weigher, ours
@@ -132,18 +132,18 @@ class Local:
         return self.weigher.ask(do="memory", subject=self.name, task=task)["mb"]
 
     def release(self) -> None:
-        """Nothing is kept."""
+        """Nothing to release."""
 
     def _safely(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
-        # Whatever a subject raises is a finding about it, as it is in a worker.
+        # Any error of a subject refuses it, as in a worker.
         except Exception as error:
-            raise Refused(worker.told(error)) from error
+            raise Refused(worker.one_line(error)) from error
 
 
 class Remote:
-    """Another library's subject: one process that is timed, and one for memory, which computes nothing itself."""
+    """A subject of another library: a process for timing, and one for memory."""
 
     ours = False
 
@@ -152,7 +152,7 @@ class Remote:
         self.timing, self.weigher = Process(command), Process(command)
 
     def about(self) -> dict[str, Any]:
-        """Versions of what it is made of. Raises Refused."""
+        """Versions of the library and its dependencies. Raises Refused."""
         return self.timing.ask(do="about", subject=self.name)
 
     def answer(self, task: Task, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -187,7 +187,7 @@ class Remote:
 
 
 def repeated(sample: Sampler) -> tuple[Callable[[], float], int]:
-    """Warm up, and repeat a short call so often that a sample lasts -> sampler, calls in a sample."""
+    """Warm up and choose the number of calls per sample; return the sampler and this number."""
     sample(1)
     seconds = sample(1)
     repeat = min(max(math.ceil(LEAST / max(seconds, 1e-9)), 1), REPEATS)
@@ -201,7 +201,7 @@ def weigher() -> Process:
 
 
 def find_peers(python: str, names: Sequence[str] = tuple(peers.SUBJECTS)) -> list[Remote]:
-    """The other libraries' candidates, by the Python of the environment that holds them.
+    """The candidates of other libraries, run by the Python of their environment.
 
     ``python``: its path; "" takes the environment variable LONGSPAN_PEERS, else ``.venv-peers/bin/python``.
     Raises ValueError where there is none, or where it does not hold them.
@@ -217,11 +217,11 @@ def find_peers(python: str, names: Sequence[str] = tuple(peers.SUBJECTS)) -> lis
 
 
 def versions(remotes: Sequence[Remote]) -> dict[str, str]:
-    """What the other libraries are, by name. Raises ValueError where one of their processes cannot be used."""
+    """Versions of the other libraries, by name. Raises ValueError if one of their processes fails."""
     found: dict[str, str] = {}
     for remote in remotes:
         try:
             found |= {name: text for name, text in remote.about().items() if name not in ("python", "torch")}
         except Refused as error:
-            raise ValueError(f"{remote.timing.command[0]} cannot serve the other libraries: {error}") from error
+            raise ValueError(f"{remote.timing.command[0]} cannot run the other libraries: {error}") from error
     return found

@@ -1,4 +1,4 @@
-"""One comparison: candidates timed in turns, with the limits of the machine among them."""
+"""One comparison: candidates and limits of the machine, timed in turns."""
 
 import contextlib
 import math
@@ -13,7 +13,7 @@ from .guard import Guard, Timing, take_turns
 
 T = TypeVar("T")
 Watch = Callable[[Iterable[T], int, str], Iterable[T]]
-"""items, how many, label -> the items, while a bar shows them"""
+"""items, number of items, label -> the items, with a progress bar"""
 
 
 @dataclass(frozen=True)
@@ -21,18 +21,18 @@ class Figure:
     """The time of one candidate in one case."""
 
     seconds: float
-    """of one call, the median over the samples"""
+    """seconds of one call, the median over samples"""
     fastest: float
     samples: int
     calls: int
-    """in a row, in each sample"""
+    """consecutive calls per sample"""
     rejected: int
-    """samples thrown away because the machine was busy"""
+    """samples rejected because the machine was busy"""
     disturbed: int
-    """samples kept although it was"""
+    """samples kept that were taken on a busy machine"""
 
     def row(self) -> dict[str, Any]:
-        """As columns of a table."""
+        """The fields as columns of a table."""
         return asdict(self)
 
 
@@ -44,7 +44,7 @@ def bound(call: worker.Call) -> Sampler:
 def take(
     samplers: dict[str, Sampler], rounds: int, label: str, watch: Watch, *, warm: bool = True
 ) -> tuple[dict[str, Figure], dict[str, str]]:
-    """Time every sampler -> figures, and the errors of those that failed.
+    """Time every sampler; return figures, and the errors of those that failed.
 
     ``warm=False`` takes single calls and none before the first sample, for those that take long.
     """
@@ -73,7 +73,7 @@ def take(
 
 
 def _sample(sample: Callable[[], float], name: str, failed: dict[str, str]) -> float:
-    """A sample; one that fails ends the candidate, not the case."""
+    """Take a sample; a failure ends the candidate, not the case."""
     if name not in failed:
         try:
             return sample()
@@ -83,7 +83,7 @@ def _sample(sample: Callable[[], float], name: str, failed: dict[str, str]) -> f
 
 
 def available() -> float:
-    """MB of memory that can still be had; infinite where the system does not tell."""
+    """Available memory in MB; infinite if the system does not report it."""
     with contextlib.suppress(OSError, StopIteration), open("/proc/meminfo", encoding="utf-8") as file:
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("MemAvailable:"))
     return math.inf

@@ -20,7 +20,7 @@ from .guard import machine
 
 DTYPES = ("float32", "bfloat16")
 BOUNDS = {"sequence": "copy", "step": "state in place"}
-# Largest difference from float64 beside values of about 1: a few roundings of what a number of this type can tell.
+# Largest difference from float64 for values of about 1: a few roundings of this dtype.
 ALLOWED = {"float32": 1e-5, "bfloat16": 3e-2}
 PLAIN = "without silu"
 TRIED = 33  # tokens on which each candidate first has to agree with the definition
@@ -28,7 +28,7 @@ TRIED = 33  # tokens on which each candidate first has to agree with the definit
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     length: int = 2048
     channels: int = 4096
@@ -82,7 +82,7 @@ WAYS: dict[str, Callable[[Operands], Tensor]] = {
 
 
 def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
-    """Measure -> what ``report.write`` takes, as it grows."""
+    """Measure; yield the growing result for ``report.collect``."""
     reuse_pages()
     rows: list[dict[str, Any]] = []
     refused: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ def _how(options: Options) -> str:
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print."""
+    """The tables of a result."""
     rows = result["rows"]
     cases = list(dict.fromkeys((row["what"], row["batch"], row["dtype"]) for row in rows))
     tables = []

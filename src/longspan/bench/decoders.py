@@ -38,7 +38,7 @@ def read(text: str) -> Name:
     for suffix in suffixes:
         known(suffix, dict.fromkeys(("plain", "engine", "bf16")), "suffix of a candidate")
     if len(set(suffixes)) < len(suffixes) or {"plain", "engine"} <= set(suffixes):
-        raise ValueError(f"candidate {text!r} must say one of @plain and @engine, once")
+        raise ValueError(f"candidate {text!r} must have exactly one of @plain and @engine")
     return Name(spec, "engine" in suffixes, "bf16" in suffixes)
 
 

@@ -27,7 +27,7 @@ SMALL = DecoderConfig(dim=15, depth=2, heads=3, feedforward=7, vocab=11, positio
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     positions: tuple[int, ...] = (784, 3072, 16384)
     batches: tuple[int, ...] = (1, 256)
@@ -188,7 +188,7 @@ def _images(spec: str, task: Task) -> Sampler:
 def run(
     names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch
 ) -> Iterator[dict]:
-    """Measure -> what ``report.write`` takes, as it grows.
+    """Measure; yield the growing result for ``report.collect``.
 
     Raises ValueError for a name that is not known, and for a mechanism without a definition to hold it to.
     """
@@ -216,7 +216,7 @@ def run(
 
 
 def _result(one: DecodingRun) -> dict[str, Any]:
-    """What there is so far."""
+    """The result so far."""
     options, ours = one.options, {name: candidate.ours for name, candidate in one.candidates.items()}
     return {
         "benchmark": "generate",
@@ -245,7 +245,7 @@ def _how(options: Options) -> list[str]:
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print."""
+    """The tables of a result."""
     tables = []
     steps = [row for row in result["rows"] if row["what"] == "step"]
     for batch in result["options"]["batches"]:

@@ -30,7 +30,7 @@ ROOM = 0.8  # part of the memory that is free that a step may be expected to tak
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     depths: tuple[int, ...] = (2, 4, 8, 16, 24, 64)
     length: int = 16384
@@ -40,7 +40,7 @@ class Options:
     feedforward: int = 512
     feedforward_chunk: int = 0
     limit: float = 20_000.0
-    """MB; a step that is expected to take more is not made"""
+    """MB; steps expected to take more are skipped"""
 
     def config(self, kind: str, depth: int) -> DecoderConfig:
         """The decoder's. Raises ValueError where the sizes do not fit each other."""
@@ -51,7 +51,7 @@ class Options:
 
 
 def find(kind: str) -> Makers:
-    """The makers of one kind, as a worker asks for them."""
+    """The makers of one kind of stack for a worker."""
 
     def train(task: Task) -> Call:
         return_pages()  # as train does for what is to need less memory
@@ -69,13 +69,13 @@ def find(kind: str) -> Makers:
 
 
 def weigher() -> Process:
-    """The process that measures memory, of each step in a child of its own."""
+    """The process that measures memory, with a child process for each step."""
     code = "from longspan.bench import depth, worker; worker.serve(depth.find)"
     return Process([sys.executable, "-P", "-c", plugins.again() + code])
 
 
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
-    """Measure -> what ``report.collect`` takes, as it grows. Raises ValueError for sizes that do not fit each other."""
+    """Measure; yield the growing result for ``report.collect``. Raises ValueError for invalid sizes."""
     for spec in split(options.attention):
         build(spec, options.dim, options.heads)
     for kind in VARIANTS:
@@ -152,5 +152,5 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print."""
+    """The tables of a result."""
     return [table(result)]

@@ -1,11 +1,11 @@
-"""What measurements amount to: ratios, growth exponents, crossovers. Pure functions on numbers."""
+"""Ratios, growth exponents and crossovers of measurements; pure functions on numbers."""
 
 import math
 import re
 from collections.abc import Mapping
 from itertools import pairwise
 
-# What a fitted exponent needs: that many lengths, that far apart, and seconds of the longest call that are no overhead.
+# Requirements of a fitted exponent: number of lengths, their ratio, and seconds of the longest call.
 LENGTHS, SPREAD, MEASURABLE = 3, 4, 1e-4
 
 
@@ -21,7 +21,7 @@ def exponent(found: Mapping[int, float]) -> float:
 
 
 def unfitted(found: Mapping[int, float]) -> str:
-    """Why no growth exponent of times in seconds, by length, would mean anything; "" where one does.
+    """Why a growth exponent of these times in seconds, by length, would be meaningless; "" if it is not.
 
     >>> unfitted({256: 0.001, 512: 0.002})
     'needs 3 lengths, the longest at least 4 times the shortest'
@@ -34,7 +34,7 @@ def unfitted(found: Mapping[int, float]) -> str:
 
 
 def slope(found: Mapping[int, float]) -> float:
-    """By how much a value grows for one more, least squares.
+    """The slope of a value by size, least squares.
 
     >>> slope({2: 5.0, 4: 9.0, 6: 13.0})
     2.0
@@ -54,7 +54,7 @@ def declared(cost: str) -> float:
 
 
 def ratios(seconds: Mapping[str, float], baseline: str) -> dict[str, float]:
-    """How many times as fast as the baseline each candidate is.
+    """The speed-up of each candidate over the baseline.
 
     >>> ratios({"a": 1.0, "b": 4.0}, "b")
     {'a': 4.0, 'b': 1.0}
@@ -63,7 +63,7 @@ def ratios(seconds: Mapping[str, float], baseline: str) -> dict[str, float]:
 
 
 def crossover(one: Mapping[int, float], other: Mapping[int, float]) -> str:
-    """From which size on ``one`` takes less than ``other``: straight lines between the logarithms of common sizes.
+    """The size from which on ``one`` is less than ``other``, by interpolation between common sizes in log-log scale.
 
     >>> crossover({10: 2.0, 1000: 20.0}, {10: 1.0, 1000: 100.0})
     'from 40'
@@ -78,7 +78,7 @@ def crossover(one: Mapping[int, float], other: Mapping[int, float]) -> str:
         return "at every size"
     if not gaps or gaps[-1] >= 0:
         return "at no size"
-    # The last change of sides: from there on it stays ahead.
+    # The last crossing.
     i = max(i for i, gap in enumerate(gaps) if gap >= 0)
     (m, a), (n, b) = list(pairwise(zip(sizes, gaps, strict=True)))[i]
     return f"from {round(math.exp(math.log(m) + a / (a - b) * math.log(n / m)))}"

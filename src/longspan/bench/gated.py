@@ -36,7 +36,7 @@ ALLOWED, COMPARED = oracle.ALLOWED["float32"], oracle.COMPARED  # tokens compare
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     rules: tuple[str, ...] = tuple(RULES)
     length: int = 4096
@@ -97,9 +97,9 @@ def loop(given: dict[str, Tensor | None]) -> Tensor:
 
 
 def transformers() -> Callable[[dict[str, Tensor | None]], Tensor] | None:
-    """What Qwen3-Next and its kin run on a CPU, the gated delta rule; None where transformers is not installed."""
+    """The gated delta rule of transformers on a CPU (Qwen3-Next); None if transformers is not installed."""
     try:
-        # It says that faster code for GPUs is missing.
+        # Silence the warning that faster code for GPUs is missing.
         importlib.import_module("transformers.utils.logging").set_verbosity_error()
         module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     except ImportError:
@@ -155,14 +155,14 @@ def check(function: Callable, rule: str, options: Options, *, backward: bool) ->
 
 
 def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
-    """Measure -> what ``report.write`` takes, as it grows.
+    """Measure; yield the growing result for ``report.collect``.
 
     Raises ValueError for an unknown rule, or heads that do not fit.
     """
     for rule in options.rules:
         known(rule, RULES, "rule")
     if options.heads % options.key_heads:
-        raise ValueError(f"key heads {options.key_heads} must divide heads {options.heads}")
+        raise ValueError(f"--heads={options.heads} is not a multiple of --key-heads={options.key_heads}")
     reuse_pages()  # as train and generate do
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
@@ -259,7 +259,7 @@ def _step(rule: str, batch: int, options: Options, watch: Watch, rows: list[dict
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print."""
+    """The tables of a result."""
     rows = result["rows"]
     at = {(row["rule"], row["mode"], row["candidate"], row["batch"]): row for row in rows}
     rules, batch = result["options"]["rules"], result["options"]["batch"]

@@ -1,4 +1,4 @@
-"""Timing on a machine that may be busy with something else: samples taken meanwhile are rejected, and counted."""
+"""Timing on a machine with other load: disturbed samples are rejected and counted."""
 
 import os
 import platform
@@ -18,14 +18,14 @@ WASTE = 10.0  # seconds of rejected samples in a row, before a disturbed one is 
 
 
 class Guard:
-    """Tells whether all threads get their cores now: times a small copy that every thread takes part in."""
+    """Detect other load: time a small copy that uses all threads."""
 
     def __init__(self, limit: float = LIMIT):
         self.limit = limit
         self.source, self.target = torch.ones(131072), torch.zeros(131072)
 
     def quiet(self) -> bool:
-        """Whether the copy took less than the limit."""
+        """Whether the copy took at most the limit."""
         begin = time.perf_counter()
         self.target.copy_(self.source)
         return time.perf_counter() - begin <= self.limit
@@ -37,9 +37,9 @@ class Timing:
 
     samples: list[float] = field(default_factory=list)
     rejected: int = 0
-    """samples thrown away because the machine was busy"""
+    """samples rejected because the machine was busy"""
     disturbed: int = 0
-    """samples kept although it was, since it stayed so"""
+    """samples kept that were taken on a busy machine, after ``PATIENCE`` tries"""
 
     @property
     def seconds(self) -> float:
@@ -50,7 +50,7 @@ class Timing:
 def interleave(
     candidates: Mapping[str, Callable[[], object]], rounds: int, guard: Guard | None = None, patience: int = PATIENCE
 ) -> dict[str, Timing]:
-    """Time every candidate once per round, in turn, so that a drift of the machine meets all of them alike.
+    """Time every candidate once per round, in turn, so that drift affects all of them alike.
 
     Each is called once before the first round, to warm up; samples as in ``take_turns``.
     """
@@ -62,7 +62,7 @@ def interleave(
 def take_turns(
     samplers: Mapping[str, Callable[[], float]], rounds: int, guard: Guard | None = None, patience: int = PATIENCE
 ) -> dict[str, Timing]:
-    """Take one sample of every candidate per round; each sampler returns the seconds that it measured.
+    """Take one sample of every candidate per round; a sampler returns seconds.
 
     A sample counts if the guard finds the machine quiet right before and right after it; otherwise it is rejected and
     taken again, at most ``patience`` times and not after ``WASTE`` seconds of such samples.
@@ -88,7 +88,7 @@ def take_turns(
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """Facts about this machine."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "processor": _processor(),

@@ -111,14 +111,14 @@ DECODED = 16  # tokens in a sample
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     models: tuple[str, ...] = tuple(MODELS)
     length: int = 2048
     dtypes: tuple[str, ...] = DTYPES
     rounds: int = 3
     small: bool = False
-    """models a few channels wide, to try the benchmark"""
+    """use models a few channels wide, as a smoke test"""
 
 
 SMALL = {
@@ -147,7 +147,7 @@ SMALL = {
 def model(name: str, dtype: str, small: bool) -> Any:
     """A model with random weights that are the same in every process."""
     need("the benchmark of transformers", "transformers")
-    # It says that faster code for GPUs is missing.
+    # Silence the warning that faster code for GPUs is missing.
     importlib.import_module("transformers.utils.logging").set_verbosity_error()
     kind, prefix, _, own = MODELS[known(name, MODELS, "model")]
     config = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
@@ -249,7 +249,7 @@ def check(name: str, dtype: str, options: Options) -> float:
 
 
 def weigh(name: str, dtype: str, way: str, length: int, small: bool, threads: int) -> float:
-    """MB of resident memory that a training step takes at its peak beyond the model; for a process of its own."""
+    """Peak resident memory of a training step in MB, without the model; run it in a separate process."""
     torch.set_num_threads(threads)
     made = model(name, dtype, small)
     use(way)
@@ -266,7 +266,7 @@ def weigh(name: str, dtype: str, way: str, length: int, small: bool, threads: in
 
 
 def memory(name: str, dtype: str, way: str, options: Options) -> float:
-    """``weigh`` in a process of its own. Raises Refused where that fails."""
+    """Run ``weigh`` in a separate process. Raises Refused if it fails."""
     asked = json.dumps([name, dtype, way, options.length, options.small, torch.get_num_threads()])
     code = f"import json; from longspan.bench import hybrids; print(hybrids.weigh(*json.loads({asked!r})))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
@@ -290,7 +290,7 @@ def profile(made: Any, options: Options) -> dict[str, float]:
 
 
 def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
-    """Measure -> what ``report.collect`` takes, as it grows. Raises ValueError for a model that is not known."""
+    """Measure; yield the growing result for ``report.collect``. Raises ValueError for a model that is not known."""
     for name in options.models:
         known(name, MODELS, "model")
     for dtype in options.dtypes:
@@ -344,7 +344,7 @@ def _result(options: Options, rows: list, refused: dict[str, str], profiles: dic
         "how": (
             f"{described}; random weights, a vocabulary of {COMMON['vocab_size']}, one sequence of {options.length} "
             f"tokens; prefill: outputs of the last token and the cache; training step: loss and all gradients, its "
-            f"memory: resident at its peak beyond the model, in a process of its own; decoding: a token after {PROMPT} "
+            f"memory: resident at its peak beyond the model, in a separate process; decoding: a token after {PROMPT} "
             f"others; medians of {options.rounds} rounds in which both take turns; each first agreed with the original "
             f"code on {min(COMPARED, options.length)} tokens" + ("; models a few channels wide" * options.small)
         ),
@@ -357,8 +357,8 @@ def _result(options: Options, rows: list, refused: dict[str, str], profiles: dic
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print: times by model and mode, and what is left of a training step."""
-    table = [["model", "dtype", "mode", *WAYS, "times as fast", "tokens per second", "peak MB", "of it"]]
+    """The tables: times by model and mode, and the parts of a training step."""
+    table = [["model", "dtype", "mode", *WAYS, "speed-up", "tokens/s", "peak MB", "ratio"]]
     at = {(r["model"], r["dtype"], r["mode"], r["candidate"]): r for r in result["rows"]}
     for name, dtype, mode in dict.fromkeys(key[:3] for key in at):
         theirs, ours = (at[name, dtype, mode, way] for way in WAYS)

@@ -103,7 +103,7 @@ def run(rounds: int, watch: Watch) -> Generator[dict[str, Any], None, None]:
 
 
 def _result(rounds: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What there is so far."""
+    """The result so far."""
     how = (
         f"medians of {rounds} rounds; gemm: square matrices into memory that is there; "
         f"copy and scale count what they read and what they write"
@@ -112,7 +112,7 @@ def _result(rounds: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> list[list[list[str]]]:
-    """The tables to print."""
+    """The tables of a result."""
     rows = result["rows"]
     products = [["GEMM, GFLOP/s", *map(str, SIZES)]]
     for dtype in DTYPES:

@@ -131,7 +131,7 @@ def _step(name: Name, task: Task) -> Function:
 def _kernel(task: Task) -> Function:
     state = _state(task)
     if not available("linear"):
-        raise ValueError("there are no native kernels here; longspan doctor says why")
+        raise ValueError("native kernels are not available; longspan doctor reports the reason")
     if task["size"] >= LARGEST:
         raise ValueError(f"the native step serves heads of less than {LARGEST} channels, not {task['size']}")
 
@@ -140,7 +140,7 @@ def _kernel(task: Task) -> Function:
     size, options = task["size"], (MAPS["elu"], 1e-6, TYPES[torch.float32], threads())
     sizes = (task["batch"] * task["heads"], size, size, *options)
 
-    # Nothing but the C function: what a call from Python costs beside it is the other candidates' to show.
+    # Only the C function; the other candidates include the overhead of Python.
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t if t.is_contiguous() else t.contiguous() for t in (q, k, v))
         failed = kernels.longspan_linear_step(

@@ -30,7 +30,7 @@ SPARE = 1024  # tokens that a growing state has room for after those
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     members: tuple[str, ...] = ()
     """specs; none: every registered mechanism, by its name alone"""
@@ -40,7 +40,7 @@ class Options:
     rounds: int = 5
     backward: bool = True
     limit: float = 20.0
-    """seconds; a mechanism is left out where a call is expected to take longer"""
+    """seconds; calls expected to take longer are skipped"""
 
 
 def built(spec: str, dim: int, heads: int) -> Attention:
@@ -57,7 +57,7 @@ def made(spec: str, task: Task) -> Attention:
 
 
 def find(spec: str) -> Makers:
-    """The makers of a spec, as a worker asks for them."""
+    """The makers of a spec for a worker."""
 
     def attention(task: Task) -> Any:
         module = made(spec, task)
@@ -67,7 +67,7 @@ def find(spec: str) -> Makers:
 
 
 def weigher() -> Process:
-    """The process that measures memory, of each call in a child of its own."""
+    """The process that measures memory, with a child process for each call."""
     code = "from longspan.bench import members, worker; worker.serve(members.find)"
     return Process([sys.executable, "-P", "-c", plugins.again() + code])
 
@@ -79,7 +79,7 @@ def stepping(module: Attention, length: int) -> tuple[int, Sampler]:
     x, state = torch.randn(1, length, module.dim), module.init_state(1, length + SPARE)
     for part in x.split(CHUNK, 1):
         _, state = module(part, state, **given)
-    # What there is room for beyond these tokens is no part of their state.
+    # Capacity for more tokens is not part of the state after these.
     spare = nbytes(module.init_state(1, length + SPARE)) - nbytes(module.init_state(1, length))
     token, size = torch.randn(1, 1, module.dim), nbytes(state) - spare
 
@@ -92,12 +92,12 @@ def stepping(module: Attention, length: int) -> tuple[int, Sampler]:
             _, now = module(token, now, **given)
         return (time.perf_counter() - begin) / repeat
 
-    sample(1)  # a mechanism that ends at this length says so here
+    sample(1)  # a mechanism that cannot continue at this length fails here
     return size, sample
 
 
 class MembersRun:
-    """One run: it remembers what each mechanism took, so as to expect what the next length takes."""
+    """A run that predicts the cost of the next length from earlier ones."""
 
     def __init__(self, specs: list[str], weigher: Process, options: Options, watch: Watch):
         self.modules = {spec: built(spec, options.dim, options.heads) for spec in specs}
@@ -209,7 +209,7 @@ class MembersRun:
         self.left_out.append({"candidate": spec, "mode": mode, "reason": f"{mode} from N {length} on: {reason}"})
 
     def result(self) -> dict[str, Any]:
-        """What there is so far."""
+        """The result so far."""
         return {
             "benchmark": "members",
             "how": "; ".join(_how(self.options)),
@@ -222,7 +222,7 @@ class MembersRun:
         }
 
     def _growth(self, spec: str) -> dict[str, Any]:
-        """Fitted exponents of time and memory beside the declared cost; empty where nothing was measured."""
+        """Fitted exponents of time and memory, and the declared cost; empty without measurements."""
         rows, module = [row for row in self.rows if row["candidate"] == spec], self.modules[spec]
         if not rows:
             return {}
@@ -249,7 +249,7 @@ class MembersRun:
 
 
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
-    """Measure -> what ``report.collect`` takes, as it grows. Raises ValueError for a spec that is not possible."""
+    """Measure; yield the growing result for ``report.collect``. Raises ValueError for a spec that is not possible."""
     specs = list(options.members) or list_mechanisms()
     order = [*FAMILIES]
     one = MembersRun(list(dict.fromkeys([BASELINE, *specs])), weigher, options, watch)
@@ -318,14 +318,14 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print: one for each family."""
+    """The tables, one for each family."""
     first, *rows = table(result)
     families = dict.fromkeys(row[0] for row in rows)
     return [[[FAMILIES[family], *first[2:]], *(row[1:] for row in rows if row[0] == family)] for family in families]
 
 
 def page(result: dict[str, Any]) -> str:
-    """The table as Markdown, what is missing and why below it."""
+    """The table as Markdown, followed by missing mechanisms with reasons."""
     first, *rows = table(result)
     lines = [f"| {' | '.join(row)} |" for row in (first, ["---"] * len(first), *rows)]
     missing = [f"* `{one['candidate']}`: {one['reason']}" for one in (*result["refused"], *result["left_out"])]

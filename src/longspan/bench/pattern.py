@@ -1,4 +1,4 @@
-"""Softmax attention under a pattern, beside torch's own with a dense mask and with all pairs, by length and density."""
+"""Softmax attention under a pattern, compared with torch with a dense mask and with all pairs, by length."""
 
 import sys
 import textwrap
@@ -33,7 +33,7 @@ MODES = ("forward", "forward+backward", "layout")
 OURS = ("native", "torch")
 WAYS = (*OURS, "sdpa all", "sdpa mask", "flex")
 LAYOUTS = ("blocks", "listed", "plan")
-MATRICES = ("sdpa mask", "flex")  # what first asks for every pair
+MATRICES = ("sdpa mask", "flex")  # candidates that need the dense pattern
 ALLOWED = oracle.ALLOWED["float32"]
 COMPARED, ROWS = 509, 17  # tokens of which all are compared; queries that are of longer sequences
 COUNTED = 128  # queries whose keys are counted
@@ -43,7 +43,7 @@ ROOM = 0.8  # part of the free memory that a candidate may be expected to take
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     patterns: tuple[str, ...] = DEFAULT
     lengths: tuple[int, ...] = (1024, 4096, 16384, 65536)
@@ -55,7 +55,7 @@ class Options:
     matrix: int = 4096
     """tokens up to which the candidates that need all pairs of the pattern take part"""
     limit: float = 5.0
-    """seconds; a candidate is left out where a call is expected to take longer"""
+    """seconds; calls expected to take longer are skipped"""
     flex: bool = False
     """whether FlexAttention is measured too, forward only; torch compiles it for about a minute for each shape"""
 
@@ -89,7 +89,7 @@ def _attention(way: str, text: str, task: Task) -> Function:
         case "sdpa all":
             function = partial(F.scaled_dot_product_attention, is_causal=pattern.lookahead == 0)
         case "sdpa mask":
-            # Made at the first call, so that memory tells of it, and time does not.
+            # Made at the first call, so that it counts as memory but not as time.
             mask = lru_cache(maxsize=1)(partial(matrix, pattern, heads=task["heads"]))
             # Of four dimensions: with fewer the fused kernel is not taken.
             function = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask(q.shape[2])[None])  # noqa: E731
@@ -122,7 +122,7 @@ def _flex(pattern: Pattern, heads: int) -> Callable[..., Tensor]:
 
 
 def matrix(pattern: Pattern, n: int, heads: int) -> Tensor:
-    """``pattern.dense``, some rows at a time: bool (heads|1, n, n), and little beside it."""
+    """``pattern.dense``, some rows at a time to save memory: bool (heads|1, n, n)."""
     mask = torch.empty(heads if pattern.per_head else 1, n, n, dtype=torch.bool)
     for rows in torch.arange(n).split(CHUNK):
         mask[:, rows] = allowed(pattern, rows, n, heads)
@@ -183,7 +183,7 @@ def check(candidate: Local, pattern: Pattern, task: Task) -> float:
 
 
 class PatternRun:
-    """One run: it remembers what each candidate took, so as to expect what the next length takes."""
+    """A run that predicts the cost of the next length from earlier ones."""
 
     def __init__(self, options: Options, weigher: Process, watch: Watch):
         self.options, self.weigher, self.watch = options, weigher, watch
@@ -192,7 +192,7 @@ class PatternRun:
         self.left_out: dict[tuple[str, str, str], str] = {}
 
     def ways(self, mode: str) -> tuple[str, ...]:
-        """Who can take part in a mode."""
+        """The candidates of a mode."""
         if mode == "layout":
             return LAYOUTS
         able = [way for way in WAYS if way != "native" or available("pattern")]
@@ -222,7 +222,7 @@ class PatternRun:
                     megabytes[way] = candidate.memory(task)
                 samplers[way] = candidate.sampler(task)
             except Refused as error:
-                # A compiler's error is pages long.
+                # Shorten the error of a compiler.
                 self.refused[text, way] = textwrap.shorten(str(error), 300, placeholder=" ...")
         found, failed = case.take(samplers, options.rounds, label, self.watch)
         self.refused |= {(text, way): reason for way, reason in failed.items()}
@@ -271,7 +271,7 @@ def weigher() -> Process:
 
 
 def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, Any]]:
-    """Measure -> what ``report.write`` takes, as it grows. Raises ValueError for a pattern that is none."""
+    """Measure; yield the growing result for ``report.collect``. Raises ValueError for a pattern that is none."""
     parsed = {text: patterns.parse(text) for text in options.patterns}
     one = PatternRun(options, weigher, watch)
     for text, pattern in parsed.items():
@@ -283,7 +283,7 @@ def run(options: Options, weigher: Process, watch: Watch) -> Iterator[dict[str, 
 
 
 def _result(one: PatternRun) -> dict[str, Any]:
-    """What there is so far."""
+    """The result so far."""
     return {
         "benchmark": "pattern",
         "how": "; ".join(_how(one.options)),
@@ -339,7 +339,7 @@ def _growth(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print."""
+    """The tables of a result."""
     tables: list[Table] = []
     for pattern in dict.fromkeys(row["pattern"] for row in result["rows"]):
         here = [row for row in result["rows"] if row["pattern"] == pattern]

@@ -1,4 +1,4 @@
-"""Results as files and as text: JSON with everything, CSV with the rows, PNG with a picture, tables on the screen."""
+"""Results as files (JSON, CSV, PNG) and as text."""
 
 import contextlib
 import csv
@@ -18,7 +18,7 @@ Result = dict[str, Any]
 
 @contextlib.contextmanager
 def claimed(out: Path, benchmark: str) -> Iterator[None]:
-    """See to it, before any measurement, that the files can be written, and by nobody else meanwhile.
+    """Lock the output files and check that they can be written, before any measurement.
 
     Raises ValueError, ImportError.
     """
@@ -33,14 +33,23 @@ def claimed(out: Path, benchmark: str) -> Iterator[None]:
 
 
 def collect(out: Path, benchmark: str, results: Generator[Result, None, None]) -> Result:
-    """The last of ``results``, which grow, written as ``BENCHMARK.json``, ``.csv`` and ``.png``, each whole or not at
-    all; until then what there is of it is in ``BENCHMARK.partial.json``, which has the entry ``"partial": true``.
+    """Run a benchmark and write its files atomically.
 
-    Raises ``signals.Interrupted``, and ValueError where the disk is full; both say what is there.
+    Args:
+        out: the output folder.
+        benchmark: the name of the files ``BENCHMARK.json``, ``.csv`` and ``.png``.
+        results: yields the growing result. Until the end it is in ``BENCHMARK.partial.json``, with ``"partial": true``.
+
+    Returns:
+        The last result.
+
+    Raises:
+        signals.Interrupted: after Ctrl-C or SIGTERM; the message has the partial file.
+        ValueError: if a file cannot be written.
     """
     path = out / f"{benchmark}.partial.json"
     result: Result = {"rows": []}
-    count = 0  # of the figures that are in that file
+    count = 0  # figures in the partial file
     try:
         with contextlib.closing(results):
             for result in results:
@@ -67,7 +76,7 @@ def _write(path: Path, result: Result) -> None:
 
 
 def rows_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """CSV of rows that need not have the same columns."""
+    """CSV of rows, which can have different columns."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")

@@ -1,4 +1,4 @@
-"""One layer's token step by batch, against scaling its state in place."""
+"""One layer's decode step by batch size, compared with scaling its state in place."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ BOUND = "state in place"
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The settings of the benchmark."""
 
     batches: tuple[int, ...] = (1, 64, 1024)
     heads: int = 8
@@ -29,11 +29,11 @@ class Options:
 def run(
     names: Sequence[str], remotes: Sequence[Remote], weigher: Process, options: Options, watch: Watch
 ) -> Iterator[dict]:
-    """Measure -> what ``report.write`` takes, as it grows. Raises ValueError for a candidate that is no token step."""
+    """Measure; yield the growing result for ``report.collect``. Raises ValueError for other candidates."""
     candidates: dict[str, Candidate] = {}
     for name in names:
         if "step" not in (makers := local.find(name)):
-            raise ValueError(f"{name!r} has no token step of its own; those that do: kernel, linear, linear@BACKEND")
+            raise ValueError(f"{name!r} has no decode step; choose kernel, linear or linear@BACKEND")
         candidates[name] = Local(name, makers, weigher)
     candidates |= {remote.name: remote for remote in remotes if remote.name == "ft"}
     rows, refused = [], {}
@@ -94,7 +94,7 @@ def _defined(name: str) -> dict[str, Any]:
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables to print."""
+    """The tables of a result."""
     rows, batches = result["rows"], result["options"]["batches"]
     at = {(row["candidate"], row["batch"]): row for row in rows}
     names = list(dict.fromkeys(row["candidate"] for row in rows))

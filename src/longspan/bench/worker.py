@@ -1,14 +1,13 @@
-"""What is measured, run in a process of its own that answers JSON lines: other libraries, and every memory figure.
+"""A measuring process that reads and writes JSON lines, for other libraries and for all memory figures.
 
-Stands alone: it needs torch and nothing of this package, so that it also runs in an environment that holds another
-library::
+It requires only torch, not this package, so that it also runs in the environment of another library::
 
     python -I worker.py subjects.py
 
-``subjects.py`` defines ``SUBJECTS``, name -> makers of the tasks that it serves (see ``Makers``), and ``about()``, name
--> version of what they are made of. Requests and answers are one JSON object a line on stdin and stdout; a request has
-a ``do`` of ``about | answer | prepare | run | release | memory``, and an answer with ``error`` says what went wrong.
-Between requests the process waits on stdin and computes nothing.
+``subjects.py`` defines ``SUBJECTS``, a dict from names to ``Makers``, and ``about()``, a dict of versions. Requests and
+replies are JSON objects, one per line, on stdin and stdout. The ``do`` of a request is ``about``, ``answer``,
+``prepare``, ``run``, ``release`` or ``memory``; a failed request has a reply with ``error``. Between requests the
+process waits on stdin and computes nothing.
 """
 
 import contextlib
@@ -34,12 +33,12 @@ Call = Callable[[], object]
 
 
 class Makers(TypedDict, total=False):
-    """How one subject does the tasks that it can do. B batch, N tokens, H heads, D head size."""
+    """Functions of a subject, by task. B batch, N tokens, H heads, D head size."""
 
     attention: Callable[[Task], Function]
     """task -> f(q, k, v), each (B,N,H,D) as projections give them, or f(x), (B,N,H*D) -> (B,N,H*D), causal"""
     step: Callable[[Task], Function]
-    """task -> f(q, k, v), each (B,H,1,D) -> (B,H,1,D): one more token on a state of its own that starts empty"""
+    """task -> f(q, k, v), each (B,H,1,D) -> (B,H,1,D): one more token on a private state that starts empty"""
     model: Callable[[Task, dict[str, Tensor] | None], Callable[[], Function]]
     """task, weights -> begin() -> f(tokens (B,1)) -> (B,vocab): one more token of a whole decoder, from the start"""
     train: Callable[[Task], Call]
@@ -72,7 +71,7 @@ def attention_call(function: Function, task: Task) -> Call:
 
 def step_call(function: Function, task: Task) -> Call:
     """One more token of a step task."""
-    # Nothing here needs gradients, so nothing is recorded and there is no mode to enter, which a call would feel.
+    # No gradients are needed and no mode is entered, which would cost time in each call.
     return partial(function, *(tensor.transpose(1, 2).contiguous() for tensor in inputs(task, 1)))
 
 
@@ -95,13 +94,13 @@ def sequence(step: Function, task: Task) -> None:
     token = torch.full((task["batch"],), task["vocab"])
     for _ in range(task["tokens"]):
         outputs = step(token[:, None])
-        # An exact draw from softmax(outputs): the first of as many exponential clocks to ring.
+        # An exact sample of softmax(outputs): the first of competing exponential clocks.
         race = torch.empty_like(outputs).exponential_().clamp_(min=torch.finfo(outputs.dtype).tiny)
         token = (outputs - race.log_()).argmax(-1)
 
 
 def call(makers: Makers, task: Task) -> Call:
-    """What is timed for a task. Raises ValueError for a task that the subject does not know."""
+    """The timed call of a task. Raises ValueError for a task that the subject does not support."""
     match task["what"], makers:
         case "attention", {"attention": make}:
             return attention_call(make(task), task)
@@ -111,11 +110,11 @@ def call(makers: Makers, task: Task) -> Call:
             return model_call(make(task, None), task)
         case "train", {"train": make}:
             return make(task)
-    raise ValueError(f"it has no {task['what']}")
+    raise ValueError(f"the subject does not support {task['what']}")
 
 
 def answer(makers: Makers, task: Task, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a subject makes of given numbers, at the task's own shape. See the functions below."""
+    """The outputs of a subject for given inputs, at the shape of the task. See the functions below."""
     match task["what"], makers:
         case "attention", {"attention": make}:
             return attention_answer(make(task), task, given)
@@ -123,7 +122,7 @@ def answer(makers: Makers, task: Task, given: dict[str, Tensor]) -> dict[str, Te
             return step_answer(make(task), task, given)
         case "model", {"model": make}:
             return model_answer(make, task, given)
-    raise ValueError(f"it has no {task['what']}")
+    raise ValueError(f"the subject does not support {task['what']}")
 
 
 def attention_answer(function: Function, task: Task, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -190,7 +189,7 @@ def status(entry: str) -> float:
 
 def highest() -> float:
     """Largest resident memory of this process so far, in MB, on any system."""
-    # Not from getrusage on Linux: there a child begins with its parent's peak.
+    # Not from getrusage on Linux, where a child starts with the peak of its parent.
     with contextlib.suppress(OSError):
         return status("VmHWM")
     unit = 1024 if sys.platform == "darwin" else 1
@@ -198,14 +197,14 @@ def highest() -> float:
 
 
 def peak(makers: Makers, task: Task) -> float:
-    """MB that one call of an attention or train task takes at its peak, beyond its inputs and the weights."""
-    # A short call first loads whatever is loaded once.
+    """Peak memory of one call of an attention or train task in MB, without inputs and weights."""
+    # A short call first, for one-time allocations.
     call(makers, task | {"length": min(task["length"], 64)})()
-    # What that call has freed would otherwise be used again, uncounted.
+    # Return freed memory to the system, which would otherwise be reused uncounted.
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
     measured = call(makers, task)
-    # The highest mark falls back to what is resident now.
+    # Reset the high-water mark to the resident memory.
     with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
         file.write("5")
     before = status("VmRSS")
@@ -214,18 +213,18 @@ def peak(makers: Makers, task: Task) -> float:
 
 
 def forked(function: Callable[[], float]) -> float:
-    """Run in a child of this process, which has computed nothing yet. Raises Told where the child fails."""
-    # A first backward imports this, for more than a second; done here, it is done once.
+    """Run a function in a fresh child of this process. Raises RemoteError if the child fails."""
+    # The first backward imports this for more than a second; import it once, in the parent.
     with contextlib.suppress(ImportError):
         importlib.import_module("torch.fx.experimental.symbolic_shapes")
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        reply: dict[str, Any] = {"error": "it ended early"}
+        reply: dict[str, Any] = {"error": "the process ended early"}
         try:
             reply = {"value": function()}
         except BaseException as error:
-            reply = {"error": told(error)}
+            reply = {"error": one_line(error)}
         finally:
             os.write(write, json.dumps(reply).encode())
             os._exit(0)
@@ -235,32 +234,32 @@ def forked(function: Callable[[], float]) -> float:
     _, code = os.waitpid(child, 0)
     if not data:
         ended = os.waitstatus_to_exitcode(code)
-        raise Told(f"its process ended with code {ended}" + (": killed, perhaps for want of memory" * (ended == -9)))
+        raise RemoteError(f"its process ended with code {ended}" + (": killed, perhaps out of memory" * (ended == -9)))
     reply = json.loads(data)
     if "error" in reply:
-        raise Told(reply["error"])
+        raise RemoteError(reply["error"])
     return reply["value"]
 
 
-class Told(Exception):
-    """An error of another process, in its words."""
+class RemoteError(Exception):
+    """An error of another process, with its message."""
 
 
-def told(error: BaseException) -> str:
-    """An error in one line."""
+def one_line(error: BaseException) -> str:
+    """Format an error on one line."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, Told) else f"{type(error).__name__}: {text}"
+    return text if isinstance(error, RemoteError) else f"{type(error).__name__}: {text}"
 
 
 class Worker:
-    """Does what requests ask for; ``find`` gives the makers of a subject by its name, ``about`` versions by name."""
+    """Execute requests; ``find`` returns the makers of a subject by name, ``about`` versions by name."""
 
     def __init__(self, find: Callable[[str], Makers], about: Callable[[], dict[str, str]]):
         self.find, self.about = find, about
         self.run: Call | None = None
 
     def reply(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to one request. Raises whatever the subject raises."""
+        """Execute one request. Raises the errors of the subject."""
         do = request.pop("do")
         if do == "about":
             return {"python": platform.python_version(), "torch": torch.__version__, **self.about()}
@@ -296,15 +295,15 @@ def serve(find: Callable[[str], Makers], about: Callable[[], dict[str, str]] = d
         for line in sys.stdin:
             try:
                 reply = worker.reply(json.loads(line))
-            # Whatever a subject raises is its answer, and the next request may go well.
+            # An error of a subject is its reply; later requests may succeed.
             except Exception as error:
-                reply = {"error": told(error)}
+                reply = {"error": one_line(error)}
             answer_line(json.dumps(reply))
 
 
 @contextlib.contextmanager
 def answers() -> Iterator[Callable[[str], None]]:
-    """A function that writes lines to stdout, while whatever else is printed, by C code too, goes to stderr."""
+    """A function that writes lines to stdout, while all other output, also of C code, goes to stderr."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as stdout:
         os.dup2(2, 1)
 
