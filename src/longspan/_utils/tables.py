@@ -1,10 +1,11 @@
 """Tables as aligned text, and durations with units."""
 
 import textwrap
+from collections.abc import Collection
 
 Table = list[list[str]]
 GAP = "  "
-CELL = 30  # columns from which on a cell is wrapped, in a table that is too wide
+CELL = 30  # smallest width at which cells are wrapped
 
 
 def aligned(table: Table, width: int | None = None) -> str:
@@ -26,15 +27,15 @@ def _widths(table: Table) -> list[int]:
     return [max(len(row[i]) for row in table if i < len(row)) for i in range(columns)]
 
 
-def _lines(table: Table, widths: list[int], left: int = 1) -> list[str]:
+def _lines(table: Table, widths: list[int], left: Collection[int] = (0,)) -> list[str]:
     return [
-        GAP.join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
+        GAP.join(f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
         for row in table
     ]
 
 
 def _wrapped(cell: str, width: int) -> list[str]:
-    return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _parts(table: Table, width: int) -> list[list[str]]:
@@ -45,17 +46,24 @@ def _parts(table: Table, width: int) -> list[list[str]]:
     if len(title) > max((len(row[0]) for row in rows), default=0):
         # A long title stands above the part, so that the column is as narrow as its names.
         above, title = _wrapped(title, width), ""
-    limit = max(CELL, width // (keys + 1)) if keys > 1 else CELL
-    cells = [[_wrapped(cell, limit) or [""] for cell in row] for row in ([title, *head], *rows)]
+    limit = max(CELL, width // (keys + 1))
+    cells = [[_wrapped(cell, limit) for cell in row[:keys]] for row in ([title, *head], *rows)]
+    widths = [max(len(line) for row in cells for line in row[i]) for i in range(keys)]
+    used = sum(widths) + len(GAP) * (keys - 1)
+    # Other cells are wrapped only if they do not fit next to the keys.
+    room = max(CELL, width - used - len(GAP))
+    for row, whole in zip(cells, ([title, *head], *rows), strict=True):
+        row += [_wrapped(cell, room) for cell in whole[keys:]]
     widths = [max(len(line) for row in cells if i < len(row) for line in row[i]) for i in range(max(map(len, cells)))]
+    text = {i for row in cells[1:] for i, lines in enumerate(row) if len(lines) > 1}
     groups: list[list[int]] = []
-    used = width + 1
+    taken = width
     for i in range(keys, len(widths)):
-        if used + len(GAP) + widths[i] > width:
+        if taken + len(GAP) + widths[i] > width:
             groups.append([*range(keys)])
-            used = sum(widths[:keys]) + len(GAP) * (keys - 1)
+            taken = used
         groups[-1].append(i)
-        used += len(GAP) + widths[i]
+        taken += len(GAP) + widths[i]
     parts = []
     for group in groups or [[*range(keys)]]:
         expanded = []
@@ -63,7 +71,8 @@ def _parts(table: Table, width: int) -> list[list[str]]:
             chosen = [row[i] if i < len(row) else [""] for i in group]
             height = max(map(len, chosen))
             expanded += [[lines[n] if n < len(lines) else "" for lines in chosen] for n in range(height)]
-        parts.append([*above, *_lines(expanded, [widths[i] for i in group], keys)])
+        left = {n for n, i in enumerate(group) if i < keys or i in text}
+        parts.append([*above, *_lines(expanded, [widths[i] for i in group], left)])
     return parts
 
 

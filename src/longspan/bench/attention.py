@@ -253,7 +253,7 @@ def _tables(title: str, rows: list[dict[str, Any]], baseline: str) -> list[Table
     def time(row: dict[str, Any]) -> str:
         return duration(row["seconds"]) + (f" ({row['ratio']:.2f}x)" if "ratio" in row else "")
 
-    made = [table(f"{title}: time, and times as fast as {baseline}", time)]
+    made = [table(f"{title}: time (speed-up over {baseline})", time)]
     if any("share" in row for row in rows):
         made.append(
             table(

@@ -266,7 +266,7 @@ def text(result: dict[str, Any]) -> list[Table]:
             ]
             for row in images
         ]
-        tables.append([["whole images", "batch", "images/s", "tokens/s", "as fast as ft"], *body])
+        tables.append([["whole images", "batch", "images/s", "tokens/s", "speed-up over ft"], *body])
     return tables
 
 

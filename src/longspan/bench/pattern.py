@@ -349,7 +349,7 @@ def text(result: dict[str, Any]) -> list[Table]:
         for mode in dict.fromkeys(row["mode"] for row in here):
             at = {(row["candidate"], row["length"]): row for row in here if row["mode"] == mode}
             ways = list(dict.fromkeys(way for way, _ in at))
-            head = mode if mode == "layout" else f"{mode}: time, as fast as sdpa all; peak MB"
+            head = mode if mode == "layout" else f"{mode}: time (speed-up over sdpa all); peak MB"
             tables.append(
                 [
                     [head, *(f"N {n}" for n in lengths)],
