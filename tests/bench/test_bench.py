@@ -104,7 +104,7 @@ def test_machine_names_what_matters():
 
 
 class TestMemory:
-    """Each length in a process of its own, since a process's peak never falls."""
+    """Each length in a separate process, since a process's peak never falls."""
 
     def test_the_state_grows_for_softmax_only(self):
         sizes = {

@@ -18,6 +18,7 @@ SMALL = ["--length", "32", "--dim", "8", "--heads", "2", "--feedforward", "16"]
 
 @pytest.fixture(autouse=True)
 def at(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.chdir(tmp_path)
 
 
@@ -63,7 +64,7 @@ def test_what_would_take_too_much_is_on_the_line(capsys, monkeypatch):
     assert at["plain", 8]["expected_mb"] == 80
     assert at["reversible", 8]["mb"] == 5
     assert [line.split() for line in out.splitlines()[1:2]] == [["plain", "20", "40", "~80", "10.0"]]
-    assert "Left out: plain: depth 8 would take about 80 MB, and 50 may be taken" in out
+    assert "Skipped: plain: depth 8 would take about 80 MB, and 50 may be taken" in out
 
 
 def test_what_fails_is_said(capsys, monkeypatch):
@@ -74,14 +75,14 @@ def test_what_fails_is_said(capsys, monkeypatch):
 
     asked(monkeypatch, fails)
     out, result = ran(capsys, "--depths", "2,4")
-    assert "Left out: plain: depth 2: killed" in out
+    assert "Skipped: plain: depth 2: killed" in out
     assert {row["candidate"] for row in result["rows"]} == {"checkpointed", "reversible"}
 
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_processes_measure(capsys):
-    """The tokens are so many that activations are more than what a process takes besides."""
+    """There are enough tokens that activations dominate the memory of the process."""
     weigher = depth.weigher()
     try:
         options = depth.Options(depths=(2, 12), length=2048, dim=32, heads=2, feedforward=64)

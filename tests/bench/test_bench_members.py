@@ -24,7 +24,8 @@ SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1", "--out", "o", "--debug"]
 
 @pytest.fixture(autouse=True)
 def at(tmp_path, monkeypatch):
-    """A folder of its own, and a machine that is always quiet."""
+    """A separate folder, and a machine that is always quiet."""
+    monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(guard.Guard, "quiet", lambda self: True)
     monkeypatch.setattr(candidates, "LEAST", 0.0)
@@ -90,7 +91,7 @@ def test_members_in_whole(capsys):
     assert [(one["candidate"], one["mode"]) for one in result["left_out"]] == [
         ("synthesizer(length=20)", mode) for mode in members.MODES
     ]
-    assert "Left out: synthesizer(length=20): forward from N 33 on: ValueError: " in out
+    assert "Skipped: synthesizer(length=20): forward from N 33 on: ValueError: " in out
     assert all(FAMILIES[family] in out for family in ("softmax", "sparse", "gated"))
     assert "\nstar, bidirectional " in out
     page = Path("o/members.md").read_text(encoding="utf-8").splitlines()
@@ -168,7 +169,7 @@ def test_what_needs_more_memory_than_there_is_is_left_out_too(capsys, monkeypatc
     monkeypatch.setattr(case, "available", lambda: 3.5)
     out, result = ran(capsys, "linear", "--lengths", "9", "--no-backward")
     assert {(row["candidate"], row["mode"]) for row in result["rows"]} == {("linear", "step"), ("softmax", "step")}
-    assert "Left out: linear: forward from N 9 on: it needs 3 MB of memory; 4 are free" in out
+    assert "Skipped: linear: forward from N 9 on: it needs 3 MB of memory; 4 are free" in out
 
 
 @pytest.mark.parametrize("spec", ["softmax", "gla", "local(window=3)", "average"])

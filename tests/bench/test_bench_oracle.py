@@ -15,7 +15,7 @@ from longspan.ops.native.call import available
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, "-I", worker.__file__, bench_subjects.__file__]
-NOBODY = candidates.Process(["nobody"])
+MISSING = candidates.Process(["no-such-program"])
 TASK = {
     "what": "attention",
     "batch": 1,
@@ -29,11 +29,11 @@ TASK = {
 
 
 def candidate(name):
-    return candidates.Local(name, bench_subjects.SUBJECTS[name], NOBODY)
+    return candidates.Local(name, bench_subjects.SUBJECTS[name], MISSING)
 
 
 def named(name):
-    return candidates.Local(name, local.find(name), NOBODY)
+    return candidates.Local(name, local.find(name), MISSING)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_a_gradient_from_the_past_is_refused(monkeypatch):
 
         return attend
 
-    spy = candidates.Local("far", {"attention": far}, NOBODY)
+    spy = candidates.Local("far", {"attention": far}, MISSING)
     monkeypatch.setattr(oracle, "SMALL", {})
     with pytest.raises(candidates.Refused, match="gets a gradient of .* from outputs before it"):
         oracle.check_attention(spy, local.read("linear"), TASK)
@@ -142,7 +142,7 @@ def test_decoders_agree_with_the_definition(attention, prenorm):
     model.load_state_dict(weights)
     with torch.no_grad(), backend("reference"):
         torch.testing.assert_close(oracle.decoder(config, weights, tokens), model(tokens)[0], rtol=1e-9, atol=1e-9)
-    stepped = candidates.Local(attention, decoders.makers(attention), NOBODY)
+    stepped = candidates.Local(attention, decoders.makers(attention), MISSING)
     task = {"what": "model", **decoders.shape(config), "batch": 3, "dtype": "float32"}
     assert oracle.check_model(stepped, config, weights, task) < 1e-5
 
@@ -160,7 +160,7 @@ def test_a_decoder_that_is_wrong_anywhere_is_refused(part):
     def make(task, given):
         return decoders.makers("linear")["model"](task, broken)
 
-    wrong = candidates.Local("wrong", {"model": make}, NOBODY)
+    wrong = candidates.Local("wrong", {"model": make}, MISSING)
     task = {"what": "model", **decoders.shape(config), "batch": 3, "dtype": "float32"}
     with pytest.raises(candidates.Refused, match="output is off the float64 definition"):
         oracle.check_model(wrong, config, weights, task)
@@ -186,8 +186,8 @@ def test_a_worker_that_fails_or_dies_says_how(fake):
     sample = fake("dying").sampler(TASK)
     with pytest.raises(candidates.Refused, match="its process ended with code 3: last words"):
         sample(1)
-    with pytest.raises(candidates.Refused, match="cannot start nobody: No such file"):
-        NOBODY.ask(do="about")
+    with pytest.raises(candidates.Refused, match="cannot start no-such-program: No such file"):
+        MISSING.ask(do="about")
 
 
 @pytest.mark.full

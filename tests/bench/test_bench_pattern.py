@@ -35,7 +35,8 @@ TASK = {
 
 @pytest.fixture(autouse=True)
 def at(tmp_path, monkeypatch):
-    """A folder of its own, and a machine that is always quiet."""
+    """A separate folder, and a machine that is always quiet."""
+    monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(guard.Guard, "quiet", lambda self: True)
     monkeypatch.setattr(candidates, "LEAST", 0.0)
@@ -190,8 +191,8 @@ def test_flex_takes_part_forward_only_and_its_failure_is_not_ours(capsys, monkey
     out, result = ran(capsys, *words, "--flex")
     assert {(r["mode"], r["length"]) for r in result["rows"] if r["candidate"] == "flex"} == {("forward", 17)}
     assert set(asked) == {3}
-    assert "Left out: band(5), flex: forward from N 29 on: it needs all 29 x 29 pairs; the limit is 17 tokens" in out
-    assert out.count("Left out: band(5), sdpa mask: forward+backward from N 29 on") == 1
+    assert "Skipped: band(5), flex: forward from N 29 on: it needs all 29 x 29 pairs; the limit is 17 tokens" in out
+    assert out.count("Skipped: band(5), sdpa mask: forward+backward from N 29 on") == 1
 
     def broken(value, heads):
         raise RuntimeError("not here" + " and there" * 99)
@@ -206,7 +207,7 @@ def test_flex_takes_part_forward_only_and_its_failure_is_not_ours(capsys, monkey
 
 
 @pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore")  # inductor warns of its own insides
+@pytest.mark.filterwarnings("ignore")  # inductor warns about its internals
 def test_flex_itself(monkeypatch):
     # It cannot place the writes that spoil fresh memory in tests.
     for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):

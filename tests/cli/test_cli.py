@@ -50,7 +50,7 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def at(models, monkeypatch, tmp_path) -> Path:
-    """A folder of its own to work in, where ``m`` leads to the models."""
+    """A separate working folder, where ``m`` leads to the models."""
     (tmp_path / "m").symlink_to(models, target_is_directory=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -100,7 +100,7 @@ MISTAKES = {
     "--vershun": "unknown option '--vershun'; known: --debug, --help, --import, --version",
     "list --jsn": "unknown option '--jsn' (did you mean '--json'?); known: --help, --json",
     "list more": "unrecognized arguments: more; see longspan list --help",
-    "eval": "folder",
+    "eval": "MODEL",
     "eval m/digits --batch x": "--batch: expected int, got x; see longspan eval --help",
     "eval m/digits --batch": "--batch: expected one argument",
     "eval m/digits --batch 0": "--batch=0 must be at least 1",
@@ -461,8 +461,8 @@ def test_train_checks_its_flags_before_data_and_packages(flag, message, at, caps
 def test_a_folder_with_a_run_says_how_to_resume_it(at, capsys):
     Path("my run").mkdir()
     Path("my run/config.yaml").write_text("model: {}\nrun: {}\n")
-    told = refused(capsys, "train", "--run.out", "my run", *TINY)
-    assert "holds a run; resume it with `longspan train --config 'my run/config.yaml' --resume`" in told
+    line = refused(capsys, "train", "--run.out", "my run", *TINY)
+    assert "holds a run; resume it with `longspan train --config 'my run/config.yaml' --resume`" in line
     Path("other").mkdir()
     Path("other/a.txt").write_text("")
     assert "resume" not in refused(capsys, "train", "--run.out", "other", *TINY)

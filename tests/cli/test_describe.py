@@ -275,7 +275,7 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_shapes_are_those_of_the_data(name):
     folder = SHARED / name
     if name != "digits" and not folder.is_dir():
-        pytest.skip(f"no {name} files beside the repository")
+        pytest.skip(f"no {name} files next to the repository")
     found = data.load(name if name == "digits" else f"{name}:{folder}")
     assert trained.SHAPES[name] == (found.grid, found.vocab)
 

@@ -1,4 +1,4 @@
-"""What ``show`` says of backends is what the ops chose in calls that ran."""
+"""The backends in ``show`` are those that the ops chose in calls that ran."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""``longspan show --draw``: the picture is what the attention sees, and the page on patterns shows what it says."""
+"""``longspan show --draw``: the picture is what the attention sees, and the page on patterns is up to date."""
 
 import json
 import re
@@ -97,7 +97,7 @@ def seen_by(spec, causal, n):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_what_is_drawn_is_what_is_seen(spec):
-    """By any head; a token's own key cannot be told from its query."""
+    """By any head; a token's own key is indistinguishable from its query."""
     ((_, cls),) = specs.parts(spec)
     own = cls.name == "etc" and 3  # global tokens that the example adds before the input
     n = 24

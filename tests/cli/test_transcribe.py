@@ -62,12 +62,12 @@ def test_a_stream_has_the_words_of_its_file(model, files, capsys, beam):
     lines = said(capsys, "model", *files, *options)
     assert lines == said(capsys, "model", *files, *options, "--stream")
     assert [line.split("\t")[0] for line in lines] == files
-    told = [line.split("\t")[1].split() for line in lines]
-    assert told == [transcribe(model, *wav.read(file), beams=beam) for file in files]
-    assert len(told[0]) > 3
-    assert set("".join(told[0])) <= set("ab")
+    found = [line.split("\t")[1].split() for line in lines]
+    assert found == [transcribe(model, *wav.read(file), beams=beam) for file in files]
+    assert len(found[0]) > 3
+    assert set("".join(found[0])) <= set("ab")
     # Of one file the words alone.
-    assert said(capsys, "model", files[0], *options) == [" ".join(told[0])]
+    assert said(capsys, "model", files[0], *options) == [" ".join(found[0])]
 
 
 @pytest.mark.parametrize("beams", [0, 3])
@@ -142,7 +142,7 @@ def test_mistakes_are_one_line(model, files, capsys):
         assert "cannot read none.wav: No such file" in refused(capsys, "transcribe", "model", "none.wav", *options)
     assert "--beam=-1 must not be negative" in refused(capsys, "transcribe", "model", *files, "--beam", "-1")
     assert "no checkpoint at" in refused(capsys, "transcribe", "nowhere", *files)
-    assert "files" in refused(capsys, "transcribe", "model")
+    assert "FILE.wav" in refused(capsys, "transcribe", "model")
 
 
 def given(monkeypatch, content: bytes) -> None:

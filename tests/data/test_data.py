@@ -88,13 +88,11 @@ def test_a_compressed_file_unpacks_to_no_more_than_its_header_says(tmp_path, mon
     unpacked, read = [], gzip.GzipFile.read
     monkeypatch.setattr(gzip.GzipFile, "read", lambda *a: unpacked.append(found := read(*a)) or found)
     path.write_bytes(gzip.compress(whole + bytes(10**7)))
-    with pytest.raises(
-        ValueError, match=rf"{path} has more bytes .uncompressed. where its header tells of 15; its sha"
-    ):
+    with pytest.raises(ValueError, match=rf"{path} has more bytes .* 15; its sha"):
         load(f"mnist:{tmp_path}")
     assert len(b"".join(unpacked[-3:])) == len(whole) + 1
     monkeypatch.setattr(images, "MOST", 6)
-    with pytest.raises(ValueError, match=rf"train-images-idx3-ubyte.gz tells of {5003 * 784} bytes; .* unpack it by"):
+    with pytest.raises(ValueError, match=rf"train-images-idx3-ubyte.gz announces {5003 * 784} bytes; .* unpack it by"):
         load(f"mnist:{tmp_path}")
 
 
@@ -110,7 +108,7 @@ def test_a_compressed_text_unpacks_to_no_more_than_memory_holds(tmp_path, monkey
 
 def test_a_header_that_tells_of_too_much_takes_no_memory(tmp_path):
     folder = mnist_folder(tmp_path, train_images=struct.pack(">4I", 2051, 2**32 - 1, 28, 28))
-    with pytest.raises(ValueError, match=rf"has 16 bytes .* tells of {16 + (2**32 - 1) * 784}; its sha256"):
+    with pytest.raises(ValueError, match=rf"has 16 bytes .* announces {16 + (2**32 - 1) * 784}; its sha256"):
         load(f"mnist:{folder}")
 
 
@@ -132,7 +130,7 @@ def test_mnist_names_sizes_and_checksums_of_a_truncated_file(tmp_path):
         hashlib.sha256(cut).hexdigest(),
         "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     )
-    message = f"train-images-idx3-ubyte has {len(cut)} bytes .* of {len(whole)}; its sha256 is {found}.*{published}"
+    message = f"train-images-idx3-ubyte has {len(cut)} bytes .* {len(whole)}; its sha256 is {found}.*{published}"
     with pytest.raises(ValueError, match=message):
         load(f"mnist:{folder}")
     path = mnist_folder(tmp_path / "gz", compress=True) / "train-images-idx3-ubyte.gz"
@@ -162,7 +160,7 @@ def test_cifar10_from_a_folder(tmp_path):
     for name, content in cifar_parts().items():
         (tmp_path / name).write_bytes(content)
     check_cifar(load(f"cifar10:{tmp_path}"))
-    # The same file compressed beside the raw one is not read twice.
+    # The same file compressed next to the raw one is not read twice.
     (tmp_path / "data_batch_1.bin.gz").write_bytes(gzip.compress((tmp_path / "data_batch_1.bin").read_bytes()))
     check_cifar(load(f"cifar10:{tmp_path}"))
     for old, new in (("data_batch_1", "train_1"), ("data_batch_2", "train_2"), ("test_batch", "test_0")):
@@ -194,7 +192,7 @@ def test_digits_need_scikit_learn(monkeypatch):
         (
             "data_batch_1.bin",
             b"\0" * 3072,
-            "has 3072 bytes .*no multiple of a CIFAR-10 record's 3073; the next would be 3073",
+            "has 3072 bytes .*not a multiple of a CIFAR-10 record's 3073; the next would be 3073",
         ),
         ("data_batch_1.bin", b"\0" * 6000, "has 6000 bytes .* 6146; its sha256 is"),
         ("data_batch_1.bin", b"", "has 0 bytes"),
@@ -284,7 +282,7 @@ def test_the_standard_library_skips_what_is_not_its_own(tmp_path, monkeypatch):
     assert load("text:stdlib", 3).checksum == hashlib.sha256(b"z" * 99 + b"p" * 99).hexdigest()
     for name in ("z.py", "pack/a.py"):
         (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match=f"no Python sources in {tmp_path}; use text:PATH"):
+    with pytest.raises(ValueError, match=f"no Python sources in {tmp_path}; pass text:PATH"):
         load("text:stdlib", 3)
 
 
@@ -299,7 +297,7 @@ def test_text_refuses_what_it_cannot_read(tmp_path):
         with pytest.raises(ValueError, match=f"{path} is truncated or corrupt .*; its sha256 is [0-9a-f]{{64}}$"):
             load(f"text:{path}")
     (tmp_path / "a.txt").write_bytes(b"a" * 139)
-    with pytest.raises(ValueError, match=r"has 139 bytes; windows of 7 need at least 140.*choose a smaller length"):
+    with pytest.raises(ValueError, match=r"has 139 bytes; windows of 7 need at least 140"):
         load(f"text:{tmp_path}/a.txt", 7)
     (tmp_path / "a.txt").write_bytes(b"a" * 140)
     assert load(f"text:{tmp_path}/a.txt", 7).count("test") == 1
@@ -316,11 +314,11 @@ def test_text_refuses_what_it_cannot_read(tmp_path):
             0,
             "unknown data set 'digit' .did you mean 'digits'.*known: cifar10, digits, labels, mnist, pairs, text",
         ),
-        ("mnist:", 0, "nothing follows the colon of 'mnist:'; write e.g. mnist:FOLDER"),
+        ("mnist:", 0, "nothing follows the colon of 'mnist:'; pass e.g. mnist:FOLDER"),
         ("digits:folder", 0, "digits come with scikit-learn and take no folder; got 'folder'"),
         ("digits", 63, "length=63: digits has 64 tokens per image; leave length at 0"),
         ("digits", -1, "length=-1: must be >= 0"),
-        ("text", 0, "text needs a source: text:stdlib, or text:PATH"),
+        ("text", 0, "text:stdlib, or text:PATH"),
     ],
 )
 def test_load_refuses(name, length, message):
@@ -336,15 +334,15 @@ def test_a_dataset_refuses():
         ):
             call()
     for indices in (torch.tensor([0, 176]), torch.tensor([-1, 0])):
-        with pytest.raises(ValueError, match=r"indices .* leave 0 ... 175, the examples of test"):
+        with pytest.raises(ValueError, match=r"indices .* 0 ... 175, the examples of test"):
             data.take("test", indices)
     for indices in (torch.tensor(3), torch.tensor([3], dtype=torch.int32)):
-        with pytest.raises(ValueError, match=r"indices are int64 of shape \(B,\); got"):
+        with pytest.raises(ValueError, match=r"indices must be int64 of shape \(B,\); got"):
             data.take("test", indices)
     for rows in (torch.zeros(64, dtype=torch.int64), torch.zeros(2, 63, dtype=torch.int64), torch.zeros(2, 64)):
-        with pytest.raises(ValueError, match=r"rows of digits are integers of shape \(B, 64\); got"):
+        with pytest.raises(ValueError, match=r"rows of digits must be integers of shape \(B, 64\); got"):
             data.picture(rows)
-    with pytest.raises(ValueError, match=r"tokens 17 ... 17 leave 0 ... 16"):
+    with pytest.raises(ValueError, match=r"tokens 17 ... 17 .* 0 ... 16"):
         data.picture(torch.full((2, 64), 17))
-    with pytest.raises(ValueError, match="text:stdlib is text; only images have pictures"):
+    with pytest.raises(ValueError, match="text:stdlib is text"):
         load("text:stdlib").picture(torch.zeros(2, 256, dtype=torch.int64))

@@ -75,7 +75,7 @@ def test_fetch_replaces_a_file_that_was_damaged(server, tmp_path):
 
 
 def test_fetch_says_when_nobody_listens(tmp_path):
-    # Port 9 of this machine has nobody behind it.
+    # Port 9 of this machine is not in use.
     with pytest.raises(ValueError, match=r"cannot download tiny.bin .*; http://127.0.0.1:9/tiny.bin: "):
         fetch(["http://127.0.0.1:9/tiny.bin"], "0" * 64, tmp_path)
 
@@ -150,6 +150,6 @@ def test_an_archive_that_does_not_fit_into_memory_is_refused(tmp_path, monkeypat
             entry.size = size
             archive.addfile(entry, io.BytesIO(bytes(size)))
     found = []
-    with pytest.raises(ValueError, match=r"x.tar.gz has more in it than fits: c alone is 1 bytes"):
+    with pytest.raises(ValueError, match=r"x.tar.gz .*c has 1 bytes"):
         found.extend(name for name, _ in download.members(tmp_path / "x.tar.gz", lambda name: len(name) == 1))
     assert dict(download.members(tmp_path / "x.tar.gz", "ab".__contains__)) == {"a": bytes(2**10), "b": bytes(2**10)}

@@ -113,7 +113,7 @@ def test_classes_are_sorted_and_renumbered_by_name(tmp_path):
     other = found.renumbered(["x", "unseen", "10", "2"])
     assert other.labels == ("x", "unseen", "10", "2")
     assert read(other, "test") == read(found, "test")
-    with pytest.raises(ValueError, match="has the label '10', and the model knows 2, x"):
+    with pytest.raises(ValueError, match="has the label '10'.* 2, x"):
         found.renumbered(["2", "x"])
 
 
@@ -132,24 +132,24 @@ def test_generated_texts_are_labelled_by_their_majority():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", "x", "labelled texts are .jsonl, .tsv or .csv files"),
-        ("a.jsonl", '{"text": "x", "label": 1}\nno', "line 2 of .*a.jsonl is no JSON"),
+        ("a.txt", "x", "expected a .jsonl, .tsv or .csv file"),
+        ("a.jsonl", '{"text": "x", "label": 1}\nno', "line 2 of .*a.jsonl is not JSON"),
         ("a.jsonl", "[1]\n", "line 1 of .*a.jsonl must be an object"),
-        ("a.jsonl", '{"text": "", "label": 1}\n', "line 1 of .*: its text must be a string that is not empty, not ''"),
-        ("a.jsonl", '{"label": 1}\n', "line 1 of .*: its text must be a string that is not empty, not None"),
-        ("a.jsonl", '{"text": "x", "label": "so good"}\n', "line 1 .*: its label must be a word .* not 'so good'"),
-        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1 .*: its label must be a word .* not True"),
-        ("a.jsonl", '{"text": "x", "label": ""}\n', "line 1 .*: its label must be a word .* not ''"),
-        ("a.tsv", "words\tlabel\nx\ty\n", "line 1 of .*a.tsv must name the columns, and 'text' is not among them"),
+        ("a.jsonl", '{"text": "", "label": 1}\n', "line 1 of .*: its text must be .*''"),
+        ("a.jsonl", '{"label": 1}\n', "line 1 of .*: its text must be .*None"),
+        ("a.jsonl", '{"text": "x", "label": "so good"}\n', "line 1 .*: its label must be a word .*'so good'"),
+        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1 .*: its label must be a word .*True"),
+        ("a.jsonl", '{"text": "x", "label": ""}\n', "line 1 .*: its label must be a word .*''"),
+        ("a.tsv", "words\tlabel\nx\ty\n", "line 1 of .*a.tsv must name the columns.*'text'"),
         ("a.tsv", "", "line 1 of .*a.tsv must name the columns"),
         ("a.tsv", "text\tlabel\nx\ty\tz\n", "line 2 of .*a.tsv has more columns than line 1"),
         ("a.tsv", "text\tlabel\nx\n", "line 2 of .*a.tsv: its label must be a word"),
-        ("a.tsv", 'text\tlabel\n"x\ty\n', "a.tsv is no excel-tab table: unexpected end of data"),
-        ("a.jsonl", jsonl(PLAIN[:5]), "has 5 texts, and none of them falls to "),
+        ("a.tsv", 'text\tlabel\n"x\ty\n', "a.tsv excel-tab.*unexpected end of data"),
+        ("a.jsonl", jsonl(PLAIN[:5]), "has 5 texts"),
         (
             "a.jsonl",
             jsonl([(text, "same") for text, _ in PLAIN]),
-            "has one label, 'same'; a classifier needs at least two",
+            "has one label, 'same'",
         ),
     ],
 )
@@ -162,10 +162,10 @@ def test_what_is_no_labelled_text_is_named(name, content, message, tmp_path):
 def test_other_faults_are_named(tmp_path):
     with pytest.raises(ValueError, match="no labelled texts at .*nothing: there is no such file or folder"):
         data.load(f"labels:{tmp_path / 'nothing'}")
-    with pytest.raises(ValueError, match="labels need a source"):
+    with pytest.raises(ValueError, match="labels:FILE"):
         data.load("labels")
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x", "label": 1}\n{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=re.escape("a.jsonl is no UTF-8: byte 0xff")):
+    with pytest.raises(ValueError, match=re.escape("a.jsonl is not UTF-8: byte 0xff")):
         data.load(f"labels:{tmp_path / 'a.jsonl'}")
     with pytest.raises(ValueError, match="unknown split"):
         data.load("labels:majority").take("all", torch.tensor([0]))

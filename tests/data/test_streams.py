@@ -55,7 +55,7 @@ def test_ranks_have_every_row_of_one_process_with_the_double_batch():
 
 
 def test_too_many_rows():
-    with pytest.raises(ValueError, match=r"12 rows \(batch x devices\) cannot each read .* of 11 windows"):
+    with pytest.raises(ValueError, match=r"12 rows \(batch x devices\) .* 11 windows"):
         row_windows(11, 0, 6, 1, 2)
 
 
@@ -92,7 +92,7 @@ def test_stretches_are_disjoint_and_all_of_it_where_all_is_asked():
 
 
 def test_images_are_no_stream():
-    with pytest.raises(ValueError, match="digits is images, each an example of its own; only a text"):
+    with pytest.raises(ValueError, match="digits contains images"):
         Stream(load("digits"), "train")
     with pytest.raises(ValueError, match="unknown split 'tset'"):
         Stream(load("text:stdlib"), "tset")

@@ -51,7 +51,7 @@ def test_the_loss_is_per_label_and_reads_real_tokens_alone():
 
 
 def test_a_target_without_room_is_refused():
-    with pytest.raises(ValueError, match="row 1 has 2 tokens, and its 2 labels need 3; give tokens fewer frames"):
+    with pytest.raises(ValueError, match="row 1 has 2 tokens, .* 2 labels need 3"):
         ctc.loss(torch.randn(2, 5, 3), torch.tensor([5, 2]), [[1], [2, 2]])
 
 
@@ -60,8 +60,8 @@ def test_a_target_without_room_is_refused():
 def test_a_beam_as_wide_as_all_prefixes_is_exact(tokens, classes, seed):
     scores = drawn(tokens, classes, seed)
     beam = PrefixBeam(10_000)
-    told = beam.feed(scores)
-    assert told == []  # the empty prefix is followed, and agrees with none
+    found = beam.feed(scores)
+    assert found == []  # the empty prefix is followed, and agrees with none
     found, true = dict(beam.best()), every(scores)
     assert {key for key, score in found.items() if score > -math.inf} == set(true)
     for key, probability in true.items():
@@ -95,18 +95,18 @@ def test_any_cut_tells_the_same_labels(make):
 
 
 def test_a_beam_forgets_what_is_settled_and_waits_for_nothing_long():
-    """An early doubt that nothing resolves: the likelier label is told, and the memory stays as it is."""
+    """An early doubt that nothing resolves: the more likely label is returned, and the memory does not grow."""
     beam = PrefixBeam(4)
     doubt, sure = torch.tensor([[1e-9, 0.6, 0.4]]).log(), torch.tensor([[1.0, 1e-9, 1e-9], [1e-9, 1.0, 1e-9]]).log()
     assert beam.feed(doubt) == []
-    told = []
+    found = []
     for turn in range(100):
-        told += beam.feed(sure)
+        found += beam.feed(sure)
         tokens = 2 * turn + 3
-        assert bool(told) == (tokens > ctc.LAG)
-        assert 1 + turn + 1 - len(told) <= ctc.LAG // 2 + 2
+        assert bool(found) == (tokens > ctc.LAG)
+        assert 1 + turn + 1 - len(found) <= ctc.LAG // 2 + 2
         assert max(len(prefix) for prefix in beam.prefixes) <= ctc.LAG
-    assert told + beam.finish() == [1] * 101
+    assert found + beam.finish() == [1] * 101
     with pytest.raises(ValueError, match="beams=0 must be at least 1"):
         PrefixBeam(0)
 
@@ -140,7 +140,7 @@ def test_edits_are_the_fewest_there_are():
 
 def test_a_rate_is_over_all_that_is_true():
     assert errors.rate([("ab", "abc"), ("xyz", "z")]) == 3 / 4
-    with pytest.raises(ValueError, match="an error rate needs something that is true"):
+    with pytest.raises(ValueError, match="an error rate requires"):
         errors.rate([("a", "")])
 
 

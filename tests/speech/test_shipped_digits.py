@@ -1,4 +1,4 @@
-"""The transcriber inside the package: small, honest about its making, and right about the recordings it says."""
+"""The transcriber inside the package: small, honest about its making, and right about known recordings."""
 
 import importlib.util
 import re

@@ -177,7 +177,7 @@ class TestLoss:
 
 
 class Said(torch.nn.Module):
-    """A head that says what it was given."""
+    """A head that records its input."""
 
     def __init__(self, outputs, instead=None):
         super().__init__()

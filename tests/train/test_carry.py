@@ -216,7 +216,7 @@ class TestTraining:
             ({"positions": "learned"}, {}, "positions='learned' has a table of 1024"),
             ({"attention": "linear; softmax"}, {}, "the state of softmax keeps every token, and a stream has no end"),
             ({"checkpointing": True}, {}, "checkpointing=True .*stream=True"),
-            ({"vocab": 17}, {"data": "digits", "length": 0}, "digits is images, each an example of its own"),
+            ({"vocab": 17}, {"data": "digits", "length": 0}, "digits contains images"),
             ({}, {"batch": 999}, r"999 rows \(batch x devices\) cannot each read a stretch of their own of 296"),
         ],
     )
@@ -325,7 +325,7 @@ def states(folder):
 
 
 def positions(dataset, micro, rows):
-    """Tokens that each row has read of its last document after so many micro-batches; the start token counts."""
+    """Tokens that each row has read of its last document after ``count`` micro-batches; the start token counts."""
     stream = Stream(dataset, "train")
     found = []
     for row in range(rows):
@@ -336,7 +336,7 @@ def positions(dataset, micro, rows):
 
 
 def start(folder, text, *, resume=False, pause=0.0, **fields):
-    """A process that trains in ``folder``; what it says goes to the files out and err."""
+    """A process that trains in ``folder``, with its output in the files out and err."""
     folder.mkdir(exist_ok=True)
     job = {"model": XL.to_dict() | {"dropout": 0.0}, "run": vars(run(folder, text, **fields))}
     job |= {"resume": resume, "pause": pause}

@@ -147,24 +147,24 @@ def runs(tmp_path_factory):
 class TestRuns:
     def test_each_evaluation_is_logged(self, runs):
         for name in ("spans", "act"):
-            told = history(runs / name / "run")
+            entries = history(runs / name / "run")
             with (runs / name / "run" / "metrics.csv").open(newline="") as file:
                 rows = {int(row["step"]): row for row in csv.DictReader(file)}
-            assert [one["step"] for one in told] == [4, 8, 11]
-            for one in told:
+            assert [one["step"] for one in entries] == [4, 8, 11]
+            for one in entries:
                 for column, value in summary(one).items():
                     assert float(rows[one["step"]][column]) == pytest.approx(value)
             model = longspan.load(runs / name / "run" / "checkpoints" / f"step-{11:08d}")
-            assert learned(model, data.load("digits")).items() <= told[-1].items()
+            assert learned(model, data.load("digits")).items() <= entries[-1].items()
         assert not (runs / "plain" / "run" / FILE).exists()
 
     def test_heads_are_in_tensorboard(self, runs):
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        told = history(runs / "spans" / "run")
+        entries = history(runs / "spans" / "run")
         events = EventAccumulator(str(runs / "spans" / "run" / "tensorboard")).Reload().Scalars("span/layer1/head2")
         assert {event.step: event.value for event in events} == pytest.approx(
-            {one["step"]: one["spans"][0][1][1] for one in told}
+            {one["step"]: one["spans"][0][1][1] for one in entries}
         )
 
     def test_show_tells_of_them(self, runs, capsys):

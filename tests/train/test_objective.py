@@ -1,4 +1,4 @@
-"""Objectives: what one brings of its own, weights or carried tensors, is trained, saved and resumed with the run."""
+"""Objectives: their weights and carried tensors are trained, saved and resumed with the run."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from training_process import TINY, tiny, weights
 
 
 class Carrying(objectives.NextToken):
-    """The loss weighed by a mean of the losses before it, and by a weight of its own."""
+    """The loss weighed by a mean of the losses before it, and by a trained weight."""
 
     def __init__(self, run, dataset):
         super().__init__(run, dataset)

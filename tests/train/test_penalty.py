@@ -65,11 +65,11 @@ class TestRecord:
     def test_a_penalty_is_asked_for_without_the_matrix(self, spec, monkeypatch):
         """The matrix costs O(N M), which no training should pay for."""
         module, asked = longspan.build(spec, 8, 2).double(), {"penalty": None}
-        told = []
+        found = []
         attend = type(module).attend
 
         def watched(self, x, state, *, record=None, **given):
-            told.append(record)
+            found.append(record)
             return attend(self, x, state, record=record, **given)
 
         def forbidden(*_, **__):
@@ -78,7 +78,7 @@ class TestRecord:
         monkeypatch.setattr(type(module), "attend", watched)
         monkeypatch.setattr(lookback, "_record", forbidden)
         module(data(2, 13, 8), record=asked)
-        assert told == [None if spec != SPANS else {"penalty": asked["penalty"]}]
+        assert found == [None if spec != SPANS else {"penalty": asked["penalty"]}]
         assert set(asked) == ({"penalty"} if spec == SPANS else set())
 
     def test_a_record_that_is_used_again_is_filled_again(self):

@@ -260,7 +260,7 @@ class TestRefused:
 
 
 def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, **fields):
-    """A process that trains in ``folder``, in a group of its own; what it says goes to the files out and err."""
+    """A process that trains in ``folder``, in a separate process group, with its output in the files out and err."""
     folder.mkdir(exist_ok=True)
     job = {
         "model": model or TINY.to_dict() | {"dropout": dropout},

@@ -1,4 +1,4 @@
-"""Texts of one's own, what training says at its beginning and end, and runs shown and compared."""
+"""Text files as data, the first and last lines of training, and runs shown and compared."""
 
 import gzip
 import io
@@ -32,7 +32,7 @@ SMALL = [f"--model.{k}={v}" for k, v in {"dim": 6, "depth": 1, "heads": 2, "feed
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder in which two models were trained on a text of its own, named by a relative path."""
+    """A folder in which two models were trained on a text file, named by a relative path."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "book.txt").write_bytes(TEXT)
     with pytest.MonkeyPatch.context() as patch:

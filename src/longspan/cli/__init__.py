@@ -1,3 +1,3 @@
-"""The command line: one file, one command; ``parser()`` says what it takes, ``run(args)`` returns the exit code."""
+"""The command line, one file per command: ``parser()`` defines its arguments, ``run(args)`` returns the exit code."""
 
 from .entry import main as main

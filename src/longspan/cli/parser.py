@@ -146,6 +146,13 @@ class Parser(jsonargparse.ArgumentParser):
         """Raise ValueError with the message on one line."""
         message = re.sub(r'[Pp]arser key "([^"]*)":', lambda key: f"--{kebab(key[1])}:", " ".join(message.split()))
         message = re.sub(r"Expected an? <class '(\w+)'>\. Got value: ", r"expected \1, got ", message)
+        # Positional arguments are named as in the usage.
+        usage = {action.dest: str(action.metavar or action.dest) for action in self._actions}
+        message = re.sub(
+            r"(?<=required: )[\w, ]+",
+            lambda found: ", ".join(usage.get(name, name) for name in found[0].split(", ")),
+            message,
+        )
         # The value may have any length; the beginning and the end of the message are enough.
         message = message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 4 :]}"
         raise ValueError(f"{message}; see {self.prog} --help") from ex
