@@ -362,7 +362,7 @@ def test_rows_of_different_columns_make_one_table():
 
 
 MISTAKES = {
-    "": "kind",
+    "": "KIND",
     "memory": "unknown benchmark 'memory' (did you mean 'members'?); known: attention, convolution, depth, ",
     "--lengths 3": "unknown option '--lengths'; known: --help",
     "attention --length 3": "unknown option '--length' (did you mean '--lengths'?)",

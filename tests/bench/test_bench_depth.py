@@ -99,7 +99,7 @@ def test_processes_measure(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--depths", "2,x"], "--depths=2,x: expected whole numbers from 1 on, separated by commas"),
+        (["--depths", "2,x"], "--depths=2,x: expected positive integers"),
         (["--limit", "0"], "--limit=0.0 must be a positive number of MB"),
         (["--length", "0"], "length"),
         (["--heads", "3"], "dim=8 is not a multiple of heads=3"),

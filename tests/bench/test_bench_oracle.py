@@ -176,7 +176,7 @@ def test_a_worker_answers_and_is_not_disturbed_by_what_is_printed(fake):
     remote.release()
     with pytest.raises(candidates.Refused, match="AssertionError"):
         sample(1)
-    with pytest.raises(candidates.Refused, match="ValueError: it has no model"):
+    with pytest.raises(candidates.Refused, match="ValueError: .* model"):
         remote.sampler(TASK | {"what": "model"})
 
 
@@ -234,7 +234,7 @@ def test_names_say_what_is_compared():
     ]
     assert decoders.read("softmax@engine@bf16") == decoders.Name("softmax", True, True)
     for wrong in ("linear@plain@engine", "linear@bf16@bf16"):
-        with pytest.raises(ValueError, match="must say one of @plain and @engine, once"):
+        with pytest.raises(ValueError, match="@plain and @engine"):
             decoders.read(wrong)
 
 
