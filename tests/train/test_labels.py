@@ -216,7 +216,7 @@ class TestCommands:
         assert json.loads(capsys.readouterr().out)["accuracy"] == found["accuracy"]
         (tmp_path / "c.jsonl").write_text(lines.replace("odd", "strange"))
         for more, message in (
-            (["--data", "labels:c.jsonl"], "has the label 'strange', and the model knows even, odd"),
+            (["--data", "labels:c.jsonl"], "has the label 'strange', but the labels of the model are even, odd"),
             (
                 ["--data", "digits"],
                 "run holds an encoder, which reads texts with labels, so labels:FILE; digits does not fit",

@@ -41,7 +41,7 @@ def put(monkeypatch, *environments, **more):
 @pytest.mark.parametrize(
     ("environment", "devices", "message"),
     [
-        (TORCHRUN, 1, "torchrun started 2 processes, .*run.devices is 1; set run.devices=2"),
+        (TORCHRUN, 1, "torchrun started 2 processes, but run.devices is 1; set run.devices=2"),
         (TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, 1, "torchrun started 2 processes"),
         (
             TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
