@@ -172,7 +172,7 @@ class TestLoss:
         for stack in ("reversible", "act(steps=3)"):
             with pytest.raises(ValueError, match=f"a hidden state after each layer.*{stack[:3]}"):
                 made(replace(DEEP, stack=stack))
-        with pytest.raises(ValueError, match="those of layers below the last, and this model has one layer"):
+        with pytest.raises(ValueError, match="at least two layers.* one"):
             made(replace(DEEP, depth=1, attention="linear"))
 
 

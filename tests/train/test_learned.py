@@ -180,7 +180,7 @@ class TestRuns:
         assert main(["show", str(runs / "act" / "run")]) == 0
         mean, low = sum(last["ponder"]) / 64, min(last["ponder"])
         said = " ".join(capsys.readouterr().out.split())
-        assert f"ponder {mean:.3f} steps and remainder a token at step 11: from {low:.3f} at position " in said
+        assert f"ponder {mean:.3f} steps and remainder per token at step 11: from {low:.3f} at position " in said
         assert main(["show", str(runs / "plain" / "run")]) == 0
         assert "ponder" not in capsys.readouterr().out
 

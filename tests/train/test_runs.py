@@ -105,7 +105,7 @@ def packed(kind):
 def test_a_packed_text_is_refused(kind, tmp_path):
     path = tmp_path / "book"
     path.write_bytes(packed(kind))
-    with pytest.raises(ValueError, match=f"{path} is no text but packed by {kind}; unpack it first"):
+    with pytest.raises(ValueError, match=f"{path} is packed by {kind}; unpack it first"):
         data.load(f"text:{path}", 16)
 
 

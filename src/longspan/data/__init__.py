@@ -38,8 +38,8 @@ _OWN |= {f"labels:{task}" for task in labelled.LABELLED}
 def load(name: str, length: int = 0) -> Any:
     """Load a data set.
 
-    Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder (see
-    ``cache_folder``). The result does not depend on a random number generator.
+    Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder
+    (see ``cache_folder``). The result does not depend on a random number generator.
 
     Args:
         name: a name in the table above.
@@ -50,8 +50,8 @@ def load(name: str, length: int = 0) -> Any:
         A ``Dataset`` (images, text), ``Pairs``, or ``Labelled`` texts.
 
     Raises:
-        ValueError: for an unknown name, a missing, truncated or invalid file, a failed download, a length that images do
-            not have, a text whose held-out parts are shorter than one window, and invalid lines.
+        ValueError: for an unknown name, a missing, truncated or invalid file, a failed download, a length that images
+            do not have, a text whose held-out parts are shorter than one window, and invalid lines.
         ImportError: if an optional package is missing.
     """
     kind, colon, source = name.partition(":")

@@ -65,7 +65,8 @@ class Dataset:
             raise ValueError(f"{self.name} is text; picture() requires images")
         if rows.ndim != 2 or rows.shape[1] != self.length or rows.is_floating_point():
             raise ValueError(
-                f"rows of {self.name} must be integers of shape (B, {self.length}); got {rows.dtype} of {tuple(rows.shape)}"
+                f"rows of {self.name} must be integers of shape (B, {self.length}); got {rows.dtype} "
+                f"of {tuple(rows.shape)}"
             )
         if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < self.vocab:
             raise ValueError(f"tokens {int(rows.min())} ... {int(rows.max())} are outside 0 ... {self.vocab - 1}")

@@ -72,8 +72,8 @@ def mnist(source: str = "") -> Dataset:
     The four files may be raw or .gz, and named train-images-idx3-ubyte or train-images.idx3-ubyte. Any data in this
     layout is accepted; downloads are checked. The last 5000 training images are for validation.
 
-    Raises ValueError for missing, truncated or invalid files, and if the download fails; ImportError if a download needs
-    pooch.
+    Raises ValueError for missing, truncated or invalid files, and if the download fails; ImportError if a download
+    needs pooch.
     """
     if source:
         folder = expanded(source)
@@ -90,7 +90,8 @@ def mnist(source: str = "") -> Dataset:
             raise ValueError(f"{folder} has {len(rows)} {part} images but {len(labels)} labels for them")
     if len(images) <= 5000:
         raise ValueError(
-            f"{folder} has {len(images)} training images; it needs more than 5000, since the last 5000 are for validation"
+            f"{folder} has {len(images)} training images; it needs more than 5000, since the last 5000 are for "
+            "validation"
         )
     parts = {
         "train": (images[:-5000], classes[:-5000]),
@@ -103,12 +104,12 @@ def mnist(source: str = "") -> Dataset:
 def cifar10(source: str = "") -> Dataset:
     """60,000 color images of 32x32 pixels (Krizhevsky 2009) from a folder of binary records.
 
-    The folder has data_batch_*.bin or train*.bin, and test_batch.bin or test*.bin, each raw or .gz, read in the order of
-    their names. A record has a label byte and 1024 bytes each of red, green and blue. Tokens are in generation order:
-    pixels row by row, with red, green and blue of each. The last tenth of the training images is for validation.
+    The folder has data_batch_*.bin or train*.bin, and test_batch.bin or test*.bin, each raw or .gz, read in the order
+    of their names. A record has a label byte and 1024 bytes each of red, green and blue. Tokens are in generation
+    order: pixels row by row, with red, green and blue of each. The last tenth of the training images is for validation.
 
-    Raises ValueError for missing, truncated or invalid files, and if the download fails; ImportError if a download needs
-    pooch.
+    Raises ValueError for missing, truncated or invalid files, and if the download fails; ImportError if a download
+    needs pooch.
     """
     if source:
         (images, classes), test = _cifar_folder(expanded(source))

@@ -96,8 +96,8 @@ def load(source: str, length: int) -> Labelled:
     """Load labelled texts.
 
     A .jsonl file has one object per line with ``text`` and ``label``. A .tsv or .csv file has a header with the columns
-    ``text`` and ``label``, and quotes as in Python's csv module. Other entries and columns are ignored. Each file may be
-    packed as .gz or .xz. A label is a word or an integer.
+    ``text`` and ``label``, and quotes as in Python's csv module. Other entries and columns are ignored. Each file may
+    be packed as .gz or .xz. A label is a word or an integer.
 
     A folder has a file for train, one for test and optionally one for validation, such as train.jsonl.xz. A split
     without a file gets one in 20 texts of the training file, chosen by the sha256 of the text. So equal texts are in

@@ -52,9 +52,9 @@ class Stream:
 def row_windows(count: int, index: int, batch: int, rank: int = 0, world: int = 1) -> Tensor:
     """The windows that the rows of ``rank`` read in micro-batch ``index``, (batch,) int64.
 
-    The ``batch * world`` rows start evenly spaced over ``count`` windows and advance by one window in every micro-batch,
-    from the last window to the first. ``rank`` has every ``world``-th row, so that all ranks together read the batch of
-    a single process with ``batch * world``.
+    The ``batch * world`` rows start evenly spaced over ``count`` windows and advance by one window in every
+    micro-batch, from the last window to the first. ``rank`` has every ``world``-th row, so that all ranks together read
+    the batch of a single process with ``batch * world``.
 
     Raises ValueError for more rows than windows.
 

@@ -25,8 +25,8 @@ def load(source: str, length: int) -> Dataset:
     """Load a text as bytes.
 
     The files of a folder (.txt, .txt.gz, .txt.xz, at any depth) are concatenated in the order of their paths. The first
-    90 % are for training, the next 5 % for validation, the last 5 % for the test. Each file is a document. Bytes are not
-    decoded; a byte order mark counts as three bytes.
+    90 % are for training, the next 5 % for validation, the last 5 % for the test. Each file is a document. Bytes are
+    not decoded; a byte order mark counts as three bytes.
 
     Args:
         source: "stdlib" or a path.
@@ -127,7 +127,7 @@ def unpacked(path: Path, into: bytearray | None = None, times: int = 2) -> bytea
         kind = "tar"
     if kind:
         raise ValueError(
-            f"{path.absolute()} is packed by {kind}; unpack it first (single files packed by gzip or xz are read if their "
-            f"names end in .gz or .xz)"
+            f"{path.absolute()} is packed by {kind}; unpack it first (single files packed by gzip or xz are read if "
+            "their names end in .gz or .xz)"
         )
     return data

@@ -14,8 +14,8 @@ class FilterBank:
     """Frames of ``bins`` log-mel energies, the same for any cut of the samples into calls.
 
     Kaldi's features by kaldi-native-fbank: pre-emphasis 0.97, a Povey window, the power spectrum in triangles from
-    20 Hz to half the rate, no dither. A frame is returned as soon as its last sample is read; an incomplete last frame is
-    dropped. Frames depend only on their samples, so a stream has the features of its file.
+    20 Hz to half the rate, no dither. A frame is returned as soon as its last sample is read; an incomplete last frame
+    is dropped. Frames depend only on their samples, so a stream has the features of its file.
 
     Args:
         rate: samples per second.

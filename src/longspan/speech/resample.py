@@ -20,8 +20,8 @@ class Resampler:
     80
 
     Output m is the sum of the samples around the time m / target, weighted by a sinc with the bandwidth of the
-    lower rate in a Hann window of ``ZEROS`` of its zeros on each side (Smith, Digital Audio Resampling, sections "theory" and
-    "implementation"). Before the first and after the last sample there is silence.
+    lower rate in a Hann window of ``ZEROS`` of its zeros on each side (Smith, Digital Audio Resampling, sections
+    "theory" and "implementation"). Before the first and after the last sample there is silence.
 
     Raises ValueError for rates below 1.
     """
