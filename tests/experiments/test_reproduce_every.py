@@ -197,7 +197,7 @@ MISTAKES = {
     "--only frist": "unknown experiment 'frist' (did you mean 'first'?); known: first, second",
     "--skip third": "unknown experiment 'third'; known: first, second",
     "--scale paper --only first": "this experiment has no scale 'paper'; it has: laptop",
-    "--data nowhere": "--data=nowhere: no such folder",
+    "--data nowhere": "--data=nowhere",
     "--quick --scale paper": "--quick is a scale of its own, so --scale paper beside it is one too many",
     "--rounds 3": "unknown option '--rounds'",
 }
@@ -288,7 +288,7 @@ def test_the_minutes_of_an_experiment_are_those_of_its_result(name):
 def test_the_help_names_the_folders_of_data(capsys):
     assert main(["reproduce", "all", "--help"]) == OK
     said = " ".join(capsys.readouterr().out.split())
-    assert "a folder that holds some of the folders" in said
+    assert "subdirectories" in said
     assert "cifar10" in said
     assert "mnist" in said
     assert "gpu" in said
