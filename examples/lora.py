@@ -1,11 +1,11 @@
-"""Fine-tune a hybrid model of transformers by LoRA on packed text, on a CPU; it goes on where it was stopped.
+"""Fine-tune a hybrid model of transformers with LoRA on packed text, on a CPU. A second run resumes the first.
 
     python examples/lora.py
     python examples/lora.py --model Qwen/Qwen3.5-0.8B --text my.txt --out runs/lora --steps 200
 
-Without ``--model`` it makes a tiny Qwen3.5 with random weights, whose tokens are bytes; ``--width`` makes it larger.
-Without ``--text`` it takes this file. ``--stock`` trains by transformers' own code, to compare time and memory: its
-recurrent layers then read across the paragraphs of a row. Needs: pip install "longspan[lora]"
+Without ``--model`` it builds a tiny Qwen3.5 with random weights, whose tokens are bytes; ``--width`` makes it larger.
+Without ``--text`` it reads this file. ``--stock`` trains with transformers' own code, to compare time and memory; its
+recurrent layers then leak between the paragraphs of a row. It requires pip install "longspan[lora]".
 """
 
 import argparse
@@ -20,15 +20,17 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import longspan.compat.transformers as on_cpu
 
-parser = argparse.ArgumentParser()
-parser.add_argument("--model", default="", help="a name on the hub or a folder; none: a tiny one with random weights")
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="", help="name on the Hub or folder; default: random weights")
 parser.add_argument("--text", default=__file__, help="a file whose paragraphs are the sequences")
 parser.add_argument("--out", default="runs/lora", help="folder for checkpoints and the adapter")
-parser.add_argument("--steps", type=int, default=20, help="of training, in all")
-parser.add_argument("--rows", type=int, default=8, help="paragraphs that are packed into a row")
-parser.add_argument("--width", type=int, default=64, help="of the model with random weights; a multiple of 64")
-parser.add_argument("--stock", action="store_true", help="train by transformers' own code")
-parser.add_argument("--rank", type=int, default=8, help="of the adapter")
+parser.add_argument("--steps", type=int, default=20, help="training steps, those of a resumed run included")
+parser.add_argument("--rows", type=int, default=8, help="paragraphs packed into one row")
+parser.add_argument(
+    "--width", type=int, default=64, help="hidden size of the model with random weights, a multiple of 64"
+)
+parser.add_argument("--stock", action="store_true", help="train with transformers' own code")
+parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -64,7 +66,7 @@ else:
 
 if not args.stock:
     on_cpu.accelerate(model)
-# Adapters on all projections; the recurrent layers' are among them.
+# Adapters on all projections, those of the recurrent layers included.
 model = get_peft_model(model, LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 model.print_trainable_parameters()
 trainer = Trainer(
@@ -86,12 +88,12 @@ trainer = Trainer(
 )
 last = get_last_checkpoint(args.out) if Path(args.out).is_dir() else None
 if last:
-    print(f"goes on from {last}")
+    print(f"resuming from {last}")
 begin = time.perf_counter()
 trainer.train(resume_from_checkpoint=last)
 model.save_pretrained(args.out)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-# The mean that the trainer returns takes steps before an interruption for steps without a loss.
+# The trainer's own mean counts the steps before an interruption as steps without a loss.
 loss = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
 seconds = time.perf_counter() - begin
 print(f"step {trainer.state.global_step}: loss {loss}, {seconds:.1f} s, peak {peak:,.0f} MB, adapter in {args.out}")

@@ -1,0 +1,62 @@
+"""The scripts in examples/ run with tiny flags and explain every flag."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longspan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Flags so small that a run takes seconds, and a package without which a script cannot run.
+RUNS = {
+    "char_lm": ("--steps 2 --length 32 --batch 2 --dim 16 --depth 1 --tokens 9 --out model", None),
+    "fork_states": ("--forks 2 --tokens 5", None),
+    "hf_hybrid": ("--length 70 --width 64 --rounds 1", "transformers"),
+    "long_classifier": ("--length 40 --steps 2 --batch 2 --dim 16", None),
+    "lora": ("--steps 2 --rows 2 --out run", "peft"),
+}
+
+pytestmark = pytest.mark.full
+
+
+def run(name, *flags, folder):
+    """What an example prints; it must succeed."""
+    paths = {"PYTHONPATH": str(Path(longspan.__file__).parents[1])}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *flags]
+    done = subprocess.run(command, cwd=folder, env=os.environ | paths, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_has_a_run():
+    assert sorted(RUNS) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_runs(name, tmp_path):
+    flags, package = RUNS[name]
+    if package:
+        pytest.importorskip(package)
+    assert run(name, *flags.split(), folder=tmp_path)
+    # What it wrote is where a flag said.
+    named = {word for flag, word in zip(flags.split(), flags.split()[1:], strict=False) if flag == "--out"}
+    assert {path.name for path in tmp_path.iterdir()} == named
+
+
+def test_a_saved_model_of_an_example_loads(tmp_path):
+    flags = RUNS["char_lm"][0]
+    run("char_lm", *flags.split(), "--attention", "linear", folder=tmp_path)
+    assert longspan.load(tmp_path / "model").config.attention == "linear"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_flag_of_an_example_has_help(name, tmp_path):
+    if RUNS[name][1]:
+        pytest.importorskip(RUNS[name][1])
+    printed = run(name, "--help", folder=tmp_path)
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert text.count("add_argument(") == text.count("help=")
+    assert f"{name}.py" in printed
