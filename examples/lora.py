@@ -26,9 +26,7 @@ parser.add_argument("--text", default=__file__, help="a file whose paragraphs ar
 parser.add_argument("--out", default="runs/lora", help="folder for checkpoints and the adapter")
 parser.add_argument("--steps", type=int, default=20, help="training steps, those of a resumed run included")
 parser.add_argument("--rows", type=int, default=8, help="paragraphs packed into one row")
-parser.add_argument(
-    "--width", type=int, default=64, help="hidden size of the model with random weights, a multiple of 64"
-)
+parser.add_argument("--width", type=int, default=64, help="hidden size of that model, a multiple of 64")
 parser.add_argument("--stock", action="store_true", help="train with transformers' own code")
 parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
 args = parser.parse_args()
