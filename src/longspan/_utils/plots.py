@@ -1,15 +1,33 @@
 """Pictures of measurements, on double logarithmic axes."""
 
 import io
+import math
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from . import atomic_io
+from . import atomic_io, palette
 
 MODES = ("forward", "forward+backward")
-MARKS = "osD^vP*X<>"
-BESIDE = 6  # candidates whose names find room beside their lines; more stand below the panel
+MARKS = palette.MARKERS
+PANEL = (4.5, 3.9)  # inches; with type of 9 points, two panels are readable where a page shows them 700 pixels wide
+STYLE = {
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.axisbelow": True,
+    "grid.color": "#888888",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 5,
+}
 
 
 def pyplot() -> Any:
@@ -21,6 +39,9 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams.update(STYLE)
+    # Series that are not mechanisms, "C0" and so on, never have the color of one that is in most pictures.
+    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=palette.OTHERS)
     return plt
 
 
@@ -44,71 +65,108 @@ def save(plt: Any, figure: Any, path: Path) -> None:
 
 
 def _panels(plt: Any, count: int) -> tuple[Any, list[Any]]:
-    """A figure with up to three panels side by side, or more in rows of two."""
+    """A figure with up to two panels side by side, or more in rows of two."""
     # Where nothing was measured the picture has one empty panel.
     count = max(count, 1)
-    columns = count if count < 4 else 2
+    columns = min(count, 2)
     rows = -(-count // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.2 * columns, 4.4 * rows), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained", squeeze=False
+    )
     for axis in axes.flat[count:]:
         axis.set_axis_off()
-    return figure, list(axes.flat)
+    return figure, list(axes.flat[:count])
 
 
-def _lines(axis: Any, rows: Iterable[dict[str, Any]], x: str, y: str, title: str, xlabel: str, ylabel: str) -> None:
-    """One line per candidate, in the order in which they come; the same candidate looks the same in every panel."""
+def legend(figure: Any, axes: Iterable[Any], columns: int = 4, **options: Any) -> None:
+    """One legend below all panels, outside of the data.
+
+    Args:
+        figure: a figure, or a part of one, with a constrained layout.
+        axes: its panels; each label is listed once.
+        columns: the most columns of the legend.
+        options: further arguments of ``figure.legend``.
+    """
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        columns = min(columns, len(found))
+        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize=9, **options)
+
+
+def thousands(count: float) -> str:
+    """A number of tokens or the like: 1024 is 1k, 65536 is 64k.
+
+    >>> thousands(512), thousands(16384), thousands(784)
+    ('512', '16k', '784')
+    """
+    return f"{count / 1024:g}k" if count >= 1024 and count % 1024 == 0 else f"{count:g}"
+
+
+def _lines(
+    axis: Any,
+    rows: Iterable[dict[str, Any]],
+    x: str,
+    y: str,
+    title: str,
+    xlabel: str,
+    ylabel: str,
+    looks: dict[str, palette.Look],
+) -> None:
+    """One line per candidate, in the order in which they come."""
     rows = [row for row in rows if row.get(y) is not None]
-    names = list(dict.fromkeys(row["candidate"] for row in rows))
-    for name in names:
+    for name in dict.fromkeys(row["candidate"] for row in rows):
         points = sorted((row[x], row[y]) for row in rows if row["candidate"] == name)
-        colour, mark = _look(axis, name)
+        look = looks[name]
         # What does other work than the rest of the panel is dashed.
         module = any(row.get("group") == "module" for row in rows if row["candidate"] == name)
-        label, style = (f"{name.removesuffix('@module')}, whole module", "--") if module else (name, "-")
-        axis.plot(*zip(*points, strict=True), style, marker=mark, color=colour, label=label, markersize=5)
+        label, style = (f"{name.removesuffix('@module')}, whole module", "--") if module else (name, look.linestyle)
+        axis.plot(*zip(*points, strict=True), style, marker=look.marker, color=look.color, label=label)
     axis.set(xscale="log", yscale="log", title=title, xlabel=xlabel, ylabel=ylabel)
     ticks = sorted({row[x] for row in rows})
-    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_xticks(ticks, [thousands(tick) for tick in ticks])
     _decades(axis)
     axis.grid(alpha=0.3)
-    if len(names) > BESIDE:
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
-    elif names:
-        axis.legend(fontsize=8)
 
 
 def _decades(axis: Any) -> None:
-    """Ticks at 1, 2 and 5 of every decade, written as plain numbers."""
+    """Ticks of a logarithmic axis as plain numbers: at 1, 2 and 5 of every decade, or at 1 where there are many."""
     from matplotlib.ticker import LogLocator
 
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter("{x:g}")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 1e3 else (1.0,)))
+    axis.yaxis.set_major_formatter("{x:,g}")
     axis.minorticks_off()
 
 
-def _look(axis: Any, name: str) -> tuple[str, str]:
-    """Colour and mark: the next ones, kept for the whole figure."""
-    looks = axis.figure.__dict__.setdefault("looks", {})
-    count = len(looks)
-    # The eleventh has the first's colour, and another mark.
-    return looks.setdefault(name, (f"C{count % 10}", MARKS[(count + count // 10) % len(MARKS)]))
+def _looks(result: dict[str, Any], key: str = "candidate") -> dict[str, palette.Look]:
+    """A look for each candidate of a result."""
+    return palette.looks(row[key] for row in result["rows"] if key in row)
 
 
 def _attention(plt: Any, result: dict[str, Any]) -> Any:
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in result["rows"])]
     figure, axes = _panels(plt, 2 * len(modes))
+    looks = _looks(result)
     for i, mode in enumerate(modes):
         rows = [{**row, "ms": 1e3 * row["seconds"]} for row in result["rows"] if row["mode"] == mode]
-        _lines(axes[i], rows, "length", "ms", mode, "tokens", "ms")
-        _lines(axes[len(modes) + i], rows, "length", "mb", f"peak memory, {mode}", "tokens", "MB beyond the inputs")
+        _lines(axes[i], rows, "length", "ms", mode, "tokens", "time, ms", looks)
+        memory = axes[len(modes) + i]
+        _lines(memory, rows, "length", "mb", f"peak memory, {mode}", "tokens", "MB beyond the inputs", looks)
+    legend(figure, axes)
     return figure
 
 
 def _step(plt: Any, result: dict[str, Any]) -> Any:
     figure, (left, right) = _panels(plt, 2)
     rows = [{**row, "us": 1e6 * row["seconds"]} for row in result["rows"]]
-    _lines(left, rows, "batch", "us", "one token of one layer", "batch", "us")
-    _lines(right, rows, "batch", "to_bound", "against the bound", "batch", "time / scaling the state in place")
+    looks = _looks(result)
+    _lines(left, rows, "batch", "us", "one token of one layer", "batch", "time, us", looks)
+    bound = "time / time to scale the state in place"
+    _lines(right, rows, "batch", "to_bound", "relative to the bound", "batch", bound, looks)
+    legend(figure, (left, right))
     return figure
 
 
@@ -116,12 +174,14 @@ def _convolution(plt: Any, result: dict[str, Any]) -> Any:
     """Bars against moving the bytes once, a panel for each case."""
     cases = list(dict.fromkeys((row["what"], row["batch"], row["dtype"]) for row in result["rows"]))
     figure, axes = _panels(plt, len(cases))
+    looks = _looks(result)
     for axis, one in zip(axes, cases, strict=False):
         rows = [row for row in result["rows"] if (row["what"], row["batch"], row["dtype"]) == one]
-        axis.barh([row["candidate"] for row in rows], [row["to_bound"] for row in rows])
-        axis.axvline(1.0, color="k", linewidth=0.8)
+        names = [row["candidate"] for row in rows]
+        axis.barh(names, [row["to_bound"] for row in rows], color=[looks[name].color for name in names])
+        axis.axvline(1.0, color=palette.BASELINE, linewidth=1, linestyle=":")
         axis.invert_yaxis()
-        axis.set(title=f"{one[0]}, batch {one[1]}, {one[2]}", xlabel="time / moving the bytes once")
+        axis.set(title=f"{one[0]}, batch {one[1]}, {one[2]}", xlabel="time / time to move the bytes once")
         axis.grid(alpha=0.3, axis="x")
     return figure
 
@@ -131,11 +191,13 @@ def _generate(plt: Any, result: dict[str, Any]) -> Any:
     images = [row for row in result["rows"] if row["what"] == "images"]
     batches = list(dict.fromkeys(row["batch"] for row in steps))
     figure, axes = _panels(plt, len(batches) + bool(images))
+    looks = palette.looks(row["candidate"] for row in [*steps, *images])
     for axis, batch in zip(axes, batches, strict=False):
         rows = [row for row in steps if row["batch"] == batch]
-        _lines(axis, rows, "position", "ms", f"one token, batch {batch}", "position", "ms")
+        _lines(axis, rows, "position", "ms", f"one token, batch {batch}", "position, tokens", "time, ms", looks)
     if images:
-        _lines(axes[-1], images, "batch", "images_per_second", "whole images", "batch", "images per second")
+        _lines(axes[-1], images, "batch", "images_per_second", "whole images", "batch", "images per second", looks)
+    legend(figure, axes)
     return figure
 
 
@@ -143,6 +205,7 @@ def _gated(plt: Any, result: dict[str, Any]) -> Any:
     modes = list(dict.fromkeys(row["mode"] for row in result["rows"]))
     rules = result["options"]["rules"]
     figure, axes = _panels(plt, len(modes))
+    looks = _looks(result)
     for axis, mode in zip(axes, modes, strict=False):
         rows = [row for row in result["rows"] if row["mode"] == mode]
         batch = max(row["batch"] for row in rows)
@@ -153,12 +216,12 @@ def _gated(plt: Any, result: dict[str, Any]) -> Any:
             }
             width = 0.8 / len(names)
             at = [rules.index(rule) + (i - (len(names) - 1) / 2) * width for rule in found]
-            axis.bar(at, list(found.values()), width, label=name, color=_look(axis, name)[0])
-        axis.set(yscale="log", ylabel="ms", title=f"{mode}, batch {batch}" if mode == "step" else mode)
-        axis.set_xticks(range(len(rules)), [rule.replace(" ", "\n") for rule in rules], fontsize=8)
+            axis.bar(at, list(found.values()), width, label=name, color=looks[name].color)
+        axis.set(yscale="log", ylabel="time, ms", title=f"{mode}, batch {batch}" if mode == "step" else mode)
+        axis.set_xticks(range(len(rules)), [rule.replace(" ", "\n") for rule in rules])
         _decades(axis)
         axis.grid(alpha=0.3, axis="y")
-        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(names))
+    legend(figure, axes)
     return figure
 
 
@@ -166,36 +229,41 @@ def _limits(plt: Any, result: dict[str, Any]) -> Any:
     figure, (left, right) = _panels(plt, 2)
     products = [{**row, "candidate": row["dtype"]} for row in result["rows"] if row["limit"] == "gemm"]
     traffic = [{**row, "candidate": row["limit"]} for row in result["rows"] if row["limit"] != "gemm"]
-    _lines(left, products, "size", "value", "square matrix products", "size", "GFLOP/s")
-    _lines(right, traffic, "size", "value", "moving bytes", "MB of array", "GB/s")
+    looks = palette.looks(row["candidate"] for row in [*products, *traffic])
+    _lines(left, products, "size", "value", "products of square matrices", "rows and columns", "GFLOP/s", looks)
+    _lines(right, traffic, "size", "value", "moving bytes", "size of the array, MB", "GB/s", looks)
+    legend(figure, (left, right))
     return figure
 
 
 def _pattern(plt: Any, result: dict[str, Any]) -> Any:
     rows = [{**row, "ms": 1e3 * row["seconds"]} for row in result["rows"] if row["mode"] in MODES]
     texts, modes = (list(dict.fromkeys(row[name] for row in rows)) for name in ("pattern", "mode"))
+    looks = palette.looks(row["candidate"] for row in rows)
+    size = (3.2 * (len(modes) + 1), 3.3 * max(len(texts), 1))
     figure, axes = plt.subplots(
-        len(texts),
-        len(modes) + 1,
-        figsize=(5.2 * (len(modes) + 1), 4.4 * len(texts)),
-        layout="constrained",
-        squeeze=False,
+        max(len(texts), 1), len(modes) + 1, figsize=size, layout="constrained", squeeze=False, sharey="col"
     )
-    for line, text in zip(axes, texts, strict=True):
+    for line, text in zip(axes, texts, strict=False):
         same = [row for row in rows if row["pattern"] == text]
         for axis, mode in zip(line, modes, strict=False):
-            _lines(
-                axis, (row for row in same if row["mode"] == mode), "length", "ms", f"{text}\n{mode}", "tokens", "ms"
-            )
-        memory, what = (row for row in same if row["mode"] == modes[-1]), f"{text}\npeak memory, {modes[-1]}"
-        _lines(line[-1], memory, "length", "mb", what, "tokens", "MB beyond the inputs")
+            found = (row for row in same if row["mode"] == mode)
+            _lines(axis, found, "length", "ms", f"{_wrapped(text)}\n{mode}", "tokens", "time, ms", looks)
+        found, title = (row for row in same if row["mode"] == modes[-1]), f"{_wrapped(text)}\nmemory, {modes[-1]}"
+        _lines(line[-1], found, "length", "mb", title, "tokens", "MB beyond the inputs", looks)
         for axis in line:
             axis.title.set_fontsize(9)
+    legend(figure, axes.flat)
     return figure
 
 
+def _wrapped(text: str) -> str:
+    """A pattern in lines that fit a narrow panel."""
+    return "\n".join(textwrap.wrap(text, 34, break_long_words=False)) or text
+
+
 def _members(plt: Any, result: dict[str, Any]) -> Any:
-    """A row for each family, time on the left and memory on the right; softmax is in every one of them, in black.
+    """A row for each family, time on the left and memory on the right; softmax is in every one of them.
 
     Where all were measured at one length, there are no lines to draw: a bar for each then, slowest on top.
     """
@@ -203,33 +271,34 @@ def _members(plt: Any, result: dict[str, Any]) -> Any:
     measured = [row for row in result["rows"] if row["mode"] == mode]
     if len({row["length"] for row in measured}) == 1:
         return _bars(plt, measured, mode)
-    families = list(dict.fromkeys(one["family"] for one in result["growth"]))
-    figure, axes = plt.subplots(
-        len(families), 2, figsize=(11.0, 4.8 * len(families)), layout="constrained", squeeze=False
-    )
-    for (left, right), family in zip(axes, families, strict=True):
-        # Colours begin anew in every family; there are more mechanisms than colours.
-        figure.__dict__["looks"] = {"softmax": ("k", ".")}
+    families = list(dict.fromkeys(one["family"] for one in result["growth"])) or [""]
+    looks = palette.looks(row["candidate"] for row in measured)
+    figure = plt.figure(figsize=(2 * PANEL[0], (PANEL[1] + 0.5) * len(families)), layout="constrained")
+    parts = figure.subfigures(len(families), 1, squeeze=False).flat
+    for part, family in zip(parts, families, strict=True):
+        left, right = part.subplots(1, 2)
         rows = [
             {**row, "ms": 1e3 * row["seconds"]} | ({"mb": max(row["mb"], 0.1)} if "mb" in row else {})
             for row in measured
             if row["family"] == family or row["candidate"] == "softmax"
         ]
-        _lines(left, rows, "length", "ms", f"{family}: {mode}", "tokens", "ms")
-        _lines(right, rows, "length", "mb", f"{family}: peak memory, {mode}", "tokens", "MB beyond the inputs")
+        _lines(left, rows, "length", "ms", f"{family}: {mode}", "tokens", "time, ms", looks)
+        _lines(right, rows, "length", "mb", f"{family}: peak memory", "tokens", "MB beyond the inputs", looks)
+        legend(part, (left, right))
     return figure
 
 
 def _bars(plt: Any, rows: list[dict[str, Any]], mode: str) -> Any:
     """Time and peak memory of each candidate at one length, side by side."""
     rows = sorted(rows, key=lambda row: row["seconds"])
-    size = {"figsize": (11.0, max(3.0, 1.5 + 0.3 * len(rows))), "layout": "constrained", "sharey": True}
+    size = {"figsize": (2 * PANEL[0], max(3.0, 1.5 + 0.26 * len(rows))), "layout": "constrained", "sharey": True}
     figure, (left, right) = plt.subplots(1, 2, **size)
     places, names = range(len(rows)), [row["candidate"] for row in rows]
-    left.barh(places, [1e3 * row["seconds"] for row in rows], color="C0")
-    right.barh(places, [row.get("mb", 0.0) for row in rows], color="C1")
-    left.set_yticks(places, names, fontsize=8)
-    left.set(title=f"{mode}, {rows[0]['length']} tokens", xlabel="ms")
+    colors = [palette.color(name) for name in names]
+    left.barh(places, [1e3 * row["seconds"] for row in rows], color=colors)
+    right.barh(places, [row.get("mb", 0.0) for row in rows], color=colors)
+    left.set_yticks(places, names)
+    left.set(title=f"{mode}, {rows[0]['length']} tokens", xlabel="time, ms")
     right.set(title=f"peak memory, {mode}", xlabel="MB beyond the inputs")
     for axis in (left, right):
         axis.grid(alpha=0.3, axis="x")
@@ -238,38 +307,151 @@ def _bars(plt: Any, rows: list[dict[str, Any]], mode: str) -> Any:
 
 def _depth(plt: Any, result: dict[str, Any]) -> Any:
     """Memory by depth, on plain axes; what was computed from a line is hollow."""
-    figure, (axis,) = _panels(plt, 1)
-    for i, name in enumerate(dict.fromkeys(row["candidate"] for row in result["rows"])):
+    figure, axis = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
+    for name, look in _looks(result).items():
         rows = [row for row in result["rows"] if row["candidate"] == name]
         measured = [(row["depth"], row["mb"] / 1024) for row in rows if "mb" in row]
         beyond = [(row["depth"], row["expected_mb"] / 1024) for row in rows if "expected_mb" in row]
+        style = {"marker": look.marker, "color": look.color}
         if measured:
-            axis.plot(*zip(*measured, strict=True), "o-", color=f"C{i}", label=name)
+            axis.plot(*zip(*measured, strict=True), label=name, **style)
         if beyond:
             line = [*measured[-1:], *beyond]
-            axis.plot(*zip(*line, strict=True), "o:", color=f"C{i}", markerfacecolor="none")
-    axis.set(xlabel="blocks", ylabel="GB at the peak of a training step", ylim=(0, None))
-    axis.set_title(f"{result['options']['attention']}, {result['options']['length']} tokens", fontsize=10)
+            axis.plot(*zip(*line, strict=True), ":", markerfacecolor="white", **style)
+    axis.set(xlabel="blocks", ylabel="peak memory of a training step, GB", ylim=(0, None))
+    axis.set_title(f"{result['options']['attention']}, {result['options']['length']} tokens; hollow: computed")
     axis.set_xticks(sorted({row["depth"] for row in result["rows"]}))
     axis.grid(alpha=0.3)
-    if axis.get_legend_handles_labels()[0]:
-        axis.legend(fontsize=8)
+    legend(figure, [axis])
     return figure
 
 
 def _transformers(plt: Any, result: dict[str, Any]) -> Any:
-    """How many times as fast each model is, by what it does."""
+    """The speed-up of each model, by what it does."""
     rows = [row for row in result["rows"] if row["candidate"] == "longspan"]
-    modes = list(dict.fromkeys(row["mode"] for row in rows))
-    figure, axes = _panels(plt, max(len(modes), 1))
-    for axis, mode in zip(axes, modes, strict=False):
-        found = {f"{r['model']}\n{r['dtype']}": r["times_transformers"] for r in rows if r["mode"] == mode}
-        axis.bar(range(len(found)), list(found.values()), 0.6)
-        axis.axhline(1.0, color="k", linewidth=0.8)
-        axis.set(title=mode, ylabel="times as fast as transformers")
-        axis.set_xticks(range(len(found)), list(found), fontsize=8)
-        axis.grid(alpha=0.3, axis="y")
+    return speedups(plt, rows)
+
+
+MODELS = {  # names in the benchmark of transformers -> names in pictures
+    "kimi": "Kimi-Linear",
+    "mamba2": "Mamba-2",
+    "granite": "Granite 4.0 hybrid",
+    "qwen3.5": "Qwen3.5",
+}
+
+
+def speedups(plt: Any, rows: list[dict[str, Any]], modes: Iterable[str] = ()) -> Any:
+    """Bars of the speed-up over stock transformers, a panel for each mode.
+
+    Args:
+        plt: what ``pyplot`` returns.
+        rows: those of longspan in results of the benchmark ``hybrids``, with ``model``, ``dtype``, ``mode`` and
+            ``times_transformers``.
+        modes: which modes, in this order; none: all in the order of the rows.
+
+    Returns:
+        The figure.
+    """
+    modes = list(modes) or list(dict.fromkeys(row["mode"] for row in rows))
+    models, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "dtype"))
+    count = max(len(modes), 1)
+    size = (9.0, max(2.6, 1.2 + 0.4 * len(models) * max(len(dtypes), 1)))
+    figure, axes = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False, sharey=True)
+    colors = dict(zip(dtypes, ("#8a8a8a", palette.IMPLEMENTATIONS["longspan"]), strict=False))
+    height = 0.8 / max(len(dtypes), 1)
+    for axis, mode in zip(axes.flat, modes, strict=False):
+        for i, dtype in enumerate(dtypes):
+            found = {
+                row["model"]: row["times_transformers"] for row in rows if (row["mode"], row["dtype"]) == (mode, dtype)
+            }
+            at = [models.index(name) + (i - (len(dtypes) - 1) / 2) * height for name in found]
+            bars = axis.barh(at, list(found.values()), height * 0.92, label=dtype, color=colors.get(dtype))
+            axis.bar_label(bars, [f" {value:.1f}x" for value in found.values()])
+        axis.axvline(1.0, color=palette.BASELINE, linewidth=1, linestyle=":")
+        axis.set(title=mode, xlabel="speed-up over transformers", xlim=(0, None))
+        axis.set_yticks(range(len(models)), [MODELS.get(name, name) for name in models])
+        axis.margins(x=0.2)
+        axis.grid(alpha=0.3, axis="x")
+    axes.flat[0].invert_yaxis()
+    legend(figure, axes.flat)
     return figure
+
+
+def time_and_state(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """Time and size of the state by length, both axes logarithmic, each line with its name at the end.
+
+    Args:
+        plt: what ``pyplot`` returns.
+        rows: dictionaries with ``candidate``, ``length`` and ``seconds``, ``state_bytes`` or both.
+
+    Returns:
+        The figure, with two panels.
+    """
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.9), layout="constrained")
+    looks = palette.looks(row["candidate"] for row in rows)
+    lengths = sorted({row["length"] for row in rows})
+    for axis, key, factor in ((left, "seconds", 1e3), (right, "state_bytes", 1.0)):
+        ends = {}
+        for name, look in looks.items():
+            points = sorted((r["length"], factor * r[key]) for r in rows if r["candidate"] == name and r.get(key))
+            if points:
+                axis.plot(*zip(*points, strict=True), color=look.color, marker=look.marker, label=name)
+                ends[name] = points[-1]
+        axis.set(xscale="log", yscale="log", xlabel="tokens N")
+        axis.set_xticks(lengths, [thousands(length) for length in lengths])
+        axis.grid(alpha=0.3)
+        axis.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
+        _name_ends(axis, ends, looks)
+    left.set(title="one sequence, forward + backward", ylabel="time, ms")
+    right.set(title="state after N tokens", ylabel="size of the state")
+    _decades(left)
+    right.yaxis.set_major_locator(_base_two())
+    right.yaxis.set_major_formatter(lambda value, _: readable_bytes(value))
+    right.minorticks_off()
+    return figure
+
+
+def _base_two() -> Any:
+    from matplotlib.ticker import LogLocator
+
+    return LogLocator(base=4.0)
+
+
+def _name_ends(axis: Any, ends: dict[str, tuple[float, float]], looks: dict[str, palette.Look]) -> None:
+    """Write each line's name right of its last point, moved up or down where two would meet."""
+    axis.figure.canvas.draw()
+    height = 13.0  # pixels per name, at 100 dots per inch
+    places: dict[str, float] = {}
+    last = -math.inf
+    for name, point in sorted(ends.items(), key=lambda item: item[1][1]):
+        y = max(axis.transData.transform(point)[1], last + height * axis.figure.dpi / 72)
+        places[name], last = y, y
+    for name, (x, value) in ends.items():
+        there = axis.transData.transform((x, value))[1]
+        shift = (places[name] - there) * 72 / axis.figure.dpi
+        axis.annotate(
+            name,
+            (x, value),
+            (7, shift),
+            textcoords="offset points",
+            va="center",
+            color=looks[name].color,
+            fontweight="bold",
+            annotation_clip=False,
+        )
+
+
+def readable_bytes(count: float) -> str:
+    """A size with a binary unit.
+
+    >>> readable_bytes(66560), readable_bytes(2**21), readable_bytes(512)
+    ('65 KiB', '2 MiB', '512 B')
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
 
 
 PICTURES = {

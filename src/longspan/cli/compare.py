@@ -81,25 +81,33 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def draw(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
     """Plot validation bits and exact match of each run by step and by time; the PNG is written atomically."""
-    from .._utils import plots
+    from .._utils import palette, plots
 
     plt = plots.pyplot()
+    # Folders are often named after the mechanism.
+    looks = palette.looks(Path(name).name for name in curves)
     labels = {"validation_bits": "validation bits", "validation_exact": "exact match"}
     labels = {name: label for name, label in labels.items() if any(_scored(rows, name) for rows in curves.values())}
     count = max(1, len(labels))
     figure, panels = plt.subplots(
-        count, 2, figsize=(11, 4.2 * count), layout="constrained", sharey="row", sharex="col", squeeze=False
+        count, 2, figsize=(9.0, 3.9 * count), layout="constrained", sharey="row", sharex="col", squeeze=False
     )
     for line, (value, label) in zip(panels, labels.items(), strict=False):
         for panel, column in zip(line, ("step", "elapsed"), strict=True):
             for name, rows in curves.items():
                 scored = _scored(rows, value)
-                panel.plot([row[column] for row in scored], [row[value] for row in scored], "o-", ms=3, label=name)
+                panel.plot(
+                    [row[column] for row in scored],
+                    [row[value] for row in scored],
+                    ms=3,
+                    label=name,
+                    **looks[Path(name).name]._asdict(),
+                )
             panel.grid(alpha=0.3)
         line[0].set(ylabel=label)
     for panel, label in zip(panels[-1], ("step", "seconds"), strict=True):
         panel.set(xlabel=label)
-    panels[0, 0].legend(fontsize=8)
+    plots.legend(figure, panels.flat, 3)
     plots.save(plt, figure, path)
 
 

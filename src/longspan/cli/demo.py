@@ -14,7 +14,7 @@ def parser() -> Parser:
         "longspan demo --out demo --seed 1",
     )
     parser.add_argument("--out", type=str, default="demo", help="folder for the figures and the pictures")
-    parser.add_argument("--steps", type=positive_int(), default=600, help="training steps of each of the two models")
+    parser.add_argument("--steps", type=positive_int(), default=200, help="training steps of each of the two models")
     parser.add_argument(
         "--seed", type=natural_int(SEEDS), default=0, help="of the weights, the order of the data and the samples"
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._utils import palette
 from .._utils.spec import known
 from .._utils.tables import Table
 from ..ops.linear import random_features, stabilised
@@ -23,7 +24,7 @@ ESTIMATORS: dict[str, tuple[Features, int]] = {
     "trigonometric": (random_features.trigonometric, 2),
 }
 ROWS = ("iid", "orthogonal")
-COLOURS = dict(zip(ESTIMATORS, ("C0", "C2", "C3"), strict=True))
+COLORS = dict(zip(ESTIMATORS, palette.OTHERS, strict=False))
 EPS = 1e-6
 
 
@@ -152,19 +153,19 @@ def draw(plt: Any, result: Result) -> Any:
     shown, count = _shown(angles), counts[len(counts) // 2]
     at = angles.index(shown)
     lines = -(-(2 + len(spreads)) // 2)
-    figure, axes = plt.subplots(lines, 2, figsize=(11.5, 4.4 * lines), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(lines, 2, figsize=(9.0, 4.0 * lines), layout="constrained", squeeze=False)
     left, right, *outputs = axes.flat
     for (estimator, kind), rows in _series(result).items():
-        colour, filled = COLOURS[estimator], kind == "orthogonal"
-        look = {"color": colour, "marker": "s" if filled else "o", "markersize": 5, "label": f"{estimator}, {kind}"}
-        look |= {"markerfacecolor": colour if filled else "white", "linewidth": 1}
+        color, filled = COLORS[estimator], kind == "orthogonal"
+        look = {"color": color, "marker": "s" if filled else "o", "markersize": 5, "label": f"{estimator}, {kind}"}
+        look |= {"markerfacecolor": color if filled else "white", "linewidth": 1}
         x = [row["features"] for row in rows]
         (same,) = (row for row in rows if row["features"] == count)
         _points(left, x, [row["kernel"][at] for row in rows], [row["kernel_se"][at] for row in rows], look)
         _points(right, angles, same["kernel"], same["kernel_se"], look)
         if kind == "iid":
-            left.plot(x, [row["formula"][at] ** 0.5 for row in rows], color=colour, linewidth=1)
-            right.plot(angles, [error**0.5 for error in same["formula"]], color=colour, linewidth=1)
+            left.plot(x, [row["formula"][at] ** 0.5 for row in rows], color=color, linewidth=1)
+            right.plot(angles, [error**0.5 for error in same["formula"]], color=color, linewidth=1)
         for i, axis in enumerate(outputs[: len(spreads)]):
             error = [row["output"][i] ** 0.5 for row in rows]
             spread = [
@@ -180,7 +181,7 @@ def draw(plt: Any, result: Result) -> Any:
     for axis, spread in zip(outputs, spreads, strict=False):
         axis.set(
             xlabel="features",
-            title=f"output: {settings['length']} keys, D = {settings['size']}, q and k of deviation {spread:g}",
+            title=f"output: {settings['length']} keys, D = {settings['size']},\nq and k of deviation {spread:g}",
         )
     for axis in outputs[len(spreads) :]:
         axis.set_axis_off()

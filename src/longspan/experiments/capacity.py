@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._utils import plots
+from .._utils import palette
 from .._utils.spec import known
 from .._utils.tables import Table
 from . import published, retrieval
@@ -160,38 +160,35 @@ def _losses(columns: list[int], losses: dict[int, float]) -> list[str]:
 def draw(plt: Any, result: Result) -> Any:
     """Loss by number of keys, without replacement and with it: lines are ours, crosses published, dots the bound."""
     settings = result["settings"]
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5.4), layout="constrained")
-    looks: dict[str, tuple[str, str]] = {
-        name: (f"C{i % 10}", plots.MARKS[i % len(plots.MARKS)]) for i, name in enumerate(retrieval.ENCODERS)
-    }
-    looks["softmax"] = ("black", "*")
+    figure, axes = plt.subplots(2, 1, figsize=(8.4, 9.6), layout="constrained")
+    looks = palette.looks(retrieval.ENCODERS)
     for axis, replaced in zip(axes, (False, True), strict=True):
         rows = [row for row in result["rows"] if row["replaced"] is replaced]
         axis.set_title("keys drawn with replacement: sum and delta rule" if replaced else "each key once: sum rule")
         counts = sorted({row["keys"] for row in rows})
         for kind, rule in dict.fromkeys((row["kind"], row["rule"]) for row in rows):
             ours = [row for row in rows if (row["kind"], row["rule"]) == (kind, rule)]
-            colour, mark = looks[kind]
+            color, mark = looks[kind].color, looks[kind].marker
             style = "--" if replaced and rule == "sum" else "-"
             name, features = f"{kind}, {rule}" if replaced else kind, capacity(kind, settings["size"])
             label = f"{name}, {features}" if features else name
             # The published tests with replacement have S tokens, so these are shown there.
             losses = [row["loss_short" if replaced else "loss"] for row in ours]
             x = [row["keys"] for row in ours]
-            axis.plot(x, losses, style, color=colour, marker=mark, markersize=5, linewidth=0.8, label=label)
+            axis.plot(x, losses, style, color=color, marker=mark, markersize=5, linewidth=0.8, label=label)
             theirs = published.capacity(replaced, rule, kind) if settings["size"] == 64 else {}
             both = [keys for keys in counts if keys in theirs]
-            axis.plot(both, [theirs[keys] for keys in both], "x", color=colour, markersize=8, markeredgewidth=1.6)
+            axis.plot(both, [theirs[keys] for keys in both], "x", color=color, markersize=8, markeredgewidth=1.6)
             if features and not replaced and same(kind) and counts[0] < counts[-1]:
                 fine = [counts[0] + (counts[-1] - counts[0]) * i / 200 for i in range(201)]
-                axis.plot(fine, [bound(features, keys) for keys in fine], ":", color=colour, linewidth=1)
+                axis.plot(fine, [bound(features, keys) for keys in fine], ":", color=color, linewidth=1)
         axis.axhline(0.5, color="grey", linewidth=0.8)
         axis.set(xlabel="number of keys S", ylabel="loss (half the squared error); 0.5: chance", ylim=(-0.02, 0.56))
         axis.set_xticks(counts, [str(count) for count in counts])
         axis.grid(alpha=0.3)
         if rows:
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.12), "ncols": 4}
-            axis.legend(fontsize=8, title="kind, features", title_fontsize=8, **place)
+            place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+            axis.legend(fontsize=9, title="kind, features", title_fontsize=9, **place)
     figure.suptitle(
         "lines: ours; crosses: published; dots: least loss of any kernel with this number of features", fontsize=10
     )

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._utils import spec
+from .._utils import palette, plots, spec
 from .._utils.spec import known
 from .._utils.tables import Table
 from ..attention import build
@@ -167,20 +167,22 @@ def tables(result: Result) -> list[Table]:
 
 
 def draw_curves(plt: Any, result: Result) -> Any:
-    """Loss by updates, a line for each training: one colour for each attention."""
-    figure, axis = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    """Loss by updates, a line for each training: one color for each attention."""
+    figure, axis = plt.subplots(figsize=(7.6, 4.6), layout="constrained")
     settings = result["settings"]
-    for i, name in enumerate(_order(result)):
+    looks = palette.looks(_order(result))
+    for name in _order(result):
         rows = [row for row in result["rows"] if row["spec"] == name]
         for j, row in enumerate(rows):
             label = f"{name}, seed {', '.join(str(one['seed']) for one in rows)}" if j == 0 else None
-            axis.plot(*zip(*row["curve"], strict=True), color=f"C{i}", linewidth=1.2, alpha=0.8, label=label)
+            look = {"color": looks[name].color, "linestyle": looks[name].linestyle}
+            axis.plot(*zip(*row["curve"], strict=True), linewidth=1.2, alpha=0.8, label=label, **look)
     axis.axhline(GOAL, color="grey", linewidth=1, linestyle=":")
     axis.axvline(settings["drop_at"], color="grey", linewidth=1, linestyle="--")
     axis.set(yscale="log", xlabel="updates (dashes: the learning rate drops)", ylabel="test loss, nats a symbol")
     axis.set_title(f"copying {settings['length'] // 2 - 1} symbols")
     axis.grid(alpha=0.3)
-    axis.legend()
+    plots.legend(figure, [axis], 2)
     return figure
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils import model_memory as weights
-from .._utils import spec
+from .._utils import palette, plots, spec
 from .._utils.tables import Table
 from ..data import series
 from ..data.order import batch_indices
@@ -306,28 +306,31 @@ def _line(name: str, errors: dict[int, tuple[float, float]], horizons: list[int]
 
 def draw(plt: Any, result: Result) -> Any:
     """Squared and absolute errors by horizon: ours, the baselines dashed, the published dotted."""
-    figure, axes = plt.subplots(1, 2, figsize=(12.5, 5), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9.4, 5.2), layout="constrained")
     horizons = sorted(result["settings"]["horizons"])
     lines = [(name, errors, "o-" if name not in BASELINES else "s--") for name, errors in means(result).items()]
     theirs = of_the_paper(result)
+    looks = palette.looks(name for name, *_ in lines)
     for i, axis in enumerate(axes):
-        for j, (name, errors, look) in enumerate(lines):
+        for name, errors, look in lines:
             x = sorted(errors)
-            axis.plot(x, [errors[one][i] for one in x], look, color=f"C{j}", label=name, markersize=5, linewidth=1.4)
+            axis.plot(
+                x, [errors[one][i] for one in x], look, color=looks[name].color, label=name, markersize=5, linewidth=1.4
+            )
         for name, errors in theirs.items():
             x = [one for one in horizons if one in errors]
             if name.startswith("Informer"):
                 mark = "x:" if name == "Informer" else "+:"
-                axis.plot(x, [errors[one][i] for one in x], mark, color="black", label=f"{name}, published")
+                axis.plot(x, [errors[one][i] for one in x], mark, color=palette.BASELINE, label=f"{name}, published")
         if theirs:
             x = [one for one in horizons if all(one in errors for errors in theirs.values())]
             low, high = ([end(errors[one][i] for errors in theirs.values()) for one in x] for end in (min, max))
             axis.fill_between(x, low, high, color="grey", alpha=0.15, label="all that are published")
-        axis.set(xscale="log", xlabel="hours foretold", title=("mean squared error", "mean absolute error")[i])
+        axis.set(xscale="log", xlabel="hours predicted", title=("mean squared error", "mean absolute error")[i])
         axis.set_xticks(horizons, [str(horizon) for horizon in horizons])
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=9)
+    plots.legend(figure, axes, 3)
     return figure
 
 

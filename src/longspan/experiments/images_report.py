@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._utils import spec
+from .._utils import palette, spec
 from .._utils.tables import Table, duration
 from . import paper
 from .experiment import Result, Row
@@ -105,26 +105,35 @@ def _published(methods: Iterable[paper.Method], wanted: Callable[[paper.Method],
 def draw(plt: Any, result: Result) -> Any:
     """Bits by steps and by time; images per second; the ratio by tokens, with that of the bytes."""
     names = spec.split(result["settings"]["attentions"])
-    figure, axes = plt.subplots(2, 2, figsize=(12.5, 9.5), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(9.4, 9.6), layout="constrained")
     (steps, time), (speeds, ratio) = axes
-    for i, row in enumerate(rows(result, "training")):
+    looks = palette.looks(names)
+    for row in rows(result, "training"):
+        look: dict[str, Any] = looks[row["attention"]]._asdict()
         counts, seconds, values = zip(*row["curve"], strict=True)
-        steps.plot(counts, values, "o-", color=f"C{i}", label=row["attention"])
-        time.plot([one / 60 for one in seconds], values, "o-", color=f"C{i}", label=row["attention"])
+        steps.plot(counts, values, label=row["attention"], **look)
+        time.plot([one / 60 for one in seconds], values, label=row["attention"], **look)
     steps.set(title="at equal steps", xlabel="training steps", ylabel="validation bits per dim")
     time.set(title="at equal time", xlabel="minutes of training", ylabel="validation bits per dim")
     _bars(speeds, result, names)
     styles = ["-", "--", "-."]
-    for i, name in enumerate(names[1:], 1):
+    for name in names[1:]:
         for j, batch in enumerate(result["settings"]["batches"]):
             found = [
                 row for row in rows(result, "token") if row["batch"] == batch and {name, names[0]} <= {*row["seconds"]}
             ]
             x = [row["tokens"] for row in found]
             y = [row["seconds"][name] / row["seconds"][names[0]] for row in found]
-            ratio.plot(x, y, "o", linestyle=styles[j % 3], color=f"C{i}", label=f"time, {name}, {batch} at once")
+            ratio.plot(
+                x,
+                y,
+                looks[name].marker,
+                linestyle=styles[j % 3],
+                color=looks[name].color,
+                label=f"time, {name}, {batch} at once",
+            )
         every = {row["tokens"]: row["bytes"][name] / row["bytes"][names[0]] for row in rows(result, "token")}
-        look = {"color": f"C{i}", "linewidth": 1, "linestyle": ":"}
+        look = {"color": looks[name].color, "linewidth": 1, "linestyle": ":"}
         ratio.plot(*zip(*sorted(every.items()), strict=True), **look, label=f"bytes, {name}")
     ratio.axhline(1, color="black", linewidth=1, linestyle=":")
     ratio.set(title=f"one token, relative to {names[0]}", xlabel="tokens before it", ylabel="ratio", xscale="log")
@@ -141,12 +150,13 @@ def draw(plt: Any, result: Result) -> Any:
 def _bars(axis: Any, result: Result, names: list[str]) -> None:
     found = rows(result, "images")
     labels = list(found[0]["seconds"]) if found else []
+    looks = palette.looks(names)
     for i, label in enumerate(labels):
         own = label.removesuffix(RECOMPUTED)
-        look = {"color": f"C{names.index(own)}", "hatch": "//" if label != own else "", "edgecolor": "white"}
+        look = {"color": looks[own].color, "hatch": "//" if label != own else "", "edgecolor": "white"}
         places = [j * (len(labels) + 1) + i for j in range(len(found))]
         values = [row["images_per_second"][label] for row in found]
-        axis.bar_label(axis.bar(places, values, label=label, **look), [f"{value:.3g}" for value in values], fontsize=8)
+        axis.bar_label(axis.bar(places, values, label=label, **look), [f"{value:.2g}" for value in values], fontsize=7)
     axis.set_xticks(
         [j * (len(labels) + 1) + (len(labels) - 1) / 2 for j in range(len(found))],
         [f"{row['batch']} at once" for row in found],

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import data
-from .._utils import spec
+from .._utils import palette, plot_labels, plots, spec
 from .._utils.tables import Table
 from ..data import Dataset
 from ..data.order import batch_indices
@@ -300,17 +300,16 @@ def tables(result: Result) -> list[Table]:
 
 def draw(plt: Any, result: Result) -> Any:
     """Validation bits by time and by step; test bits by the bytes of the state; how fast each generates."""
-    figure, axes = plt.subplots(2, 2, figsize=(13, 8.5), layout="constrained")
+    figure, axes = plt.subplots(2, 2, figsize=(9.4, 8.2), layout="constrained")
     by_time, by_step, held, fast = axes.flat
-    colours = plt.get_cmap("tab10").colors
     rows = {row["model"]: row for row in result["rows"]}
-    for i, (name, row) in enumerate(rows.items()):
+    looks = palette.looks(rows)
+    for name, row in rows.items():
         steps, seconds, bits = zip(*row["curve"], strict=True)
-        look = {"color": colours[i % 10], "linewidth": 1.3, "markersize": 4}
+        look = {"color": looks[name].color, "linewidth": 1.3, "markersize": 4}
         by_time.plot(seconds, bits, ".-", label=name, **look)
         by_step.plot(steps, bits, ".-", label=name, **look)
-        held.plot(row["state"], row["test"], "o", color=colours[i % 10], markersize=7)
-        held.annotate(name, (row["state"], row["test"]), xytext=(6, 4), textcoords="offset points", fontsize=8)
+        held.plot(row["state"], row["test"], looks[name].marker, color=looks[name].color, markersize=7)
     by_time.set(title="by time", xlabel="seconds of training", ylabel="validation bits per byte")
     by_step.set(title="by step", xlabel="training steps", ylabel="validation bits per byte")
     held.set(title="what is kept of a text", ylabel="test bits per byte", xscale="log")
@@ -322,16 +321,18 @@ def draw(plt: Any, result: Result) -> Any:
     for i, (label, rates) in enumerate(kinds.items()):
         fast.plot(rates, range(len(order)), "osD^v"[i % 5], color=f"C{i}", label=label)
     fast.set_yticks(range(len(order)), order)
-    # Room for the legend below the last.
-    fast.set_ylim(len(order) + 0.2, -0.5)
+    fast.set_ylim(len(order) - 0.5, -0.5)
     fast.set(title="how fast", xlabel="bytes per second", xscale="log")
-    fast.legend(fontsize=8, loc="lower center", ncols=len(kinds))
-    for axis in (by_time, by_step):
-        axis.legend(fontsize=8)
+    fast.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
     for axis in axes.flat:
         axis.grid(alpha=0.3)
     equal = "time" if result["settings"]["budget"] == "seconds" else "steps"
     figure.suptitle(f"byte models of as many weights, trained for equal {equal}", fontsize=10)
+    plots.legend(figure, [by_time], 5)
+    held_rows = list(rows.values())
+    plot_labels.put(
+        held, list(rows), [row["state"] for row in held_rows], [row["test"] for row in held_rows], [49.0] * len(rows)
+    )
     return figure
 
 

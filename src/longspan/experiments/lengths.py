@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._utils import spec
+from .._utils import plots, spec
 from .._utils.tables import Table
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder, DecoderState
@@ -169,7 +169,7 @@ def tables(result: Result) -> list[Table]:
 def draw(plt: Any, result: Result) -> Any:
     """Right symbols by length, a panel for each kind of positions; and as they were learned."""
     kinds = list(dict.fromkeys(row["positions"] for row in result["rows"]))
-    figure, axes = plt.subplots(2, len(kinds), figsize=(5 * len(kinds), 7.5), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(2, len(kinds), figsize=(3.7 * len(kinds), 7.0), layout="constrained", squeeze=False)
     for (top, bottom), positions in zip(axes.T, kinds, strict=True):
         for row in result["rows"]:
             if row["positions"] == positions:
@@ -179,11 +179,11 @@ def draw(plt: Any, result: Result) -> Any:
         top.axvline(result["settings"]["longest"], color="grey", linewidth=1, linestyle="--")
         top.set_xticks(result["settings"]["tests"])
         top.set(title=f"positions {positions}", ylabel="symbols right, %", ylim=(0, 102))
-        top.set_xlabel("symbols to copy (dashes: the longest of the training)")
-        bottom.set(xlabel="updates", ylabel="right at the longest of the training, %", ylim=(0, 102))
+        top.set_xlabel("symbols to copy\n(dashes: the longest of the training)")
+        bottom.set(xlabel="updates", ylabel="right at the longest length, %", ylim=(0, 102))
         for axis in (top, bottom):
             axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
+    plots.legend(figure, axes.flat, 3)
     return figure
 
 

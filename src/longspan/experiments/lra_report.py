@@ -138,8 +138,8 @@ def _costs(result: Result) -> Table:
 
 
 def draw(plt: Any, result: Result) -> Any:
-    """Left: accuracy by speed, the mark as large as the memory. Right: our accuracies over the published ones."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 7.5), layout="constrained", width_ratios=(1.8, 1))
+    """Top: accuracy by speed, the mark as large as the memory. Bottom: our accuracies over the published ones."""
+    figure, (left, right) = plt.subplots(2, 1, figsize=(9.4, 12), layout="constrained", height_ratios=(1.7, 1))
     named = _arena(left, result)
     _ordering(right, result)
     if named:

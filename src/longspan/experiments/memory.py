@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._utils import palette, plots
 from .._utils.spec import known
 from .._utils.tables import Table
 from . import agents, tasks
@@ -202,14 +203,17 @@ def _shown(value: float | None) -> str:
 def draw(plt: Any, result: Result) -> Any:
     """Return by steps, a panel for each task: the mean over the seeds, and the range between the least and the most."""
     names = [task for task in result["settings"]["tasks"] if any(row["task"] == task for row in result["rows"])]
-    figure, axes = plt.subplots(1, len(names), figsize=(6 * len(names), 4.4), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(4.5 * max(len(names), 1), 4.0), layout="constrained", squeeze=False
+    )
     panels = dict(zip(names, axes[0], strict=True))
+    looks = palette.looks(agents.CORES)
     for task, kind, rows in _grouped(result):
         curves = [[value for _, value in row["curve"]] for row in rows]
         values = [[v for v in column if v is not None] for column in zip(*curves, strict=True)]
         known = [(step, column) for (step, _), column in zip(rows[0]["curve"], values, strict=True) if column]
         steps = [step for step, _ in known]
-        color = f"C{list(agents.CORES).index(kind)}"
+        color = looks[kind].color
         panels[task].plot(steps, [mean(column) for _, column in known], ".-", color=color, label=kind)
         least, most = [min(column) for _, column in known], [max(column) for _, column in known]
         panels[task].fill_between(steps, least, most, color=color, alpha=0.15, linewidth=0)
@@ -218,7 +222,7 @@ def draw(plt: Any, result: Result) -> Any:
             axis.axhline(blind, color="grey", linewidth=1, linestyle="--", label="without memory")
         axis.set(title=task, xlabel="steps in the environment", ylabel="mean return of an episode")
         axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
+    plots.legend(figure, axes.flat)
     return figure
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._utils import spec
+from .._utils import palette, spec
 from .._utils.tables import Table
 from ..attention import build
 from ..train import TrainConfig, rate
@@ -28,7 +28,6 @@ SPECS = (
     "kda",
 )
 EVERY, DONE = 50, 0.995
-MARKS = "osDv^<>PXph*"
 
 
 @dataclass(frozen=True)
@@ -140,17 +139,15 @@ def picture(plt: Any, result: Result) -> Any:
     settings, rows = result["settings"], best(result["rows"])
     columns = min(2, len(settings["pairs"]))
     lines = -(-len(settings["pairs"]) // columns)
-    size = {"figsize": (4.6 * columns + 2.4, 3.6 * lines + 0.6), "layout": "constrained"}
+    size = {"figsize": (3.6 * columns + 1.9, 3.4 * lines + 0.5), "layout": "constrained"}
     figure, axes = plt.subplots(lines, columns, sharey=True, sharex=True, squeeze=False, **size)
     for axis in axes.flat[len(settings["pairs"]) :]:
         axis.remove()
-    colours = plt.get_cmap("tab20").colors
+    looks = palette.looks(spec.split(settings["specs"]))
     for i, (axis, pairs) in enumerate(zip(axes.flat, settings["pairs"], strict=False)):
-        for j, name in enumerate(spec.split(settings["specs"])):
+        for name in spec.split(settings["specs"]):
             found = sorted((row for row in rows if row["spec"] == name), key=lambda row: row["bytes"])
-            # Dark shades before light ones.
-            colour = "black" if name == "softmax" else colours[(2 * j + j // 10) % 20]
-            look = {"color": colour, "marker": MARKS[j % len(MARKS)], "markersize": 6, "linewidth": 1.2, "alpha": 0.85}
+            look = {**looks[name]._asdict(), "markersize": 6, "linewidth": 1.2, "alpha": 0.85}
             x, y = [row["bytes"] for row in found], [row["accuracy"][i] for row in found]
             axis.plot(x, y, label=name if i == 0 else None, **look)
         axis.axhline(1 / pairs, color="grey", linewidth=1, linestyle=":")

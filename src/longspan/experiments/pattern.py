@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import data, patterns
-from .._utils import spec
+from .._utils import plots, spec
 from .._utils.tables import Table
 from ..models.config import DecoderConfig
 from ..train import TrainConfig, bits, fit
@@ -134,13 +134,17 @@ def tables(result: Result) -> list[Table]:
     return [table]
 
 
+# Rows and columns of the images, for drawing where the data are not.
+GRIDS = {"digits": (8, 8), "mnist": (28, 28), "cifar10": (32, 32)}
+
+
 def draw(plt: Any, result: Result) -> Any:
     """Left: validation bits by steps, a line for each training. Right: which keys one query sees, as an image."""
     names = _names(result)
     figure, axes = plt.subplots(
         1,
         1 + len(names),
-        figsize=(6 + 2.6 * len(names), 4.2),
+        figsize=(4.4 + 1.7 * len(names), 3.6),
         layout="constrained",
         width_ratios=(2.4, *(1,) * len(names)),
     )
@@ -151,15 +155,15 @@ def draw(plt: Any, result: Result) -> Any:
             axes[0].plot(*zip(*row["curve"], strict=True), color=f"C{i}", linewidth=1.2, alpha=0.8, label=label)
     axes[0].set(xlabel="training steps", ylabel="validation bits per dim")
     axes[0].grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
-    height, width = data.load(result["settings"]["data"]).grid[:2]
+    plots.legend(figure, axes[:1], 3)
+    height, width = GRIDS[result["settings"]["data"].partition(":")[0]]
     query = (height // 2) * width + width // 2
     for name, axis in zip(names, axes[1:], strict=True):
         seen = patterns.causal() & patterns.parse(name)
         line = seen.allow(torch.tensor(query), torch.arange(height * width)).double()
         line[query] = 2.0
         axis.imshow(line.view(height, width).numpy(), cmap="Blues", vmin=0, vmax=2)
-        axis.set(title=name, xticks=[], yticks=[])
+        axis.set(title=name.replace(" | ", " |\n"), xticks=[], yticks=[])
         axis.title.set_fontsize(9)
     return figure
 

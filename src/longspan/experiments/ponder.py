@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._utils import plots
 from .._utils.tables import Table
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
@@ -131,7 +132,8 @@ def tables(result: Result) -> list[Table]:
 
 def draw(plt: Any, result: Result) -> Any:
     """Ponder time by bits, errors by bits, and mean ponder time and errors by updates."""
-    figure, axes = plt.subplots(1, 4, figsize=(16, 4), layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.4), layout="constrained")
+    axes = grid.flat
     for i, row in enumerate(result["rows"]):
         look: dict[str, Any] = {"color": f"C{i}", "label": label(row)}
         bits = range(1, len(row["errors"]) + 1)
@@ -146,10 +148,10 @@ def draw(plt: Any, result: Result) -> Any:
     axes[3].set(title="errors", xlabel="updates", ylabel="wrong parities, %")
     for axis in axes:
         axis.grid(alpha=0.3)
-    for axis in axes[1::2]:
+    for axis in (axes[1], axes[3]):
         # Zero errors are a line at the bottom, not in the middle.
         axis.set_ylim(0, max(5.0, axis.get_ylim()[1]))
-    axes[0].legend(fontsize=8)
+    plots.legend(figure, axes)
     return figure
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._utils import model_memory, spec
+from .._utils import model_memory, palette, plots, spec
 from .._utils.tables import Table
 from ..data import proteins
 from ..data.order import batch_indices
@@ -279,8 +279,8 @@ def _cells(row: Row | None) -> list[str]:
 
 def draw(plt: Any, result: Result) -> Any:
     """Accuracy on validation proteins by training step: causal, and masked."""
-    figure, axes = plt.subplots(1, 2, figsize=(12.5, 4.6), layout="constrained")
-    order = spec.split(result["settings"]["specs"])
+    figure, axes = plt.subplots(1, 2, figsize=(9.0, 4.3), layout="constrained")
+    looks = palette.looks(spec.split(result["settings"]["specs"]))
     for axis, task in zip(axes, TASKS, strict=True):
         for row in (row for row in result["rows"] if row["task"] == task):
             if "curve" not in row:
@@ -288,12 +288,11 @@ def draw(plt: Any, result: Result) -> Any:
                 continue
             x, y = zip(*((one["step"], 100 * one["accuracy"]) for one in row["curve"]), strict=True)
             first = row["seed"] == result["settings"]["seeds"][0]
-            axis.plot(
-                x, y, "o-", color=f"C{order.index(row['model'])}", markersize=4, label=row["model"] if first else None
-            )
-        axis.set(title=task, xlabel="training steps", ylabel="correct residues, validation, %")
+            look = {**looks[row["model"]]._asdict(), "markersize": 4}
+            axis.plot(x, y, label=row["model"] if first else None, **look)
+        axis.set(title=task, xlabel="training steps", ylabel="accuracy on validation residues, %")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8)
+    plots.legend(figure, axes, 2)
     return figure
 
 

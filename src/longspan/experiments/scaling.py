@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._utils import plots, spec
+from .._utils import palette, plots, spec
 from .._utils.spec import known
 from .._utils.tables import Table
 from ..attention import build, plugins
@@ -220,23 +220,26 @@ def tables(result: Result) -> list[Table]:
 
 def draw(plt: Any, result: Result) -> Any:
     """Time and memory of one sequence by length, both axes logarithmic; a cross marks the first length left out."""
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9.0, 5.6), layout="constrained")
     lengths, settings = result["settings"]["lengths"], result["settings"]
+    looks = palette.looks(row["spec"] for row in result["rows"])
     for axis, what, title in zip(axes, ("ms", "mb"), ("time", "peak memory beyond input and weights"), strict=True):
-        for i, row in enumerate(result["rows"]):
+        for row in result["rows"]:
+            look = looks[row["spec"]]
             x = [one["length"] for one in row["cases"]]
             y = [max(one[what], LEAST) for one in row["cases"]]
             power = exponent(row["cases"], what)
             label = row["spec"] + (f", N^{power:.2f}" if power else "")
-            axis.plot(x, y, marker=plots.MARKS[i % len(plots.MARKS)], markersize=5, color=f"C{i % 10}", label=label)
+            axis.plot(x, y, label=label, **look._asdict())
             if row["stopped"] and y:
-                axis.plot(x[-1:], y[-1:], marker="x", markersize=12, color=f"C{i % 10}")
+                axis.plot(x[-1:], y[-1:], marker="x", markersize=12, color=look.color)
         axis.set(xscale="log", yscale="log", xlabel="tokens N", ylabel=f"{what.replace('mb', 'MB')} of one sequence")
-        axis.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45)
+        axis.set_xticks(lengths, [plots.thousands(length) for length in lengths])
         axis.minorticks_off()
-        axis.set_title(f"{title}, forward and backward")
+        axis.set_title(f"{title},\nforward and backward")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=9, title=f"fitted from N {FROM} on; cross: left out beyond", title_fontsize=8)
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 1}
+        axis.legend(fontsize=9, title=f"fitted from N {FROM} on; cross: left out beyond", title_fontsize=9, **place)
     figure.suptitle(
         f"one layer: {settings['heads']} heads of {settings['size']} channels, causal, float32", fontsize=10
     )

@@ -227,7 +227,8 @@ def tables(result: Result) -> list[Table]:
 
 def draw(plt: Any, result: Result) -> Any:
     """Validation bits by step and by time; test bits by way of evaluation; the ratio of the speeds."""
-    figure, axes = plt.subplots(1, 4, figsize=(17, 4.2), layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.8), layout="constrained")
+    axes = grid.flat
     models, speeds = _split(result)
     for i, row in enumerate(models):
         steps, seconds, bits = zip(*row["curve"], strict=True)
@@ -251,7 +252,7 @@ def draw(plt: Any, result: Result) -> Any:
     for axis in axes:
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7)
+            axis.legend(fontsize=9)
     return figure
 
 

@@ -165,7 +165,8 @@ def tables(result: Result) -> list[Table]:
 
 def draw(plt: Any, result: Result) -> Any:
     """Spans by steps, a line for each head; the last spans by layer, in order; validation bits by steps."""
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.4), layout="constrained")
+    axes = grid.flat
     learning, longest = dict(zip((FREE, PRICED), axes, strict=False)), result["settings"]["span"]
     limits = (-0.03 * longest, longest)
     for i, row in enumerate(result["rows"]):
@@ -187,7 +188,7 @@ def draw(plt: Any, result: Result) -> Any:
     for axis in axes:
         axis.grid(axis="y", alpha=0.3)
         if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=9)
     return figure
 
 
@@ -197,7 +198,7 @@ def _by_steps(axis: Any, history: list) -> None:
         for head in range(len(heads)):
             label = f"layer {layer + 1}" if head == 0 else None
             axis.plot(
-                steps, [one[layer][head] for _, one in history], color=f"C{4 + layer}", linewidth=1.2, label=label
+                steps, [one[layer][head] for _, one in history], color=f"C{3 + layer}", linewidth=1.2, label=label
             )
 
 

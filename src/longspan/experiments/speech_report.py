@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .._utils import spec
+from .._utils import palette, plot_labels, plots, spec
 from .._utils.tables import Table, duration
 from ..attention import build
 from . import published
@@ -106,16 +106,20 @@ def percent(rate: float) -> str:
 def draw(plt: Any, result: Result) -> Any:
     """Validation errors by epoch; errors of unseen speakers by seconds of an epoch; steps by length."""
     names = spec.split(result["settings"]["encoders"])
-    colours = {name: f"C{i % 10}" for i, name in enumerate(names)}
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    looks = palette.looks(names)
+    figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.6), layout="constrained")
+    grid[1, 1].set_axis_off()
+    axes = grid.flat[:3]
     unit = result["settings"]["units"].removesuffix("s")
+    named = []
     for row in rows(result, "training"):
-        name, look = row["encoder"], {"color": colours[row["encoder"]], "marker": "o"}
+        name = row["encoder"]
+        look = {"color": looks[name].color, "marker": looks[name].marker}
         epochs, _, found = zip(*row["curve"], strict=True)
         axes[0].plot(epochs, [100 * one for one in found], label=name, markersize=3, **look)
         errors = 100 * row["errors"]["test"]["greedy"]["labels"]
         axes[1].plot(row["seconds"], errors, label=name, linestyle="", **look)
-        axes[1].annotate(name, (row["seconds"], errors), xytext=(6, 5), textcoords="offset points", fontsize=8)
+        named.append((name, row["seconds"], errors, 36.0))
     axes[0].set(title="training", xlabel="epochs", ylabel=f"{unit} errors on validation utterances, %", ylim=(0, None))
     axes[1].set(
         title="speakers that are not in the training",
@@ -128,11 +132,14 @@ def draw(plt: Any, result: Result) -> Any:
     relative = bool(found) and SOFTMAX in found[0]["seconds"]
     for name in found[0]["seconds"] if found else []:
         values = [row["seconds"][name] / (row["seconds"][SOFTMAX] if relative else 1) for row in found]
-        axes[2].plot([row["frames"] for row in found], values, color=colours[name], marker="o", label=name)
+        axes[2].plot(
+            [row["frames"] for row in found], values, color=looks[name].color, marker=looks[name].marker, label=name
+        )
     said = "seconds, relative to softmax" if relative else "seconds"
     axes[2].set(title="a training step", xlabel="frames of an utterance", ylabel=said, ylim=(0, None))
     for axis in axes:
         axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=8)
+    plots.legend(figure, axes)
+    if named:
+        plot_labels.put(axes[1], *zip(*named, strict=True))
     return figure

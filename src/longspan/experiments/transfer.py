@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import data
+from .._utils import palette
 from .._utils.tables import Table
 from ..attention.performer import Performer
 from ..data import Dataset
@@ -201,11 +202,13 @@ def tables(result: Result) -> list[Table]:
 def draw(plt: Any, result: Result) -> Any:
     """Left: loss right after the swap by number of rows. Right: the trainings, counted from the swap."""
     rows, settings = result["rows"], result["settings"]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.8), layout="constrained", width_ratios=(2, 3))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 5.2), layout="constrained", width_ratios=(2, 3))
     counts = sorted({row["features"] for row in rows if row["features"]})
+    # The performers are shades of one color; softmax has its own.
+    shades = plt.get_cmap("RdPu")([0.4 + 0.5 * i / max(len(counts) - 1, 1) for i in range(len(counts))])
     for row in rows:
-        colour = f"C{counts.index(row['features'])}" if row["features"] else "black"
-        look = {"color": colour, "linestyle": "--" if row["start"] == "scratch" else "-", "linewidth": 1.5}
+        color = shades[counts.index(row["features"])] if row["features"] else palette.color("softmax")
+        look = {"color": color, "linestyle": "--" if row["start"] == "scratch" else "-", "linewidth": 1.5}
         right.plot(*zip(*row["curve"], strict=True), label=_name(row), **look)
         if row["start"] == "softmax":
             left.axhline(row["before"][0], color="black", linewidth=1)
@@ -215,7 +218,7 @@ def draw(plt: Any, result: Result) -> Any:
             found = {"swapped": row["before"], "finetuned": row["after"][:1], "redrawn": row["after"][1:]}
         for what, values in found.items():
             marker, filled, _ = MARKS[what]
-            look = {"color": colour, "marker": marker, "markerfacecolor": colour if filled else "white"}
+            look = {"color": color, "marker": marker, "markerfacecolor": color if filled else "white"}
             left.plot([row["features"]] * len(values), values, linestyle="none", **look)
     for marker, filled, label in MARKS.values():
         look = {"color": "grey", "marker": marker, "markerfacecolor": "grey" if filled else "white"}
@@ -230,7 +233,7 @@ def draw(plt: Any, result: Result) -> Any:
     # The first steps from scratch would hide the rest.
     right.set_ylim(None, 1.05 * max((row["curve"][0][1] for row in rows if row["start"] == "swapped"), default=1.0))
     for axis in (left, right):
-        axis.legend(fontsize=8, loc="upper right" if axis is left else "upper left")
+        axis.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=1 + (axis is right))
         axis.grid(alpha=0.3)
     return figure
 

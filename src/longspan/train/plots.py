@@ -16,7 +16,7 @@ def draw(path: Path, history: list[dict[str, Any]], text: bool) -> None:
     plt, last = pyplot(), history[-1]
     panels = [*((_steps, _heads) if "spans" in last else ()), *((_positions,) if "ponder" in last else ())]
     rows = 1 + ("ponder" in last)
-    figure = plt.figure(figsize=(5.2 * max(len(panels), 2), 4.2 * rows), layout="constrained")
+    figure = plt.figure(figsize=(4.5 * max(len(panels), 2), 3.9 * rows), layout="constrained")
     grid = figure.add_gridspec(rows, len(panels))
     for i, panel in enumerate(panels):
         panel(figure.add_subplot(grid[0, i]), history)
@@ -36,7 +36,7 @@ def _steps(axis: Any, history: list[dict[str, Any]]) -> None:
     axis.set(title="spans by step", xlabel="training steps", ylabel="span of a head, tokens")
     _from_nothing(axis)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=9)
 
 
 def _heads(axis: Any, history: list[dict[str, Any]]) -> None:
@@ -66,7 +66,7 @@ def _positions(axis: Any, history: list[dict[str, Any]]) -> None:
     axis.set(title="ponder time by position", xlabel="position in an example", ylabel="steps and remainder, mean")
     axis.set_ylim(0, 1.1 * max(max(one["ponder"]) for one in history))
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=9)
 
 
 def _example(axis: Any, last: dict[str, Any], text: bool) -> None:
