@@ -1,4 +1,4 @@
-"""Put a demo's figures and pictures into the docs.
+"""Put a demo's figures into the docs, and draw the pictures in docs/images.
 
     longspan demo --out demo
     python tools/figures.py demo/demo.json
@@ -8,7 +8,8 @@ markers of ``docs/results/demo.md``. Without an argument it only writes them aga
 
     python tools/figures.py --draw
 
-draws the docs' other pictures, by the commands in DRAWN and the model that comes with the package.
+draws the charts in ``docs/images`` from the JSON files in ``benchmarks/results``, and the pictures of digits by the
+commands in DRAWN with the model that comes with the package.
 """
 
 import json
@@ -18,23 +19,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from longspan._utils import plots
 from longspan.cli import entry
+from longspan.experiments import demo
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, IMAGES = DOCS / "results" / "demo.md", DOCS / "images"
-PICTURES = ("throughput.png",)
+PICTURES = ("training.png",)
+MEASURED = DOCS.parent / "benchmarks" / "results" / "epyc-2-cores"
+LENGTHS, HYBRIDS = "every.json", ("transformers.json", "transformers_bfloat16.json", "transformers_qwen_granite.json")
+MECHANISMS = ("softmax", "local", "linear", "gated_deltanet")
+MODELS, MODES = ("kimi", "granite", "mamba2", "qwen3.5"), ("prefill", "training step")
 DRAWN = {
     "mnist.png": "generate mnist --count 49",
     "mnist_completions.png": "generate mnist --complete test --count 15",
 }
 BEGIN, END = "<!-- demo:begin -->", "<!-- demo:end -->"
-
-SETTINGS = {"digits": "digits, 64 pixels, trained", "mnist_784": "MNIST's size, 784 pixels, untrained"}
-CANDIDATES = {
-    "linear": "linear, as an RNN",
-    "softmax_cached": "softmax, keys and values kept",
-    "softmax_recompute": "softmax, prefix recomputed",
-}
 
 
 def number(facts: dict[str, Any], *keys: str) -> float:
@@ -72,38 +72,67 @@ def readable(value: Any) -> str:
 
 def render(facts: dict[str, Any]) -> str:
     """The page's lines for a ``demo.json``. Raises ValueError for one that lacks a figure."""
-    speed = {s: {c: number(facts, "images_per_second", s, c) for c in CANDIDATES} for s in SETTINGS}
-    long = speed["mnist_784"]
-    lines = [
-        "| held-out digits | bits per pixel |",
-        "|---|---|",
-        f"| linear | {number(facts, 'bits_per_dim', 'linear'):.3f} |",
-        f"| softmax | {number(facts, 'bits_per_dim', 'softmax'):.3f} |",
-        f"| a histogram per pixel, no model | {number(facts, 'bits_per_dim', 'histogram'):.3f} |",
-        "",
-        f"| images per second | {' | '.join(CANDIDATES.values())} |",
-        f"|---|{'---|' * len(CANDIDATES)}",
-        *(f"| {SETTINGS[s]} | {' | '.join(readable(float(row[c])) for c in CANDIDATES)} |" for s, row in speed.items()),
-        "",
-        f"At 784 pixels, `linear` makes {readable(long['linear'] / long['softmax_cached'])} times as many images per "
-        f"second as softmax with its keys and values kept, and "
-        f"{readable(long['linear'] / long['softmax_recompute'])} times as many as softmax without.",
-        "",
-        "| state of one image | bytes |",
-        "|---|---|",
-        *(f"| {name} | {readable(value)} |" for name, value in leaves(facts.get("state_bytes", {}))),
-        "",
-        *(f"At 784 pixels: {how}." for how in [facts.get("mnist_784", {}).get("how")] if how),
-        "Machine: " + "; ".join(f"{k} {readable(v)}".strip() for k, v in leaves(facts.get("machine", "unknown"))) + ".",
-        "Time: " + "; ".join(f"{k} {readable(v)} s".strip() for k, v in leaves(facts.get("seconds", "unknown"))) + ".",
-        "Written by `python tools/figures.py` from `docs/images/demo.json`.",
-    ]
-    return "\n".join(lines)
+    for group in ("bits_per_dim", "images_per_second", "state_bytes"):
+        for spec in demo.SPECS:
+            number(facts, group, "softmax_cached" if (group, spec) == ("images_per_second", "softmax") else spec)
+    if not facts.get("lengths", {}).get("rows"):
+        raise ValueError("the demo's figures have no rows in lengths")
+    lines = []
+    for title, (head, *rows) in demo.tables(facts).items():
+        lines += [f"{title[0].upper()}{title[1:]}:", "", f"| {' | '.join(head)} |", f"|---{'|---:' * (len(head) - 1)}|"]
+        lines += [*(f"| {' | '.join(row)} |" for row in rows), ""]
+    speed, histogram = number(facts, "shipped", "images_per_second"), number(facts, "bits_per_dim", "histogram")
+    return "\n".join(
+        [
+            *lines,
+            f"The layers: {facts['lengths']['how']}.",
+            f"The shipped MNIST model drew {readable(float(speed))} images of 28 x 28 pixels per second.",
+            f"A histogram of each pixel, without a model: {histogram:.3f} bits per pixel.",
+            "Machine: "
+            + "; ".join(f"{k} {readable(v)}".strip() for k, v in leaves(facts.get("machine", "unknown")))
+            + ".",
+            f"Time: {readable(number(facts, 'seconds'))} s, of processor time "
+            f"{readable(number(facts, 'processor_seconds'))} s.",
+            "Written by `python tools/figures.py` from `docs/images/demo.json`.",
+        ]
+    )
 
 
-def place(page: str, figures: str) -> str:
-    """``page`` with what stands between the markers replaced. Raises ValueError where a marker is missing."""
-    before, begin, rest = page.partition(BEGIN)
+def charts() -> None:
+    """Draw ``time-and-state.png`` and ``hybrids.png`` from the committed results of benchmarks."""
+    plt, found = plots.pyplot(), read(LENGTHS)
+    rows = [row for row in found["rows"] if row["candidate"] in MECHANISMS and row["mode"] == "forward+backward"]
+    steps = [row for row in found["rows"] if row["candidate"] in MECHANISMS and row["mode"] == "step"]
+    rows += [{key: row[key] for key in ("candidate", "length", "state_bytes")} for row in steps]
+    rows.sort(key=lambda row: MECHANISMS.index(row["candidate"]))
+    figure = plots.time_and_state(plt, rows)
+    facts = found["machine"]
+    figure.suptitle(
+        f"one causal attention layer of {found['options']['dim']} channels and {found['options']['heads']} heads, "
+        f"float32, on {facts['processor']}, {facts['threads']} cores",
+        fontsize=9.5,
+    )
+    plots.save(plt, figure, IMAGES / "time-and-state.png")
+    rows = [row for name in HYBRIDS for row in read(name)["rows"] if row["candidate"] == "longspan"]
+    order = {name: place for place, name in enumerate(MODELS)}
+    rows.sort(key=lambda row: (order[row["model"]], row["dtype"] != "float32"))
+    figure = plots.speedups(plt, rows, MODES)
+    facts, tokens = read(HYBRIDS[0])["machine"], read(HYBRIDS[0])["options"]["length"]
+    figure.suptitle(
+        f"accelerate() on {facts['processor']}, {facts['threads']} cores, one sequence of {tokens:,} tokens",
+        fontsize=9.5,
+    )
+    plots.save(plt, figure, IMAGES / "hybrids.png")
+
+
+def read(name: str) -> dict[str, Any]:
+    """A committed result of a benchmark."""
+    return json.loads((MEASURED / name).read_text(encoding="utf-8"))
+
+
+def place(text: str, figures: str) -> str:
+    """``text`` with what stands between the markers replaced. Raises ValueError where a marker is missing."""
+    before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"the page of the demo needs the markers {BEGIN} and {END}, in this order")
@@ -114,13 +143,14 @@ def main(arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise ValueError("usage: python tools/figures.py [demo/demo.json | --draw]")
     if arguments == ["--draw"]:
+        charts()
         for name, command in DRAWN.items():
             if entry.main([*command.split(), "--out", str(IMAGES / name)]):
                 raise ValueError(f"{name} could not be drawn")
         return
     source = Path(arguments[0]) if arguments else IMAGES / "demo.json"
     try:
-        page = place(PAGE.read_text(encoding="utf-8"), render(json.loads(source.read_text(encoding="utf-8"))))
+        text = place(PAGE.read_text(encoding="utf-8"), render(json.loads(source.read_text(encoding="utf-8"))))
         if arguments:
             IMAGES.mkdir(exist_ok=True)
             for name in PICTURES:
@@ -130,7 +160,7 @@ def main(arguments: list[str]) -> None:
         raise ValueError(
             f"cannot read {error.filename}: {error.strerror}; make it by: longspan demo --out demo"
         ) from error
-    PAGE.write_text(page, encoding="utf-8")
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

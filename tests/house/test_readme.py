@@ -48,15 +48,29 @@ def figures():
 
 
 FACTS = {
+    "steps": 200,
     "bits_per_dim": {"linear": 1.23456, "softmax": 1.2, "histogram": 2.0},
-    "images_per_second": {
-        "digits": {"linear": 5000.0, "softmax_cached": 4000.0, "softmax_recompute": 100.5},
-        "mnist_784": {"linear": 20.0, "softmax_cached": 5.0, "softmax_recompute": 0.125},
+    "training_seconds": {"linear": 30.0, "softmax": 40.0},
+    "images_per_second": {"linear": 5000.0, "softmax_cached": 4000.0, "softmax_recompute": 100.5},
+    "state_bytes": {"linear": 1024, "softmax": 2048},
+    "lengths": {
+        "how": "one layer",
+        "rows": [
+            {"candidate": "softmax", "length": 256, "seconds": 0.0125, "state_bytes": 2**20},
+            {"candidate": "softmax", "length": 4096, "state_bytes": 2**24},
+            {"candidate": "linear", "length": 4096, "seconds": 1.5, "state_bytes": 66560},
+        ],
     },
-    "state_bytes": {"digits": {"linear": 1024, "softmax_cached": 2048}},
+    "shipped": {"images_per_second": 2.5},
+    "layer": {
+        "title": "a layer",
+        "tokens": 1024,
+        "prefill": {"transformers": 0.9, "longspan": 0.3},
+        "training step": {"transformers": 3.0, "longspan": 0.5},
+    },
     "machine": {"cores": 2, "torch": "2.13.0"},
-    "seconds": 321.5,
-    "mnist_784": {"how": "steps timed and integrated"},
+    "seconds": 121.5,
+    "processor_seconds": 202.0,
 }
 
 
@@ -118,7 +132,7 @@ def test_demo_runs_and_its_figures_fit_its_page(tmp_path):
     for name in (*script.PICTURES, "samples_softmax.png", "demo.csv"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
     facts = json.loads((tmp_path / "demo" / "demo.json").read_text(encoding="utf-8"))
-    assert "bits per pixel" in script.render(facts)
+    assert script.render(facts)
 
 
 @pytest.mark.parametrize(
@@ -163,27 +177,30 @@ def test_pictures_are_drawn_by_commands(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "IMAGES", tmp_path)
     monkeypatch.setattr(script, "DRAWN", {"one.png": "generate mnist --count 1"})
     script.main(["--draw"])
-    assert (tmp_path / "one.png").stat().st_size > 0
+    for name in ("one.png", "time-and-state.png", "hybrids.png"):
+        assert (tmp_path / name).stat().st_size > 0
 
 
-def test_figures_become_lines():
-    text = figures().render(FACTS)
-    for line in (
-        "| linear | 1.235 |",
-        "| a histogram per pixel, no model | 2.000 |",
-        "| digits, 64 pixels, trained | 5,000 | 4,000 | 100 |",
-        "| MNIST's size, 784 pixels, untrained | 20.0 | 5.00 | 0.125 |",
-        "| digits, linear | 1,024 |",
-        "Machine: cores 2; torch 2.13.0.",
-        "At 784 pixels: steps timed and integrated.",
-        "Time: 322 s.",
-    ):
-        assert line in text.splitlines()
-    assert "`linear` makes 4.00 times as many images per second" in text
-    assert "160 times as many" in text
+def test_figures_become_cells():
+    lines = figures().render(FACTS).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    named = {row[0]: row[1:] for row in cells}
+    assert named["test bits per pixel"] == ["1.235", "1.200"]
+    assert named["images per second"] == ["5,000", "4,000"]
+    assert named["prefill"] == ["900 ms", "300 ms", "3.0x"]
+    assert ["softmax", "12.5", "-"] in cells
+    assert ["linear", "-", "1,500"] in cells
+    assert ["linear", "-", "65 KiB"] in cells
+    text = " ".join(lines)
+    assert all(part in text for part in ("cores 2", "torch 2.13.0", "122 s", "202 s", "2.000 bits"))
 
 
-@pytest.mark.parametrize("key", ["bits_per_dim", "images_per_second"])
+def test_a_skipped_layer_has_no_table():
+    text = figures().render({**FACTS, "layer": {"skipped": "transformers is not installed"}})
+    assert "prefill" not in text
+
+
+@pytest.mark.parametrize("key", ["bits_per_dim", "images_per_second", "shipped"])
 def test_missing_figures_are_named(key):
     with pytest.raises(ValueError, match=f"no number {key}"):
         figures().render({name: value for name, value in FACTS.items() if name != key})

@@ -368,9 +368,8 @@ def speedups(plt: Any, rows: list[dict[str, Any]], modes: Iterable[str] = ()) ->
             bars = axis.barh(at, list(found.values()), height * 0.92, label=dtype, color=colors.get(dtype))
             axis.bar_label(bars, [f" {value:.1f}x" for value in found.values()])
         axis.axvline(1.0, color=palette.BASELINE, linewidth=1, linestyle=":")
-        axis.set(title=mode, xlabel="speed-up over transformers", xlim=(0, None))
+        axis.set(title=mode, xlabel="speed-up over transformers", xlim=(0, 1.18 * axis.get_xlim()[1]))
         axis.set_yticks(range(len(models)), [MODELS.get(name, name) for name in models])
-        axis.margins(x=0.2)
         axis.grid(alpha=0.3, axis="x")
     axes.flat[0].invert_yaxis()
     legend(figure, axes.flat)
@@ -401,6 +400,7 @@ def time_and_state(plt: Any, rows: list[dict[str, Any]]) -> Any:
         axis.set_xticks(lengths, [thousands(length) for length in lengths])
         axis.grid(alpha=0.3)
         axis.set_xlim(lengths[0] / 1.25, lengths[-1] * 1.25)
+        axis.margins(y=0.1)
         _name_ends(axis, ends, looks)
     left.set(title="one sequence, forward + backward", ylabel="time, ms")
     right.set(title="state after N tokens", ylabel="size of the state")
@@ -420,21 +420,27 @@ def _base_two() -> Any:
 def _name_ends(axis: Any, ends: dict[str, tuple[float, float]], looks: dict[str, palette.Look]) -> None:
     """Write each line's name right of its last point, moved up or down where two would meet."""
     axis.figure.canvas.draw()
-    height = 13.0  # pixels per name, at 100 dots per inch
+    height = 13.0  # points per name
     places: dict[str, float] = {}
     last = -math.inf
     for name, point in sorted(ends.items(), key=lambda item: item[1][1]):
+        if point[0] < max(x for x, _ in ends.values()):
+            places[name] = axis.transData.transform(point)[1]
+            continue
         y = max(axis.transData.transform(point)[1], last + height * axis.figure.dpi / 72)
         places[name], last = y, y
+    last_length = max(x for x, _ in ends.values())
     for name, (x, value) in ends.items():
-        there = axis.transData.transform((x, value))[1]
-        shift = (places[name] - there) * 72 / axis.figure.dpi
+        shift = (places[name] - axis.transData.transform((x, value))[1]) * 72 / axis.figure.dpi
+        # A line that ends early has its name above, where no other line follows.
+        early = x < last_length
         axis.annotate(
             name,
             (x, value),
-            (7, shift),
+            (-3, 8) if early else (7, shift),
             textcoords="offset points",
             va="center",
+            ha="right" if early else "left",
             color=looks[name].color,
             fontweight="bold",
             annotation_clip=False,

@@ -141,7 +141,7 @@ def _run(out: Path, steps: int, seed: int, scale: Scale) -> dict[str, Any]:
     result["samples"], drawn = {}, {}
     for spec, model in models.items():
         drawn[spec] = generate(model, max_new_tokens=dataset.length, batch=scale.batch, seed=seed)
-        png.save(out / f"samples_{spec}.png", dataset.picture(drawn[spec][:40]), columns=10, size=32)
+        png.save(out / f"samples_{spec}.png", dataset.picture(drawn[spec][:40]), columns=10)
         result["samples"][spec] = likeness(drawn[spec], dataset)
     result["images_per_second"] = _speed(models, dataset.length, scale)
     result["state_bytes"] = {spec: _state_bytes(model, dataset.length) for spec, model in models.items()}
@@ -263,7 +263,7 @@ def _lengths(scale: Scale) -> dict[str, Any]:
             last[spec] = length, row["seconds"]
         rows.append(row)
     how = f"one layer, causal, {scale.dim} channels, {scale.heads} heads, projections included, float32, one sequence"
-    return {"how": how, "rows": rows}
+    return {"how": how, "limit": scale.limit, "rows": rows}
 
 
 def _seconds(module: nn.Module, x: Tensor, rounds: int) -> float:
@@ -405,7 +405,10 @@ def tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     }
     rows = result["lengths"]["rows"]
     lengths = sorted({row["length"] for row in rows})
-    titles = {"seconds": "ms of one attention layer, forward + backward", "state_bytes": "its state after N tokens"}
+    titles = {
+        "seconds": "milliseconds of one attention layer, forward + backward",
+        "state_bytes": "its state after N tokens",
+    }
     for key, title in titles.items():
         table = [["tokens", *(f"{length:,}" for length in lengths)]]
         for spec in COMPARED:
@@ -490,6 +493,7 @@ def page(out: Path, result: dict[str, Any]) -> str:
     )
     digits, by_time, by_state, *layer = found.values()
     bits, shipped = result["bits_per_dim"], result["shipped"]
+    left_out = any("seconds" not in row for row in result["lengths"]["rows"])
     parts = [
         "<h1>longspan demo</h1>",
         f'<p class="machine">{html.escape(machine)}</p>',
@@ -504,11 +508,14 @@ def page(out: Path, result: dict[str, Any]) -> str:
         *(_figure(out / f"samples_{spec}.png", f"drawn by the {spec} model") for spec in SPECS),
         "</div>",
         "<h2>Time and memory by length</h2>",
-        f"<p>{html.escape(_sentence(result['lengths']['how']))} softmax compares all pairs of tokens and stores every "
-        "key and value; <code>local</code> has a window; <code>linear</code> and <code>gated_deltanet</code> have a "
+        f"<p>{html.escape(_sentence(result['lengths']['how']))} <code>softmax</code> compares all pairs of tokens and "
+        "stores every key and value; <code>local</code> has a window; <code>linear</code> and <code>gated_deltanet</code> have a "
         "state of fixed size.</p>",
         _image(out / "time-and-state.png", "Time and bytes of the state by length"),
+        "<p>Milliseconds forward and backward, by tokens:</p>",
         _table(by_time),
+        f"<p>A dash: left out, as one call would take more than {result['lengths']['limit']:g} s.</p>" * left_out,
+        "<p>The state after N tokens:</p>",
         _table(by_state),
         "<h2>A trained model in the package</h2>",
         f"<p>A linear transformer that was trained on MNIST drew these {shipped['drawn']} digits, "
