@@ -509,8 +509,8 @@ def page(out: Path, result: dict[str, Any]) -> str:
         "</div>",
         "<h2>Time and memory by length</h2>",
         f"<p>{html.escape(_sentence(result['lengths']['how']))} <code>softmax</code> compares all pairs of tokens and "
-        "stores every key and value; <code>local</code> has a window; <code>linear</code> and <code>gated_deltanet</code> have a "
-        "state of fixed size.</p>",
+        "stores every key and value; <code>local</code> has a window; <code>linear</code> and "
+        "<code>gated_deltanet</code> have a state of fixed size.</p>",
         _image(out / "time-and-state.png", "Time and bytes of the state by length"),
         "<p>Milliseconds forward and backward, by tokens:</p>",
         _table(by_time),
