@@ -14,7 +14,8 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_co
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 
 html_theme, html_title = "furo", "longspan"
-html_static_path, html_css_files = ["static"], ["narrow.css", "formulas.css", "home.css"]
+html_static_path, html_css_files = ["static"], ["narrow.css", "formulas.css", "home.css", "sort.css"]
+html_js_files = ["sort.js"]
 html_math_renderer = "mathml"  # tools/docs_math.py
 html_theme_options: dict[str, Any] = {
     "top_of_page_buttons": [],
@@ -38,7 +39,7 @@ def setup(app: Any) -> None:
 
 
 runpy.run_path(str(TOOLS / "mechanism_pages.py"))["pages"]()
-for made, script in {"files.md": "tree.py", "cli.md": "cli_page.py"}.items():
+for made, script in {"files.md": "tree.py", "cli.md": "cli_page.py", "configs.md": "configs_page.py"}.items():
     page = runpy.run_path(str(TOOLS / script))["page"]()
     HERE.joinpath("reference", made).write_text(page, encoding="utf-8")
 del made, page, script

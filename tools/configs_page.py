@@ -16,6 +16,8 @@ Configs are frozen dataclasses of plain values. Their fields are the entries of 
 `TrainConfig` under `run`. `from_dict` and `to_dict` convert a model's config. An unknown field or a value of another
 type raises `ValueError`. [](models.md) describes the options of `attention`, `stack`, `residual` and `positions`."""
 
+BAR = "\\|"
+
 
 def meanings(cls: type) -> dict[str, str]:
     """The docstring below each field that a class defines itself."""
@@ -33,7 +35,7 @@ def section(cls: type) -> str:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     base = cls.__base__
     rows = (
-        f"| `{name}` | {_name(fields[name].type)} | `{fields[name].default!r}` | {meaning.replace('|', chr(92) + '|')} |"
+        f"| `{name}` | {_name(fields[name].type)} | `{fields[name].default!r}` | {meaning.replace('|', BAR)} |"
         for name, meaning in meanings(cls).items()
     )
     inherited = (
