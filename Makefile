@@ -62,7 +62,7 @@ older: .venv/dev.stamp
 	done
 
 clean:
-	rm -rf .venv .venv-peers .venv-older .venv-wheel dist docs/_build docs/reference/mechanisms docs/reference/mechanisms.md docs/reference/files.md docs/reference/cli.md docs/reference/configs.md .pytest_cache .ruff_cache
+	rm -rf .venv .venv-peers .venv-older .venv-wheel dist docs/_build docs/jupyter_execute docs/reference/mechanisms docs/reference/mechanisms.md docs/reference/files.md docs/reference/cli.md docs/reference/configs.md .pytest_cache .ruff_cache
 
 .venv/%.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e ".[$*]"

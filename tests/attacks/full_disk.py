@@ -117,5 +117,5 @@ def _training(number: int) -> dict:
     return {"moments": torch.full((14_000,), float(number))}
 
 
-def _state(number: int) -> longspan.attention.linear.State:
-    return longspan.attention.linear.State(torch.full((1, 2, 20, 21), float(number)))
+def _state(number: int) -> longspan.attention.linear.LinearState:
+    return longspan.attention.linear.LinearState(torch.full((1, 2, 20, 21), float(number)))

@@ -258,7 +258,10 @@ class TestArguments:
             ({"carry": 1}, "linear does not support carry=; it supports: context, context_mask, donate, mask, prefix"),
             ({"record": 1}, "record must be a dict to write into, not int"),
             ({"donate": True}, "donate=True gives a state away, but no state came"),
-            ({"state": (1,)}, "linear cannot continue builtins.tuple; its states are linear.State, linear.RotaryState"),
+            (
+                {"state": (1,)},
+                "builtins.tuple; its states are linear.LinearState, linear.LinearRotaryState",
+            ),
         ],
     )
     def test_message(self, arguments, message):
@@ -277,7 +280,7 @@ class TestArguments:
             self.linear(self.x, state)
         with pytest.raises(ValueError, match=r"a part of shape \(2, 4, 2, 3\) where linear with dim=8, heads=2 has"):
             self.linear(self.x, longspan.build("linear", 8, 4).init_state(2))
-        with pytest.raises(ValueError, match="softmax cannot continue linear.State"):
+        with pytest.raises(ValueError, match="softmax cannot continue linear.LinearState"):
             longspan.build("softmax", 8, 2)(self.x, self.linear.init_state(2))
         with pytest.raises(ValueError, match="a bidirectional linear sees whole sequences"):
             longspan.build("linear", 8, 2, causal=False)(self.x, self.linear.init_state(2))

@@ -202,7 +202,7 @@ def test_there_is_no_bidirectional_form():
 
 def test_states_of_other_kinds_are_refused():
     one, other, x = shifted(5), build("axial(width=5)"), data(N)
-    with pytest.raises(ValueError, match=r"axial cannot continue kv_cache.KeyValues; its states are axial.State"):
+    with pytest.raises(ValueError, match=r"axial cannot continue kv_cache.KeyValues; its states are axial.AxialState"):
         one(x, other.init_state(2))
-    with pytest.raises(ValueError, match=r"axial cannot continue axial.State; its states are window.Window, kv_cache"):
+    with pytest.raises(ValueError, match=r"axial.AxialState; its states are window.Window, kv_cache"):
         other(x, one.init_state(2))

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch.utils import _pytree as pytree
 
 import longspan
-from longspan.attention.average import State as Average
+from longspan.attention.average import AverageState as Average
 from longspan.states import utils as states
 from longspan.states.kv_cache import KeyValues
 

@@ -5,7 +5,7 @@ import math
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from . import atomic_io, palette
 
@@ -39,9 +39,9 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update(STYLE)
+    matplotlib.rcParams.update(cast(Any, STYLE))
     # Series that are not mechanisms, "C0" and so on, never have the color of one that is in most pictures.
-    plt.rcParams["axes.prop_cycle"] = plt.cycler(color=palette.OTHERS)
+    matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=palette.OTHERS)
     return plt
 
 

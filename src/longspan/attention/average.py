@@ -11,7 +11,7 @@ from ..ops.tensors import positions, upcast_half
 from .base import Attention
 
 
-class State(NamedTuple):
+class AverageState(NamedTuple):
     total: Tensor  # (B,dim) sum of the inputs so far, float32 at least
     count: Tensor  # (B,) int64, how many there were
 
@@ -40,7 +40,7 @@ class Average(Attention):
         "Accelerating Neural Transformer via an Average Attention Network",
         2018,
     )
-    directions, states = ("causal",), (State,)
+    directions, states = ("causal",), (AverageState,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, inner: int = 0):
         super().__init__(dim, heads, causal=causal)
@@ -53,7 +53,7 @@ class Average(Attention):
     def start(self, batch, capacity):
         like = self.weight_like
         count = torch.zeros(batch, dtype=torch.long, device=like.device)
-        return State(upcast_half(like.new_zeros(batch, self.dim)), count)
+        return AverageState(upcast_half(like.new_zeros(batch, self.dim)), count)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         before = self.start(x.shape[0], 0) if state is None else state
@@ -68,4 +68,4 @@ class Average(Attention):
         at, count = positions(x, before.count, mask=mask, segments=segments)
         g = self.feedforward((total[:, 0] / (at[..., None] + 1)).to(x.dtype))
         i, f = self.gates(torch.cat([x, g], -1)).sigmoid().chunk(2, -1)
-        return i * x + f * g, None if state is None else State(sums[:, 0, 0], count)
+        return i * x + f * g, None if state is None else AverageState(sums[:, 0, 0], count)

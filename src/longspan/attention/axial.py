@@ -15,7 +15,7 @@ from ..states.window import Window
 from .base import Attention
 
 
-class State(NamedTuple):
+class AxialState(NamedTuple):
     """Of ``shifted``: the pixels so far, and what the row above a pixel needs of the columns' reads."""
 
     lines: KeyValues
@@ -77,7 +77,7 @@ class Axial(Attention):
         "axial(width=7, kind='cross')",
         "axial(width=7, kind='shifted')",
     )
-    states = (*lookback.STATES, State)
+    states = (*lookback.STATES, AxialState)
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, layer: int = 0, width: int = 64, kind: str = "sequential"
@@ -85,7 +85,7 @@ class Axial(Attention):
         super().__init__(dim, heads, causal=causal)
         known(kind, dict.fromkeys(("sequential", "summed", "cross", "shifted")), "kind of axial attention")
         self.layer, self.width, self.kind = layer, width, kind
-        self.states = (State,) if kind == "shifted" else lookback.STATES  # type: ignore[misc]
+        self.states = (AxialState,) if kind == "shifted" else lookback.STATES  # type: ignore[misc]
         column, row = patterns.columns(width), patterns.rows(width)
         match kind:
             case "sequential":
@@ -115,7 +115,7 @@ class Axial(Attention):
         if self.kind != "shifted":
             return lines
         above = lookback.empty(self.above, batch, self.heads, 0, size, like)
-        return State(lines, above, like.new_zeros(batch, self.heads, self.width, size))  # type: ignore[arg-type]
+        return AxialState(lines, above, like.new_zeros(batch, self.heads, self.width, size))  # type: ignore[arg-type]
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
@@ -147,7 +147,7 @@ class Axial(Attention):
         upper, above = lookback.attend(ask, key, h, above, self.above, record=step, **given)
         if record is not None:
             _tell(record, past, pairs, step, 0 if state is None else state.above.keys.shape[2])
-        return row + upper, None if state is None else State(lines, above, queries)
+        return row + upper, None if state is None else AxialState(lines, above, queries)
 
 
 def _tell(record, past, pairs, step, old):

@@ -3,10 +3,11 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Never
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Never, overload
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from .._utils import spec, typecheck
 from .._utils.aliases import refuse
@@ -26,7 +27,11 @@ PLACE = ("dim", "heads", "causal", "layer", "depth")
 ARGUMENTS = ("mask", "segments", "prefix", "context", "context_mask", "carry", "record", "donate")
 
 
-class Attention(nn.Module):
+S = TypeVar("S", bound=tuple[Any, ...], default=Any)
+"""A mechanism's state: a NamedTuple of tensors, batch first in each."""
+
+
+class Attention(nn.Module, Generic[S]):
     """``y, state = attention(x, state)``: a whole sequence, a segment or a single token, in one signature.
 
     >>> import torch, longspan
@@ -152,7 +157,7 @@ class Attention(nn.Module):
             return torch.empty(0, dtype=torch.float32)
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
-    def start(self, batch: int, capacity: int) -> Any:
+    def start(self, batch: int, capacity: int) -> S:
         """The state before the first token; ``capacity`` is the number of tokens to make room for, where it grows.
 
         Its tensors take dtype and device from ``self.weight_like``.
@@ -160,7 +165,7 @@ class Attention(nn.Module):
         # Abstract: every mechanism defines it. A bidirectional one never needs it, so it is no error to lack it.
         raise NotImplementedError(f"{type(self).__name__} defines no start")
 
-    def attend(self, x: Tensor, state: Any) -> Any:
+    def attend(self, x: Tensor, state: Any) -> tuple[Any, ...]:
         """The mechanism itself; see the class."""
         # Abstract: every mechanism defines it.
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
@@ -169,7 +174,7 @@ class Attention(nn.Module):
         """The ``carry`` of the first layer of a stack: x (B,N,dim), mask (B,N). Only with ``has_layer_carry``."""
         raise ValueError(f"{self.name} hands nothing from layer to layer, so it has no first carry")
 
-    def init_state(self, batch: int, capacity: int | None = None) -> Any:
+    def init_state(self, batch: int, capacity: int | None = None) -> S:
         """The state before the first token, for ``batch`` sequences.
 
         ``capacity``: tokens to make room for in a state that grows (keys and values); other states have one size.
@@ -184,18 +189,52 @@ class Attention(nn.Module):
             raise ValueError(f"batch={batch} and capacity={capacity} must not be negative")
         return self.start(batch, capacity or 0)
 
-    def init_trainable_state(self, batch: int) -> Any:
+    def init_trainable_state(self, batch: int) -> S:
         """``init_state`` for calls between which training moves the weights: it serves whatever they become."""
         return self.init_state(batch)
 
-    def state_sizes(self) -> Any:
+    def state_sizes(self) -> S:
         """A state of one row, with which those of a call are compared; what has no entries may have any number."""
         return self.start(1, 0)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: S | None = None,
+        *,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        carry: None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+        _trusted: Trusted | None = None,
+    ) -> tuple[Tensor, S | None]: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        state: S | None = None,
+        *,
+        mask: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        carry: Tensor | tuple[Any, ...],
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+        _trusted: Trusted | None = None,
+    ) -> tuple[Tensor, S | None, Any]: ...
 
     def forward(
         self,
         x: Tensor,
-        state: Any = None,
+        state: S | None = None,
         *,
         mask: Tensor | None = None,
         context: Tensor | None = None,
@@ -203,31 +242,38 @@ class Attention(nn.Module):
         segments: Tensor | None = None,
         prefix: Tensor | None = None,
         carry: Any = None,
-        record: dict | None = None,
+        record: dict[str, Any] | None = None,
         donate: bool = False,
         _trusted: Trusted | None = None,
         **unknown: Never,
-    ) -> Any:
-        """x (B,N,dim), state -> y (B,N,dim), state; a class that ``has_layer_carry`` returns a given ``carry`` too.
+    ) -> tuple[Any, ...]:
+        """Attend over a whole sequence, a segment of one, or a single token.
 
-        ``state=None`` starts from nothing and returns None (training builds no state); start from ``init_state(B)`` to
-        go on later. The given state is left as it was, unless ``donate=True`` allows the call to overwrite it.
+        Args:
+            x: (B,N,dim), in the dtype of the weights, or any floating-point dtype under autocast.
+            state: what earlier calls have read, from ``init_state`` or an earlier call. None starts a sequence and
+                returns None, so that training builds no state. The given state is left as it was.
+            mask: (B,N) bool, True = a real token. A masked token does not exist: no key, no position, no write. Its
+                output is 0, and what its x holds, NaN included, reaches no output, state or gradient.
+            context: (B,M,context_dim), cross attention: every query sees every real context token, and ``causal`` has
+                no effect. The returned state keeps the projected context; later calls pass that state alone.
+            context_mask: (B,M) bool, True = a real context token.
+            segments: (B,N) int64, packed sequences. Equal id = same sequence; ids never decrease along a row. A given
+                state belongs to the first segment, the returned one to the last.
+            prefix: (B,) int64, the number of real tokens at the beginning of each row that see each other in both
+                directions, and the state. Tokens after them are causal.
+            carry: what the layer below handed on, for a class that ``has_layer_carry``; it is then also returned.
+            record: a dict to fill in. An empty one gets all that this call can record, ``matrix`` and ``mask``
+                included, which costs O(N M). A dict with keys gets those alone: ``{"penalty": None}`` gets the
+                mechanism's own loss, to be added to that of the task. Keys that it cannot fill are removed.
+            donate: allow the call to overwrite ``state``.
 
-        mask (B,N) bool: True = a real token. A masked token does not exist: no key, no position, no write; its y is 0,
-        and what its x holds, be it NaN or infinity, reaches no output, state or gradient (its own gradient is 0).
-        segments (B,N) int64: packed sequences; equal id = same sequence, never decreasing along a row. The state
-        starts anew where it changes; a given state belongs to the first segment, the returned one to the last.
-        prefix (B,) int64: so many real tokens at the beginning of this call's row see each other in both directions,
-        and the state; those after them are causal. A prompt is read so in one call, on whose state the steps go on.
-        context (B,M,context_dim), context_mask (B,M) bool: cross attention; every query sees every real context token
-        and ``causal`` plays no part; masked ones do not exist either. The returned state keeps the projected context:
-        later calls pass it alone.
-        record: a dict to be filled with what this call can tell. An empty one gets all of it, ``matrix`` and ``mask``
-        included, which costs O(N M); one with keys gets what these name and costs no more: ``{"penalty": None}`` gets a
-        loss of the mechanism's own, to be added to that of the task. What cannot be told is left out.
+        Returns:
+            y (B,N,dim) and the state after the last token; with ``carry`` also the carry for the next layer.
 
-        Raises ValueError where an argument has the wrong rank, shape or dtype, is not supported by the mechanism, or
-        does not go with another one.
+        Raises:
+            ValueError: an argument has a wrong rank, shape, dtype or value, is not supported by the mechanism, or does
+                not go with another one.
         """
         # ``_trusted``: a stack has checked its arguments once for all layers. A keyword, and not a second method, since
         # ``__call__`` runs hooks, by which profilers and sharding (FSDP) see each layer.
@@ -254,7 +300,11 @@ class Attention(nn.Module):
             validation.fill_record(record, requested)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
 
-    def _attend_packed(self, x: Tensor, state: Any, given: dict[str, Any]) -> Any:
+    if TYPE_CHECKING:
+        # What ``nn.Module`` leaves untyped: a call takes and returns what ``forward`` does.
+        __call__ = forward  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+
+    def _attend_packed(self, x: Tensor, state: Any, given: dict[str, Any]) -> tuple[Any, ...]:
         """``attend`` with ``segments`` among the arguments: NaN and infinity stay in the sequence that holds them."""
         segments, mask, carry = given["segments"], given.get("mask"), given.get("carry")
         if self.apart or (carry is not None and self.cut_carry is None):

@@ -20,7 +20,7 @@ from .base import Attention
 POOLS = {"mean": "of each channel", "max": "of each channel", "convolution": "a linear map of all their channels"}
 
 
-class State(NamedTuple):
+class CompressiveState(NamedTuple):
     memory: Memory  # of m + c - 1 inputs
     entries: Tensor  # (B,k,dim) the newest in the last slot
 
@@ -65,7 +65,7 @@ class Compressive(Attention):
         "compressive(memory=1, compressed=3, rate=2, pool='convolution', stop_gradient=False)",
         "compressive(memory=4, compressed=2, rate=3, pool='max')",
     )
-    directions, states, native_positions = ("causal",), (State,), "relative"
+    directions, states, native_positions = ("causal",), (CompressiveState,), "relative"
     penalty = "what attention to the memory's old tokens loses by their compression"
     exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins") | {
         "attention_matrix": "an entry of the second memory stands for several tokens, and its value for none of theirs"
@@ -102,7 +102,7 @@ class Compressive(Attention):
 
     def start(self, batch, capacity):
         memory = memories.empty(batch, self.slots, self.dim, self.weight_like)
-        return State(memory, self.weight_like.new_zeros(batch, self.compressed, self.dim))
+        return CompressiveState(memory, self.weight_like.new_zeros(batch, self.compressed, self.dim))
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         stop, memory = self.stop_gradient, None if state is None else state.memory
@@ -142,7 +142,7 @@ class Compressive(Attention):
             memory = memories.end(call, state.memory, segments, stop=stop)
             read = torch.full_like(start, x.shape[1]) if mask is None else mask.sum(1)
             kept = newest(entries, runs, start, memory.position, read, memory=self.memory)
-            state = State(memory, kept.to(state.entries.dtype))
+            state = CompressiveState(memory, kept.to(state.entries.dtype))
         y = self.out(rows.scatter_back(mask, merge(view.after(o))))
         if stop and self.pool == "convolution":
             # Only the penalty teaches the convolution. A gradient of zero without it, as data-parallel training waits

@@ -13,7 +13,7 @@ from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
-class State(NamedTuple):
+class DeltaNetState(NamedTuple):
     """float32 at least."""
 
     sums: Tensor  # (B,H,D,D) what is stored: sums^T k is the value of a key k
@@ -48,7 +48,7 @@ class DeltaNet(Attention):
     )
     examples = ("deltanet", "deltanet(convolution=2, negative=True)")
     directions = ("causal",)
-    states = (State,)
+    states = (DeltaNetState,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, convolution: int = 4, negative: bool = False):
         super().__init__(dim, heads, causal=causal)
@@ -62,7 +62,7 @@ class DeltaNet(Attention):
     def start(self, batch, capacity):
         size, like = self.dim // self.heads, self.weight_like
         sums, none = like.new_zeros(batch, self.heads, size, size), like.new_zeros(batch, 0, 3 * self.dim)
-        return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
+        return DeltaNetState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         sums, recent = self.start(x.shape[0], 0) if state is None else state
@@ -76,4 +76,4 @@ class DeltaNet(Attention):
         o, sums = gated.recur(
             q, k, v, beta=beta, normalise="l2", mask=mask, segments=segments, state=sums, donate=donate
         )
-        return self.out(merge(self.norm(o))), None if state is None else State(sums, recent)
+        return self.out(merge(self.norm(o))), None if state is None else DeltaNetState(sums, recent)

@@ -14,7 +14,7 @@ RULES = {"delta": "replaces what a key has stored", "sum": "adds to it"}
 DPFP = "dpfp"
 
 
-class State(NamedTuple):
+class FastWeightsState(NamedTuple):
     weights: Tensor  # (B,H,F,E), with rule='sum' (B,H,F,E+1), whose last column is sum phi(k); float32 at least
 
 
@@ -46,7 +46,7 @@ class FastWeights(Attention):
         2021,
     )
     examples = ("fast_weights", "fast_weights(rule='sum', nu=1)")
-    directions, states = ("causal",), (State,)
+    directions, states = ("causal",), (FastWeightsState,)
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class FastWeights(Attention):
 
     def start(self, batch, capacity):
         values = self.dim // self.heads + (self.rule == "sum")
-        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, self.width, values)))
+        return FastWeightsState(upcast_half(self.weight_like.new_zeros(batch, self.heads, self.width, values)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
@@ -91,4 +91,4 @@ class FastWeights(Attention):
         else:
             beta = upcast_half(self.rate(x)).sigmoid().mT
             o, weights = gated.recur(sum_normalise(q), sum_normalise(k), v, beta=beta, scale=1.0, **options)
-        return self.out(merge(o)), None if state is None else State(weights)
+        return self.out(merge(o)), None if state is None else FastWeightsState(weights)

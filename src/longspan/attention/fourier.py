@@ -12,7 +12,7 @@ from ..states.sums import ContextSums
 from .base import Attention
 
 
-class State(NamedTuple):
+class FourierState(NamedTuple):
     """float32 at least. It belongs to the rows with which it was made: a redraw makes it meaningless."""
 
     sums: Tensor  # (B,H,2m,E+1) sum of phi(k) v^T; last column: sum of phi(k)
@@ -53,7 +53,7 @@ class Fourier(Attention):
         2016,
     )
     examples = ("fourier(features=103, bandwidth=2.0, eps=0.001)",)
-    states, contexts = (State,), (ContextSums,)
+    states, contexts = (FourierState,), (ContextSums,)
     projection: Tensor  # (H,m,D)
 
     def __init__(
@@ -105,7 +105,9 @@ class Fourier(Attention):
 
     def start(self, batch, capacity):
         size = self.dim // self.heads
-        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1)))
+        return FourierState(
+            upcast_half(self.weight_like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1))
+        )
 
     def attend(
         self,
@@ -120,7 +122,7 @@ class Fourier(Attention):
         record=None,
         donate=False,
     ):
-        form = sums.stable(lambda found: State(found.sums), self.eps)
+        form = sums.stable(lambda found: FourierState(found.sums), self.eps)
         o, state = sums.attend(
             form,
             self._parts(self.query(x)),

@@ -14,7 +14,7 @@ from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
-class State(NamedTuple):
+class GatedDeltaNetState(NamedTuple):
     """float32 at least."""
 
     sums: Tensor  # (B,H,D,E) what is stored: sums^T k is the value of a key k
@@ -56,7 +56,7 @@ class GatedDeltaNet(Attention):
         "gated_deltanet(key_heads=1, expand_k=1.5, expand_v=1.0, convolution=0, gate=False, negative=True)",
     )
     directions = ("causal",)
-    states = (State,)
+    states = (GatedDeltaNetState,)
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class GatedDeltaNet(Attention):
     def start(self, batch, capacity):
         like = self.weight_like
         sums, none = like.new_zeros(batch, self.heads, *self.sizes), like.new_zeros(batch, 0, sum(self.widths))
-        return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
+        return GatedDeltaNetState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         sums, recent = self.start(x.shape[0], 0) if state is None else state
@@ -119,4 +119,4 @@ class GatedDeltaNet(Attention):
             donate=donate,
         )
         o = self.norm(o, split(self.out_gate(x), self.heads) if self.out_gate is not None else None)
-        return self.out(merge(o)), None if state is None else State(sums, recent)
+        return self.out(merge(o)), None if state is None else GatedDeltaNetState(sums, recent)

@@ -11,7 +11,7 @@ from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
-class State(NamedTuple):
+class GLAState(NamedTuple):
     sums: Tensor  # (B,H,D,E) decayed sum of k v^T, float32 at least
 
 
@@ -39,7 +39,7 @@ class GLA(Attention):
         2023,
     )
     examples = ("gla(rank=3, expand_v=1.5)",)
-    directions, states = ("causal",), (State,)
+    directions, states = ("causal",), (GLAState,)
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class GLA(Attention):
         self.out = nn.Linear(values, dim, bias=False)
 
     def start(self, batch, capacity):
-        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes)))
+        return GLAState(upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
@@ -83,4 +83,4 @@ class GLA(Attention):
             donate=donate,
         )
         y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
-        return y, None if state is None else State(sums)
+        return y, None if state is None else GLAState(sums)

@@ -14,7 +14,7 @@ from ..states.counters import check_counts
 from .base import Attention
 
 
-class State(NamedTuple):
+class InfiniState(NamedTuple):
     """Sums are float32 at least; their last column is the normaliser."""
 
     sums: Tensor  # (B,H,D,D+1) of the segments that are complete
@@ -59,7 +59,7 @@ class Infini(Attention):
         2024,
     )
     examples = ("infini(segment=5)", "infini(segment=4, delta=True)")
-    directions, states = ("causal",), (State,)
+    directions, states = ("causal",), (InfiniState,)
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, segment: int = 2048, delta: bool = False, eps: float = 1e-6
@@ -82,7 +82,7 @@ class Infini(Attention):
         sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, size, size + 1))
         keys = self.weight_like.new_zeros(batch, self.heads, self.segment - 1, size)
         position = torch.zeros(batch, dtype=torch.long, device=sums.device)
-        return State(sums, sums.clone(), keys, keys.clone(), position)
+        return InfiniState(sums, sums.clone(), keys, keys.clone(), position)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         if not x.shape[1]:
@@ -127,7 +127,7 @@ class Infini(Attention):
         keys, values = (rows.pick(t, _source(slots, phase, t.shape[2] - n, t.shape[2]), 2) for t in (k_all, v_all))
         own = torch.cat([own, torch.zeros_like(own[:, :, :1])], 2)
         after = sums.transpose(1, 2)[row, done], own.transpose(1, 2)[row, done], keys, values, state.position + count
-        return rows.scatter_back(mask, o, axis=2), State._make(
+        return rows.scatter_back(mask, o, axis=2), InfiniState._make(
             new.to(old.dtype) for new, old in zip(after, state, strict=True)
         )
 
@@ -171,7 +171,7 @@ class Infini(Attention):
         _, anew = self._go_on(q, k, v, self.start(len(q), 0), real & last)
         whole = first[:, -1]
         kept = [torch.where(whole.view(-1, *(1,) * (a.dim() - 1)), a, b) for a, b in zip(on, anew, strict=True)]
-        return torch.where(first[:, None, :, None], o, others), State._make(kept)
+        return torch.where(first[:, None, :, None], o, others), InfiniState._make(kept)
 
 
 def _within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

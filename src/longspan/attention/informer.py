@@ -14,7 +14,7 @@ from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
-class State(NamedTuple):
+class InformerState(NamedTuple):
     """All keys and values so far, the measures of all queries, and the sum of all values."""
 
     past: KeyValues
@@ -66,7 +66,7 @@ class Informer(Attention):
         2021,
     )
     examples = ("informer(factor=1)", "informer(factor=2)")
-    states = (State,)
+    states = (InformerState,)
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, layer: int = 0, factor: int = 5, published: bool = False
@@ -92,7 +92,7 @@ class Informer(Attention):
             raise ValueError("published=True chooses from whole sequences, so it has no state; published=False has one")
         past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
         wide = upcast_half(self.weight_like.new_zeros(batch, self.heads, self.dim // self.heads))
-        return State(past, wide[..., :0].clone(), wide)
+        return InformerState(past, wide[..., :0].clone(), wide)
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         if record is not None:
@@ -140,7 +140,7 @@ class Informer(Attention):
         room = after.keys.shape[2]
         measures = F.pad(state.measures[..., :room], (0, max(room - state.measures.shape[-1], 0)))
         measures = measures.scatter(2, at[:, None].expand_as(scores), scores.to(measures.dtype))
-        return o, State(after, measures, state.total + v.sum(2))
+        return o, InformerState(after, measures, state.total + v.sum(2))
 
     def _scored(self, x, k, past, lengths=None):
         """q, keys, the measures of the queries (B,H,N), their positions, and from how many keys each draws (B|1,N)."""

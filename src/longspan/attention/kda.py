@@ -14,7 +14,7 @@ from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
-class State(NamedTuple):
+class KDAState(NamedTuple):
     """float32 at least."""
 
     sums: Tensor  # (B,H,D,D) what is stored: sums^T k is the value of a key k
@@ -48,7 +48,7 @@ class KDA(Attention):
     citation = ("{Kimi Team}", "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025)
     examples = ("kda", "kda(lower_bound=-5.0, convolution=0)")
     directions = ("causal",)
-    states = (State,)
+    states = (KDAState,)
     no_decay = ("a_log", "dt_bias")
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, convolution: int = 4, lower_bound: float = 0.0):
@@ -73,7 +73,7 @@ class KDA(Attention):
     def start(self, batch, capacity):
         size, like = self.dim // self.heads, self.weight_like
         sums, none = like.new_zeros(batch, self.heads, size, size), like.new_zeros(batch, 0, 3 * self.dim)
-        return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
+        return KDAState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         sums, recent = self.start(x.shape[0], 0) if state is None else state
@@ -97,7 +97,7 @@ class KDA(Attention):
             donate=donate,
         )
         o = self.norm(o, split(self.out_gate(x), self.heads))
-        return self.out(merge(o)), None if state is None else State(sums, recent)
+        return self.out(merge(o)), None if state is None else KDAState(sums, recent)
 
     def _decay(self, x):
         """Its logarithm (B,H,N,D), in float32 at least."""

@@ -16,13 +16,13 @@ from ..states.sums import ContextSums, across
 from .base import Attention
 
 
-class State(NamedTuple):
+class LinearState(NamedTuple):
     """float32 at least."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
 
 
-class RotaryState(NamedTuple):
+class LinearRotaryState(NamedTuple):
     sums: Tensor  # (B,H,F,E+1) as above, but only the last column from unrotated keys
     position: Tensor  # (B,) int64, real tokens so far
 
@@ -59,7 +59,7 @@ class Linear(Attention):
         "linear(feature_map='exp')",
         "linear(rotary=100.0)",
     )
-    states, contexts = (State, RotaryState), (ContextSums,)
+    states, contexts = (LinearState, LinearRotaryState), (ContextSums,)
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class Linear(Attention):
         features = self.phi(self.weight_like.new_zeros(1, size)).shape[-1]
         sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, size + 1))
         if not self.rotary:
-            return State(sums)
-        return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
+            return LinearState(sums)
+        return LinearRotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def attend(
         self,
@@ -112,11 +112,11 @@ class Linear(Attention):
         if context is not None:
             return self._cross(q, context, context_mask, record)
         k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
-        sums, numerator, make = (None if state is None else state.sums), None, State
+        sums, numerator, make = (None if state is None else state.sums), None, LinearState
         if self.rotary:
-            start = state.position if isinstance(state, RotaryState) else None
+            start = state.position if isinstance(state, LinearRotaryState) else None
             at, end = positions(x, start, mask=mask, segments=segments)
-            make = partial(RotaryState, position=end)
+            make = partial(LinearRotaryState, position=end)
             fq, fk = (self.phi(upcast_half(t)) for t in (q, k))
             turn = at, self.rotary, self.rotary_layout
             numerator = rotate(fq, *turn), rotate(fk, *turn)

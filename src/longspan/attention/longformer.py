@@ -17,7 +17,7 @@ from .base import Attention
 AT_ONCE = 512  # new tokens of one call that meet a state together
 
 
-class State(NamedTuple):
+class LongformerState(NamedTuple):
     """The last keys and values, and those of the global tokens: H heads for other tokens' queries, H for their own."""
 
     window: Window
@@ -53,7 +53,7 @@ class Longformer(Attention):
         2020,
     )
     examples = ("longformer(window=4, globals=3)", "longformer(window=2, globals=1, dilation=3)")
-    states = (State,)
+    states = (LongformerState,)
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Longformer(Attention):
     def start(self, batch, capacity):
         size, like = self.dim // self.heads, self.weight_like
         keys = like.new_zeros(batch, 2 * self.heads, self.globals, size)
-        return State(lookback.empty(self.near, batch, self.heads, 0, size, like), keys, keys.clone())  # type: ignore[arg-type]
+        return LongformerState(lookback.empty(self.near, batch, self.heads, 0, size, like), keys, keys.clone())  # type: ignore[arg-type]
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         if state is None:
@@ -128,7 +128,7 @@ class Longformer(Attention):
             torch.cat([torch.cat([a[:, :, :n], b[:, :, :n]], 1).to(before.dtype), before[:, :, n:]], 2)
             for a, b, before in zip((k, v), own, (state.keys, state.values), strict=True)
         )
-        return self.out(merge(o)), State(window.tail(state.window, k, v), *new)
+        return self.out(merge(o)), LongformerState(window.tail(state.window, k, v), *new)
 
     def _go_on(self, x, state, mask, segments, donate):
         """New tokens after those that the state tells of: what the heads read (B,H,N,D), and the state with them."""
@@ -145,7 +145,7 @@ class Longformer(Attention):
         # Past its global tokens, a decoder needs no projections of theirs; for gradients these must be there, if zero.
         free = segments is None and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
         if free and bool((before >= self.globals).all()):
-            return o, State(near, state.keys, state.values)
+            return o, LongformerState(near, state.keys, state.values)
         query, key, value = self._global(x)
         at, _ = positions(x, before, mask=mask, segments=segments)
         mine = WindowView(key, value, at, at, visible(x, causal=True, mask=mask, segments=segments)[:, 0])
@@ -160,10 +160,10 @@ class Longformer(Attention):
             torch.where(fresh, new.gather(2, where.expand(-1, new.shape[1], -1, new.shape[-1])).to(held.dtype), held)
             for new, held in ((torch.cat([k, key], 1), state.keys), (torch.cat([v, value], 1), state.values))
         )
-        return o, State(near, *written)
+        return o, LongformerState(near, *written)
 
 
-def _beside(state: State, head: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def _beside(state: LongformerState, head: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """The global tokens' keys and values in heads from ``head`` on, and then the given ones (B,H,M,D)."""
     some = slice(head, head + keys.shape[1])
     pairs = ((state.keys[:, some], keys), (state.values[:, some], values))

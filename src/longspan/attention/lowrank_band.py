@@ -14,7 +14,7 @@ from ..states.window import empty as ring
 from .base import Attention
 
 
-class State(NamedTuple):
+class LowRankBandState(NamedTuple):
     near: Window
     far: KeyValues
 
@@ -49,7 +49,7 @@ class LowRankBand(Attention):
         2021,
     )
     examples = ("lowrank_band(rank=2, window=5)",)
-    states = (State,)
+    states = (LowRankBandState,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, rank: int = 8, window: int = 256):
         super().__init__(dim, heads, causal=causal)
@@ -69,7 +69,7 @@ class LowRankBand(Attention):
         size, like = self.dim // self.heads, self.weight_like
         near = ring(batch, self.heads, self.window, size, like)
         keys, values = (like.new_zeros(batch, self.heads, capacity, channels) for channels in (self.rank, size))
-        return State(near, KeyValues(keys, values, torch.zeros(batch, dtype=torch.long, device=like.device)))
+        return LowRankBandState(near, KeyValues(keys, values, torch.zeros(batch, dtype=torch.long, device=like.device)))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
@@ -78,4 +78,4 @@ class LowRankBand(Attention):
         o, near = lookback.attend(q, k, v, before[0], self.near, **arguments)
         q, k, v = (split(part(x), self.heads) for part in (self.far_query, self.far_key, self.far_value))
         far_o, far = lookback.attend(q, k, v, before[1], causal() if self.causal else everywhere(), **arguments)
-        return self.out(merge(o + far_o)), None if state is None else State(near, far)
+        return self.out(merge(o + far_o)), None if state is None else LowRankBandState(near, far)

@@ -24,7 +24,7 @@ def softplus(x: Tensor) -> Tensor:
 ACTIVATIONS = {"softplus": softplus, "elu": elu}
 
 
-class State(NamedTuple):
+class LunaState(NamedTuple):
     """Of fixed size, float32 at least."""
 
     keys: Tensor  # (B,H,D,slots) sum of k a^T
@@ -73,7 +73,7 @@ class Luna(Attention):
         2021,
     )
     examples = ("luna(slots=5)", "luna(slots=3, activation='elu')")
-    has_layer_carry, states, contexts = True, (State,), (LunaContext,)
+    has_layer_carry, states, contexts = True, (LunaState,), (LunaContext,)
     no_decay = ("memory",)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, slots: int = 16, activation: str = "softplus"):
@@ -94,7 +94,7 @@ class Luna(Attention):
     def start(self, batch, capacity):
         size = self.dim // self.heads
         sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, size, self.slots))
-        return State(sums, sums.mT.clone(), torch.zeros(batch, dtype=torch.long, device=sums.device))
+        return LunaState(sums, sums.mT.clone(), torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Zeros (1,1,1), which stand for any number of rows or packed sequences."""
@@ -185,4 +185,4 @@ class Luna(Attention):
                 allowed = visible(x, causal=True, mask=mask, segments=segments)
                 record.update(mask=allowed, matrix=u @ a.mT * allowed / t)
         y = self.out(merge((o / t).to(x.dtype)))
-        return y, None if state is None else State(keys, values, count)
+        return y, None if state is None else LunaState(keys, values, count)

@@ -17,7 +17,7 @@ from .base import Attention
 POOLS = {"conv": "a convolution, learned", "mean": "the mean"}
 
 
-class State(NamedTuple):
+class MemoryCompressedState(NamedTuple):
     """The slots so far, and the last tokens, of which some are in no slot yet."""
 
     slots: KeyValues
@@ -59,7 +59,7 @@ class MemoryCompressed(Attention):
         2018,
     )
     examples = ("memory_compressed(stride=3)", "memory_compressed(stride=4, pool='mean', null=True)")
-    states = (State,)
+    states = (MemoryCompressedState,)
     no_decay = ("null_key", "null_value")
 
     def __init__(
@@ -84,7 +84,7 @@ class MemoryCompressed(Attention):
         pending = like.new_zeros(batch, self.heads, self.stride - 1, size)
         position = torch.zeros(batch, dtype=torch.long, device=like.device)
         slots = kv_cache.empty(batch, self.heads, capacity // self.stride, size, like)
-        return State(slots, pending, pending.clone(), position)
+        return MemoryCompressedState(slots, pending, pending.clone(), position)
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         def run(x, state, real):
@@ -109,7 +109,7 @@ class MemoryCompressed(Attention):
         traced = torch.compiler.is_compiling()
         first = x.shape[1] > 1 and real is None and not traced and not bool(state.position.any())
         slots = kv_cache.extend(state.slots, new[0], new[1], mask=whole, donate=donate)[1]
-        after = State(slots, pending[0], pending[1], state.position + lengths)
+        after = MemoryCompressedState(slots, pending[0], pending[1], state.position + lengths)
         if first:
             q, ready = q.to(new[0].dtype), pool.number(x.shape[1], self.stride, self.stride, whole=True)
             return self.out(merge(self._read(q, *(t[:, :, :ready] for t in new)))), after

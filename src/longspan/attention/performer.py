@@ -21,7 +21,7 @@ MAPS = {
 }
 
 
-class State(NamedTuple):
+class PerformerState(NamedTuple):
     """float32 at least; of map='relu', which has no exponents."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
@@ -77,7 +77,7 @@ class Performer(Attention):
         "performer(map='trigonometric', features=101, rows='iid')",
         "performer(map='relu', radii='sqrt', floor=0.1)",
     )
-    states, contexts = (State, PeakState), (ContextSums,)
+    states, contexts = (PerformerState, PeakState), (ContextSums,)
     projection: Tensor  # (H,m,D)
 
     def __init__(
@@ -139,7 +139,11 @@ class Performer(Attention):
         size, count = self.dim // self.heads, self.projection.shape[1]
         features = 2 * count if self.map in ("hyperbolic", "trigonometric") else count
         zeros = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, size + 1))
-        return State(zeros) if self.map == "relu" else PeakState(zeros, zeros.new_full(zeros.shape[:2], -torch.inf))
+        return (
+            PerformerState(zeros)
+            if self.map == "relu"
+            else PeakState(zeros, zeros.new_full(zeros.shape[:2], -torch.inf))
+        )
 
     def attend(
         self,
@@ -175,5 +179,5 @@ class Performer(Attention):
         return self._parts(self.key(x)), split(self.value(x), self.heads)
 
 
-def _state(found: stabilised.Sums) -> State | PeakState:
-    return State(found.sums) if found.peak is None else PeakState(found.sums, found.peak)
+def _state(found: stabilised.Sums) -> PerformerState | PeakState:
+    return PerformerState(found.sums) if found.peak is None else PeakState(found.sums, found.peak)

@@ -11,7 +11,7 @@ from ..states.sums import ContextSums
 from .base import Attention
 
 
-class State(NamedTuple):
+class PolynomialState(NamedTuple):
     """float32 at least; F = (D+1)(D+2)/2."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
@@ -46,7 +46,7 @@ class Polynomial(Attention):
         2024,
     )
     examples = ("polynomial(constant=0.5, eps=0.01)", "polynomial(taylor=True, channels=3)")
-    states, contexts = (State,), (ContextSums,)
+    states, contexts = (PolynomialState,), (ContextSums,)
 
     def __init__(
         self,
@@ -78,7 +78,9 @@ class Polynomial(Attention):
 
     def start(self, batch, capacity):
         size, d = self.dim // self.heads, self.query.out_features // self.heads
-        return State(upcast_half(self.weight_like.new_zeros(batch, self.heads, (d + 1) * (d + 2) // 2, size + 1)))
+        return PolynomialState(
+            upcast_half(self.weight_like.new_zeros(batch, self.heads, (d + 1) * (d + 2) // 2, size + 1))
+        )
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Projected tokens (B,N,H*D) -> (B,H,N,D), with half of the scale 1 / sqrt D."""
@@ -102,7 +104,7 @@ class Polynomial(Attention):
 
         def attend(q, k, v, *, before=None, **options):
             o, after = op.attend(q, k, v, state=before and before.sums, **options, **kernel)
-            return o, State(after)
+            return o, PolynomialState(after)
 
         def matrix(q, k, allowed, *, before=None, segments=None, **_):
             return op.matrix(q, k, allowed, state=before and before.sums, segments=segments, **kernel)

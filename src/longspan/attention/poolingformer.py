@@ -19,7 +19,7 @@ POOLS = {"mean": "the mean", "max": "the largest, by channel", "dynamic": "a mea
 AT_ONCE = 512  # new tokens of one call that meet the state's slots together
 
 
-class State(NamedTuple):
+class PoolingformerState(NamedTuple):
     """The last keys and values of the near window, the last slots of the far one, and tokens of the next."""
 
     near: Window
@@ -72,7 +72,7 @@ class Poolingformer(Attention):
         "poolingformer(window=2, far_window=7, kernel=2, stride=2, pool='max')",
         "poolingformer(window=2, far_window=11, kernel=5, stride=4, pool='dynamic')",
     )
-    states = (State,)
+    states = (PoolingformerState,)
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Poolingformer(Attention):
         near = window.empty(batch, self.heads, self.window + 1, size, like)
         far = window.empty(batch, self.heads, self.far_window // self.stride + 1, size, like)
         pending = like.new_zeros(batch, self.heads, self.kernel - 1, size)
-        return State(near, far, pending, pending.clone(), near.position.clone())
+        return PoolingformerState(near, far, pending, pending.clone(), near.position.clone())
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         return rows.map_sequences(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
@@ -170,7 +170,7 @@ class Poolingformer(Attention):
             at, _ = positions(q.transpose(1, 2), state.position)
             seen = pool.visible(at, view.slots, **place, causal=True, window=self.far_window) & view.visible[:, :1]
             z = dense.attend(q.to(view.keys.dtype), view.keys, view.values, mask=seen[:, None])
-        return z, State(state.near, far, keys, values, state.position + lengths)
+        return z, PoolingformerState(state.near, far, keys, values, state.position + lengths)
 
     def _pooled(self, tokens, there, mix):
         """tokens (B,H,slots,K,D) -> (B,H,slots,D)."""

@@ -14,13 +14,13 @@ from ..ops.tensors import merge, positions, split, upcast_half
 from .base import Attention
 
 
-class State(NamedTuple):
+class RetentionState(NamedTuple):
     """float32 at least."""
 
     sums: Tensor  # (B,H,D,E) decayed sum of k v^T
 
 
-class RotaryState(NamedTuple):
+class RetentionRotaryState(NamedTuple):
     sums: Tensor  # (B,H,D,E) as above, of rotated keys
     position: Tensor  # (B,) int64, real tokens so far
 
@@ -53,7 +53,7 @@ class Retention(Attention):
         2023,
     )
     examples = ("retention", "retention(rotary=0.0, expand_v=1.0)")
-    directions, states = ("causal",), (State, RotaryState)
+    directions, states = ("causal",), (RetentionState, RetentionRotaryState)
 
     def __init__(
         self,
@@ -86,18 +86,18 @@ class Retention(Attention):
     def start(self, batch, capacity):
         sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes))
         if not self.rotary:
-            return State(sums)
-        return RotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
+            return RetentionState(sums)
+        return RetentionRotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
-        make = State
+        make = RetentionState
         if self.rotary:
-            start = state.position if isinstance(state, RotaryState) else None
+            start = state.position if isinstance(state, RetentionRotaryState) else None
             at, end = positions(x, start, mask=mask, segments=segments)
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
-            make = partial(RotaryState, position=end)
+            make = partial(RetentionRotaryState, position=end)
         log_decay = torch.tensor(self.log_decay, dtype=upcast_half(x[:0]).dtype, device=x.device)
         o, sums = gated.recur(
             q,

@@ -19,7 +19,7 @@ MAPS = {"gaussian": random_features.fourier, "arccos": random_features.generalis
 MOST = 40.0
 
 
-class State(NamedTuple):
+class RFAState(NamedTuple):
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k); float32 at least
 
 
@@ -66,7 +66,7 @@ class RFA(Attention):
         2021,
     )
     examples = ("rfa(features=31)", "rfa(gate=True, features=101)", "rfa(map='arccos', features=13, rows='orthogonal')")
-    states, contexts = (State, GatedState), (ContextSums,)
+    states, contexts = (RFAState, GatedState), (ContextSums,)
     no_decay = ("sigma",)
     projection: Tensor  # (H,m,D)
 
@@ -126,7 +126,7 @@ class RFA(Attention):
     def start(self, batch, capacity):
         features = self.projection.shape[1] * (2 if self.map == "gaussian" else 1)
         zeros = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
-        return GatedState(zeros, zeros.new_zeros(zeros.shape[:2])) if self.gate else State(zeros)
+        return GatedState(zeros, zeros.new_zeros(zeros.shape[:2])) if self.gate else RFAState(zeros)
 
     def attend(
         self,
@@ -146,7 +146,7 @@ class RFA(Attention):
             k, v = self._project(x)
             o, state = self._gated(self.decay(x), q, k, v, state, mask, segments, record, donate)
             return self.out(merge(o)), state
-        form = sums.stable(lambda found: State(found.sums), self.eps)
+        form = sums.stable(lambda found: RFAState(found.sums), self.eps)
         o, state = sums.attend(
             form,
             q,

@@ -17,7 +17,7 @@ from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
-class State(NamedTuple):
+class SparseAdaptiveState(NamedTuple):
     """All tokens so far, and the memory of the network that picks."""
 
     past: KeyValues
@@ -65,7 +65,7 @@ class SparseAdaptive(Attention):
     )
     examples = ("sac(edges=2)",)
     exempt: ClassVar = {"bidirectional": "which edges there are is picked: the first token need not read the last one"}
-    states, samples, apart = (State,), True, True
+    states, samples, apart = (SparseAdaptiveState,), True, True
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, edges: int = 4):
         super().__init__(dim, heads, causal=causal)
@@ -89,7 +89,7 @@ class SparseAdaptive(Attention):
         past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, like)
         nodes = kv_cache.empty(batch, 1, capacity, self.dim, wide)
         memory = wide.new_zeros(batch, self.dim)
-        return State(past, nodes._replace(values=nodes.values[..., :0]), memory, memory.clone())
+        return SparseAdaptiveState(past, nodes._replace(values=nodes.values[..., :0]), memory, memory.clone())
 
     def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
         if not x.numel():
@@ -144,7 +144,7 @@ class SparseAdaptive(Attention):
             view, past = kv_cache.extend(state.past, k, v, mask=real, donate=donate)
             found, kept = kv_cache.extend(state.nodes, nodes[:, None], nodes[:, None, :, :0], mask=real, donate=donate)
             k, v, nodes = view.keys, view.values, found.keys[:, 0]
-            state = State(past, kept, *memory)
+            state = SparseAdaptiveState(past, kept, *memory)
         at = start[:, None] + torch.arange(x.shape[1], device=x.device)
         distance = at[:, :, None] - torch.arange(k.shape[2], device=x.device)  # (B,N,M)
         with torch.set_grad_enabled(learn):

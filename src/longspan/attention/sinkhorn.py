@@ -7,7 +7,7 @@ from ..ops import rows
 from ..ops.compress import sinkhorn as op
 from ..ops.tensors import merge, split, upcast_half, visible
 from ..states import kv_cache, sorted_blocks
-from ..states.sorted_blocks import State
+from ..states.sorted_blocks import SortedBlocks
 from .base import Attention
 
 
@@ -52,7 +52,7 @@ class Sinkhorn(Attention):
         2020,
     )
     examples = ("sinkhorn(block=5, iterations=3)", "sinkhorn(block=3, iterations=0, temperature=0.3)")
-    states = (State,)
+    states = (SortedBlocks,)
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
 
-class State(NamedTuple):
+class SSDState(NamedTuple):
     """float32 at least."""
 
     sums: Tensor  # (B,H,channels,E) decayed sum of B_t (dt_t x_t)^T
@@ -44,11 +44,11 @@ class SSD(Attention):
     )
     citation = (
         "Dao, Tri and Gu, Albert",
-        "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured State Space Duality",
+        "Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured SSDState Space Duality",
         2024,
     )
     examples = ("ssd(channels=5)", "ssd(channels=3, key_heads=2, expand_v=1.5, convolution=0)")
-    directions, states = ("causal",), (State,)
+    directions, states = ("causal",), (SSDState,)
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SSD(Attention):
         like = self.weight_like
         sums = like.new_zeros(batch, self.heads, self.channels, self.size)
         none = like.new_zeros(batch, 0, sum(self.widths))
-        return State(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
+        return SSDState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(self, x, state, *, mask=None, segments=None, donate=False):
         sums, recent = self.start(x.shape[0], 0) if state is None else state
@@ -115,4 +115,4 @@ class SSD(Attention):
         o = o.unflatten(-1, (self.key_heads, -1))
         o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         y = self.out((o.flatten(-2) * upcast_half(self.scale)).to(x.dtype))
-        return y, None if state is None else State(sums, recent)
+        return y, None if state is None else SSDState(sums, recent)

@@ -22,7 +22,7 @@ MATRIX_KINDS = {
 }
 
 
-class State(NamedTuple):
+class SynthesizerState(NamedTuple):
     """Slot j of a row holds the value of its j-th real token, so slots are positions."""
 
     values: Tensor  # (B,H,capacity,E)
@@ -69,7 +69,7 @@ class Synthesizer(Attention):
         "synthesizer(kind='factored_random', length=307, rank=3)",
         "synthesizer(kind='random+dense+dot', length=307)",
     )
-    states = (State, KeyValues)
+    states = (SynthesizerState, KeyValues)
     no_decay = ("offsets",)
 
     def __init__(
@@ -90,7 +90,7 @@ class Synthesizer(Attention):
         if rank < 1:
             raise ValueError(f"rank={rank} is a number of columns; it must be positive")
         self.kind, self.length, self.rank, self.kinds = kind, length, rank, kinds
-        self.states = (KeyValues if "dot" in kinds else State,)  # type: ignore[misc]
+        self.states = (KeyValues if "dot" in kinds else SynthesizerState,)  # type: ignore[misc]
         size, tile = dim // heads, ceil_sqrt(length)
         # The networks: that of dense is the first, those of factored_dense are the last two.
         sizes = [length] if "dense" in kinds else []
@@ -116,7 +116,7 @@ class Synthesizer(Attention):
     def start(self, batch, capacity):
         room, size = min(capacity, self.length), self.dim // self.heads
         kept = kv_cache.empty(batch, self.heads, room, size, self.weight_like)
-        return kept if "dot" in self.kinds else State(kept.values, kept.length)
+        return kept if "dot" in self.kinds else SynthesizerState(kept.values, kept.length)
 
     def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
         v = split(self.value(x), self.heads)
@@ -127,7 +127,7 @@ class Synthesizer(Attention):
         if state is None:
             view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
-            if isinstance(state, State):
+            if isinstance(state, SynthesizerState):
                 state = KeyValues(state.values[..., :0], state.values, state.length)
             view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
         allowed = view.allowed(x.shape[1])
@@ -140,7 +140,7 @@ class Synthesizer(Attention):
         if record is not None:
             record.update(mask=allowed, matrix=p)
         y = self.out(merge(similarity.attend(p, view.values)))
-        return y, state if state is None or "dot" in self.kinds else State(state.values, state.length)
+        return y, state if state is None or "dot" in self.kinds else SynthesizerState(state.values, state.length)
 
     def _check(self, places):
         if torch.compiler.is_compiling() or not places.numel():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import ops
-from ..attention.linear import Linear, RotaryState, State
+from ..attention.linear import Linear, LinearRotaryState, LinearState
 from ..attention.softmax import Softmax
 from ..models.decoder import Decoder, DecoderState
 from ..models.embedding import Embedding, check_tokens
@@ -165,10 +165,10 @@ class Engine:
                     slots = (batch, heads, keys.shape[2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0, size)
                     fits &= layer.kind == decode.SOFTMAX and _is(length, torch.int64, batch)
                     fits &= _is(keys, self.dtype, *slots) and _is(values, self.dtype, *slots)
-                case State(sums) | RotaryState(sums, _):
-                    fits &= layer.kind == decode.LINEAR and isinstance(given, RotaryState) == bool(layer.rates)
+                case LinearState(sums) | LinearRotaryState(sums, _):
+                    fits &= layer.kind == decode.LINEAR and isinstance(given, LinearRotaryState) == bool(layer.rates)
                     fits &= _is(sums, torch.float32, batch, heads, size, size + 1)
-                    fits &= not isinstance(given, RotaryState) or _is(given.position, torch.int64, batch)
+                    fits &= not isinstance(given, LinearRotaryState) or _is(given.position, torch.int64, batch)
                 case _:
                     fits = False
         if not fits or not _is(state.position, torch.int64, len(state.position)):
@@ -249,7 +249,7 @@ def _check_counters(state: DecoderState) -> None:
     for layer in state.layers:
         if isinstance(layer, KeyValues):
             check_counts("length", layer.length, layer.keys.shape[2])
-        elif isinstance(layer, RotaryState):
+        elif isinstance(layer, LinearRotaryState):
             check_counts("position", layer.position)
 
 
@@ -273,7 +273,7 @@ def _address(layer: Any) -> decode.State:
     match layer:
         case KeyValues(keys, values, length):
             return decode.State(keys.data_ptr(), values.data_ptr(), length.data_ptr(), keys.shape[2])
-        case RotaryState(sums, position):
+        case LinearRotaryState(sums, position):
             return decode.State(sums.data_ptr(), None, position.data_ptr(), 0)
     return decode.State(layer.sums.data_ptr(), None, None, 0)
 
@@ -297,7 +297,7 @@ def _advance(state: DecoderState, addresses: ctypes.Array) -> DecoderState:
             case KeyValues(keys, values, length):
                 layers[i] = KeyValues(keys, values, later(length))
                 addresses[i].position = layers[i].length.data_ptr()
-            case RotaryState(sums, position):
-                layers[i] = RotaryState(sums, later(position))
+            case LinearRotaryState(sums, position):
+                layers[i] = LinearRotaryState(sums, later(position))
                 addresses[i].position = layers[i].position.data_ptr()
     return DecoderState(later(state.position), tuple(layers))

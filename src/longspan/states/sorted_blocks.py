@@ -9,7 +9,7 @@ from ..ops.tensors import upcast_half
 from . import kv_cache
 
 
-class State(NamedTuple):
+class SortedBlocks(NamedTuple):
     """All tokens so far, and what sorts their blocks; ``offers`` and ``sums`` are zero for unfinished blocks."""
 
     past: kv_cache.KeyValues
@@ -32,16 +32,16 @@ class SortedCall(NamedTuple):
     queries: Tensor
 
 
-def empty(batch: int, heads: int, capacity: int, size: int, iterations: int, like: Tensor) -> State:
+def empty(batch: int, heads: int, capacity: int, size: int, iterations: int, like: Tensor) -> SortedBlocks:
     """Return a state without tokens, with a cache of ``capacity`` slots in the dtype of ``like``, sums in float32."""
     past = kv_cache.empty(batch, heads, capacity, size, like)
     total = upcast_half(like.new_zeros(batch, heads * size))
     offers = total.new_zeros(batch, heads, 0, size)
     sums = total.new_zeros(batch, heads, iterations, 0)
-    return State(past, total, total.clone(), total.clone(), offers, sums)
+    return SortedBlocks(past, total, total.clone(), total.clone(), offers, sums)
 
 
-def touch(state: State, x: Tensor, block: int, blocks: int) -> SortedCall:
+def touch(state: SortedBlocks, x: Tensor, block: int, blocks: int) -> SortedCall:
     """Sums and queries of the next ``blocks`` blocks with the tokens x (B,N,dim), zero where there is no token."""
     x, start = upcast_half(x), state.past.length
     numbers = (start // block)[:, None] + torch.arange(blocks, device=x.device)
@@ -56,7 +56,7 @@ def touch(state: State, x: Tensor, block: int, blocks: int) -> SortedCall:
     return SortedCall(numbers, sums, torch.where((first < 0)[..., None], state.queries[:, None], means))
 
 
-def offers_of(state: State, call: SortedCall, new: Tensor, blocks: int) -> Tensor:
+def offers_of(state: SortedBlocks, call: SortedCall, new: Tensor, blocks: int) -> Tensor:
     """Offers of the state and those of the touched blocks, new (B,H,U,D), for ``blocks`` blocks: (B,H,V,D)."""
     # A block that got no token may be beyond the last one.
     room = _fit(state.offers, blocks + new.shape[2], 2)
@@ -64,14 +64,14 @@ def offers_of(state: State, call: SortedCall, new: Tensor, blocks: int) -> Tenso
     return room.scatter(2, index, new.to(room.dtype))[:, :, :blocks]
 
 
-def earlier(state: State, block: int, blocks: int, nothing: float) -> Tensor:
+def earlier(state: SortedBlocks, block: int, blocks: int, nothing: float) -> Tensor:
     """Logs of the columns' sums over the rows of whole blocks, ``nothing`` for columns without a row: (B,H,T,V)."""
     return _fit(state.sums, blocks, 3).masked_fill(~_summed(state.past.length // block, blocks), nothing)
 
 
 def after(
-    state: State, past: kv_cache.KeyValues, call: SortedCall, offers: Tensor, sums: Tensor, x: Tensor, block: int
-) -> State:
+    state: SortedBlocks, past: kv_cache.KeyValues, call: SortedCall, offers: Tensor, sums: Tensor, x: Tensor, block: int
+) -> SortedBlocks:
     """Return the state after tokens x (B,N,dim), whose keys and values are in ``past``.
 
     offers (B,H,V,D); sums (B,H,T,1+U,V), logs of the columns' sums before each of the rows of this call and at the end.
@@ -86,7 +86,7 @@ def after(
     row = place[:, None, None, None, None].expand(-1, *sums.shape[1:3], 1, blocks)
     columns = sums[..., :blocks].gather(3, row)[:, :, :, 0].masked_fill(~_summed(number, blocks), 0.0)
     offers = offers[:, :, :blocks].masked_fill(~whole[:, None, :, None], 0.0)
-    return State(past, state.total + upcast_half(x).sum(1), begun, queries, offers, columns)
+    return SortedBlocks(past, state.total + upcast_half(x).sum(1), begun, queries, offers, columns)
 
 
 def _summed(rows: Tensor, blocks: int) -> Tensor:

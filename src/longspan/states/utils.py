@@ -275,7 +275,7 @@ def _token_axes(fields: dict[str, Any]) -> dict[str, int]:
 
 
 def _shape(state: Any) -> str:
-    """The nesting of a state as text, such as ``DecoderState(Tensor, tuple(linear.State(Tensor)))``."""
+    """The nesting of a state as text, such as ``DecoderState(Tensor, tuple(linear.LinearState(Tensor)))``."""
     if isinstance(state, Tensor):
         return "Tensor"
     kind = type(state)

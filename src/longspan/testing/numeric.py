@@ -218,9 +218,11 @@ def adversarial(subject: Subject, gauge: Gauge) -> None:
         y = module(x, mask=mask)[0]
         gauge.close(y[0], torch.zeros_like(y[0]), "a row of padding only", 0.0)
         y.square().sum().backward()
+        grad = x.grad
         gauge.require(
-            x.grad.isfinite().all() and not x.grad[0].any(), "a row of padding only: its gradient is not zero"
-        )  # type: ignore
+            grad is not None and grad.isfinite().all() and not grad[0].any(),
+            "a row of padding only: its gradient is not zero",
+        )
     if subject.causal:
         _empty_calls(subject, module, gauge)
     if subject.causal and not subject.why_not(("below N^2",)):
