@@ -38,6 +38,7 @@ lint: .venv/dev.stamp
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright
+	$(BIN)/pyright --project pyright.strict.json
 
 docs: .venv/docs.stamp
 	$(BIN)/sphinx-build -W -b html docs docs/_build

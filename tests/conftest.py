@@ -1,4 +1,4 @@
-"""What holds in every test: uninitialised memory is never zero by luck, and tests that need a device say so."""
+"""What holds in every test: uninitialized memory is never zero by luck, and tests that need a device say so."""
 
 import functools
 import math

@@ -67,7 +67,7 @@ def check_cifar(data: Dataset) -> None:
     assert [data.count(s) for s in ("train", "validation", "test")] == [22, 2, 5]
     assert torch.equal(data.picture(data.take("train", torch.arange(22))), pictures[:22])
     assert torch.equal(data.picture(data.take("validation", torch.arange(2))), pictures[22:])
-    # Generation order: red, green, blue of the first pixel, then of its right neighbour.
+    # Generation order: red, green, blue of the first pixel, then of its right neighbor.
     assert torch.equal(data.splits["train"][3, :6], pictures[3, 0, :2].flatten())
     assert torch.equal(data.labels["test"], torch.from_numpy(noise(5, high=10, seed=2)).long())
 

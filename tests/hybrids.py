@@ -126,7 +126,7 @@ KINDS = {
 
 
 def file(kind):
-    """The modelling file of a type; skips where these transformers do not have it."""
+    """The modeling file of a type; skips where these transformers do not have it."""
     pytest.importorskip("transformers")
     try:
         return importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")

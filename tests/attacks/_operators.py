@@ -70,7 +70,7 @@ OPTIONAL = {
     "triu",
     "unsqueeze",
 }
-# Fields without behaviour: annotations, and what is only shown.
+# Fields without behavior: annotations, and what is only shown.
 SKIPPED = (ast.JoinedStr, ast.Raise, ast.Import, ast.ImportFrom)
 ANNOTATIONS = ("annotation", "returns", "type_params", "decorator_list")
 

@@ -80,6 +80,6 @@ def _differ(whole: Path, other: Path) -> str | None:
             return f"the weights of {name}, {one.name}, differ"
         states = [checkpoint.load_training(folder)["optimizer_states"][0]["state"] for folder in (one, two)]
         if any(not torch.equal(states[0][i][key], states[1][i][key]) for i in states[0] for key in states[0][i]):
-            return f"the optimiser's state of {name}, {one.name}, differs"
+            return f"the optimizer's state of {name}, {one.name}, differs"
     left = sorted(path.name for path in other.rglob(".*"))
     return f"it left {left}" if left else None

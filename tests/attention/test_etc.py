@@ -41,7 +41,7 @@ def definition(module, x, carry=None):
 
 
 def test_by_hand():
-    """All keys tie: a token reads the mean of the global one, which is 10, of itself and of both its neighbours."""
+    """All keys tie: a token reads the mean of the global one, which is 10, of itself and of both its neighbors."""
     module = plain("etc(globals=1, radius=1, clip=1)", asking=False, causal=False)
     torch.nn.init.constant_(module.tokens, 10.0)
     assert read(module, 1.0, 2.0, 4.0, 8.0) == pytest.approx([13 / 3, 17 / 4, 6.0, 22 / 3])

@@ -3,7 +3,7 @@
 import torch
 
 from hand import plain
-from longspan.ops.linear import stabilised
+from longspan.ops.linear import stabilized
 
 
 def test_by_hand():
@@ -13,5 +13,5 @@ def test_by_hand():
     x = torch.tensor([[[0.0], [1.0], [2.0]]]).double()
     # Weights of the third token: -1, 0, 1. The denominator 0 becomes eps, as if it were positive: 2 / 0.5.
     torch.testing.assert_close(module(x)[0][0, :, 0], torch.tensor([0.0, 1.0, 4.0]).double())
-    found = stabilised.divide(torch.tensor([[3.0, -2.0], [3.0, -0.1], [3.0, 0.1], [3.0, 2.0]]), 0.5)
+    found = stabilized.divide(torch.tensor([[3.0, -2.0], [3.0, -0.1], [3.0, 0.1], [3.0, 2.0]]), 0.5)
     assert found[:, 0].tolist() == [-1.5, -6.0, 6.0, 1.5]

@@ -134,7 +134,7 @@ def test_values_of_one_give_one_once_it_has_converged():
 
 @pytest.mark.parametrize("iterations", [0, 1, 6])
 def test_rows_do_not_depend_on_each_other(iterations):
-    """The published initialisation divides by norms that are the largest of the whole batch."""
+    """The published initialization divides by norms that are the largest of the whole batch."""
     module, x = build(f"landmarks=3, iterations={iterations}"), data(2, N, 6)
     y = module(x)[0]
     x[1] *= 30

@@ -9,7 +9,7 @@ import longspan
 from longspan import testing
 from longspan.ops.backends import backend
 from longspan.ops.linear import random_features as rf
-from longspan.ops.linear import stabilised
+from longspan.ops.linear import stabilized
 
 MAPS = ["positive", "hyperbolic", "trigonometric", "exp", "relu"]
 
@@ -39,7 +39,7 @@ def dense(module, x):
     )
     scale = 1.0 if module.map == "relu" else q.shape[-1] ** -0.25
     functions = {"positive": rf.positive, "hyperbolic": rf.hyperbolic, "trigonometric": rf.trigonometric}
-    functions |= {"exp": rf.exponential, "relu": lambda x, w: rf.generalised(x, w, floor=module.floor)}
+    functions |= {"exp": rf.exponential, "relu": lambda x, w: rf.generalized(x, w, floor=module.floor)}
     weights = rf.estimate(q * scale, k * scale, module.projection, functions[module.map]).tril()
     o = weights / weights.sum(-1, keepdim=True) @ v
     return module.out(o.transpose(1, 2).flatten(-2))
@@ -97,11 +97,11 @@ class TestShift:
 
     @pytest.mark.parametrize("law", ["causal", "beginning", "parallel_is_recurrent"])
     def test_a_maximum_over_later_keys_is_caught(self, law, monkeypatch):
-        monkeypatch.setattr(stabilised, "_running", lambda own, segments: own.amax(-1, keepdim=True).expand_as(own))
+        monkeypatch.setattr(stabilized, "_running", lambda own, segments: own.amax(-1, keepdim=True).expand_as(own))
         assert testing.check(law, self.spec).status == "failed"
 
     def test_a_decay_that_is_forgotten_is_caught(self, monkeypatch):
-        monkeypatch.setattr(stabilised, "_drop", lambda before, after: torch.zeros_like(after))
+        monkeypatch.setattr(stabilized, "_drop", lambda before, after: torch.zeros_like(after))
         assert testing.check("attention_matrix", "performer").status == "failed"
 
     def test_a_maximum_that_masked_tokens_move_is_caught(self, monkeypatch):
@@ -111,21 +111,21 @@ class TestShift:
 
         def attend(x, v, mask=None):
             parts = rf.exponential(x, rows)
-            return stabilised.attend(parts, parts, v, causal=True, eps=0.3, mask=mask)[0]
+            return stabilized.attend(parts, parts, v, causal=True, eps=0.3, mask=mask)[0]
 
         alone = attend(x[:, :, mask[0]], v[:, :, mask[0]])
         torch.testing.assert_close(attend(x, v, mask)[:, :, mask[0]], alone, rtol=0, atol=1e-12)
-        original = stabilised.shifts
-        monkeypatch.setattr(stabilised, "shifts", lambda k, *, mask, **rest: original(k, mask=None, **rest))
+        original = stabilized.shifts
+        monkeypatch.setattr(stabilized, "shifts", lambda k, *, mask, **rest: original(k, mask=None, **rest))
         assert (attend(x, v, mask)[:, :, mask[0]] - alone).abs().max() > 1e-3
 
     def test_a_maximum_that_crosses_borders_is_caught(self, monkeypatch):
-        monkeypatch.setattr(stabilised, "_running", lambda own, segments: own.cummax(-1).values)
+        monkeypatch.setattr(stabilized, "_running", lambda own, segments: own.cummax(-1).values)
         assert testing.check("packed", self.spec).status == "failed"
 
     def test_segments_have_maxima_of_their_own(self):
         own, segments = data(2, 3, 41), torch.tensor([[0] * 11 + [1] + [4] * 29, [0] * 41])
-        found = stabilised._running(own, segments)
+        found = stabilized._running(own, segments)
         for part in (slice(0, 11), slice(11, 12), slice(12, 41)):
             assert torch.equal(found[:1, :, part], own[:1, :, part].cummax(-1).values)
         assert torch.equal(found[1], own[1].cummax(-1).values)
@@ -266,4 +266,4 @@ def test_every_layer_of_a_stack_has_rows_of_its_own():
 
 def test_a_denominator_of_zero_counts_as_positive():
     found = torch.tensor([[3.0, 0.0], [3.0, -0.5], [3.0, 0.5]], dtype=torch.float64)
-    torch.testing.assert_close(stabilised.divide(found, 0.25)[:, 0], torch.tensor([12.0, -6.0, 6.0]).double())
+    torch.testing.assert_close(stabilized.divide(found, 0.25)[:, 0], torch.tensor([12.0, -6.0, 6.0]).double())

@@ -70,7 +70,7 @@ def by_hand(spec, x, **parts):
 
 
 def test_by_hand():
-    """y = 1, 2, 5.5, 10 are means of neighbours; slots hold 1.5 and 7.75; the last token is too far from the first."""
+    """y = 1, 2, 5.5, 10 are means of neighbors; slots hold 1.5 and 7.75; the last token is too far from the first."""
     even, same = ("query", "key", "far_query", "far_key"), ("value", "far_value", "out")
     parts = dict.fromkeys(even, (0, 0)) | dict.fromkeys(same, (1, 0))
     spec = "poolingformer(window=1, far_window=2, kernel=2, stride=2)"

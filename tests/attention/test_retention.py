@@ -54,7 +54,7 @@ def test_rates_are_defined_for_any_number_of_heads():
     assert rates[3] == pytest.approx(math.log(1 - 2**-8))
 
 
-def test_initialisation():
+def test_initialization():
     module, _ = seeded("retention", 256, 4)
     found = [getattr(module, part).weight.abs().max().item() for part in ("query", "value", "out")]
     bounds = [(6 / 512) ** 0.5 * 2**-2.5, (6 / 768) ** 0.5 * 2**-2.5, (6 / 768) ** 0.5]

@@ -100,7 +100,7 @@ def test_lists_are_the_mean_of_their_dense_forms(spec, causal):
 
 
 @pytest.mark.parametrize("options", ["", ", published=True"])
-def test_one_cluster_and_every_token_is_attention_of_normalised_queries(options):
+def test_one_cluster_and_every_token_is_attention_of_normalized_queries(options):
     module, x = build(f"routing(clusters=1, window={N}{options})"), data(2, N, 8)
     allowed = torch.ones(N, N, dtype=torch.bool).tril(-1)
     allowed[0, 0] = True

@@ -46,7 +46,7 @@ def test_is_the_semiseparable_matrix(key_heads, heads):
     torch.testing.assert_close(module(u)[0], module.out(y * scale))
 
 
-def test_initialisation():
+def test_initialization():
     module, _ = seeded("ssd", 64, 64, seed=1)
     a, dt = module.a_log.exp(), F.softplus(module.dt_bias)
     assert (module.channels, module.key_heads, module.value.out_features) == (128, 1, 128)

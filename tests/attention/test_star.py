@@ -50,7 +50,7 @@ def definition(module, e):
 
 
 def test_by_hand():
-    """All nodes tie: the mean of both neighbours, itself as token and as input, and the mean of all, 10."""
+    """All nodes tie: the mean of both neighbors, itself as token and as input, and the mean of all, 10."""
     for kind, expected in (("cyclic", [8.4, 8.4, 11.6, 11.6]), ("truncated", [6.5, 8.4, 11.6, 13.5])):
         module = plain(f"star(cycles=1, kind={kind!r})", asking=False, causal=False)
         module.rings[0].norm = torch.nn.Identity()
@@ -92,7 +92,7 @@ def test_without_the_ring_order_does_not_matter(monkeypatch):
     module, x, order = build(), data(2, 11, 6), torch.randperm(11, generator=torch.Generator().manual_seed(1))
     assert (module(x[:, order])[0] - module(x)[0][:, order]).abs().max() > 1e-3
     none = torch.full((2, 11), -1)
-    monkeypatch.setattr(Star, "_neighbours", lambda self, at, count: (none, none))
+    monkeypatch.setattr(Star, "_neighbors", lambda self, at, count: (none, none))
     torch.testing.assert_close(module(x[:, order])[0], module(x)[0][:, order], rtol=1e-10, atol=1e-10)
 
 

@@ -1,4 +1,4 @@
-"""Synthesised scores against loops: where they come from, which part of the tables is used, and how long they reach."""
+"""Synthesized scores against loops: where they come from, which part of the tables is used, and how long they reach."""
 
 import pytest
 import torch

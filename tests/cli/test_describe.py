@@ -222,7 +222,7 @@ def test_a_grid_shows_each_image_sharp_and_in_order(tmp_path):
         np.testing.assert_array_equal(canvas[top : top + 6, left : left + 9], picture.repeat(3, 0).repeat(3, 1))
 
 
-def test_colours_stay_and_large_images_are_not_enlarged(tmp_path):
+def test_colors_stay_and_large_images_are_not_enlarged(tmp_path):
     from PIL import Image
 
     images = torch.randint(256, (3, 7, 5, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

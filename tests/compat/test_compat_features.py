@@ -69,7 +69,7 @@ def test_orthogonal_columns_come_in_blocks():
         assert (products.diagonal() > 0).all()
 
 
-def test_stabilised_features_need_whole_sequences(random):
+def test_stabilized_features_need_whole_sequences(random):
     q = torch.randn(N, L, H, E, generator=random, dtype=torch.float64)
     phi = maps.Favor(E, 6, stabilize=True).double()
     plain = maps.Favor(E, 6).double()

@@ -33,7 +33,7 @@ ENCODERS = {
     "exact-topk": {"attention_type": "exact-topk", "topk": 3},
     "conditional": {"attention_type": "conditional-full:linear", "length_limit": 7},
     "Favor": {"attention_type": "causal-linear", "feature_map": ["Favor", RANDOM]},
-    "Favor stabilised": {"attention_type": "linear", "feature_map": ["Favor", {**RANDOM, "stabilize": True}]},
+    "Favor stabilized": {"attention_type": "linear", "feature_map": ["Favor", {**RANDOM, "stabilize": True}]},
     # A wide kernel: where estimates of either sign nearly cancel, the division would magnify rounding in both.
     "RandomFourierFeatures": {
         "attention_type": "causal-linear",
@@ -208,7 +208,7 @@ def test_a_recurrent_decoder_gives_the_same_outputs_and_states(theirs, name):
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_parameters_come_in_the_same_order(theirs, name):
-    """An optimiser's checkpoint knows them by number."""
+    """An optimizer's checkpoint knows them by number."""
     model = build("TransformerEncoderBuilder", ENCODERS[name])
     theirs_in_order = [key for key in theirs[f"encoder {name}"]["weights"] if not key.endswith("omega")]
     assert [key for key, _ in model.named_parameters()] == theirs_in_order

@@ -144,7 +144,7 @@ def test_packed_sequences_have_states_of_their_own(name):
 
 
 @pytest.mark.parametrize("form", ["chunk", "fused_chunk", "fused_recurrent"])
-def test_the_normaliser_goes_on_in_a_separate_state(form):
+def test_the_normalizer_goes_on_in_a_separate_state(form):
     function = getattr(ops, f"{form}_linear_attn")
     q, k, v, *_ = operands(heads=HV)
     q, k = q.exp(), k.exp()

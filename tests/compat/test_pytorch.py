@@ -1,4 +1,4 @@
-"""What PyTorch code does to a module: quantisation, tracing, derivatives of derivatives, checkpoints."""
+"""What PyTorch code does to a module: quantization, tracing, derivatives of derivatives, checkpoints."""
 
 import re
 
@@ -33,25 +33,25 @@ def randn(*shape, seed=0, dtype=torch.float32):
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*quantize.*is deprecated")
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_quantised_attention_reads_and_steps(spec):
+def test_a_quantized_attention_reads_and_steps(spec):
     """Weights in float16: the outputs of the attention itself, to rounding; states are made without a weight."""
     attention, x = built(spec), randn(2, 29, 24)
-    quantised = torch.ao.quantization.quantize_dynamic(attention, {nn.Linear}, dtype=torch.float16)
-    assert not any(isinstance(part, nn.Linear) for part in quantised.modules())
+    quantized = torch.ao.quantization.quantize_dynamic(attention, {nn.Linear}, dtype=torch.float16)
+    assert not any(isinstance(part, nn.Linear) for part in quantized.modules())
     with torch.no_grad():
-        y, _ = quantised(x)
+        y, _ = quantized(x)
         if attention.name in DIVIDING:
             assert torch.isclose(y, attention(x)[0], atol=5e-3, rtol=5e-3).double().mean() > 0.5
         else:
             torch.testing.assert_close(y, attention(x)[0], atol=5e-3, rtol=5e-3)
-        if quantised.causal:
-            first, state = quantised(x[:, :28], quantised.init_state(2, 29))
-            last, _ = quantised(x[:, 28:], state)
+        if quantized.causal:
+            first, state = quantized(x[:, :28], quantized.init_state(2, 29))
+            last, _ = quantized(x[:, 28:], state)
             torch.testing.assert_close(torch.cat([first, last], 1), y, atol=1e-4, rtol=1e-4)
 
 
 class Int8(nn.Module):
-    """A linear map as other libraries quantise it: integers as the weight, which is no float, in a parameter."""
+    """A linear map as other libraries quantize it: integers as the weight, which is no float, in a parameter."""
 
     def __init__(self, linear):
         super().__init__()
@@ -81,7 +81,7 @@ def test_states_follow_the_dtype_of_the_weights(spec, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.*quantiz.*deprecated")
-def test_a_quantised_decoder_generates():
+def test_a_quantized_decoder_generates():
     config = DecoderConfig(dim=16, depth=2, heads=2, attention="linear; softmax", feedforward=32, vocab=7, length=13)
     model = torch.ao.quantization.quantize_dynamic(Decoder(config).eval(), {nn.Linear}, dtype=torch.qint8)
     tokens = longspan.generate(model, max_new_tokens=5, batch=3, seed=0)

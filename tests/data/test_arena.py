@@ -335,13 +335,13 @@ class TestImages:
         assert len(few.labels) == 100
         assert few.labels.bincount().tolist() == [10] * 10
 
-    def test_colours_become_grey(self, tmp_path):
+    def test_colors_become_grey(self, tmp_path):
         for name, content in cifar_parts().items():
             (tmp_path / name).write_bytes(content)
         task = arena.load("image", f"cifar10:{tmp_path}", 1, 100, 100)
         whole = images.cifar10(str(tmp_path))
-        colours = whole.picture(whole.splits["train"][:1].long())[0].double()
-        weighed = (colours * torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).sum(-1)
+        colors = whole.picture(whole.splits["train"][:1].long())[0].double()
+        weighed = (colors * torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)).sum(-1)
         found = task.splits["train"].tokens[0, 0].view(32, 32).double()
         assert task.length == 1024
         assert (found - weighed).abs().max() <= 0.5 + 1e-4

@@ -36,7 +36,7 @@ def file(content, tmp_path):
     return path
 
 
-def test_only_the_training_part_standardises(file):
+def test_only_the_training_part_standardizes(file):
     found = series.load(f"ett:{file}")
     assert found.names == ("A", "B", "C")
     assert found.values.shape == (HOURS, 3)

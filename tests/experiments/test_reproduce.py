@@ -44,7 +44,7 @@ def test_with_replacement_every_symbol_is_as_likely_as_any():
 
 def written_out(model: retrieval.Retriever, sequences: retrieval.Sequences) -> torch.Tensor:
     """What a Retriever returns for one sequence, token by token: (S,S)."""
-    phi, normalise = model.kind.features, lambda x: x / x.sum()
+    phi, normalize = model.kind.features, lambda x: x / x.sum()
     queries = model.embedding @ model.query
     memory, total = torch.zeros(phi(queries).shape[1], model.symbols), 0.0
     for key, value in zip(*(symbols[0].tolist() for symbols in sequences), strict=True):
@@ -52,11 +52,11 @@ def written_out(model: retrieval.Retriever, sequences: retrieval.Sequences) -> t
         v = F.one_hot(torch.tensor(value), model.symbols).float()
         if model.delta:
             rate = (model.embedding[key] @ model.rate + model.rate_of_value[value]).sigmoid()
-            memory = memory + rate * torch.outer(normalise(k), v - normalise(k) @ memory)
+            memory = memory + rate * torch.outer(normalize(k), v - normalize(k) @ memory)
         else:
             memory, total = memory + torch.outer(k, v), total + k
     if model.delta:
-        return torch.stack([normalise(q) @ memory for q in phi(queries)])
+        return torch.stack([normalize(q) @ memory for q in phi(queries)])
     return torch.stack([q @ memory / (q @ total + retrieval.EPS) for q in phi(queries)])
 
 

@@ -114,7 +114,7 @@ def test_ridge_finds_what_is_linear():
     torch.testing.assert_close(foretold, values[None, 44:47], atol=1e-3, rtol=1e-5)
 
 
-def test_ridge_is_the_least_of_what_it_minimises():
+def test_ridge_is_the_least_of_what_it_minimizes():
     random = torch.Generator().manual_seed(0)
     values = torch.randn(80, 2, generator=random, dtype=torch.float64).cumsum(0)
     reads, horizon, penalty = 5, 2, 0.3

@@ -132,12 +132,12 @@ class TestAlgorithm:
     def test_what_is_rewarded_becomes_likely(self):
         batch = tasks.Batch([Cards(4) for _ in range(8)])
         who = agents.born(0, "LSTM", 6, 3, 3, depth=1, heads=2, memory=4)
-        optimiser, chance = torch.optim.Adam(who.parameters(), lr=0.02), torch.Generator().manual_seed(0)
+        optimizer, chance = torch.optim.Adam(who.parameters(), lr=0.02), torch.Generator().manual_seed(0)
         batch.begin(range(8))
         state, means = who.init_state(8), []
         for _ in range(15):
             one, state, returns = ppo.play(who, batch, state, 8, chance)
-            ppo.learn(who, optimiser, one, LEARNING, chance)
+            ppo.learn(who, optimizer, one, LEARNING, chance)
             means.append(sum(returns) / len(returns))
         assert means[0] < 5 < 7 < means[-1]  # of 8 at most, 4 by chance
 

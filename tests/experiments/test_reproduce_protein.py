@@ -119,7 +119,7 @@ def test_in_tests_every_residue_is_asked_once_and_masked():
 @pytest.mark.parametrize("task", protein.TASKS)
 @pytest.mark.parametrize("name", protein.SPECS)
 def test_a_model_sees_its_own_protein_alone_and_not_what_it_is_to_tell(task, name):
-    """Another neighbour changes nothing; nor does another residue at a place that is asked for, or later if causal."""
+    """Another neighbor changes nothing; nor does another residue at a place that is asked for, or later if causal."""
     settings = replace(protein.QUICK, specs=name)
     model = settings.model(task, name, 0).double()
     rows = residues.rows(sequences(9, 8), 20)

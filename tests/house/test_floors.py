@@ -341,17 +341,17 @@ MAKERS = {
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-def test_uninitialised_numbers_are_nan(make, dtype):
+def test_uninitialized_numbers_are_nan(make, dtype):
     assert make(torch.zeros(7, 3, dtype=dtype)).isnan().all()
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize(("dtype", "value"), [(torch.int64, -(2**63)), (torch.int32, -(2**31)), (torch.uint8, 255)])
-def test_uninitialised_integers_are_at_the_end_of_their_range(make, dtype, value):
+def test_uninitialized_integers_are_at_the_end_of_their_range(make, dtype, value):
     assert (make(torch.zeros(7, dtype=dtype)) == value).all()
 
 
-def test_uninitialised_memory_keeps_its_kind():
+def test_uninitialized_memory_keeps_its_kind():
     assert torch.empty(0).shape == (0,)
     assert torch.empty(5, dtype=torch.bool).dtype == torch.bool
     assert torch.empty(3, device="meta").is_meta

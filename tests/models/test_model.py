@@ -46,7 +46,7 @@ def test_every_kind_of_block_learns(prenorm, norm, activation):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_post_norm_normalises_after_the_sum():
+def test_post_norm_normalizes_after_the_sum():
     config = StackConfig(**SMALL, prenorm=False)
     torch.manual_seed(0)
     stack = Stack(config)

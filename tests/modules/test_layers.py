@@ -122,11 +122,11 @@ def test_feed_forward(activation):
     torch.testing.assert_close(layer(x), F.linear(expected, layer.contract.weight, layer.contract.bias))
 
 
-@pytest.mark.parametrize(("kind", "centred"), [("layer", True), ("rms", False)])
-def test_norms(kind, centred):
+@pytest.mark.parametrize(("kind", "centered"), [("layer", True), ("rms", False)])
+def test_norms(kind, centered):
     x = randn(3, 64)
     y = norm(kind, 64).double()(x)
-    expected = (x - x.mean(-1, keepdim=True)) if centred else x
+    expected = (x - x.mean(-1, keepdim=True)) if centered else x
     expected = expected / expected.square().mean(-1, keepdim=True).sqrt()
     torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-5)
 

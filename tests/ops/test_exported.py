@@ -25,7 +25,7 @@ class Flat(nn.Module):
         return y, *pytree.tree_leaves(end)
 
 
-def operands(batch, n, normalised=True):
+def operands(batch, n, normalized=True):
     """q, k, v, log_decay, beta, state of two heads of keys and four of values, in float64."""
     random = torch.Generator().manual_seed(n)
     q, k = torch.randn(2, batch, 2, n, 3, dtype=torch.float64, generator=random)
@@ -76,11 +76,11 @@ def test_the_operation_is_the_recurrence():
     for options in (
         {"log_decay": decay, "beta": beta, "mask": mask.expand(2, 70)},
         {"log_decay": decay, "segments": (torch.arange(70) // 17).expand(2, 70)},
-        {"beta": beta, "normalise": "l2"},
+        {"beta": beta, "normalize": "l2"},
     ):
         given = (options.get(name) for name in ("mask", "segments", "cu_seqlens"))
         found = gated.recurrence(
-            q, k, v, options.get("log_decay"), options.get("beta"), state, *given, 0.3, "normalise" in options
+            q, k, v, options.get("log_decay"), options.get("beta"), state, *given, 0.3, "normalize" in options
         )
         ours = gated.recur(q, k, v, scale=0.3, state=state, **options)
         assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(found, ours, strict=True))
@@ -93,11 +93,11 @@ def test_the_operation_keeps_the_rules_of_torch():
     torch.library.opcheck(gated.recurrence, (*given, None, None, None, 0.5, True), test_utils=wanted)
 
 
-@pytest.mark.parametrize("normalise", [None, "l2"])
-def test_gradients_of_an_exported_program(normalise):
+@pytest.mark.parametrize("normalize", [None, "l2"])
+def test_gradients_of_an_exported_program(normalize):
     class Recurrence(nn.Module):
         def forward(self, q, k, v, decay, beta, state):
-            return gated.recur(q, k, v, log_decay=decay, beta=beta, state=state, normalise=normalise)
+            return gated.recur(q, k, v, log_decay=decay, beta=beta, state=state, normalize=normalize)
 
     given = [t.requires_grad_() for t in operands(2, 13)]
     program = export(Recurrence(), tuple(given)).module()

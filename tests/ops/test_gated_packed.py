@@ -1,4 +1,4 @@
-"""Packed sequences with a state each, and queries and keys that are normalised inside: every form is the definition."""
+"""Packed sequences with a state each, and queries and keys that are normalized inside: every form is the definition."""
 
 import itertools
 
@@ -39,13 +39,13 @@ def run(name, given, **options):
 @pytest.mark.parametrize(("decay", "delta"), list(itertools.product(KINDS, (False, True))))
 def test_packed_sequences_equal_separate_runs(name, decay, delta):
     """Lengths below and above a chunk of 32 and a span of 512 tokens, empty ones too; values and all gradients."""
-    for lengths, repeats, normalise in (((0, 1, 30, 0, 64, 3, 0), 2, "l2"), ((517, 3, 600), 1, None)):
+    for lengths, repeats, normalize in (((0, 1, 30, 0, 64, 3, 0), 2, "l2"), ((517, 3, 600), 1, None)):
         if name == "torch" and lengths[0]:
             continue
         offsets, n = cuts(*lengths), sum(lengths)
         dtype = torch.float32 if name == "native" else torch.float64
         given = packed(n, states=len(lengths), decay=decay, delta=delta, repeats=repeats, dtype=dtype)
-        exact, options = widened(given), {"scale": 0.7, "normalise": normalise}
+        exact, options = widened(given), {"scale": 0.7, "normalize": normalize}
         inputs = {which: None if t is None else t.clone().requires_grad_() for which, t in exact.items()}
         out, ends = [], []
         for s, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
@@ -82,7 +82,7 @@ def test_no_token_sees_another_sequence(name):
 def test_packed_rows_may_be_masked():
     given, offsets = packed(67, states=2, dtype=torch.float32), cuts(29, 38)
     mask = torch.rand(1, 67, generator=torch.Generator().manual_seed(1)) < 0.7
-    options = {"scale": 0.7, "cu_seqlens": offsets, "mask": mask, "normalise": "l2"}
+    options = {"scale": 0.7, "cu_seqlens": offsets, "mask": mask, "normalize": "l2"}
     for which in ("q", "k", "v"):
         given[which] = given[which].masked_fill(~mask[:, None, :, None], torch.nan)
     assert_close(run("native", given, **options), run("torch", widened(given), **options), ROUNDED)
@@ -90,7 +90,7 @@ def test_packed_rows_may_be_masked():
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize(("decay", "delta"), list(itertools.product(KINDS, (False, True))))
-def test_normalised_inside_is_normalised_before(name, decay, delta):
+def test_normalized_inside_is_normalized_before(name, decay, delta):
     dtype = torch.float32 if name == "native" else torch.float64
     for n, sizes, repeats in ((1, (5, 3), 1), (29, (17, 33), 2), (139, (64, 7), 1)):
         given = arguments(n, decay=decay, delta=delta, repeats=repeats, dtype=dtype, sizes=sizes)
@@ -102,29 +102,29 @@ def test_normalised_inside_is_normalised_before(name, decay, delta):
         upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(dtype).double() for t in outputs]
         leaves = [t for t in exact.values() if t is not None]
         expected = [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
-        found = run(name, given, scale=0.7, normalise="l2") if n > 1 or name == "torch" else None
+        found = run(name, given, scale=0.7, normalize="l2") if n > 1 or name == "torch" else None
         if found is not None:
             for a, b in zip(found, expected, strict=True):
                 assert (a.double() - b).abs().max() <= (ROUNDED if name == "native" else 1e-12) * b.abs().max().clamp(1)
         if n == 1 and name == "native":
             with torch.no_grad(), backend(name):
-                assert_close(gated.recur(**given, scale=0.7, normalise="l2"), expected[:2], ROUNDED)
+                assert_close(gated.recur(**given, scale=0.7, normalize="l2"), expected[:2], ROUNDED)
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("normalise", [None, "l2"])
+@pytest.mark.parametrize("normalize", [None, "l2"])
 @pytest.mark.parametrize(("decay", "delta"), list(itertools.product(KINDS, (False, True))))
-def test_a_step_in_half_precision_has_a_state_in_float32(decay, delta, normalise, dtype):
+def test_a_step_in_half_precision_has_a_state_in_float32(decay, delta, normalize, dtype):
     """Only the output is rounded: the state is that of the same operands in float64."""
     for sizes, repeats in (((5, 3), 2), ((17, 64), 1), ((64, 128), 2), ((11, 119), 1)):
         given = arguments(1, decay=decay, delta=delta, repeats=repeats, dtype=torch.float32, sizes=sizes)
         low = given | {name: t.to(dtype) for name, t in given.items() if t is not None and name != "state"}
-        exact = run("torch", widened(low), scale=0.7, normalise=normalise)[:2]
+        exact = run("torch", widened(low), scale=0.7, normalize=normalize)[:2]
         before = low["state"].clone()
         with torch.no_grad(), backend("native"):
             for donate in (False, True):
-                o, state = gated.recur(**low, scale=0.7, normalise=normalise, donate=donate)
+                o, state = gated.recur(**low, scale=0.7, normalize=normalize, donate=donate)
                 assert o.dtype is dtype
                 assert_close([state], exact[1:], ROUNDED)
                 assert_close([o], exact[:1], torch.finfo(dtype).eps)
@@ -152,23 +152,23 @@ def test_so_has_a_step_of_linear_attention(dtype):
 
 
 @needs_kernels
-def test_no_normalised_copies_are_kept():
+def test_no_normalized_copies_are_kept():
     given, kept = arguments(67, dtype=torch.float32), []
     leaves = {name: t.requires_grad_() for name, t in given.items()}
     with backend("native"), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        gated.recur(**leaves, normalise="l2")
+        gated.recur(**leaves, normalize="l2")
     ours = {t.data_ptr() for t in leaves.values()}
     (starts,) = (t for t in kept if t.data_ptr() not in ours)
     assert starts.shape[2] == -(-67 // kernels.SPAN)
 
 
 @needs_kernels
-@pytest.mark.parametrize("normalise", [None, "l2"])
-def test_gradients_that_can_be_differentiated_are_the_gradients(normalise):
+@pytest.mark.parametrize("normalize", [None, "l2"])
+def test_gradients_that_can_be_differentiated_are_the_gradients(normalize):
     given = packed(67, states=2, dtype=torch.float32)
     leaves = {name: t.requires_grad_() for name, t in given.items()}
     with backend("native"):
-        o, end = gated.recur(**leaves, normalise=normalise, cu_seqlens=cuts(29, 38))
+        o, end = gated.recur(**leaves, normalize=normalize, cu_seqlens=cuts(29, 38))
     loss = o.sin().sum() + end.square().sum()
     plain = torch.autograd.grad(loss, list(leaves.values()), retain_graph=True)
     assert_close(torch.autograd.grad(loss, list(leaves.values()), create_graph=True), plain, ROUNDED)
@@ -184,7 +184,7 @@ def test_transposed_operands_are_read_where_they_are():
             for part, heads in zip(mixed.split([16, 16, 64], -1), (2, 2, 4), strict=True)
         )
         decay, beta = -torch.rand(3, n, 4).mT, torch.rand(3, n, 4).mT
-        given = {"log_decay": decay, "beta": beta, "state": torch.randn(3, 4, 8, 16), "normalise": "l2"}
+        given = {"log_decay": decay, "beta": beta, "state": torch.randn(3, 4, 8, 16), "normalize": "l2"}
         with torch.no_grad(), backend("native"):
             found = gated.recur(q, k, v, **given)
             expected = gated.recur(*(t.contiguous() for t in (q, k, v)), **given)
@@ -210,7 +210,7 @@ class TestFunctional:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"normalise": "l1"}, "unknown norm of queries and keys 'l1'.*; known: l2"),
+            ({"normalize": "l1"}, "unknown norm of queries and keys 'l1'.*; known: l2"),
             ({"cu_seqlens": cuts(3, 3)}, r"rise from 0 to the number of tokens, 7, not \[0, 3, 6\]"),
             ({"cu_seqlens": cuts(3, 4), "state": torch.zeros(1, 2, 5, 5)}, r"\(B, H, D, E\) = \(2, 2, 5, 5\), not"),
             ({"cu_seqlens": cuts(7), "segments": torch.zeros(1, 7, dtype=torch.int64)}, "give one of them"),
@@ -224,4 +224,4 @@ class TestFunctional:
     def test_one_token_of_an_unknown_norm_is_refused(self):
         given = {name: t[:, :, :1] for name, t in self.given.items()}
         with pytest.raises(ValueError, match="unknown norm"):
-            longspan.delta_rule(**given, beta=torch.ones(1, 2, 1), state=torch.zeros(1, 2, 5, 5), normalise="L2")
+            longspan.delta_rule(**given, beta=torch.ones(1, 2, 1), state=torch.zeros(1, 2, 5, 5), normalize="L2")

@@ -69,7 +69,7 @@ class TestOperations:
         grads = torch.autograd.grad([out, *ends], wanted, [grad, *map(torch.ones_like, ends)])
         return [*ends, out[OTHERS], *(g[OTHERS] for g in grads)]
 
-    def test_neighbours_stay_what_they_are(self, name, kind, dtype):
+    def test_neighbors_stay_what_they_are(self, name, kind, dtype):
         given, tolerance = operands(dtype), {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
         with backend(kind):
             wanted = self.outcome(name, given, dtype)

@@ -129,7 +129,7 @@ class TestDonation:
         with pytest.raises(ValueError, match="overwrites the state, parts of which share memory"):
             decay_attention(x, x, x, log_decay=-x[..., 0], state=state, donate=True)
 
-    def test_neighbours_and_nothing_are_fine(self):
+    def test_neighbors_and_nothing_are_fine(self):
         both = torch.rand(2 * D * D)
         state, x = both[: D * D].view(1, 1, D, D), both[D * D : D * D + D].view(1, 1, 1, D)
         kept = state.clone()

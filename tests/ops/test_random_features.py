@@ -114,7 +114,7 @@ def test_relu_features_are_the_arc_cosine_kernel():
     q, k = torch.tensor([[0.3, -0.5]]).double(), torch.tensor([[0.6, 0.2]]).double()
     t = torch.acos(F.cosine_similarity(q, k))
     expected = q.norm() * k.norm() * (t.sin() + (math.pi - t) * t.cos()) / (2 * math.pi)
-    torch.testing.assert_close(rf.estimate(q, k, w, rf.generalised)[0], expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(rf.estimate(q, k, w, rf.generalized)[0], expected, rtol=1e-5, atol=0)
 
 
 def test_exponential_features_weigh_keys_by_their_norm():
@@ -240,7 +240,7 @@ def test_sampled_ratios_are_those_of_the_series(radii):
 
 class TestDPFP:
     def test_by_hand(self):
-        """r = relu([1, -2, -1, 2]) = [1, 0, 0, 2]; its neighbours on the ring are 2 * 1, those at distance two 0."""
+        """r = relu([1, -2, -1, 2]) = [1, 0, 0, 2]; its neighbors on the ring are 2 * 1, those at distance two 0."""
         x = torch.tensor([1.0, -2.0])
         assert features.dpfp(x).tolist() == [0, 0, 0, 2]
         assert features.dpfp(torch.tensor([1.0, 3.0]), 3).tolist() == [3, 0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0]
@@ -251,11 +251,11 @@ class TestDPFP:
             with pytest.raises(ValueError, match=f"nu={nu} pairs each of 10 numbers with .* in 1 ... 9"):
                 features.dpfp(torch.ones(5), nu)
 
-    def test_sums_are_normalised_and_zeros_stay_zeros(self):
+    def test_sums_are_normalized_and_zeros_stay_zeros(self):
         x = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        torch.testing.assert_close(features.sum_normalise(x).abs().sum(-1), torch.ones(3).double())
+        torch.testing.assert_close(features.sum_normalize(x).abs().sum(-1), torch.ones(3).double())
         zero = torch.zeros(2, 3, requires_grad=True)
-        y = features.sum_normalise(features.dpfp(zero, 2))
+        y = features.sum_normalize(features.dpfp(zero, 2))
         y.sum().backward()
         assert not y.any()
         assert zero.grad is not None
@@ -266,7 +266,7 @@ class TestDPFP:
 
     def test_both_serve_linear_attention(self):
         x = gaussian(2, 7, 8)
-        for phi in (features.softmax, features.dpfp, lambda x: features.sum_normalise(features.dpfp(x, 2))):
+        for phi in (features.softmax, features.dpfp, lambda x: features.sum_normalize(features.dpfp(x, 2))):
             module = Linear(8, 2, feature_map=phi).double()
             y, state = module(x[:, :5], module.init_state(2))
             torch.testing.assert_close(torch.cat([y, module(x[:, 5:], state)[0]], 1), module(x)[0])

@@ -225,7 +225,7 @@ class TestLinearAttention:
             ),
             ({"state": torch.zeros(2, 2, 3, 6), "causal": False}, "causal=False sees all keys in one call"),
             ({"feature_map": "cos"}, "unknown feature map 'cos'"),
-            ({"feature_map": torch.tanh}, "feature map 'tanh' reaches -1; a normalised mechanism divides"),
+            ({"feature_map": torch.tanh}, "feature map 'tanh' reaches -1; a normalized mechanism divides"),
             ({"feature_map": 3}, "feature_map is a name .* or a callable, not int"),
         ],
     )

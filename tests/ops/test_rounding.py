@@ -91,7 +91,7 @@ def test_sums_in_which_large_terms_cancel(module):
         judged(module, ([[0.0], [0.0]], [1e3]), cancelling, sums=1)
 
 
-def test_the_largest_change_of_all_neighbours_counts(module):
+def test_the_largest_change_of_all_neighbors_counts(module):
     calls = iter(range(100))
 
     def jumpy(module, x):

@@ -40,7 +40,7 @@ def run(tmp_path):
     """``run(package, *arguments)``: Python on a copy of longspan whose kernels are compiled with the sanitizer."""
     compiler = tmp_path / "compiler"
     command = " ".join(toolchain.find_compiler())
-    # With all optimisations the compiler takes eight times as long over the checks.
+    # With all optimizations the compiler takes eight times as long over the checks.
     compiler.write_text(f'#!/bin/sh\nunset LD_PRELOAD\nexec {command} -fsanitize=address "$@" -g -O1\n')
     compiler.chmod(0o755)
     environment = os.environ | {

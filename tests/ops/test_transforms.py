@@ -31,14 +31,14 @@ def operations(n: int):
     def uniform(*shape):
         return torch.rand(*shape, dtype=torch.float64, generator=generator)
 
-    normalised, sums = uniform(B, H, D, E + 1), uniform(B, H, D, E)
+    normalized, sums = uniform(B, H, D, E + 1), uniform(B, H, D, E)
     by_head, by_channel, beta = -uniform(B, H, n), -uniform(B, H, n, D), uniform(B, H, n)
     mask, segments = uniform(B, n) > 0.3, (torch.arange(n) // 3).expand(B, n).contiguous()
     mask[:, -1] = True
     packed = {"mask": mask, "segments": segments}
     made = {
-        "linear": lambda q, k, v: linear_attention(q, k, v, state=normalised),
-        "linear, packed": lambda q, k, v: linear_attention(q, k, v, state=normalised, **packed),
+        "linear": lambda q, k, v: linear_attention(q, k, v, state=normalized),
+        "linear, packed": lambda q, k, v: linear_attention(q, k, v, state=normalized, **packed),
         "linear, all keys": lambda q, k, v: linear_attention(q, k, v, causal=False),
         "linear, all keys, packed": lambda q, k, v: linear_attention(q, k, v, causal=False, **packed),
         "linear, a map of one's own": lambda q, k, v: linear_attention(q, k, v, feature_map=torch.exp),

@@ -170,7 +170,7 @@ def test_a_long_sequence_needs_no_matrix_of_pairs(text, monkeypatch):
     with Sizes() as sizes:
         found = pattern.blocks(n, size)
     assert sizes.largest <= LONG[text], sizes.largest
-    # Far from the ends a list looks like those of its neighbours, so a cut from the middle can be held to the matrix.
+    # Far from the ends a list looks like those of its neighbors, so a cut from the middle can be held to the matrix.
     start = n - 2 * size
     some, _ = listed(found, n // size)
     queries = torch.arange(start, n)[:, None]

@@ -17,7 +17,7 @@ def collapsed(alignment: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def every(scores: torch.Tensor) -> dict[tuple[int, ...], float]:
-    """The probability of each labelling: the sum over all alignments, one by one."""
+    """The probability of each labeling: the sum over all alignments, one by one."""
     found: dict[tuple[int, ...], float] = {}
     rows = scores.exp().tolist()
     for alignment in itertools.product(range(scores.shape[1]), repeat=len(rows)):
@@ -70,7 +70,7 @@ def test_a_beam_as_wide_as_all_prefixes_is_exact(tokens, classes, seed):
 
 
 def test_a_beam_sums_what_the_likeliest_path_does_not():
-    """Two tokens: blank twice is the likeliest path, and the label the likeliest labelling."""
+    """Two tokens: blank twice is the likeliest path, and the label the likeliest labeling."""
     scores = torch.tensor([[0.6, 0.4], [0.6, 0.4]]).log()
     assert Greedy().feed(scores) == []
     beam = PrefixBeam(3)

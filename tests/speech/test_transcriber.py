@@ -117,7 +117,7 @@ def test_it_learns_to_tell_what_it_hears():
     """Three sounds, each a channel, in any order: after some steps the labels are right."""
     torch.manual_seed(0)
     model = Transcriber(config(labels="x y z", features=3, dim=16, feedforward=32, stride=1, context=2, causal=True))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     random = np.random.default_rng(0)
 
     def draw() -> tuple[torch.Tensor, list[list[int]]]:
@@ -131,9 +131,9 @@ def test_it_learns_to_tell_what_it_hears():
     for _ in range(120):
         sounds, targets = draw()
         loss = model.loss(sounds, torch.full((8,), 20), targets)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     assert loss.item() < 0.1
 
 

@@ -110,7 +110,7 @@ def cache_in_place(cache_, k, v, used, donate, original=kv_cache._extend_even):
         return original(cache_, k, v, used, True)
 
 
-def mean_instead_of_normaliser(read, eps):
+def mean_instead_of_normalizer(read, eps):
     return read[..., :-1] / (read[..., -1:].mean(-2, keepdim=True) + eps)
 
 
@@ -204,7 +204,7 @@ MUTANTS = {
     ),
     "a state changed in place by a step": (gated, "step", step_in_place, "linear", "state"),
     "a cache changed in place": (kv_cache, "_extend_even", cache_in_place, "softmax", "state"),
-    "a wrong normalizer": (linear, "normalise", mean_instead_of_normaliser, ROTARY, "attention_matrix"),
+    "a wrong normalizer": (linear, "normalize", mean_instead_of_normalizer, ROTARY, "attention_matrix"),
     "a wrong eps in the quadratic form": (
         spans,
         "quadratic",

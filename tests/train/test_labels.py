@@ -200,8 +200,8 @@ class TestCommands:
         }
         assert main(["eval", "run", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-        model, labelled = longspan.load("run"), data.load("labels:a.jsonl")
-        nats, right, count = classified(model, labelled, "test", 64).tolist()
+        model, labeled = longspan.load("run"), data.load("labels:a.jsonl")
+        nats, right, count = classified(model, labeled, "test", 64).tolist()
         assert found["accuracy"] == right / count
         assert found["bits"] == pytest.approx(nats / count / 0.6931471805599453)
         assert main(["eval", "run"]) == 0

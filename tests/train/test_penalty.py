@@ -161,7 +161,7 @@ class TestModels:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run with a penalty from beginning to end, to which interrupted ones are compared."""
-    folder = tmp_path_factory.mktemp("penalised")
+    folder = tmp_path_factory.mktemp("penalized")
     fit(LEARNING, tiny(folder, penalty=0.01), progress=False)
     return folder
 

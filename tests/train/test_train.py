@@ -246,7 +246,7 @@ class TestTraining:
             assert found == index
             assert torch.equal(tokens, expected)
 
-    def test_the_optimiser_uses_the_rate(self, tmp_path, monkeypatch):
+    def test_the_optimizer_uses_the_rate(self, tmp_path, monkeypatch):
         used = []
         step = torch.optim.AdamW.step
 

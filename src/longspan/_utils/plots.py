@@ -38,10 +38,11 @@ def pyplot() -> Any:
         raise ImportError('the benchmarks draw with matplotlib: pip install "longspan[plot]"') from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from cycler import cycler
 
     matplotlib.rcParams.update(cast(Any, STYLE))
     # Series that are not mechanisms, "C0" and so on, never have the color of one that is in most pictures.
-    matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=palette.OTHERS)
+    matplotlib.rcParams["axes.prop_cycle"] = cycler(color=palette.OTHERS)
     return plt
 
 

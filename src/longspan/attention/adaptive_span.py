@@ -24,7 +24,7 @@ class AdaptiveSpan(Attention):
 
     A fraction outside 0 to 1 counts as 0 or 1. Its gradient is that of the span there, as if nothing was clamped, so
     that gradients of parts of a batch add up to that of the batch. Training clamps the fraction itself after each
-    optimiser step, as the paper's code does; a training loop of your own calls ``project()`` there.
+    optimizer step, as the paper's code does; a training loop of your own calls ``project()`` there.
 
     ``record["penalty"]`` is the mean span, to be added to the loss times some small factor (``run.penalty`` of a
     training); ``spans(x)`` gives the spans. Keys that no head sees are not read. The state is a ring of the last

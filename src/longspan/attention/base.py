@@ -149,8 +149,8 @@ class Attention(nn.Module, Generic[S]):
     def weight_like(self) -> Tensor:
         """An empty tensor with dtype and device of the weights, for ``start``: ``self.weight_like.new_zeros(...)``.
 
-        No weight by name, since quantisation or an adapter may have put another module in the place of a linear map.
-        Where nothing of floating point is left it is float32 on the CPU, which is what torch's quantised maps take.
+        No weight by name, since quantization or an adapter may have put another module in the place of a linear map.
+        Where nothing of floating point is left it is float32 on the CPU, which is what torch's quantized maps take.
         """
         weight = validation.weight_of(self)
         if weight is None:
@@ -338,7 +338,7 @@ class Attention(nn.Module, Generic[S]):
         raise ValueError(f"{self.name} has no statistics: gradients alone move what it learns")
 
     def project(self) -> None:
-        """Move parameters back into their range, in place; training does so after each optimiser step.
+        """Move parameters back into their range, in place; training does so after each optimizer step.
 
         For a mechanism whose parameters have a range, such as the spans of ``adaptive_span``. No gradient depends on
         the range, so that gradients of a batch are the mean of those of its parts. Others do nothing here.

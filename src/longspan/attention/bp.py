@@ -9,7 +9,7 @@ from .base import Attention
 
 
 class BinaryPartition(Attention):
-    """Each token reads its neighbours one by one and farther ones in larger and larger spans of a binary tree.
+    """Each token reads its neighbors one by one and farther ones in larger and larger spans of a binary tree.
 
     A node u is span m of level l, positions counting real tokens. Beside itself a token reads, in $T_i$, on each level
     and side, ``k`` nodes, outward from where the level below has ended, so that all tokens are in exactly one of its
@@ -42,7 +42,7 @@ class BinaryPartition(Attention):
     )
     citation = (
         "Ye, Zihao and Guo, Qipeng and Gan, Quan and Qiu, Xipeng and Zhang, Zheng",
-        "BP-Transformer: Modelling Long-Range Context via Binary Partitioning",
+        "BP-Transformer: Modeling Long-Range Context via Binary Partitioning",
         2019,
     )
     examples = ("bp(k=1, levels=2)", "bp(k=2)")

@@ -58,7 +58,7 @@ class Compressive(Attention):
     )
     citation = (
         "Rae, Jack W. and Potapenko, Anna and Jayakumar, Siddhant M. and Hillier, Chloe and Lillicrap, Timothy P.",
-        "Compressive Transformers for Long-Range Sequence Modelling",
+        "Compressive Transformers for Long-Range Sequence Modeling",
         2020,
     )
     examples = (

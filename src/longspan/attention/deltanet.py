@@ -28,7 +28,7 @@ class DeltaNet(Attention):
     ``convolution``: tokens that the short convolution spans (0: none). ``negative``: $\beta_t = 2 \sigma(w \cdot x_t)$,
     so that a state can change its sign along a key and so keep track of a parity (Grazzi et al. 2024, 2411.12537).
 
-    Nothing has a bias, and there is no normaliser: the norm gives each head unit scale.
+    Nothing has a bias, and there is no normalizer: the norm gives each head unit scale.
 
     Source: Yang et al. 2024 (2406.06484), eq. 5 and section 3.3, after Schlag et al. 2021 (2102.11174).
     """
@@ -74,6 +74,6 @@ class DeltaNet(Attention):
         q, k, v = (split(t, self.heads) for t in mixed.chunk(3, -1))
         beta = upcast_half(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
         o, sums = gated.recur(
-            q, k, v, beta=beta, normalise="l2", mask=mask, segments=segments, state=sums, donate=donate
+            q, k, v, beta=beta, normalize="l2", mask=mask, segments=segments, state=sums, donate=donate
         )
         return self.out(merge(self.norm(o))), None if state is None else DeltaNetState(sums, recent)

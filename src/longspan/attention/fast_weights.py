@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .._utils.spec import known
 from ..ops import gated, linear
-from ..ops.linear.features import MAPS, dpfp, sum_normalise
+from ..ops.linear.features import MAPS, dpfp, sum_normalize
 from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
@@ -26,7 +26,7 @@ class FastWeights(Attention):
     elu, relu, squared_relu or exp. ``nu``: $\nu$, belongs to dpfp; the more, the more keys can be told apart.
     ``eps``: $\epsilon$, belongs to rule='sum'. A query or a key without any feature reads or writes nothing.
 
-    Source: Schlag et al. 2021 (2102.11174), eqs 24 and 25 with sum normalisation (section 4.2), section 5.3 for dpfp.
+    Source: Schlag et al. 2021 (2102.11174), eqs 24 and 25 with sum normalization (section 4.2), section 5.3 for dpfp.
     """
 
     name, paper, cost = "fast_weights", "2102.11174", "N D^2"
@@ -90,5 +90,5 @@ class FastWeights(Attention):
             o, weights = linear.attend(q, k, v, causal=True, eps=self.eps, **options)
         else:
             beta = upcast_half(self.rate(x)).sigmoid().mT
-            o, weights = gated.recur(sum_normalise(q), sum_normalise(k), v, beta=beta, scale=1.0, **options)
+            o, weights = gated.recur(sum_normalize(q), sum_normalize(k), v, beta=beta, scale=1.0, **options)
         return self.out(merge(o)), None if state is None else FastWeightsState(weights)

@@ -112,7 +112,7 @@ class GatedDeltaNet(Attention):
             split(v, self.heads),
             log_decay=decay.mT,
             beta=beta,
-            normalise="l2",
+            normalize="l2",
             mask=mask,
             segments=segments,
             state=sums,

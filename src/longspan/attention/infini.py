@@ -15,7 +15,7 @@ from .base import Attention
 
 
 class InfiniState(NamedTuple):
-    """Sums are float32 at least; their last column is the normaliser."""
+    """Sums are float32 at least; their last column is the normalizer."""
 
     sums: Tensor  # (B,H,D,D+1) of the segments that are complete
     recent: Tensor  # (B,H,D,D+1) what the one that is not will add to them

@@ -90,7 +90,7 @@ class KDA(Attention):
             v,
             log_decay=self._decay(x),
             beta=beta,
-            normalise="l2",
+            normalize="l2",
             mask=mask,
             segments=segments,
             state=sums,

@@ -1,4 +1,4 @@
-"""Linear attention with a feature map and a normaliser."""
+"""Linear attention with a feature map and a normalizer."""
 
 from functools import partial
 from typing import NamedTuple
@@ -108,7 +108,7 @@ class Linear(Attention):
         q = split(self.query(x), self.heads)
         if isinstance(state, ContextSums):
             read = self.phi(upcast_half(q)) @ state.sums
-            return self.out(merge(linear.normalise(read, self.eps).to(x.dtype))), state
+            return self.out(merge(linear.normalize(read, self.eps).to(x.dtype))), state
         if context is not None:
             return self._cross(q, context, context_mask, record)
         k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)

@@ -1,4 +1,4 @@
-"""Softmax attention to fewer keys: neighbouring tokens are compressed to one slot each."""
+"""Softmax attention to fewer keys: neighboring tokens are compressed to one slot each."""
 
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class MemoryCompressedState(NamedTuple):
 
 
 class MemoryCompressed(Attention):
-    r"""Softmax over slots that each hold the keys and values of R neighbouring tokens, by a strided convolution.
+    r"""Softmax over slots that each hold the keys and values of R neighboring tokens, by a strided convolution.
 
     Slot s holds the tokens $s R, \ldots, s R + R - 1$. A causal query sees a slot once its last token is not ahead, so
     that the first R - 1 tokens see none, and their heads read 0, or the null slot alone. Bidirectional queries see all

@@ -22,7 +22,7 @@ class Nystrom(Attention):
     singular value decomposition. ``convolution``: width of a convolution of the values along the tokens, one
     learned filter c per head, that is added (0: none).
 
-    Landmarks are means over real tokens, and neighbours of the convolution are real tokens. With as many landmarks as
+    Landmarks are means over real tokens, and neighbors of the convolution are real tokens. With as many landmarks as
     tokens it is softmax attention, once the steps have converged: six, the paper's number, leave an error that is
     visible (3e-2 at 128 tokens), twenty leave none. Where landmarks resemble each other, A is nearly singular, and the
     exact pseudo-inverse magnifies roundings, which a few steps do much less. There is no causal form, since landmarks
@@ -111,7 +111,7 @@ class Nystrom(Attention):
 
 
 def convolve(v: Tensor, filters: Tensor, mask: Tensor | None) -> Tensor:
-    """Of each token the sum over its neighbours, all of them real: v (B,H,N,E), filters (H,width) -> (B,H,N,E)."""
+    """Of each token the sum over its neighbors, all of them real: v (B,H,N,E), filters (H,width) -> (B,H,N,E)."""
     heads, _, channels = v.shape[1:]
     tokens = merge(rows.gather_valid(mask, *zero_masked(mask, v), axis=2)[0]).mT  # (B,H*E,N)
     weight = filters.to(v.dtype).repeat_interleave(channels, 0)[:, None]

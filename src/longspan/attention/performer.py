@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils.spec import known
-from ..ops.linear import random_features, stabilised
+from ..ops.linear import random_features, stabilized
 from ..ops.tensors import merge, split, upcast_half
 from ..states import sums
 from ..states.sums import ContextSums
@@ -17,7 +17,7 @@ MAPS = {
     "hyperbolic": random_features.hyperbolic,
     "trigonometric": random_features.trigonometric,
     "exp": random_features.exponential,
-    "relu": random_features.generalised,
+    "relu": random_features.generalized,
 }
 
 
@@ -131,7 +131,7 @@ class Performer(Attention):
         with torch.autocast(x.device.type, enabled=False):
             x, w = upcast_half(split(x, self.heads)), upcast_half(self.projection)
             if self.map == "relu":
-                return random_features.generalised(x, w, floor=self.floor)
+                return random_features.generalized(x, w, floor=self.floor)
             # Half of the scale 1 / sqrt D for queries, half for keys.
             return MAPS[self.map](x * x.shape[-1] ** -0.25, w)
 
@@ -179,5 +179,5 @@ class Performer(Attention):
         return self._parts(self.key(x)), split(self.value(x), self.heads)
 
 
-def _state(found: stabilised.Sums) -> PerformerState | PeakState:
+def _state(found: stabilized.Sums) -> PerformerState | PeakState:
     return PerformerState(found.sums) if found.peak is None else PeakState(found.sums, found.peak)

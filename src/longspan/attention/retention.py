@@ -26,7 +26,7 @@ class RetentionRotaryState(NamedTuple):
 
 
 class Retention(Attention):
-    """Linear attention with a fixed decay per head, rotary positions, and a norm in place of the normaliser.
+    """Linear attention with a fixed decay per head, rotary positions, and a norm in place of the normalizer.
 
     The norm takes mean and variance of each head's channels away.
 
@@ -36,7 +36,7 @@ class Retention(Attention):
     $b^{-2j/D}$ with the base b, where the authors' code spaces them from 1 to 1/base inclusive. Its rescaling of the
     products cancels in the norm, so there is none here.
 
-    Source: Sun et al. 2023 (2307.08621), eqs 5-8; initialisation and no biases as in the authors' torchscale.
+    Source: Sun et al. 2023 (2307.08621), eqs 5-8; initialization and no biases as in the authors' torchscale.
     """
 
     name, paper, cost = "retention", "2307.08621", "N D^2"

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from .._utils.spec import known
 from ..ops import gated
-from ..ops.linear import random_features, stabilised
+from ..ops.linear import random_features, stabilized
 from ..ops.tensors import merge, split, unit, upcast_half, visible, with_ones
 from ..states import sums
 from ..states.sums import ContextSums
 from .base import Attention
 
-MAPS = {"gaussian": random_features.fourier, "arccos": random_features.generalised}
+MAPS = {"gaussian": random_features.fourier, "arccos": random_features.generalized}
 # Of the gate's logit; e^-40 = 4e-18, so beyond it 1e12 tokens would still weigh alike. Larger ones could lose 1 - g.
 MOST = 40.0
 
@@ -183,7 +183,7 @@ class RFA(Attention):
                 record.update(mask=allowed, matrix=matrix)
             values = with_ones(upcast_half(v)) * write
             found, past = gated.recur(q, k, values, state=past, donate=donate, **options)
-            o = stabilised.divide(found / total, self.eps).to(v.dtype)
+            o = stabilized.divide(found / total, self.eps).to(v.dtype)
         return o, None if state is None else GatedState(past, mass[..., 0, 0])
 
     def _matrix(self, q, k, log_decay, write, total, allowed, mask, segments, past):
@@ -195,4 +195,4 @@ class RFA(Attention):
         if past is not None:
             first = 1.0 if segments is None else (segments == segments[:, :1])[:, None, :, None]
             below = below + q @ past[..., -1:] * lost.exp() * first
-        return stabilised.divide(torch.cat([weights, below], -1) / total, self.eps)
+        return stabilized.divide(torch.cat([weights, below], -1) / total, self.eps)

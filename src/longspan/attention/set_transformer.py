@@ -23,7 +23,7 @@ class SetTransformer(Attention):
     of Y, with an output projection; both blocks have projections of their own. Residual paths, norms and the network
     belong to the block, so y is what comes out of it.
 
-    ``points``: m, rows of I, the inducing points. ``norm``: layer normalisation; without it, norm is left out.
+    ``points``: m, rows of I, the inducing points. ``norm``: layer normalization; without it, norm is left out.
 
     Order plays no part. The points read everything, so there is no causal form. What they have read of a context is the
     state of cross attention.

@@ -15,7 +15,7 @@ class Sinkhorn(Attention):
     r"""Each token reads its own block, and beside it one of all other blocks that a learned sorting has put there.
 
     Blocks $B_u$ have b tokens, the last what is left. A small network scores how much block u wants block v, by means
-    of their tokens; Sinkhorn's normalisation makes shares Z of the scores, in the limit a permutation; $k^\prime_{ul}$
+    of their tokens; Sinkhorn's normalization makes shares Z of the scores, in the limit a permutation; $k^\prime_{ul}$
     is place l of all blocks, mixed by $Z_u$. Own and sorted keys share one softmax. Of the last block, places that it
     lacks weigh what the other blocks' shares are.
 

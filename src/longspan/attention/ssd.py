@@ -31,7 +31,7 @@ class SSD(Attention):
     heads that follow each other; the norm is taken over the channels of those. ``expand_v``: width of u as a multiple
     of dim. ``convolution``: how many tokens it sees, the token's own included (0: there is none).
 
-    Source: Dao and Gu 2024 (2405.21060), sections 6 and 7; defaults and initialisation (A uniform in -16 ... -1,
+    Source: Dao and Gu 2024 (2405.21060), sections 6 and 7; defaults and initialization (A uniform in -16 ... -1,
     $\Delta$ log-uniform in 0.001 ... 0.1, $d_h = 1$) as in the authors' Mamba2 module.
     """
 

@@ -9,13 +9,13 @@ from ..ops.tensors import merge, positions, split, upcast_half
 from .base import Attention
 
 BOUNDARIES = {
-    "cyclic": "the last token is the first one's neighbour",
-    "truncated": "the first and last have one neighbour",
+    "cyclic": "the last token is the first one's neighbor",
+    "truncated": "the first and last have one neighbor",
 }
 
 
 class Star(Attention):
-    r"""Each token sees its two neighbours, its own input and one relay that sees all tokens; several times in a row.
+    r"""Each token sees its two neighbors, its own input and one relay that sees all tokens; several times in a row.
 
     A cycle updates all tokens h at once, then the relay s with the new ones; $\mathrm{attend}(a; b_1, \ldots)$ is
     softmax attention with heads, of the query of a over keys and values of the b. y is h after the last of the
@@ -23,7 +23,7 @@ class Star(Attention):
     projections of its own.
 
     ``kind``: cyclic, the tokens form a ring, so that rolling the input rolls the output; truncated, the ends have one
-    neighbour. A neighbour that is the token itself, or the other neighbour (N = 1, 2), is seen once. Neighbours are
+    neighbor. A neighbor that is the token itself, or the other neighbor (N = 1, 2), is seen once. Neighbors are
     those among real tokens. Attention is float32 at least.
 
     Source: Guo et al. 2019, section 3, algorithm 1. Raises ValueError for cycles < 1 and an unknown kind.
@@ -68,7 +68,7 @@ class Star(Attention):
         _, count = positions(x, mask=mask)
         at = torch.arange(x.shape[1], device=x.device)
         real = at < count[:, None]  # (B,N)
-        before, after = self._neighbours(at, count[:, None])
+        before, after = self._neighbors(at, count[:, None])
         there = torch.stack([before >= 0, real, after >= 0, real, real], -1)  # (B,N,5)
         # Where to find them among tokens, inputs and relay, side by side.
         own, n = at.expand_as(before), x.shape[1]
@@ -82,7 +82,7 @@ class Star(Attention):
                 relay = self.relays[cycle](relay, torch.cat([relay, h], 1), everything, some[:, None])
         return h if order is None else torch.zeros_like(h).scatter(1, order[..., None].expand_as(h), h), state
 
-    def _neighbours(self, at: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    def _neighbors(self, at: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (B,N) of the tokens before and after each; -1 where there is none that is not seen anyway."""
         before, after = (at - 1).expand(len(count), -1), torch.where(at + 1 < count, at + 1, -1)
         if self.kind == "truncated":

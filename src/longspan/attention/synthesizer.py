@@ -30,7 +30,7 @@ class SynthesizerState(NamedTuple):
 
 
 class Synthesizer(Attention):
-    r"""Softmax over scores synthesised from the query's token alone, learned outright, or a mixture of several.
+    r"""Softmax over scores synthesized from the query's token alone, learned outright, or a mixture of several.
 
     i and j are positions: real tokens before. ``kind``: dense, one score per position by a network; factored_dense,
     products of the outputs of two such networks a and b, of $A = \lceil \sqrt{n} \rceil$ and $\lceil n / A \rceil$

@@ -47,7 +47,7 @@ class Contract(Protocol):
 def checked_arguments(attention: Contract, x: Tensor, state: Any, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of one call in the form that ``_forward`` takes.
 
-    ``segments`` get the ids of real neighbours at masked tokens, ``prefix`` becomes bool (B,N), and masked tokens of
+    ``segments`` get the ids of real neighbors at masked tokens, ``prefix`` becomes bool (B,N), and masked tokens of
     ``context`` become zeros. Raises ValueError for an argument of a wrong kind or shape, or one that this attention
     does not support.
     """
@@ -138,7 +138,7 @@ def check_x(module: nn.Module | Contract, dim: int, x: Tensor) -> None:
 def weight_of(module: nn.Module | Contract) -> Tensor | None:
     """Some floating-point parameter, found quickly: a token step cannot afford the walk of ``parameters()``.
 
-    None where there is none, as in a module whose weights are quantised: its linear maps keep theirs packed, or as
+    None where there is none, as in a module whose weights are quantized: its linear maps keep theirs packed, or as
     integers.
     """
     for part in module._modules.values():
@@ -261,7 +261,7 @@ def check_donated(x: Tensor, state: Any, module: nn.Module | Contract) -> None:
 
 
 def real_segments(segments: Tensor, mask: Tensor | None) -> Tensor:
-    """Ids (B,N) with those of masked tokens replaced by their neighbours', since a masked token does not exist."""
+    """Ids (B,N) with those of masked tokens replaced by their neighbors', since a masked token does not exist."""
     if mask is None or not segments.shape[1]:
         return segments
     limits = torch.iinfo(torch.int64)

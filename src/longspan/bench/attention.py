@@ -162,7 +162,7 @@ def _how(options: Options) -> list[str]:
         f"causal, B {options.batch}, H {options.heads}, D {options.size}, {options.dtype}, medians of {options.rounds} "
         f"rounds",
         "op: queries, keys and values (B,N,H,D) as projections give them to (B,N,H*D) as the output projection takes "
-        "it, feature map and normaliser included",
+        "it, feature map and normalizer included",
         "module: x (B,N,H*D) through the whole attention, projections included; compared with modules only",
         "memory: resident memory of one call in a fresh process beyond its inputs, of which the upstream gradient is "
         "one; a unit is one (B,N,H,D)",

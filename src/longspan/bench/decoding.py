@@ -51,7 +51,7 @@ class DecodingRun:
         self.left_out: list[dict[str, str]] = []
 
     def task(self, batch: int, name: str, config: DecoderConfig) -> Task:
-        """What a candidate is asked to do. ft normalises after its sub-layers, whatever is asked."""
+        """What a candidate is asked to do. ft normalizes after its sub-layers, whatever is asked."""
         asked = replace(config, prenorm=name != "ft")
         return {
             "what": "model",

@@ -52,8 +52,8 @@ def decoder(config: DecoderConfig, weights: dict[str, Tensor], tokens: Tensor) -
         return x @ w[f"{name}.weight"].mT + w[f"{name}.bias"]
 
     def norm(name: str, x: Tensor) -> Tensor:
-        centred = x - x.mean(-1, keepdim=True)
-        scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        centered = x - x.mean(-1, keepdim=True)
+        scaled = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
 
     def attend(name: str, x: Tensor) -> Tensor:

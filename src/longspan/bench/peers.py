@@ -43,7 +43,7 @@ def ft_step(task: dict[str, Any]) -> Any:
 
 
 def ft_model(task: dict[str, Any], weights: dict[str, Tensor] | None) -> Any:
-    """A decoder of the same shape: embedding, ``RecurrentTransformerEncoder``, head. It normalises after sub-layers."""
+    """A decoder of the same shape: embedding, ``RecurrentTransformerEncoder``, head. It normalizes after sub-layers."""
     builders = importlib.import_module("fast_transformers.builders")
     size = task["dim"] // task["heads"]
     model = nn.ModuleDict(

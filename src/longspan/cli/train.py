@@ -56,7 +56,7 @@ def parser_of(kind: str) -> Parser:
     jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = make(
         "train",
-        "Train a decoder, an encoder-decoder (on pairs) or an encoder (on labelled texts). A recipe is a YAML file "
+        "Train a decoder, an encoder-decoder (on pairs) or an encoder (on labeled texts). A recipe is a YAML file "
         "with two entries, model and run. Every field of a recipe is also a flag; a flag overrides the recipes before "
         "it. With model.vocab 0 the data determine the vocabulary size; the same holds for an encoder's model.outputs "
         "and model.labels.\n\nThe run directory gets config.yaml, checkpoints and metrics. Ctrl-C, SIGTERM or SIGHUP "
@@ -82,7 +82,7 @@ def parser_of(kind: str) -> Parser:
         type=str,
         default=kind,
         metavar="KIND",
-        help="decoder, seq2seq (an encoder-decoder, for pairs) or encoder (for labelled texts); print the fields of "
+        help="decoder, seq2seq (an encoder-decoder, for pairs) or encoder (for labeled texts); print the fields of "
         "each with longspan train --model.kind KIND --help",
     )
     parser.add_class_arguments(CONFIG_CLASSES[kind], "model")
@@ -123,7 +123,7 @@ def completed(fields: dict[str, Any], run: Any) -> dict[str, Any]:
     if fields["vocab"] != 0:
         return fields
     found = data.load(run.data, run.length)
-    if fields.get("kind") == "encoder" and isinstance(found, data.Labelled) and not fields["labels"]:
+    if fields.get("kind") == "encoder" and isinstance(found, data.Labeled) and not fields["labels"]:
         fields = fields | {"labels": " ".join(found.labels), "outputs": fields["outputs"] or len(found.labels)}
     return fields | {"vocab": found.vocab}
 

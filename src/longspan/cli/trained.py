@@ -33,7 +33,7 @@ def model(folder: str, data: str, *kinds: str) -> tuple[Any, str, int]:
 
     Returns:
         The model in eval mode, the name of its data set, and the length of an example in tokens: exact for a text,
-        the largest for pairs and labelled texts, 0 for the data set's default.
+        the largest for pairs and labeled texts, 0 for the data set's default.
 
     Raises:
         ValueError: for a folder without a checkpoint, a model of another kind, a checkpoint that does not record its

@@ -205,13 +205,13 @@ def _translation(domain: str) -> Any:
         squares = op.ReduceSum(op.Mul(x, x), op.Constant(value_ints=[-1]), keepdims=1)
         return op.Div(x, op.Sqrt(op.Add(squares, op.Constant(value_float=1e-6))))
 
-    def recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalise):
+    def recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize):
         if mask is not None or segments is not None or cu_seqlens is not None:
             raise ValueError("the operator LinearAttention supports neither masks nor packed sequences")
         groups, heads = int(q.shape[1]), int(v.shape[1])
 
         def keys(x: Any) -> Any:
-            size, x = int(x.shape[3]), unit(x) if normalise else x
+            size, x = int(x.shape[3]), unit(x) if normalize else x
             if own or groups == heads:
                 return packed(x)
             # The standard's operator cannot share a key among values, so keys are repeated.

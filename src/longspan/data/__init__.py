@@ -18,21 +18,21 @@ from typing import Any
 
 from .._utils.cache_dirs import cache_folder, expanded
 from .._utils.spec import known
-from . import images, labelled, pairs, text
+from . import images, labeled, pairs, text
 from .dataset import Dataset
 from .download import fetch
-from .labelled import Labelled
+from .labeled import Labeled
 from .order import batch_indices
 from .pairs import Pairs
 
-__all__ = ["Dataset", "Labelled", "Pairs", "absolute", "batch_indices", "cache_folder", "fetch", "load", "unit"]
+__all__ = ["Dataset", "Labeled", "Pairs", "absolute", "batch_indices", "cache_folder", "fetch", "load", "unit"]
 
 _IMAGES = {"digits": images.digits, "mnist": images.mnist, "cifar10": images.cifar10}
 _UNITS = {"text": "byte", "pairs": "token", "labels": "label"}
-_READERS = {"text": text.load, "pairs": pairs.load, "labels": labelled.load}
+_READERS = {"text": text.load, "pairs": pairs.load, "labels": labeled.load}
 # Names of data without a file.
 _OWN = {f"text:{text.STDLIB}", *(f"pairs:{task}" for task in pairs.TASKS)}
-_OWN |= {f"labels:{task}" for task in labelled.LABELLED}
+_OWN |= {f"labels:{task}" for task in labeled.LABELED}
 
 
 def load(name: str, length: int = 0) -> Any:
@@ -44,10 +44,10 @@ def load(name: str, length: int = 0) -> Any:
     Args:
         name: a name in the table above.
         length: tokens per example. Text: window size (0: 256). Pairs: largest number of tokens in a source or a target
-            (0: 256). Labelled texts: bytes read of each (0: 1024). Images: 0.
+            (0: 256). Labeled texts: bytes read of each (0: 1024). Images: 0.
 
     Returns:
-        A ``Dataset`` (images, text), ``Pairs``, or ``Labelled`` texts.
+        A ``Dataset`` (images, text), ``Pairs``, or ``Labeled`` texts.
 
     Raises:
         ValueError: for an unknown name, a missing, truncated or invalid file, a failed download, a length that images

@@ -1,4 +1,4 @@
-"""Generated data: pairs (dates to ISO 8601, reversed words) and labelled texts (the more frequent letter)."""
+"""Generated data: pairs (dates to ISO 8601, reversed words) and labeled texts (the more frequent letter)."""
 
 import datetime
 import random
@@ -106,7 +106,7 @@ def majority(seed: int = 0, count: int = 4000) -> Iterator[tuple[str, str]]:
         yield letters, max("ab", key=letters.count)
 
 
-LABELLED: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {"majority": majority}
+LABELED: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {"majority": majority}
 TASKS: Mapping[str, Callable[[], Iterator[tuple[str, str]]]] = {"dates": dates, "reverse": reverse}
 
 

@@ -39,7 +39,7 @@ class Series:
     names: tuple[str, ...]
     """what each series is called"""
     values: Tensor = field(repr=False)
-    """(T,C) float32, standardised"""
+    """(T,C) float32, standardized"""
     times: Tensor = field(repr=False)
     """(T,4) float32: hour of the day, day of the week, of the month and of the year, each from -0.5 to 0.5"""
     ends: tuple[int, int, int]
@@ -127,10 +127,10 @@ def table(name: str, path: Path) -> Series:
     if flat.any():
         constant = heading[1 + int(flat.nonzero()[0])]
         raise ValueError(f"{path}: {constant} is constant in the training part, so it cannot be standardized")
-    return Series(name, tuple(heading[1:]), standardised(values, ETT_ENDS[0]), marks(dates), ETT_ENDS, checksum)
+    return Series(name, tuple(heading[1:]), standardized(values, ETT_ENDS[0]), marks(dates), ETT_ENDS, checksum)
 
 
-def standardised(values: Tensor, train: int) -> Tensor:
+def standardized(values: Tensor, train: int) -> Tensor:
     """(T,C) less the mean of the first ``train`` hours, over their deviation: -> (T,C) float32."""
     part = values[:train]
     return ((values - part.mean(0)) / part.std(0, correction=0)).float()
@@ -157,4 +157,4 @@ def synthetic(seed: int) -> Series:
     dates = [begin + timedelta(hours=hour) for hour in range(SYNTHETIC_HOURS)]
     ends = (SYNTHETIC_HOURS * 3 // 5, SYNTHETIC_HOURS * 4 // 5, SYNTHETIC_HOURS)
     names = ("HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT")
-    return Series("synthetic", names, standardised(values, ends[0]), marks(dates), ends, "")
+    return Series("synthetic", names, standardized(values, ends[0]), marks(dates), ends, "")

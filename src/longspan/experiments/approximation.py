@@ -12,7 +12,7 @@ from torch import Tensor
 from .._utils import palette
 from .._utils.spec import known
 from .._utils.tables import Table
-from ..ops.linear import random_features, stabilised
+from ..ops.linear import random_features, stabilized
 from ..ops.softmax import dense
 from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
 
@@ -100,7 +100,7 @@ def output_errors(settings: Settings, w: Tensor, features: Features, spread: flo
     errors = []
     # One by one: together they would take some hundred megabytes.
     for rows in w:
-        o, _ = stabilised.attend(features(scale * q, rows), features(scale * k, rows), v, causal=False, eps=EPS)
+        o, _ = stabilized.attend(features(scale * q, rows), features(scale * k, rows), v, causal=False, eps=EPS)
         errors.append((o - exact).square().sum() / exact.square().sum())
     return torch.stack(errors)
 

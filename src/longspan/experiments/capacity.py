@@ -80,7 +80,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     keys, replaced = point["keys"], point["replaced"]
     random = generator(settings.seed, point)
     model = retrieval.Retriever(keys, settings.size, point["kind"], point["rule"], random)
-    optimiser = torch.optim.Adam(model.parameters(), lr=settings.rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.rate)
     count, length = -(-settings.queries // keys), tokens(keys, replaced)
     best = {"loss": float("inf"), "loss_short": None}
     strikes = step = 0
@@ -88,9 +88,9 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         step += 1
         drawn = retrieval.draw(count, length, keys, replaced, random)
         loss = finite(model.loss(drawn, random), f"at step {step} of {point['kind']}")
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         if step % EVERY == 0 or step == settings.steps:
             found = test(model, length, replaced, settings.tests, random)
             strikes = 0 if found < 0.99 * best["loss"] else strikes + 1

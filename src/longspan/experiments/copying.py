@@ -126,7 +126,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     """
     seed, name = point["seed"], f"{point['spec']}-{point['seed']}"
     model = fresh(settings, point["spec"], seed).to(settings.device)
-    optimiser = torch.optim.RAdam(model.parameters(), lr=settings.rate)
+    optimizer = torch.optim.RAdam(model.parameters(), lr=settings.rate)
     tests = draw(settings, settings.tests, seed, "test").to(settings.device)
     run = TrainConfig(steps=settings.steps, learning_rate=settings.rate, schedule="drop", drop_at=settings.drop_at)
     first, curve = 0, [[0, test(model, tests)]]
@@ -134,19 +134,19 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     if kept:
         first, curve = kept["step"], kept["curve"]
         model.load_state_dict(kept["model"])
-        optimiser.load_state_dict(kept["optimiser"])
+        optimizer.load_state_dict(kept["optimizer"])
     for step in place.track(range(first, settings.steps), settings.steps - first, f"copy {point['spec']}, seed {seed}"):
-        optimiser.param_groups[0]["lr"] = rate(run, step)
+        optimizer.param_groups[0]["lr"] = rate(run, step)
         tokens = draw(settings, settings.batch, seed, "train", step).to(settings.device)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         with drawing(seed, "step", step):
             finite(loss(model, tokens), f"at step {step} of {point['spec']}").backward()
-        optimiser.step()
+        optimizer.step()
         done = step + 1
         if done % EVERY == 0 or done == settings.steps:
             curve.append([done, test(model, tests)])
         if done % KEEP == 0:
-            now = {"step": done, "curve": curve, "model": model.state_dict(), "optimiser": optimiser.state_dict()}
+            now = {"step": done, "curve": curve, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             place.save(name, now)
     reached = next((done for done, value in curve if value < GOAL), None)
     return {"curve": curve, "test": curve[-1][1], "reached": reached}

@@ -232,13 +232,13 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
 
     Saves after each evaluation. Raises ValueError for a loss that is not finite.
     """
-    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     now: Row = {"step": 0, "seconds": 0.0, "processor": 0.0, "curve": []}
     reader = Reader(settings, name, model, dataset)
     if kept := place.load(name):
         now = {key: kept[key] for key in now}
         model.load_state_dict(kept["model"])
-        optimiser.load_state_dict(kept["optimiser"])
+        optimizer.load_state_dict(kept["optimizer"])
         reader.go_on(kept["reader"])
     else:
         # Compilation and allocation in the first call are not timed.
@@ -249,24 +249,24 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
         while (part := settings.part(now["step"], now["seconds"])) < look / settings.looks:
             begin, processor = time.perf_counter(), time.process_time()
             with drawing(settings.seed, name, "step", now["step"]):
-                _step(reader, optimiser, settings.rate(now["step"], part), now["step"])
+                _step(reader, optimizer, settings.rate(now["step"], part), now["step"])
             now["step"] += 1
             now["seconds"] += time.perf_counter() - begin
             now["processor"] += time.process_time() - processor
         bits = held_out(settings, name, model, dataset, "validation", settings.evaluate_examples)
         now["curve"] = [*now["curve"], [now["step"], round(now["seconds"], 2), round(bits, 5)]]
-        weights = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "reader": reader.kept()}
+        weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "reader": reader.kept()}
         place.save(name, now | weights)
     return now
 
 
-def _step(reader: Reader, optimiser: torch.optim.Optimizer, rate: float, step: int) -> None:
-    optimiser.param_groups[0]["lr"] = rate
+def _step(reader: Reader, optimizer: torch.optim.Optimizer, rate: float, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = rate
     loss = finite(reader.loss(step), f"at step {step}", "--learning-rate")
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(reader.model.parameters(), 1.0)
-    optimiser.step()
+    optimizer.step()
 
 
 def held_out(settings: Settings, name: str, model: Model, dataset: Dataset, split: str, examples: int) -> float:

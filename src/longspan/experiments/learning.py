@@ -61,25 +61,25 @@ def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
 
     Raises ValueError for a loss that is not finite.
     """
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning.rate, weight_decay=0.0, betas=(0.9, 0.98))
     run = TrainConfig(steps=learning.steps, learning_rate=learning.rate, warmup=max(1, learning.steps // 10))
     first, curve, every = 0, [], learning.every or KEEP
     kept = place.load(learning.name)
     if kept:
         first, curve = kept["step"], kept["curve"]
         model.load_state_dict(kept["model"])
-        optimiser.load_state_dict(kept["optimiser"])
+        optimizer.load_state_dict(kept["optimizer"])
     for step in place.track(range(first, learning.steps), learning.steps - first, learning.name):
-        optimiser.param_groups[0]["lr"] = rate(run, step)
-        optimiser.zero_grad()
+        optimizer.param_groups[0]["lr"] = rate(run, step)
+        optimizer.zero_grad()
         with drawing(learning.seed, "step", step):
             finite(learning.loss(model, step), f"at step {step} of {learning.name}").backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         done = step + 1
         if done % every == 0 or done == learning.steps:
             with torch.no_grad():
                 curve.append({"step": done, **learning.look(model)})
-            now = {"step": done, "curve": curve, "model": model.state_dict(), "optimiser": optimiser.state_dict()}
+            now = {"step": done, "curve": curve, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             place.save(learning.name, now)
     return curve

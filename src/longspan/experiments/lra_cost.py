@@ -19,7 +19,7 @@ from .lra_models import Classifier, Shape
 def stepping(shape: Shape, batch: int, tokens: int, device: str) -> Call:
     """One training step on random tokens: forward, loss, backward, and AdamW's update."""
     model = Classifier(shape, 0).to(device).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(shape.vocab, (batch, shape.towers, tokens), generator=generator)
     labels = torch.randint(shape.classes, (batch,), generator=generator)
@@ -27,9 +27,9 @@ def stepping(shape: Shape, batch: int, tokens: int, device: str) -> Call:
 
     def step() -> None:
         loss = model.loss(example)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         model.update()
         if device == "cuda":
             torch.cuda.synchronize()

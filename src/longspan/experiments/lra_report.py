@@ -157,9 +157,9 @@ def _arena(axis: Any, result: Result) -> list[tuple[str, float, float, float]]:
     for name, accuracy in drawn.items():
         if accuracy is None:
             continue
-        row, colour = found[name], f"C{families.index(_family(name))}"
+        row, color = found[name], f"C{families.index(_family(name))}"
         area = MARKS[0] + (MARKS[1] - MARKS[0]) * (row["mb"] or 0.0) / largest
-        look = {"color": colour} if both(name) else {"facecolors": "none", "edgecolors": colour, "linewidths": 1.2}
+        look = {"color": color} if both(name) else {"facecolors": "none", "edgecolors": color, "linewidths": 1.2}
         axis.scatter(row["steps_per_second"], accuracy, s=area, alpha=0.6, **look)
         named.append((name, row["steps_per_second"], accuracy, area))
     for i, family in enumerate(families):

@@ -129,16 +129,16 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     seen = batch.observed, batch.actions
     dim = agents.fitting(kind, settings.parameters, *seen, **settings.sizes)
     agent = agents.born(seed, kind, dim, *seen, **settings.sizes).to(settings.device)
-    optimiser = torch.optim.Adam(agent.parameters(), lr=settings.rate, eps=1e-5)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=settings.rate, eps=1e-5)
     name, blocks, first, curve = f"{task}-{kind}-{seed}", settings.steps // settings.each, 0, []
     if kept := place.load(name):
         first, curve = kept["blocks"], kept["curve"]
         agent.load_state_dict(kept["agent"])
-        optimiser.load_state_dict(kept["optimiser"])
+        optimizer.load_state_dict(kept["optimizer"])
     for block in place.track(range(first, blocks), blocks - first, name):
-        returns = trained(settings, agent, optimiser, batch, task, seed, block)
+        returns = trained(settings, agent, optimizer, batch, task, seed, block)
         curve.append([(block + 1) * settings.each, round(mean(returns), 5) if returns else None])
-        now = {"blocks": block + 1, "curve": curve, "agent": agent.state_dict(), "optimiser": optimiser.state_dict()}
+        now = {"blocks": block + 1, "curve": curve, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
         place.save(name, now)
     return {"parameters": sum(p.numel() for p in agent.parameters()), "dim": dim, "curve": curve}
 
@@ -146,7 +146,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 def trained(
     settings: Settings,
     agent: agents.Agent,
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     batch: tasks.Batch,
     task: str,
     seed: int,
@@ -160,9 +160,9 @@ def trained(
     state, returns = agent.init_state(settings.environments), []
     for i in range(settings.block):
         gone = (block + i / settings.block) / (settings.steps // settings.each)
-        optimiser.param_groups[0]["lr"] = settings.rate * (1 - gone)
+        optimizer.param_groups[0]["lr"] = settings.rate * (1 - gone)
         rollout, state, ended = play(agent, batch, state, settings.rollout, chance, tasks.TASKS[task].scale)
-        learn(agent, optimiser, rollout, settings.learning, chance)
+        learn(agent, optimizer, rollout, settings.learning, chance)
         returns += ended
     return returns
 

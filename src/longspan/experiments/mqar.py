@@ -82,16 +82,16 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         torch.manual_seed(random.initial_seed())
         model = recall.Recaller(point["spec"], point["dim"], settings.heads, settings.depth, settings.vocab)
     run = TrainConfig(steps=settings.steps, warmup=min(50, settings.steps), learning_rate=point["rate"])
-    optimiser = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     step = 0
     while step < settings.steps:
-        optimiser.param_groups[0]["lr"] = rate(run, step)
+        optimizer.param_groups[0]["lr"] = rate(run, step)
         sequences = draw(settings, settings.pairs[step % len(settings.pairs)], settings.batch, random)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         with drawing(settings.seed, point, "step", step):
             model.loss(sequences).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         step += 1
         if step % EVERY == 0 and min(test(model, settings, settings.batch, random)) >= DONE:
             break

@@ -118,7 +118,7 @@ def objective(agent: Agent, rollout: Rollout, advantage: Tensor, learning: Learn
 
 def learn(
     agent: nn.Module,
-    optimiser: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer,
     rollout: Rollout,
     learning: Learning,
     generator: torch.Generator,
@@ -128,7 +128,7 @@ def learn(
     for _ in range(learning.epochs):
         for rows in torch.randperm(len(advantage), generator=generator).chunk(learning.parts):
             loss = finite(objective(agent, rollout.rows(rows), advantage[rows], learning), "in an update of an agent")
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(agent.parameters(), learning.norm)
-            optimiser.step()
+            optimizer.step()

@@ -57,7 +57,7 @@ class Recaller(nn.Module):
         super().__init__()
         config = StackConfig(dim=dim, depth=depth, heads=heads, attention=attention, feedforward=2 * dim)
         self.embedding = nn.Embedding(vocab + 1, dim)
-        # So that scores, products with a normalised vector, begin at a deviation of one.
+        # So that scores, products with a normalized vector, begin at a deviation of one.
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         self.convolution = ShortConvolution(dim, CONVOLUTION)
         self.stack = Stack(config)

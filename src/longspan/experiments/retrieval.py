@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .._utils.spec import known
 from ..ops import gated
 from ..ops.linear import random_features
-from ..ops.linear.features import dpfp, elu, sum_normalise
+from ..ops.linear.features import dpfp, elu, sum_normalize
 
 RULES = {
     "sum": "adds what a token brings, and divides by the sum of weights",
@@ -130,7 +130,7 @@ class Retriever(nn.Module):
                 # Without shifts, as published, EPS makes unlikely answers smaller. Weights far below it
                 # would have denormal gradients, which are slow.
                 weights = _floored(q, -40.0).features() @ _floored(k, -40.0).features().mT
-                return _normalised(F.threshold(weights, 1e-9 * EPS, 0.0))
+                return _normalized(F.threshold(weights, 1e-9 * EPS, 0.0))
             # Both shifts cancel in the ratio, up to EPS.
             top = k.peak().amax(-1, keepdim=True)
             phi_q, phi_k = _floored(q, -25.0, q.peak()).features(), _floored(k, -25.0, top).features()
@@ -138,11 +138,11 @@ class Retriever(nn.Module):
             return (queries @ keys.mT * self.size**-0.5).softmax(-1)
         else:
             phi_q, phi_k = self.kind.features(queries), self.kind.features(keys)
-        return _normalised(phi_q @ phi_k.mT)
+        return _normalized(phi_q @ phi_k.mT)
 
     def _corrected(self, queries: Tensor, keys: Tensor, sequences: Sequences) -> Tensor:
         assert self.kind.features is not None
-        phi_q, phi_k = (sum_normalise(self.kind.features(x)) for x in (queries, keys))
+        phi_q, phi_k = (sum_normalize(self.kind.features(x)) for x in (queries, keys))
         values = F.one_hot(sequences.values, self.symbols).to(keys)
         rate = (self.embedding @ self.rate)[sequences.keys] + self.rate_of_value[sequences.values]  # (B,L,1)
         # Outputs of the tokens are not used; the queries come after the last.
@@ -154,7 +154,7 @@ class Retriever(nn.Module):
         return random_features.sample(1, self.kind.rows, self.size, **kind)[0].float()
 
 
-def _normalised(weights: Tensor) -> Tensor:
+def _normalized(weights: Tensor) -> Tensor:
     return weights / (weights.sum(-1, keepdim=True) + EPS)
 
 

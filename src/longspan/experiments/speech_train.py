@@ -97,7 +97,7 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
     Resumes an interrupted training with the same numbers.
     """
     model.front.calibrate(torch.cat([one.frames for one in corpus.train(0)]))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     # Built for every epoch, so counted in the first one.
     run = TrainConfig(steps=training.epochs, learning_rate=training.learning_rate, warmup=max(1, training.epochs // 10))
     first, curve, seconds = 0, [], []
@@ -105,19 +105,19 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
     if kept:
         first, curve, seconds = kept["epoch"], kept["curve"], kept["seconds"]
         model.load_state_dict(kept["model"])
-        optimiser.load_state_dict(kept["optimiser"])
+        optimizer.load_state_dict(kept["optimizer"])
     for epoch in place.track(range(first, training.epochs), training.epochs - first, training.name):
         groups = batches(corpus.train(epoch), training.batch, (training.seed, 4, epoch))
         spent, nats = 0.0, 0.0
         for i, group in enumerate(groups):
             # Between two epochs' rates, so that a warm-up of few epochs has no jumps.
             part = (epoch + i / len(groups)) % 1
-            optimiser.param_groups[0]["lr"] = (1 - part) * rate(run, epoch) + part * rate(run, epoch + 1)
+            optimizer.param_groups[0]["lr"] = (1 - part) * rate(run, epoch) + part * rate(run, epoch + 1)
             frames, lengths, targets = padded(group)
             hide(frames, model.front.mean.cpu(), np.random.default_rng([training.seed, 5, epoch, i]))
             begin = time.perf_counter()
             with drawing(training.seed, "step", epoch, i):
-                nats += update(model, optimiser, frames, lengths, targets)
+                nats += update(model, optimizer, frames, lengths, targets)
             spent += time.perf_counter() - begin
         seconds.append(spent)
         done = epoch + 1
@@ -127,7 +127,7 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
             found = errors(model, corpus.held["validation"], corpus.labels)
             curve.append([done, round(nats / len(groups), 4), round(found["labels"], 5)])
         now = {"epoch": done, "curve": curve, "seconds": seconds}
-        place.save(training.name, now | {"model": model.state_dict(), "optimiser": optimiser.state_dict()})
+        place.save(training.name, now | {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     model.eval()
     last = corpus.train(training.epochs - 1)
     return {
@@ -138,15 +138,15 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
     }
 
 
-def update(model: Any, optimiser: Any, frames: Tensor, lengths: Tensor, targets: list[list[int]]) -> float:
+def update(model: Any, optimizer: Any, frames: Tensor, lengths: Tensor, targets: list[list[int]]) -> float:
     """One step of the optimizer -> the loss before it."""
     device = place_of(model)
     logits, counts = model(frames.to(device), lengths.to(device))
     loss = ctc.loss(logits, counts, targets)
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimiser.step()
+    optimizer.step()
     return loss.item()
 
 
@@ -212,5 +212,5 @@ def stepper(
     model: Any, batch: tuple[Tensor, Tensor, list[list[int]]], learning_rate: float = 1e-4
 ) -> Callable[[], object]:
     """A training step on a fixed batch, for timing."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=learning_rate)
-    return lambda: update(model, optimiser, *batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    return lambda: update(model, optimizer, *batch)

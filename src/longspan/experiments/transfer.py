@@ -148,19 +148,19 @@ def train(model: Decoder, settings: Settings, steps: int, highest: float, first:
     """Train in place on the batches from number ``first``: [[steps made, validation bits]], from 0 on."""
     dataset = digits()
     run = TrainConfig(steps=steps, warmup=min(20, steps), learning_rate=highest, batch=settings.batch)
-    optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     curve = [[0, validation(model, settings)]]
     for step in range(steps):
-        optimiser.param_groups[0]["lr"] = rate(run, step)
+        optimizer.param_groups[0]["lr"] = rate(run, step)
         chosen = batch_indices(dataset.count("train"), settings.seed, first + step, settings.batch)
         tokens = dataset.take("train", chosen)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         with drawing(settings.seed, "step", first + step):
             outputs, _ = model(model.shift(tokens))
             loss = -model.likelihood.log_prob(outputs, tokens).mean()
             finite(loss, f"at step {step} of {model.config.attention}").backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         if (step + 1) % settings.every == 0 or step + 1 == steps:
             curve.append([step + 1, validation(model, settings)])
     return curve

@@ -22,7 +22,7 @@ def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """(..., E) -> (..., E+1): a last column of ones, whose weighted sum is the normaliser."""
+    """(..., E) -> (..., E+1): a last column of ones, whose weighted sum is the normalizer."""
     return F.pad(v, (0, 1), value=1.0)
 
 

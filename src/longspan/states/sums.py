@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.linear import stabilised
+from ..ops.linear import stabilized
 from ..ops.prefix import join
 from ..ops.tensors import visible
 
@@ -29,20 +29,20 @@ class Form(NamedTuple):
     read: Callable[[Any, Tensor], Tensor]  # (q, sums) -> (B,H,N,E), the output of q for sums over all keys
 
 
-def stable(state: Callable[[stabilised.Sums], Any], eps: float) -> Form:
+def stable(state: Callable[[stabilized.Sums], Any], eps: float) -> Form:
     """Return the form for features that may overflow or change sign; ``state`` converts the op's state."""
 
-    def sums(before: Any) -> stabilised.Sums | None:
-        return None if before is None else stabilised.Sums(before.sums, getattr(before, "peak", None))
+    def sums(before: Any) -> stabilized.Sums | None:
+        return None if before is None else stabilized.Sums(before.sums, getattr(before, "peak", None))
 
     def attend(q: Any, k: Any, v: Tensor, *, before: Any = None, **options: Any) -> tuple[Tensor, Any]:
-        o, after = stabilised.attend(q, k, v, state=sums(before), eps=eps, **options)
+        o, after = stabilized.attend(q, k, v, state=sums(before), eps=eps, **options)
         return o, state(after)
 
     def matrix(q: Any, k: Any, allowed: Tensor, *, before: Any = None, **options: Any) -> Tensor:
-        return stabilised.matrix(q, k, allowed, state=sums(before), eps=eps, **options)
+        return stabilized.matrix(q, k, allowed, state=sums(before), eps=eps, **options)
 
-    return Form(attend, matrix, lambda q, found: stabilised.read(q, found, eps=eps))
+    return Form(attend, matrix, lambda q, found: stabilized.read(q, found, eps=eps))
 
 
 def attend(

@@ -26,7 +26,7 @@ from .. import data
 from .._utils import model_memory as weights
 from .._utils import signals
 from ..attention.specs import parts
-from ..data import Dataset, Labelled, Pairs
+from ..data import Dataset, Labeled, Pairs
 from ..models import checkpoint
 from ..models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from ..models.stacks import kind_of
@@ -66,7 +66,7 @@ SPLITS = ("validation", "test")
 
 
 def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progress: bool = True) -> Result:
-    """Train a decoder, an encoder-decoder on pairs, or an encoder on labelled texts.
+    """Train a decoder, an encoder-decoder on pairs, or an encoder on labeled texts.
 
     With ``run.devices`` > 1, Lightning's launcher starts the calling script once more for each further process, unless
     torchrun has started all of them. Other processes cannot write into the run directory meanwhile.
@@ -159,14 +159,14 @@ def parts_right(exact: dict[str, float], accuracy: dict[str, float]) -> str:
     return "".join(f"; {name}: {text}" for name, text in shown.items() if text)
 
 
-def _opening(model: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -> str:
+def _opening(model: Any, run: TrainConfig, dataset: Dataset | Pairs | Labeled) -> str:
     """The first line of the output: model, data and device."""
     weights, config = sum(p.numel() for p in model.parameters()), model.config
     where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     specs, most = config.attention, ""
     if isinstance(config, Seq2SeqConfig):
         specs, most = f"{config.encoder_attention} > {config.cross_attention} > {config.attention}", "up to "
-    if isinstance(dataset, Labelled):
+    if isinstance(dataset, Labeled):
         most = "up to "
     return (
         f"{weights:,} parameters, {specs}; {run.data}: {dataset.count('train'):,} examples of {most}"
@@ -182,7 +182,7 @@ def _engine() -> Any:
     return engine
 
 
-def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -> None:
+def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labeled) -> None:
     specs = {"attention": config.attention}
     if isinstance(dataset, Pairs):
         if not isinstance(config, Seq2SeqConfig):
@@ -193,7 +193,7 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labelled) -
                 f"{dataset.vocab - 1} levels"
             )
         specs["encoder_attention"] = config.encoder_attention
-    elif isinstance(dataset, Labelled):
+    elif isinstance(dataset, Labeled):
         if not isinstance(config, EncoderConfig):
             raise ValueError(f"{run.data} has labels, which require an encoder; pass model.kind=encoder")
         if config.pool == "none":

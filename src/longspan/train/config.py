@@ -24,7 +24,7 @@ class TrainConfig:
     pairs:reverse | pairs:FILE | labels:majority | labels:FILE | labels:FOLDER; paths are stored absolute"""
     length: int = 0
     """tokens per example of a text, or largest number of tokens in a source or a target of pairs; 0: 256. Largest
-    number of bytes read of a labelled text; 0: 1024"""
+    number of bytes read of a labeled text; 0: 1024"""
     stream: bool = False
     """read a text in order (truncated backpropagation through time): each row of the batch continues where it was, with
     its state, but without gradients through it. Each document (a file of a folder) starts with a fresh state. Requires

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data import Dataset, Labelled, Pairs
+from ..data import Dataset, Labeled, Pairs
 from ..data.pairs import Batch
 from ..generation.beam_search import beam_search
 from ..generation.sampling import generate
@@ -91,7 +91,7 @@ def evaluate_seq2seq(
 
 @torch.no_grad()
 def classified(
-    model: Encoder, dataset: Labelled, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
+    model: Encoder, dataset: Labeled, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
 ) -> Tensor:
     """Cross-entropy in nats, correct labels and texts, (3,) float64, over the texts of ``rank``."""
     indices = _chosen(dataset.count(split), examples, rank, world)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..attention import Attention
 from ..data import Dataset
-from ..data.labelled import Batch as Texts
+from ..data.labeled import Batch as Texts
 from ..data.order import batch_indices
 from ..data.pairs import Batch
 from ..data.streams import Stream, Stretch, row_windows

@@ -28,11 +28,11 @@ def draw(path: Path, history: list[dict[str, Any]], text: bool) -> None:
 def _steps(axis: Any, history: list[dict[str, Any]]) -> None:
     """Spans by step, a line for each head, a color for each layer."""
     steps = [one["step"] for one in history]
-    for colour, (layer, heads) in enumerate(history[-1]["spans"]):
+    for color, (layer, heads) in enumerate(history[-1]["spans"]):
         for head in range(len(heads)):
-            spans = [one["spans"][colour][1][head] for one in history]
+            spans = [one["spans"][color][1][head] for one in history]
             label = None if head else f"layer {layer}"
-            axis.plot(steps, spans, ".-", color=f"C{colour % 10}", linewidth=1.2, markersize=4, label=label)
+            axis.plot(steps, spans, ".-", color=f"C{color % 10}", linewidth=1.2, markersize=4, label=label)
     axis.set(title="spans by step", xlabel="training steps", ylabel="span of a head, tokens")
     _from_nothing(axis)
     axis.grid(alpha=0.3)
@@ -42,9 +42,9 @@ def _steps(axis: Any, history: list[dict[str, Any]]) -> None:
 def _heads(axis: Any, history: list[dict[str, Any]]) -> None:
     """The last spans, head by head, grouped by layer."""
     at, ticks = 0, []
-    for colour, (layer, heads) in enumerate(history[-1]["spans"]):
+    for color, (layer, heads) in enumerate(history[-1]["spans"]):
         places = list(range(at, at + len(heads)))
-        axis.bar(places, heads, color=f"C{colour % 10}")
+        axis.bar(places, heads, color=f"C{color % 10}")
         ticks.append((sum(places) / len(places), f"layer {layer}"))
         at += len(heads) + 1
     axis.set_xticks(*zip(*ticks, strict=True))

@@ -433,10 +433,10 @@ def fused_recurrent_linear_attn(
     return chunk_linear_attn(q, k, v, scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
-def _recur(q, k, v, g, beta, scale, state, final, normalised, cu_seqlens) -> tuple[Tensor, Tensor | None]:
+def _recur(q, k, v, g, beta, scale, state, final, normalized, cu_seqlens) -> tuple[Tensor, Tensor | None]:
     check_scale(scale)
     given = laid_out(q, k, v, g, beta, state, cu_seqlens)
-    options = {"scale": scale, "cu_seqlens": cu_seqlens, "normalise": "l2" if normalised else None}
+    options = {"scale": scale, "cu_seqlens": cu_seqlens, "normalize": "l2" if normalized else None}
     # The checks of the public operations, which name decays and step sizes differently.
     gated.check(
         given.q,
@@ -444,7 +444,7 @@ def _recur(q, k, v, g, beta, scale, state, final, normalised, cu_seqlens) -> tup
         given.v,
         given.log_decay,
         given.beta,
-        options["normalise"],
+        options["normalize"],
         None,
         None,
         cu_seqlens,

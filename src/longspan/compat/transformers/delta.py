@@ -58,7 +58,7 @@ def gated_delta_rule(
         segments=segments,
         return_state=True,
         donate=donate,
-        normalise="l2" if use_qk_l2norm_in_kernel else None,
+        normalize="l2" if use_qk_l2norm_in_kernel else None,
         state=None if initial_state is None else carried(initial_state, upcast_half(v[:0]).dtype),
     )
     return o.transpose(1, 2).to(query.dtype), state if output_final_state else None

@@ -17,7 +17,7 @@ GREY = (0.299, 0.587, 0.114)
 
 
 def load(source: str, length: int, examples: int, tests: int, seed: int) -> Arena:
-    """The images of a data set, colours as grey, in its own splits; ``length`` and ``seed`` play no part.
+    """The images of a data set, colors as grey, in its own splits; ``length`` and ``seed`` play no part.
 
     Raises ValueError for another data set, and what its loader raises.
     """
@@ -32,7 +32,7 @@ def load(source: str, length: int, examples: int, tests: int, seed: int) -> Aren
 
 
 def grey(data: Dataset, pictures: Tensor) -> Tensor:
-    """Rows (count,length) uint8 of a data set as (count,height,width) uint8, three colours as one grey."""
+    """Rows (count,length) uint8 of a data set as (count,height,width) uint8, three colors as one grey."""
     shaped = pictures.unflatten(1, data.grid)
     if len(data.grid) == 2:
         return shaped

@@ -22,7 +22,7 @@ class Block(nn.Module):
     """Attention and a feed-forward network, each with a residual path around it (Vaswani et al. 2017, section 3.1).
 
     ``cross``: a second attention between them, which reads a context. With ``residual`` a gate of GTrXL joins the two
-    paths, after a relu; with ``prenorm`` what a sub-layer reads is normalised and the stream is not, which is the
+    paths, after a relu; with ``prenorm`` what a sub-layer reads is normalized and the stream is not, which is the
     identity map reordering of Parisotto et al. 2019, section 3.1.
     """
 

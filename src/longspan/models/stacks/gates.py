@@ -33,7 +33,7 @@ class Gate(nn.Module):
     def __init__(self, dim: int, *, bias: float = 2.0):
         super().__init__()
         self.linear = nn.ModuleDict({name: nn.Linear(dim, dim, bias=False) for name in self.maps})
-        # A number for each channel, which no initialisation of linear maps sets to zero.
+        # A number for each channel, which no initialization of linear maps sets to zero.
         self.lean = nn.Parameter(torch.full((dim,), float(bias)))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ class Act(Universal):
         if not 0 < threshold < 1:
             raise ValueError(f"threshold={threshold} must be between 0 and 1")
         self.threshold = threshold
-        # No linear map, whose bias an initialisation would set to zero.
+        # No linear map, whose bias an initialization would set to zero.
         self.halt, self.bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.tensor(float(bias)))
 
     def forward(

@@ -1,4 +1,4 @@
-"""Slots that stand for several neighbouring tokens, and causal attention of every token to the slots before it.
+"""Slots that stand for several neighboring tokens, and causal attention of every token to the slots before it.
 
 Slot s of kernel K and stride S holds tokens s S ... s S + K - 1 of its row. Its tokens come as ``windows`` and become
 one by ``mean``, ``largest``, ``mixed``, or a product with weights of the caller's own.

@@ -33,7 +33,7 @@ def decay_attention(
     *,
     log_decay: Tensor,
     scale: float | None = None,
-    normalise: str | None = None,
+    normalize: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -51,7 +51,7 @@ def decay_attention(
     *,
     log_decay: Tensor,
     scale: float | None = None,
-    normalise: str | None = None,
+    normalize: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -68,7 +68,7 @@ def decay_attention(
     *,
     log_decay: Tensor,
     scale: float | None = None,
-    normalise: str | None = None,
+    normalize: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -76,7 +76,7 @@ def decay_attention(
     return_state: bool = False,
     donate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention to a sum of outer products that decays, causal and without a normaliser.
+    r"""Attention to a sum of outer products that decays, causal and without a normalizer.
 
     $$
     S_t = \mathrm{Diag}(e^{g_t}) S_{t-1} + k_t v_t^\top, \quad o_t = c \, S_t^\top q_t
@@ -97,7 +97,7 @@ def decay_attention(
     nothing, nothing decays, and its output is 0. ``segments`` (B,N) int64: packed sequences, equal ids side by side;
     the state starts from zero where they change, a given state belongs to the first and the returned one to the last.
     ``cu_seqlens`` (S+1,) int32 or int64 packs S sequences into one row, B = 1: number s is tokens cu_seqlens[s] ...
-    cu_seqlens[s+1], and has a state of its own, (S,H,D,E) in all. ``normalise="l2"``: queries and keys are divided by
+    cu_seqlens[s+1], and has a state of its own, (S,H,D,E) in all. ``normalize="l2"``: queries and keys are divided by
     their lengths, $\sqrt{\lVert k \rVert^2 + 10^{-6}}$, in float32 at least. ``donate=True`` may overwrite ``state``.
     Operands of any strides, such as transposed (B,N,H,D), are read where they are. Transforms of ``torch.func`` and
     forward-mode derivatives take plain forms.
@@ -113,11 +113,11 @@ def decay_attention(
         check_donation(state, query=query, key=key, value=value, log_decay=log_decay)
     if mask is None and segments is None and cu_seqlens is None and state is not None:
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
-        found = _token(query, key, value, log_decay, None, scale, normalise, state, donate)
+        found = _token(query, key, value, log_decay, None, scale, normalize, state, donate)
         if found is not None:
             return found if return_state else found[0]
-    check(query, key, value, log_decay, None, normalise, mask, segments, cu_seqlens, state)
-    options = {"scale": scale, "normalise": normalise, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    check(query, key, value, log_decay, None, normalize, mask, segments, cu_seqlens, state)
+    options = {"scale": scale, "normalize": normalize, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
     out, state = _checked(query, key, value, log_decay, None, state, donate=donate, **options)
     return (out, state) if return_state else out
 
@@ -131,7 +131,7 @@ def delta_rule(
     beta: Tensor,
     log_decay: Tensor | None = None,
     scale: float | None = None,
-    normalise: str | None = None,
+    normalize: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -150,7 +150,7 @@ def delta_rule(
     beta: Tensor,
     log_decay: Tensor | None = None,
     scale: float | None = None,
-    normalise: str | None = None,
+    normalize: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -168,7 +168,7 @@ def delta_rule(
     beta: Tensor,
     log_decay: Tensor | None = None,
     scale: float | None = None,
-    normalise: str | None = None,
+    normalize: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -204,11 +204,11 @@ def delta_rule(
         check_donation(state, query=query, key=key, value=value, beta=beta, log_decay=log_decay)
     if mask is None and segments is None and cu_seqlens is None and state is not None:
         # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
-        found = _token(query, key, value, log_decay, beta, scale, normalise, state, donate)
+        found = _token(query, key, value, log_decay, beta, scale, normalize, state, donate)
         if found is not None:
             return found if return_state else found[0]
-    check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seqlens, state)
-    options = {"scale": scale, "normalise": normalise, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    check(query, key, value, log_decay, beta, normalize, mask, segments, cu_seqlens, state)
+    options = {"scale": scale, "normalize": normalize, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
     out, state = _checked(query, key, value, log_decay, beta, state, donate=donate, **options)
     return (out, state) if return_state else out
 
@@ -249,7 +249,7 @@ def recur(
     log_decay: Tensor | None = None,
     beta: Tensor | None = None,
     scale: float | None = None,
-    normalise: str | None = None,
+    normalize: str | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -266,24 +266,24 @@ def recur(
         state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
     if torch.compiler.is_exporting():
         factor = per_root(q.shape[-1]) if scale is None else scale
-        return recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalise is not None)
+        return recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalize is not None)
     if not q.shape[-1]:
         # No channels read nothing, as one channel of zeros does, which every form can take.
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
         log_decay = F.pad(log_decay, (0, 1)) if log_decay is not None and log_decay.dim() == 4 else log_decay
-        options = {"log_decay": log_decay, "beta": beta, "scale": scale, "normalise": normalise, "mask": mask}
+        options = {"log_decay": log_decay, "beta": beta, "scale": scale, "normalize": normalize, "mask": mask}
         options |= {"segments": segments, "cu_seqlens": cu_seqlens, "state": F.pad(state, (0, 0, 0, 1))}
         out, end = recur(q, k, v, **options)
         return out, end[:, :, :0]
     if mask is None and cu_seqlens is None and q.shape[2] == 1:
-        found = _token(q, k, v, log_decay, beta, scale, normalise, state, donate)
+        found = _token(q, k, v, log_decay, beta, scale, normalize, state, donate)
         if found is not None:
             return found
     q, k, v, state, log_decay, beta = materialize_neg(q, k, v, state, log_decay, beta)
     assert state is not None
     op, factor = _op(log_decay, beta), per_root(q.shape[-1]) if scale is None else scale
     options = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
-    options |= {"segments": segments, "normalise": normalise is not None, "cu_seqlens": cu_seqlens}
+    options |= {"segments": segments, "normalize": normalize is not None, "cu_seqlens": cu_seqlens}
     why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, family="gated")
     token = q.shape[2] == 1 and cu_seqlens is None
     match select_backend(op, SERVED, "torch" if why_not or token else "native", why_not):
@@ -309,13 +309,13 @@ def recur(
 recurrence = exported.operation(recur)
 
 
-def _token(q, k, v, log_decay, beta, scale, normalise, state, donate):
+def _token(q, k, v, log_decay, beta, scale, normalize, state, donate):
     """``kernels.step``, where the backend is to be native; else None."""
     op = _op(log_decay, beta)
-    if resolve_backend(op, SERVED, "native") != "native" or normalise not in (None, "l2"):
+    if resolve_backend(op, SERVED, "native") != "native" or normalize not in (None, "l2"):
         return None
     options = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "donate": donate}
-    found = kernels.step(q, k, v, normalise=normalise is not None, **options)
+    found = kernels.step(q, k, v, normalize=normalize is not None, **options)
     if found is not None:
         log_backend(op, "native")
     return found
@@ -372,10 +372,10 @@ def step(q, k, v, *, log_decay, beta, scale, mask, segments, state, donate) -> t
     return (queries @ state).to(v.dtype), state
 
 
-def check(query, key, value, log_decay, beta, normalise, mask, segments, cu_seqlens, state) -> None:
+def check(query, key, value, log_decay, beta, normalize, mask, segments, cu_seqlens, state) -> None:
     """Raise ValueError unless the arguments of the functions above fit each other."""
-    if normalise is not None:
-        known(normalise, NORMS, "norm of queries and keys")
+    if normalize is not None:
+        known(normalize, NORMS, "norm of queries and keys")
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 4 or not t.is_floating_point():
             raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {t.dtype} {tuple(t.shape)}")

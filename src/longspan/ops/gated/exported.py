@@ -27,28 +27,28 @@ def operation(recur: Callable[..., tuple[Tensor, Tensor]]) -> Any:
         segments: Tensor | None,
         cu_seqlens: Tensor | None,
         scale: float,
-        normalise: bool,
+        normalize: bool,
     ) -> tuple[Tensor, Tensor]:
-        out, end = again(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalise)
+        out, end = again(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize)
         return out.contiguous(), end.contiguous()
 
     def again(*given) -> tuple[Tensor, Tensor]:
-        q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalise = given
+        q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize = given
         options = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "mask": mask}
-        options |= {"segments": segments, "cu_seqlens": cu_seqlens, "normalise": "l2" if normalise else None}
+        options |= {"segments": segments, "cu_seqlens": cu_seqlens, "normalize": "l2" if normalize else None}
         return recur(q, k, v, **options)
 
-    def shapes(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalise):
+    def shapes(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize):
         return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (v, state))
 
     def keep(ctx: Any, inputs: tuple, output: Any) -> None:
-        *tensors, ctx.scale, ctx.normalise = inputs
+        *tensors, ctx.scale, ctx.normalize = inputs
         ctx.save_for_backward(*tensors)
 
     def gradients(ctx: Any, grad: Tensor, grad_end: Tensor) -> tuple:
         # Not an operation itself: inside of one, autograd would not follow the forward that is run again.
         *inputs, mask, segments, cu_seqlens = ctx.saved_tensors
-        fixed = (mask, segments, cu_seqlens, ctx.scale, ctx.normalise)
+        fixed = (mask, segments, cu_seqlens, ctx.scale, ctx.normalize)
         if torch.is_grad_enabled():
             found = double_backward(lambda *given: again(*given, *fixed), inputs, (grad, grad_end))
         else:

@@ -29,7 +29,7 @@ def attend(
     mask: Tensor | None,
     segments: Tensor | None,
     state: Tensor,
-    normalise: bool = False,
+    normalize: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``gated.recur`` in C++: q, k (B,G,N,D), v (B,H,N,E), of any strides, float32 or bfloat16.
@@ -41,26 +41,26 @@ def attend(
     """
     log_decay, beta = (None if t is None else t.float() for t in (log_decay, beta))
     offsets = None if cu_seqlens is None else cu_seqlens.long()
-    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalise)  # type: ignore
+    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize)  # type: ignore
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalise):
+    def forward(ctx, q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize):
         run = _forward_op if torch.compiler.is_compiling() else _forward
         keeps = any(ctx.needs_input_grad)
-        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalise, keeps)
+        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize, keeps)
         ctx.save_for_backward(q, k, v, log_decay, beta, state, mask, segments, offsets, starts)
-        ctx.options = scale, normalise
+        ctx.options = scale, normalize
         return o, end
 
     @staticmethod
     def backward(ctx, grad, grad_end):
         *inputs, mask, segments, offsets, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
-            scale, normalise = ctx.options
+            scale, normalize = ctx.options
             options = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
-            form = partial(prepared, composed, normalise=normalise, cu_seqlens=offsets)
+            form = partial(prepared, composed, normalize=normalize, cu_seqlens=offsets)
             grads = double_backward(form, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
@@ -81,7 +81,7 @@ def _forward(
     segments: Tensor | None,
     offsets: Tensor | None,
     scale: float,
-    normalise: bool,
+    normalize: bool,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and if they are wanted the states before every 512 tokens."""
@@ -97,7 +97,7 @@ def _forward(
     failed = kernels("gated").longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
         strides(q, k, v, o, *_gates(log_decay, beta)),
-        _sizes(state, q, v, normalise),
+        _sizes(state, q, v, normalize),
         _kind(log_decay),
         TYPES[v.dtype],
         scale,
@@ -121,7 +121,7 @@ def _backward(
     offsets: Tensor | None,
     starts: Tensor,
     scale: float,
-    normalise: bool,
+    normalize: bool,
 ) -> list[Tensor]:
     """The gradients of q, k, v, of log_decay and beta where they are given, and of the first state."""
     # Heads of values that share a query add their gradients, for which half precision would be too coarse.
@@ -134,7 +134,7 @@ def _backward(
     failed = kernels("gated").longspan_gated_backward(
         *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments, offsets),
         strides(q, k, v, grad, dq, dk, dv, *gates),
-        _sizes(first, q, v, normalise),
+        _sizes(first, q, v, normalize),
         _kind(log_decay),
         TYPES[v.dtype],
         TYPES[dq.dtype],
@@ -156,7 +156,7 @@ def step(
     scale: float | None,
     state: Tensor,
     donate: bool,
-    normalise: bool = False,
+    normalize: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
     """One token of ``gated.recur``, in one pass over ``state`` (B,H,D,E), which ``donate`` allows to be overwritten.
 
@@ -206,7 +206,7 @@ def step(
         keys,
         values,
         _kind(log_decay),
-        normalise,
+        normalize,
         HALVES[dtype],
         factor,
         threads(),
@@ -222,13 +222,13 @@ _backward_op = torch.library.custom_op("longspan::gated_backward", _backward, mu
 
 
 @_forward_op.register_fake
-def _(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalise, keeps):
+def _(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize, keeps):
     end = torch.empty_like(state, memory_format=torch.contiguous_format)
     return torch.empty_like(v), end, _starts(state, q, offsets, keeps)
 
 
 @_backward_op.register_fake
-def _(grad, grad_end, q, k, v, log_decay, beta, mask, segments, offsets, starts, scale, normalise):
+def _(grad, grad_end, q, k, v, log_decay, beta, mask, segments, offsets, starts, scale, normalize):
     found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
     return [*found, torch.empty_like(grad_end, memory_format=torch.contiguous_format)]
 
@@ -256,6 +256,6 @@ def _gates(log_decay: Tensor | None, beta: Tensor | None) -> list[Tensor]:
     return [nothing if t is None else t if t.dim() == 4 else t[..., None] for t in (log_decay, beta)]
 
 
-def _sizes(state: Tensor, q: Tensor, v: Tensor, normalise: bool) -> ctypes.Array:
-    sizes = len(state), q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1], normalise
+def _sizes(state: Tensor, q: Tensor, v: Tensor, normalize: bool) -> ctypes.Array:
+    sizes = len(state), q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1], normalize
     return (ctypes.c_long * 7)(*sizes)

@@ -22,14 +22,14 @@ def prepared(
     beta: Tensor | None,
     state: Tensor,
     *,
-    normalise: bool,
+    normalize: bool,
     cu_seqlens: Tensor | None,
     mask: Tensor | None,
     segments: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """``form`` of these operands, as ``gated.recur`` has them, which itself knows nothing of the two."""
-    if normalise:
+    if normalize:
         # What masked tokens hold must not reach a root. In float32 at least, as in the kernels.
         q, k = (unit(upcast_half(t)) for t in zero_masked(mask, q, k))
     if cu_seqlens is None:

@@ -1,4 +1,4 @@
-"""Normalised linear attention: phi(q)^T sum phi(k) v^T / (phi(q)^T sum phi(k) + eps)."""
+"""Normalized linear attention: phi(q)^T sum phi(k) v^T / (phi(q)^T sum phi(k) + eps)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -246,7 +246,7 @@ def attend(
             above, s = _sum(turned[0], turned[1], values[..., :-1], causal, segments, parts[0], False)
             below, z = _sum(q, k, values[..., -1:], causal, segments, parts[1], False)
             read, state = torch.cat([above, below], -1), torch.cat([s, z], -1)
-        return normalise(read, eps).to(v.dtype), state
+        return normalize(read, eps).to(v.dtype), state
 
 
 def _sum(q, k, v, causal, segments, state, donate):
@@ -289,7 +289,7 @@ def matrix(
     return (q @ k.mT) * allowed / divisors(below)
 
 
-def normalise(read: Tensor, eps: float) -> Tensor:
+def normalize(read: Tensor, eps: float) -> Tensor:
     """(..., E+1) -> (..., E): numerator / (denominator + eps), the last column; 0 where that divisor is 0."""
     return read[..., :-1] / divisors(read[..., -1:] + eps)
 

@@ -23,7 +23,7 @@ def attend(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normalised linear attention where every query reads all keys, or all of its segment; also across sequences.
+    """Normalized linear attention where every query reads all keys, or all of its segment; also across sequences.
 
     q (B,H,N,D), k (B,H,M,D) before the feature map, v (B,H,M,E), of one dtype and with any strides -> o (B,H,N,E) in
     v's dtype, the sums (B,H,D,E+1) over all keys. ``mask`` and ``segments`` (B,M) as in ``causal.attend``; with

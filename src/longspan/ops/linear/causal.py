@@ -1,6 +1,6 @@
 """Linear attention on raw queries and keys, span by span, so that all between input and output stays in the cache.
 
-A span is some chunks of tokens. Inside it, the feature map, the products and the normaliser work on buffers that every
+A span is some chunks of tokens. Inside it, the feature map, the products and the normalizer work on buffers that every
 span uses again; from span to span goes the state S = sum phi(k) v^T, z = sum phi(k). The backward pass keeps q, k, v,
 o, the denominators and one state per span, and recomputes the rest.
 
@@ -36,7 +36,7 @@ def attend(
     state: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """Causal, normalised linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
+    """Causal, normalized linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
 
     q, k (B,H,N,D) before the feature map, v (B,H,N,E), of one dtype and with any strides; state (B,H,D,E+1), its last
     column z, or None for zeros -> o (B,H,N,E) in v's dtype, state (B,H,D,E+1) in float32 or float64.

@@ -58,7 +58,7 @@ def divisors(below: Tensor) -> Tensor:
     return below.masked_fill(below == 0, torch.inf)
 
 
-def sum_normalise(features: Tensor, eps: float = 1e-12) -> Tensor:
+def sum_normalize(features: Tensor, eps: float = 1e-12) -> Tensor:
     """Divide by the sum of absolute values, or by ``eps`` where that is larger: (..., F) -> (..., F).
 
     The absolute values matter for features of either sign, whose plain sum could vanish; zeros stay zeros.
@@ -102,7 +102,7 @@ def feature_map(choice: str | FeatureMap, dim: int) -> FeatureMap:
     """A feature map by name, or a callable of your own, ``(..., D) -> (..., F)``, for heads of ``dim`` channels.
 
     Raises ValueError for an unknown name, for something that is neither, and for a callable with negative values: a
-    normalised mechanism divides by a sum of products of features, which could vanish or change sign.
+    normalized mechanism divides by a sum of products of features, which could vanish or change sign.
     """
     if isinstance(choice, str):
         return MAPS[known(choice, MAPS, "feature map")]
@@ -113,7 +113,7 @@ def feature_map(choice: str | FeatureMap, dim: int) -> FeatureMap:
         lowest = choice(probe).min().item()
     if not lowest >= 0:
         raise ValueError(
-            f"feature map {getattr(choice, '__name__', choice)!r} reaches {lowest:.3g}; a normalised mechanism divides "
+            f"feature map {getattr(choice, '__name__', choice)!r} reaches {lowest:.3g}; a normalized mechanism divides "
             f"by a sum of products of features, so they must not be negative"
         )
     return choice

@@ -130,7 +130,7 @@ def _denominators(q: Tensor) -> Tensor:
 def step(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float, donate: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """One token, its feature map, the sums and the normaliser, in one pass over the state.
+    """One token, its feature map, the sums and the normalizer, in one pass over the state.
 
     q, k (B,H,1,D) before the feature map, v (B,H,1,E), in float32, bfloat16 or float16, state (B,H,D,E+1) in float32
     -> o (B,H,1,E) in v's dtype, state, which is the given one overwritten where ``donate`` allows it. None for anything

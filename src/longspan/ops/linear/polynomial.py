@@ -16,7 +16,7 @@ from ..backends import select_backend
 from ..operands import materialize_neg, transformed, zero_masked
 from ..segments import borders_of
 from ..tensors import upcast_half, with_ones
-from . import normalise
+from . import normalize
 
 OP = "polynomial attention"
 SHORTEST, LONGEST = 64, 512  # tokens of a span
@@ -59,7 +59,7 @@ def attend(
     state: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Normalised attention with ``similarity`` s: o_i = sum_j s(q_i, k_j) v_j / (sum_j s(q_i, k_j) + eps).
+    """Normalized attention with ``similarity`` s: o_i = sum_j s(q_i, k_j) v_j / (sum_j s(q_i, k_j) + eps).
 
     q (B,H,N,D), k (B,H,M,D), scaled already, in float32 or float64, v (B,H,M,E) -> o (B,H,N,E) in v's dtype, state
     (B,H,F,E+1) with F = (D+1)(D+2)/2: the sum of phi(k) v^T and, in its last column, of phi(k).
@@ -86,7 +86,7 @@ def attend(
             # Both scans count the token itself, so it is taken out of one of them.
             own = similarity(q[..., None, :], k[..., None, :], **kernel)[..., 0]
             found = found + later.flip(2) - _masked(own, mask) * values
-        return normalise(found, eps).to(v.dtype), end
+        return normalize(found, eps).to(v.dtype), end
 
 
 def read(q: Tensor, sums: Tensor, *, constant: float, taylor: bool, eps: float) -> Tensor:
@@ -97,7 +97,7 @@ def read(q: Tensor, sums: Tensor, *, constant: float, taylor: bool, eps: float) 
 
     with torch.autocast(q.device.type, enabled=False):
         spans = q.split(_span(q, sums), 2)
-        return normalise(torch.cat([_again(len(spans) > 1, found, part, sums) for part in spans], 2), eps)
+        return normalize(torch.cat([_again(len(spans) > 1, found, part, sums) for part in spans], 2), eps)
 
 
 def matrix(
@@ -118,7 +118,7 @@ def matrix(
         if state is not None:
             past = features(q, constant, taylor) @ state[..., -1:]
             below = below + (past if segments is None else past * (segments == segments[:, :1])[:, None, :, None])
-        return normalise(torch.cat([weights, below], -1), eps)
+        return normalize(torch.cat([weights, below], -1), eps)
 
 
 def _reference(q, k, values, mask, segments, state, donate, constant, taylor):

@@ -110,7 +110,7 @@ def levels(features: int, dim: int, radii: str) -> Tensor:
 def chi_quantile(p: Tensor, dim: int) -> Tensor:
     """The length that a Gaussian in ``dim`` dimensions stays below with probability p, for p in (0, 1): float64.
 
-    By bisection, as the distribution function is P(D/2, R^2/2), the regularised lower incomplete gamma function.
+    By bisection, as the distribution function is P(D/2, R^2/2), the regularized lower incomplete gamma function.
     """
     p = p.double()
     # Beyond sqrt(D) + 9 lies less than float64 resolves.
@@ -178,7 +178,7 @@ def fourier(x: Tensor, w: Tensor) -> Parts:
     return Parts(None, torch.cat([angles.cos(), angles.sin()], -1) * w.shape[-2] ** -0.5)
 
 
-def generalised(x: Tensor, w: Tensor, function: Callable[[Tensor], Tensor] = F.relu, floor: float = 0.0) -> Parts:
+def generalized(x: Tensor, w: Tensor, function: Callable[[Tensor], Tensor] = F.relu, floor: float = 0.0) -> Parts:
     """m^(-1/2) (f(w.x) + floor): the kernel E f(w.q) f(w.k), whatever that is.
 
     For relu without a floor it is the arc-cosine kernel |q| |k| (sin t + (pi - t) cos t) / (2 pi), t the angle.
@@ -192,7 +192,7 @@ def generalised(x: Tensor, w: Tensor, function: Callable[[Tensor], Tensor] = F.r
 def exponential(x: Tensor, w: Tensor) -> Parts:
     """m^(-1/2) e^(w.x): e^(|q+k|^2/2) on average, that is e^(q.k) with a weight e^(|k|^2/2) for each key.
 
-    x (..., N, D), w (..., m, D) -> m features. The generalised features for f = exp, apart from overflow.
+    x (..., N, D), w (..., m, D) -> m features. The generalized features for f = exp, apart from overflow.
     """
     return Parts(x @ w.mT, w.shape[-2] ** -0.5)
 

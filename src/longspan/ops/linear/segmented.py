@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..backends import select_backend
 from ..tensors import upcast_half, with_ones
-from . import normalise
+from . import normalize
 from .features import elu
 
 
@@ -15,7 +15,7 @@ def memories(
     """What was there before each segment and after the last, and what each adds.
 
     k (B,H,G,L,D), v (B,H,G,L,E), real bool (B,1,G,L,1) or None, before and recent (B,H,D,E+1), the latter being what
-    the first segment has added in earlier calls -> (B,H,G+1,D,E+1), (B,H,G,D,E+1). Last columns are of normalisers.
+    the first segment has added in earlier calls -> (B,H,G+1,D,E+1), (B,H,G,D,E+1). Last columns are of normalizers.
 
     ``delta``: a segment adds what its values differ by from what their keys read. Then there is a loop over segments.
 
@@ -31,7 +31,7 @@ def memories(
             return torch.cat([before[:, :, None], before[:, :, None] + own.cumsum(2)], 2), own
         sums, own = [before], []
         for g in range(k.shape[2]):
-            new = v[:, :, g] - normalise(k[:, :, g] @ sums[-1], eps) if delta else v[:, :, g]
+            new = v[:, :, g] - normalize(k[:, :, g] @ sums[-1], eps) if delta else v[:, :, g]
             own.append(k[:, :, g].mT @ with_ones(new) + (0 if g else recent))
             sums.append(sums[-1] + own[-1])
         return torch.stack(sums, 2), torch.stack(own, 2) if own else before[:, :, None][:, :, :0]
@@ -40,4 +40,4 @@ def memories(
 def read(q: Tensor, sums: Tensor, eps: float) -> Tensor:
     """What queries read of a memory, 0 of an empty one: q (...,L,D), sums (...,D,E+1) -> (...,L,E), of wide type."""
     with torch.autocast(q.device.type, enabled=False):
-        return normalise(elu(upcast_half(q)) @ sums, eps)
+        return normalize(elu(upcast_half(q)) @ sums, eps)

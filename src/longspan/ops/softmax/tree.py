@@ -1,4 +1,4 @@
-"""Attention over a binary tree: a token reads its neighbours one by one, and what is farther away in larger spans."""
+"""Attention over a binary tree: a token reads its neighbors one by one, and what is farther away in larger spans."""
 
 from typing import NamedTuple
 

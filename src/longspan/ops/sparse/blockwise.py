@@ -23,7 +23,7 @@ def attend(
 
     Keys stand at positions 0 ... M-1, queries at the last N of them. A row that sees nothing gives 0 and -inf. The
     log-sums carry no gradient. ``softcap``: see ``sparse_attention``; 0 is none. O(N keys-per-query) time; memory of
-    the inputs' size, and of the torch form also that of keys that are no runs of neighbouring blocks, a part at a time.
+    the inputs' size, and of the torch form also that of keys that are no runs of neighboring blocks, a part at a time.
     The torch form and flex compute M queries where there are fewer.
     """
     if not q.numel() or not v.numel():

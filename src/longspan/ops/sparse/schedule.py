@@ -12,7 +12,7 @@ from ...patterns import Pattern
 from ...patterns.algebra import Both, Either, either
 
 SMALLEST, LARGEST = 32, 128  # tokens of a block
-APART = 16  # tokens between neighbours of a class from which classes pay
+APART = 16  # tokens between neighbors of a class from which classes pay
 AT_ONCE = 256  # masks of tiles that are made at once
 DENSE = 1024  # tokens of a residue class up to which its pattern may be written out
 
@@ -25,7 +25,7 @@ class Tiles(NamedTuple):
     keys: Tensor  # (g,s) int64, blocks of keys
     mask: Tensor | None  # (g|1, size, s size) float32, 0 or -inf to be added to the logits; None: all are seen
     blind: Tensor | None  # (g|1, size) bool, queries that see none of these keys; None: there is none
-    first: int  # the first row where rows are neighbours, else -1
+    first: int  # the first row where rows are neighbors, else -1
     begin: int  # keys[u] = begin + u stride, ... + s - 1 where they are runs that move on evenly, else -1
     stride: int
 

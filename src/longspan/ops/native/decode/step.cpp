@@ -62,7 +62,7 @@ struct longspan_state {
 
 namespace {
 
-void normalise(const longspan_norm& norm, const float* x, float* out, long dim) {
+void normalize(const longspan_norm& norm, const float* x, float* out, long dim) {
     float mean = 0.0f, square = 0.0f;
     if (norm.bias) {
         for (long j = 0; j < dim; ++j) mean += x[j];
@@ -179,7 +179,7 @@ struct Decode {
 
     void norm(const longspan_norm& how, const float* from, float* to) const {
 #pragma omp for schedule(static)
-        for (long b = 0; b < n.batch; ++b) normalise(how, from + b * n.dim, to + b * n.dim, n.dim);
+        for (long b = 0; b < n.batch; ++b) normalize(how, from + b * n.dim, to + b * n.dim, n.dim);
     }
 
     void embed(const std::int64_t* tokens, const std::int64_t* positions) const {

@@ -296,9 +296,9 @@ struct Pass {
             }
         }
         for (long j = 0; j < n * kp; j += W) store(work.dq + j, load(work.dq + j) * gates.scale);
-        if (gates.normalise) {
-            normalise_rows_back(chunk.q, n, kp, gates.scale, operand.q_factor, work.dq);
-            normalise_rows_back(chunk.k, n, kp, 1.0f, operand.k_factor, work.minus);
+        if (gates.normalize) {
+            normalize_rows_back(chunk.q, n, kp, gates.scale, operand.q_factor, work.dq);
+            normalize_rows_back(chunk.k, n, kp, 1.0f, operand.k_factor, work.minus);
         }
         for (long i = 0; hides && i < n; ++i)
             if (gates.hidden(batch, begin + i)) {

@@ -23,7 +23,7 @@ struct Gates {
     const float *log_decay, *beta;  // with 4 and 3 strides: channels are the last
     const long *decay_strides, *beta_strides;
     const std::int64_t* offsets;  // (batch + 1): where sequences begin that lie in one row of memory; may be null
-    bool normalise;               // queries and keys to length 1
+    bool normalize;               // queries and keys to length 1
 
     long rows() const { return batch * heads; }
     long kp() const { return whole_vectors(keys); }
@@ -104,7 +104,7 @@ struct Operands {
 };
 
 // A chunk of one head: queries times scale and keys (C, kp), values (C, vp); masked tokens are zero. What queries and keys
-// were multiplied by where they are normalised (C).
+// were multiplied by where they are normalized (C).
 struct Operand {
     float *q, *k, *v, *q_factor, *k_factor;
 
@@ -114,14 +114,14 @@ struct Operand {
 };
 
 // x / sqrt(|x|^2 + 1e-6) times ``scale``, row by row.
-inline void normalise_rows(float* x, long n, long ld, float scale, float* factors) {
+inline void normalize_rows(float* x, long n, long ld, float scale, float* factors) {
     for (long i = 0; i < n; ++i, x += ld) {
         factors[i] = 1.0f / std::sqrt(sum(dot_lanes(x, x, ld)) + 1e-6f);
         scale_row(x, x, factors[i] * scale, ld);
     }
 }
-// Their gradients: of normalised rows y, times scale, that of x is factor (grad - y (y . grad)) without the scale.
-inline void normalise_rows_back(const float* y, long n, long ld, float scale, const float* factors, float* grad) {
+// Their gradients: of normalized rows y, times scale, that of x is factor (grad - y (y . grad)) without the scale.
+inline void normalize_rows_back(const float* y, long n, long ld, float scale, const float* factors, float* grad) {
     for (long i = 0; i < n; ++i, y += ld, grad += ld) {
         const float along = scale == 0.0f ? 0.0f : sum(dot_lanes(y, grad, ld)) / (scale * scale);
         for (long j = 0; j < ld; j += W) store(grad + j, (load(grad + j) - load(y + j) * along) * factors[i]);
@@ -130,15 +130,15 @@ inline void normalise_rows_back(const float* y, long n, long ld, float scale, co
 
 template <class T>
 void gather_queries(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
-    const vec scale = splat(gates.normalise ? 1.0f : gates.scale);
+    const vec scale = splat(gates.normalize ? 1.0f : gates.scale);
     pack(gates.of_keys(from.q, at.row), at, gates.keys, gates.mask_of(at.row), to.q, gates.kp(),
          [=](vec x) { return x * scale; });
-    if (gates.normalise) normalise_rows(to.q, at.n, gates.kp(), gates.scale, to.q_factor);
+    if (gates.normalize) normalize_rows(to.q, at.n, gates.kp(), gates.scale, to.q_factor);
 }
 template <class T>
 void gather_keys(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {
     pack(gates.of_keys(from.k, at.row), at, gates.keys, gates.mask_of(at.row), to.k, gates.kp(), same);
-    if (gates.normalise) normalise_rows(to.k, at.n, gates.kp(), 1.0f, to.k_factor);
+    if (gates.normalize) normalize_rows(to.k, at.n, gates.kp(), 1.0f, to.k_factor);
 }
 template <class T>
 void gather_values(const Operands<T>& from, const Gates& gates, Tokens at, Operand to) {

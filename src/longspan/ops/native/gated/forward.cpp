@@ -94,7 +94,7 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
 
 }  // namespace
 
-// sizes: B, key heads, heads, N, D, E, whether q and k are to be normalised. q, k (B,G,N,D), v, out (B,H,N,E), of type 0 float
+// sizes: B, key heads, heads, N, D, E, whether q and k are to be normalized. q, k (B,G,N,D), v, out (B,H,N,E), of type 0 float
 // or 1 bfloat16, log_decay (null, or (B,H,N,1|D)) and beta (null, or (B,H,N,1)) float, with 4 strides each, in this order;
 // first, last (B,H,D,E) and
 // starts (null, or (B,H,spans,D,E)) float, contiguous; mask (B,N) bytes or null; segments (B,N) or null. decay: 0

@@ -153,12 +153,12 @@ struct Step {
     T* out;
     long shared, keys, values;
     int decay;
-    bool normalise;
+    bool normalize;
     float scale;
 };
 
 // x / sqrt(|x|^2 + 1e-6), in ``out``.
-inline const float* normalised(const float* x, long size, float* out) {
+inline const float* normalized(const float* x, long size, float* out) {
     vec lanes = vec{};
     for (long d = 0; d < size; d += W) {
         const vec part = first(x + d, size - d);
@@ -179,9 +179,9 @@ void run(const Step<T>& step, long from, long to) {
         Token& token = tokens[row % 2];
         const long head = row / step.shared * keys, at = row * values;
         token.q = widened(step.q + head, keys, token.own_q), token.k = widened(step.k + head, keys, token.own_k);
-        if (step.normalise) {
-            token.q = normalised(token.q, keys, token.own_q);
-            token.k = normalised(token.k, keys, token.own_k);
+        if (step.normalize) {
+            token.q = normalized(token.q, keys, token.own_q);
+            token.k = normalized(token.k, keys, token.own_k);
         }
         token.v = widened(step.v + at, values, token.own_v), token.out = room(step.out + at, token.own_out);
         token.state = step.state + at * keys, token.end = step.state + to * values * keys;
@@ -228,12 +228,12 @@ void step_rows(const Step<T>& step, long rows, int threads) {
 // (B,H) or (B,H,D), and beta null, or (B,H), float. Returns 0, or 1 for a head that is too large.
 extern "C" int longspan_gated_step(float* state, const void* q, const void* k, const void* v, const float* log_decay,
                                    const float* beta, void* out, long rows, long shared, long keys, long values, int decay,
-                                   int normalise, int type, float scale, int threads) {
+                                   int normalize, int type, float scale, int threads) {
     if (keys > limit || values > limit) return 1;
     const auto run = [&](auto element) {
         using T = decltype(element);
         const Step<T> step{state,  static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),
-                           log_decay, beta, static_cast<T*>(out), shared, keys, values, decay, normalise != 0, scale};
+                           log_decay, beta, static_cast<T*>(out), shared, keys, values, decay, normalize != 0, scale};
         step_rows(step, rows, threads);
     };
     if (type == 0) run(float{});

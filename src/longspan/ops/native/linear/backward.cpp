@@ -1,8 +1,8 @@
-// The gradients of causal normalised linear attention, recomputed from its inputs with nothing stored but its outputs.
+// The gradients of causal normalized linear attention, recomputed from its inputs with nothing stored but its outputs.
 // With f = phi(q), h = phi(k), b_i the denominator and g_i = dL/do_i: dn_i = g_i / b_i, db_i = -(g_i.o_i) / b_i, and
 //   df_i = sum_{j<=i} (dn_i.v_j + db_i) h_j,   dh_j = sum_{i>=j} (dn_i.v_j + db_i) f_i,   dv_j = sum_{i>=j} (f_i.h_j) dn_i,
 // so that df needs a sum carried ahead, of v h^T and h, and dh and dv one carried back, of f dn^T and db f.
-// Source: Katharopoulos et al. 2020 (2006.16236), eqs 13-15, with the normaliser and the feature map's slope added.
+// Source: Katharopoulos et al. 2020 (2006.16236), eqs 13-15, with the normalizer and the feature map's slope added.
 #include "rows.h"
 
 namespace {

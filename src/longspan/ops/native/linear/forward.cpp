@@ -1,4 +1,4 @@
-// Causal normalised linear attention over a whole sequence: feature map, sums, mask and normaliser in one pass over the
+// Causal normalized linear attention over a whole sequence: feature map, sums, mask and normalizer in one pass over the
 // tokens, C of them at a time. With f = phi(q), h = phi(k): o_i = sum_{j<=i} (f_i.h_j) v_j / (eps + sum_{j<=i} f_i.h_j).
 // Source: Katharopoulos et al. 2020 (2006.16236), eqs 9-12.
 #include "rows.h"

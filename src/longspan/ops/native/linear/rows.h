@@ -238,7 +238,7 @@ struct Part {
     long begin, end;
 };
 
-// How a call is cut into units that threads can work on side by side: neighbouring heads of one batch row go together, a
+// How a call is cut into units that threads can work on side by side: neighboring heads of one batch row go together, a
 // chunk at a time, since their channels lie side by side in memory; where there are too few heads to keep the threads
 // busy, the tokens are cut into parts too. Segments cut the sums anyway, so rows with segments stay whole.
 struct Units {

@@ -1,4 +1,4 @@
-// One token of normalised linear attention for every row and head, in one pass over the state. Plain C interface.
+// One token of normalized linear attention for every row and head, in one pass over the state. Plain C interface.
 // Source: Katharopoulos et al. 2020 (2006.16236), eqs 16-20.
 #include "token.h"
 

@@ -1,4 +1,4 @@
-// One token of one head of linear attention: its features, the sums, the normaliser.
+// One token of one head of linear attention: its features, the sums, the normalizer.
 #pragma once
 #include "../shared/fetch.h"
 #include "maps.h"
@@ -26,7 +26,7 @@ inline void map_token(int map, const float* x, float* out, long size) {
     }
 }
 
-// What a token brings to a head: features of key and query as the matrix meets them and as the normaliser does (they
+// What a token brings to a head: features of key and query as the matrix meets them and as the normalizer does (they
 // differ where the former are rotated), and the value.
 struct Token {
     const float *k, *q, *plain_k, *plain_q, *v;

@@ -1,4 +1,4 @@
-"""Labelled texts: rows of files as bytes and classes, splits that follow from the texts, and what is refused."""
+"""Labeled texts: rows of files as bytes and classes, splits that follow from the texts, and what is refused."""
 
 import csv
 import gzip
@@ -117,7 +117,7 @@ def test_classes_are_sorted_and_renumbered_by_name(tmp_path):
         found.renumbered(["2", "x"])
 
 
-def test_generated_texts_are_labelled_by_their_majority():
+def test_generated_texts_are_labeled_by_their_majority():
     found = data.load("labels:majority")
     for split in ("train", "validation", "test"):
         assert all(label == max("ab", key=text.count) for text, label in read(found, split))
@@ -153,14 +153,14 @@ def test_generated_texts_are_labelled_by_their_majority():
         ),
     ],
 )
-def test_what_is_no_labelled_text_is_named(name, content, message, tmp_path):
+def test_what_is_no_labeled_text_is_named(name, content, message, tmp_path):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         data.load(f"labels:{tmp_path / name}")
 
 
 def test_other_faults_are_named(tmp_path):
-    with pytest.raises(ValueError, match="no labelled texts at .*nothing: there is no such file or folder"):
+    with pytest.raises(ValueError, match="no labeled texts at .*nothing: there is no such file or folder"):
         data.load(f"labels:{tmp_path / 'nothing'}")
     with pytest.raises(ValueError, match="labels:FILE"):
         data.load("labels")

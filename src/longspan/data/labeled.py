@@ -1,4 +1,4 @@
-"""Labelled texts from a file or a generated task, in fixed splits."""
+"""Labeled texts from a file or a generated task, in fixed splits."""
 
 import csv
 import hashlib
@@ -19,7 +19,7 @@ from .._utils.spec import known
 from .._utils.typecheck import format_value
 from . import text
 from .dataset import check_indices, sha256
-from .generated import LABELLED
+from .generated import LABELED
 from .pairs import Column, column
 
 MOST = 1024  # default number of bytes read of a text
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Labelled:
+class Labeled:
     """Texts as UTF-8 bytes with labels, in the splits train, validation and test."""
 
     name: str
@@ -74,7 +74,7 @@ class Labelled:
         check_indices(indices, len(labels), split)
         return Batch(*texts.padded(indices), labels[indices])
 
-    def renumbered(self, labels: Iterable[str]) -> "Labelled":
+    def renumbered(self, labels: Iterable[str]) -> "Labeled":
         """The same texts with classes numbered as in ``labels``, those of a model.
 
         Raises ValueError for a label of the data that is not in ``labels``.
@@ -92,8 +92,8 @@ class Labelled:
         return self.splits[known(split, self.splits, "split")]
 
 
-def load(source: str, length: int) -> Labelled:
-    """Load labelled texts.
+def load(source: str, length: int) -> Labeled:
+    """Load labeled texts.
 
     A .jsonl file has one object per line with ``text`` and ``label``. A .tsv or .csv file has a header with the columns
     ``text`` and ``label``, and quotes as in Python's csv module. Other entries and columns are ignored. Each file may
@@ -113,11 +113,11 @@ def load(source: str, length: int) -> Labelled:
     """
     if not source:
         raise ValueError(
-            f"labels requires a source: pass labels:FILE, labels:FOLDER or the generated labels:{', '.join(LABELLED)}"
+            f"labels requires a source: pass labels:FILE, labels:FOLDER or the generated labels:{', '.join(LABELED)}"
         )
     contents: list[bytes | bytearray] = []
-    if source in LABELLED:
-        given = {"train": list(LABELLED[source]())}
+    if source in LABELED:
+        given = {"train": list(LABELED[source]())}
         contents.append("".join(f"{words}\t{label}\n" for words, label in given["train"]).encode())
     else:
         given = {}
@@ -146,15 +146,15 @@ def load(source: str, length: int) -> Labelled:
     }
     longest = max(int(texts.ends.diff().max()) for texts, _ in splits.values())
     checksum = sha256(np.frombuffer(content, np.uint8) for content in contents)
-    return Labelled(f"labels:{source}", tuple(labels), longest, checksum, splits)
+    return Labeled(f"labels:{source}", tuple(labels), longest, checksum, splits)
 
 
 def _files(source: Path) -> dict[str, Path]:
     """The file of each split that has one; a single file is for train."""
     if not source.exists():
         raise ValueError(
-            f"no labelled texts at {source.absolute()}: there is no such file or folder; generated data: "
-            f"{', '.join(LABELLED)}"
+            f"no labeled texts at {source.absolute()}: there is no such file or folder; generated data: "
+            f"{', '.join(LABELED)}"
         )
     if not source.is_dir():
         return {"train": source}
