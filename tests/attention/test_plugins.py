@@ -166,7 +166,7 @@ def test_an_interrupted_training_says_which_modules_it_needs(folder, capsys, mon
     monkeypatch.setattr("longspan.train.fit", interrupted)
     (folder / "near.py").write_text(MODULE.format(name="near"))
     assert entry.main(["train", "--import", "near", "--model.attention", "near", "--run.out", "r"]) == 130
-    assert "go on with: longspan train --import near --config r/config.yaml --resume" in capsys.readouterr().err
+    assert "longspan train --import near --config r/config.yaml --resume" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -194,7 +194,7 @@ def test_tables_and_picture_have_every_training(plt):
     figure = copying.draw_curves(plt, result)
     (axis,) = figure.axes
     assert axis.get_yscale() == "log"
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["softmax, seed 0", "linear, seed 1, 0"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["softmax, seed 0", "linear, seed 1, 0"]
     # Three trainings, the goal and the drop of the learning rate.
     assert len(axis.lines) == 5
     plt.close(figure)

@@ -39,7 +39,7 @@ def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypat
     ("line", "message"),
     [
         ("--series OIL", "unknown series 'OIL'; known: HUFL, HULL, LUFL"),
-        ("--horizons 300", "validation of synthetic ends after 960 hours, too few for 300 of them behind 24 that are"),
+        ("--horizons 300", "validation of synthetic ends after 960 hours, too few to forecast 300 hours from 24"),
         ("--data ett:nowhere.csv", "nowhere.csv"),
     ],
 )

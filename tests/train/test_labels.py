@@ -219,7 +219,7 @@ class TestCommands:
             (["--data", "labels:c.jsonl"], "has the label 'strange', but the labels of the model are even, odd"),
             (
                 ["--data", "digits"],
-                "run holds an encoder, which reads texts with labels, so labels:FILE; digits does not fit",
+                "run holds an encoder, which cannot read digits",
             ),
             (["--stepwise"], "--stepwise is for models that write tokens"),
         ):

@@ -143,10 +143,9 @@ class TestTraining:
         assert main(["train", *words, "--run.out=run"]) == 128 + number
         _, first, last = capfd.readouterr().err.splitlines()
         assert first.startswith(f"{signal.Signals(number).name}: ")
-        assert last == (
-            "longspan: interrupted at step 5; step-00000005 is saved in run; "
-            "go on with: longspan train --config run/config.yaml --resume"
-        )
+        assert "step 5" in last
+        assert "step-00000005 is saved in run" in last
+        assert last.endswith("longspan train --config run/config.yaml --resume")
         checkpoint.load("run")
         send(-1)
         assert main(["train", "--config", "run/config.yaml", "--resume"]) == 0
