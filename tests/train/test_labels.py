@@ -221,7 +221,7 @@ class TestCommands:
                 ["--data", "digits"],
                 "run holds an encoder, which cannot read digits",
             ),
-            (["--stepwise"], "--stepwise is for models that write tokens"),
+            (["--stepwise"], "--stepwise requires a model that generates tokens"),
         ):
             assert main(["eval", "run", *more]) == 2
             assert message in capsys.readouterr().err
