@@ -1,6 +1,6 @@
-"""Pure functions on tensors. Every op has a readable ``reference`` beside it; ``with backend("reference")`` selects it.
+"""Functions on tensors. Every op has a readable ``reference`` form, which ``with backend("reference")`` selects.
 
-Shapes, here and everywhere: ``B`` batch, ``H`` heads, ``N`` queries, ``M`` keys, ``D`` key dimension, ``E`` value
+Shape legend: ``B`` batch, ``H`` heads, ``N`` queries, ``M`` keys, ``D`` key dimension, ``E`` value
 dimension, ``F`` features, ``C`` chunk. The layout is that of ``F.scaled_dot_product_attention``: ``(B, H, N, D)``.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of mask, segments and state, shared by operations and modules."""
+"""Checks of mask, segments and state that operations and modules share."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def describe(value: Any) -> str:
-    """What came, for an error: dtype and shape of a tensor, or the name of another type."""
+    """Describe a value in an error message: dtype and shape of a tensor, or the type of anything else."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

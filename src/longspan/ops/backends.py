@@ -1,40 +1,47 @@
-"""Backends: which form of an op serves a call, how to force one, and how to see which one ran."""
+"""Backends: which form of an op serves a call, how to force one, and how to record which one ran."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .._utils.spec import known
 
 BACKENDS = {
-    "auto": "the fastest form for the device; chooses a kernel, never an answer",
-    "reference": "the definition, a loop or a full matrix that a student can read",
-    "torch": "chunked and made of matrix products, with a memory-bounded backward; any device",
+    "auto": "the fastest form for the call and its device; the mathematics is the same",
+    "reference": "the definition: a readable loop, or the full matrix",
+    "torch": "chunks of matrix products with bounded memory in the backward pass; any device",
     "native": "C++ kernels for the CPU",
-    "flex": "torch's FlexAttention for the GPU, under our lists of blocks",
+    "flex": "torch's FlexAttention for the GPU, with block lists from longspan",
 }
 
-Call = TypeVar("Call", bound=Callable)
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 # A plain global: Dynamo guards on it and recompiles; a ContextVar would break fullgraph compilation.
 _backend = "auto"
 
 
 @contextlib.contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Force a backend inside a ``with`` block: ``auto | reference | torch | native | flex``.
+def backend(name: str) -> Generator[None, None, None]:
+    """Force a backend inside a ``with`` block.
 
-    >>> import torch, longspan
-    >>> attention, x = longspan.build("linear", dim=8, heads=2), torch.randn(1, 5, 8)
-    >>> with longspan.backend("reference"):
-    ...     plain, _ = attention(x)
-    >>> torch.allclose(plain, attention(x)[0], atol=1e-6)
-    True
+    The choice applies to the whole process, so it is not thread-safe. A call that the backend cannot serve raises
+    ValueError with the reason.
 
-    A forced backend that cannot serve a call raises a ValueError with the reason. Not thread-safe: the choice holds
-    for the whole process. Raises ValueError for an unknown name.
+    Args:
+        name: ``auto``, ``reference``, ``torch``, ``native`` or ``flex``.
+
+    Raises:
+        ValueError: the name is unknown.
+
+    Example:
+        >>> import torch, longspan
+        >>> attention, x = longspan.build("linear", dim=8, heads=2), torch.randn(1, 5, 8)
+        >>> with longspan.backend("reference"):
+        ...     plain, _ = attention(x)
+        >>> torch.allclose(plain, attention(x)[0], atol=1e-6)
+        True
     """
     global _backend
     old, _backend = _backend, known(name, BACKENDS, "backend")
@@ -45,28 +52,38 @@ def backend(name: str) -> Iterator[None]:
 
 
 def mark_dynamo_constant(call: Call) -> Call:
-    """Mark a function whose result a compiler may keep, as ``torch.compiler.assume_constant_result`` does.
+    """Mark a function whose result torch.compile may treat as a constant.
 
-    That one imports the compiler to do so, which would take a second of every start.
+    ``torch.compiler.assume_constant_result`` does the same, but imports the compiler, which adds a second to every
+    start.
     """
-    # The attribute by which torch's compiler knows such functions; no type declares it.
-    call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    # The attribute by which torch's compiler recognizes such functions.
+    call._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess] (no type declares it)
     return call
 
 
 def refuse_tracing() -> None:
-    """Raise ValueError under ``torch.jit.trace``, which would keep sizes as constants that kernels then trust."""
-    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+    """Raise ValueError under ``torch.jit.trace``, which records sizes as constants that kernels would rely on."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage] (torch documents it under this name)
         raise ValueError(
-            "torch.jit.trace keeps the example's sizes as constants, with which other inputs give wrong answers or a "
-            "crash; use torch.export or torch.compile, which check them"
+            "torch.jit.trace records the sizes of the example as constants, so that other sizes give wrong results or "
+            "a crash; use torch.export or torch.compile, which check sizes"
         )
 
 
 def resolve_backend(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
-    """The backend that ``op`` is to be tried by, one of those that it is ``served`` by; ``auto`` takes ``prefer``.
+    """Return the backend to try for an op.
 
-    Raises ValueError where the forced one does not serve it, and under ``torch.jit.trace``.
+    Args:
+        op: Name of the op, for error messages.
+        served: The backends that have this op.
+        prefer: The backend that ``auto`` selects.
+
+    Returns:
+        The forced backend, or ``prefer`` if none is forced.
+
+    Raises:
+        ValueError: the forced backend does not have this op, or ``torch.jit.trace`` is active.
     """
     refuse_tracing()
     if _backend == "auto":
@@ -74,7 +91,7 @@ def resolve_backend(op: str, served: tuple[str, ...] = ("reference", "torch"), p
     if _backend not in served:
         raise ValueError(
             f"backend {_backend!r} ({BACKENDS[_backend]}) does not serve {op} in this version; "
-            f"it is served by: auto, {', '.join(served)}"
+            f"choose one of: auto, {', '.join(served)}"
         )
     return _backend
 
@@ -82,14 +99,27 @@ def resolve_backend(op: str, served: tuple[str, ...] = ("reference", "torch"), p
 def select_backend(
     op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch", why_not: str = ""
 ) -> str:
-    """``resolve_backend``, and record for ``watch`` that it runs ``op``; ``why_not``: why native kernels cannot."""
+    """Return the backend of ``resolve_backend`` and record it for ``watch``.
+
+    Args:
+        op: Name of the op.
+        served: The backends that have this op.
+        prefer: The backend that ``auto`` selects.
+        why_not: Why native kernels cannot serve the call; empty if they can.
+
+    Returns:
+        The name of the backend.
+
+    Raises:
+        ValueError: the forced backend does not have this op, or ``torch.jit.trace`` is active.
+    """
     name = resolve_backend(op, served, prefer)
     log_backend(op, name, why_not)
     return name
 
 
 class BackendUse(NamedTuple):
-    """What one op has run by; ``why_not`` says what kept native kernels from it, where it has some."""
+    """The backend that ran an op; ``why_not`` is the reason why native kernels did not, if the op has some."""
 
     op: str
     backend: str
@@ -100,16 +130,20 @@ _watch: list[BackendUse] | None = None
 
 
 @contextlib.contextmanager
-def watch() -> Iterator[list[BackendUse]]:
-    """Which backend serves which op of the calls inside a ``with`` block, each once, in their order.
+def watch() -> Generator[list[BackendUse], None, None]:
+    """Record which backend runs which op inside a ``with`` block.
 
-    >>> import torch, longspan
-    >>> with longspan.ops.watch() as seen:
-    ...     _ = longspan.build("softmax", dim=8, heads=2)(torch.randn(1, 5, 8))
-    >>> [(served.op, served.backend) for served in seen]
-    [('softmax attention', 'torch')]
+    Not thread-safe. Calls inside compiled graphs are not recorded.
 
-    Not thread-safe, and blind inside compiled graphs.
+    Returns:
+        A context manager that yields a list of ``BackendUse``: each pair of op and backend once, in the order of calls.
+
+    Example:
+        >>> import torch, longspan
+        >>> with longspan.ops.watch() as seen:
+        ...     _ = longspan.build("softmax", dim=8, heads=2)(torch.randn(1, 5, 8))
+        >>> [(served.op, served.backend) for served in seen]
+        [('softmax attention', 'torch')]
     """
     global _watch
     before, _watch = _watch, []
@@ -120,6 +154,6 @@ def watch() -> Iterator[list[BackendUse]]:
 
 
 def log_backend(op: str, name: str, why_not: str = "") -> None:
-    """Tell the ``watch``, if there is one, that the backend of this name runs ``op``."""
+    """Record for ``watch``, if one is active, that the backend ``name`` runs ``op``."""
     if _watch is not None and (found := BackendUse(op, name, "" if name == "native" else why_not)) not in _watch:
         _watch.append(found)

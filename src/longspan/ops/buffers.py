@@ -1,47 +1,48 @@
-"""Memory that is used again, or fetched in large pages: fresh pages cost a CPU more than many an operation."""
+"""Reuse of memory and large pages: page faults on fresh memory can cost more than the computation."""
 
 import contextlib
 import ctypes
 import functools
 import math
 import mmap
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-KEPT = 2**25 - 2**16  # bytes: the largest block that the C library can be made to keep, room for its own notes left
+KEPT = 2**25 - 2**16  # bytes: the largest block that the C library can keep, less room for its bookkeeping
 THRESHOLD, MAPPED = -3, 65536  # glibc's M_MMAP_THRESHOLD; bytes from which ``return_pages`` gives blocks back
 ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # known on Linux only
 
 
 @functools.cache
 def reuse_pages() -> None:
-    """Let the C library keep freed blocks of up to 32 MB for the next tensor, in this process, from now on.
+    """Make the C library keep freed blocks of up to 32 MB for later tensors of this process.
 
-    glibc serves large blocks by new pages, which the kernel must clear one by one, until a block of that size has been
-    freed once; then it keeps such blocks, while less than twice that size lies free at the end of its heap. So one is
-    taken and freed, untouched. Elsewhere this does nothing.
+    glibc maps new pages for large blocks, which the kernel must clear one by one. Once a block of a size has been
+    freed, glibc keeps blocks of that size, as long as less than twice that size is free at the end of its heap. This
+    function allocates and frees one such block without touching it. It has no effect with other C libraries.
     """
     torch.empty(KEPT, dtype=torch.uint8)
 
 
 def return_pages() -> None:
-    """Have the C library give freed blocks back to the system at once, in this process, from now on: the opposite.
+    """Make the C library return freed blocks to the system immediately: the opposite of ``reuse_pages``.
 
-    It costs time, and is for what must fit: glibc keeps freed blocks in pieces that others do not fit, so that resident
-    memory grows with the depth of a model even where nothing is kept (docs/results/lab.md). Does nothing elsewhere.
+    This costs time and saves memory. glibc keeps freed blocks in pieces that do not fit later tensors, so resident
+    memory grows with the depth of a model (docs/results/lab.md). It has no effect with other C libraries.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(THRESHOLD, MAPPED)
 
 
 def fresh_like(x: Tensor) -> Tensor:
-    """``torch.empty_like(x)``, whose pages will be large ones where it is too large to come from freed memory.
+    """Return ``torch.empty_like(x)``, with large pages if it is too large to come from freed memory.
 
-    A page fault then brings 2 MB instead of 4 kB. That is only advice: where the system gives none, nothing changes.
+    A page fault then maps 2 MB instead of 4 kB. This is advice to the system, which may ignore it.
     """
     out = torch.empty_like(x)
-    # Tensors of other classes, and those that a compiler traces, may have no memory.
+    # Tensor subclasses and traced tensors may have no memory.
     real = not torch.compiler.is_compiling() and type(out) is Tensor and out.device.type == "cpu"
     if ADVICE is not None and real and out.nbytes > KEPT:
         start = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -51,22 +52,22 @@ def fresh_like(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _madvise():
+def _madvise() -> Callable[[int, int, int], int]:
     function = ctypes.CDLL(None).madvise
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return function
 
 
 class Buffers:
-    """Tensors by name, made once and used again by every span: fresh pages cost more than what is computed on them."""
+    """Named tensors that are allocated once and reused by every span."""
 
     def __init__(self, like: Tensor):
         self.like = like
         self.blocks: dict[str, Tensor] = {}
-        self.views: dict[tuple, Tensor] = {}
+        self.views: dict[tuple[str, tuple[int, ...]], Tensor] = {}
 
     def __call__(self, name: str, *shape: int) -> Tensor:
-        """A contiguous tensor of this shape; it shares its memory with all others of this name."""
+        """Return a contiguous tensor of this shape, which shares memory with all others of this name."""
         key = name, shape
         if key not in self.views:
             size = math.prod(shape)

@@ -1,4 +1,4 @@
-"""Attention over edges that a policy has picked, and the gradient by which the policy learns from a reward."""
+"""Attention over sampled edges, and the policy gradient that trains the sampler from a reward."""
 
 import torch
 from torch import Tensor
@@ -8,14 +8,20 @@ from .softmax import dense
 from .tensors import upcast_half
 
 OP = "attention over picked edges"
-LEVELS = 16  # distances from 2^15 on are one
+LEVELS = 16  # all distances from 2^15 on share the last level
 
 
 def pick(scores: Tensor, allowed: Tensor, draw: bool) -> tuple[Tensor, Tensor]:
-    """One of M for each row of scores (..., M), of those that are allowed: index (...) and the log of its probability.
+    """Pick one allowed entry of each row of scores.
 
-    ``draw``: by the softmax of the scores, with torch's own generator; otherwise the likeliest. A row that is allowed
-    nothing gets index 0, and 0 for the log. Only the log has a gradient.
+    Args:
+        scores: (..., M).
+        allowed: (..., M) bool, True = may be picked.
+        draw: Samples from the softmax of the scores with torch's generator; False picks the largest score.
+
+    Returns:
+        The index (...) and the log of its probability (...). Only the log has a gradient. A row without allowed
+        entries gets index 0 and log 0.
     """
     logs = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).log_softmax(-1)
     if draw:
@@ -28,23 +34,32 @@ def pick(scores: Tensor, allowed: Tensor, draw: bool) -> tuple[Tensor, Tensor]:
 
 
 def reinforce(log_prob: Tensor, reward: Tensor, baseline: Tensor | float | None = None) -> Tensor:
-    """A loss whose gradient is, on average over the picks, that of minus the expected reward: a scalar.
+    """Return a loss whose expected gradient is that of minus the expected reward (REINFORCE).
 
-    log_prob (B,), of the picks of each row, as ``record["log_prob"]`` has them, and the reward (B,) that they led to,
-    of which no gradient is taken. ``baseline``: what is taken off the reward to lessen the noise, which must not depend
-    on the row's own picks; None: the mean reward of the other rows, 0 for a single one.
+    Args:
+        log_prob: (B,), the log-probability of the picks of each row, from ``record["log_prob"]``.
+        reward: (B,), the reward of each row. It gets no gradient.
+        baseline: Subtracted from the reward to reduce variance. It must not depend on the picks of its own row. None
+            is the mean reward of the other rows, and 0 for a single row.
 
-    >>> import torch, longspan
-    >>> from longspan.ops.edges import reinforce
-    >>> attention, x = longspan.build("sac(edges=2)", dim=8, heads=2).train(), torch.randn(4, 5, 8)
-    >>> record = {"log_prob": None}
-    >>> y, _ = attention(x, record=record)
-    >>> reward = -y.square().mean((1, 2))  # in training, the log-likelihood of each row
-    >>> loss = -reward.mean() + reinforce(record["log_prob"], reward)
-    >>> loss.backward()
+    Returns:
+        A scalar.
 
-    Source: Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
-    Raises ValueError for a reward of another shape.
+    Raises:
+        ValueError: log_prob and reward are not both (B,).
+
+    Example:
+        >>> import torch, longspan
+        >>> from longspan.ops.edges import reinforce
+        >>> attention, x = longspan.build("sac(edges=2)", dim=8, heads=2).train(), torch.randn(4, 5, 8)
+        >>> record = {"log_prob": None}
+        >>> y, _ = attention(x, record=record)
+        >>> reward = -y.square().mean((1, 2))  # in training, the log-likelihood of each row
+        >>> loss = -reward.mean() + reinforce(record["log_prob"], reward)
+        >>> loss.backward()
+
+    References:
+        Williams 1992, "Simple statistical gradient-following algorithms for connectionist reinforcement learning".
     """
     if log_prob.shape != reward.shape or log_prob.dim() != 1:
         raise ValueError(
@@ -57,21 +72,28 @@ def reinforce(log_prob: Tensor, reward: Tensor, baseline: Tensor | float | None 
 
 
 def level(distance: Tensor) -> Tensor:
-    """The kind of a distance of at least 1: floor(log2), at most LEVELS - 1."""
+    """Return floor(log2(distance)) for distances of at least 1, at most LEVELS - 1."""
     return torch.bucketize(distance, 2 ** torch.arange(1, LEVELS, device=distance.device), right=True)
 
 
 def once(index: Tensor, there: Tensor) -> Tensor:
-    """``there`` without what is there already: index (..., C), bool (..., C) -> bool (..., C)."""
+    """Clear ``there`` (..., C) at entries whose index (..., C) occurred before: -> bool (..., C)."""
     same = (index[..., :, None] == index[..., None, :]) & there[..., None, :]
     return there & ~same.tril(-1).any(-1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, there: Tensor) -> Tensor:
-    """Each query over the keys of its own: q (B,H,N,D), k (B,H,M,D), v (B,H,M,E), index, there (B,N,C) -> (B,H,N,E).
+    """Softmax attention of each query over its own list of keys, in float32 at least. Time is O(N C D).
 
-    A key that is named twice counts once; one whose ``there`` is False does not count. A query without keys gets 0.
-    Float32 at least; O(N C D).
+    Args:
+        q: (B,H,N,D).
+        k: (B,H,M,D).
+        v: (B,H,M,E).
+        index: (B,N,C) int64, the keys of each query. A key that is listed twice counts once.
+        there: (B,N,C) bool, False = the entry does not count.
+
+    Returns:
+        (B,H,N,E); 0 for a query without keys.
     """
     q, k, v = (upcast_half(x) for x in (q, k, v))
     if select_backend(OP) == "reference":
@@ -83,7 +105,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, there: Tensor) -> Ten
 
 
 def mask_of(index: Tensor, there: Tensor, keys: int) -> Tensor:
-    """Which keys are named, index, there (B,N,C) -> bool (B,N,M)."""
+    """Return which keys are listed: index, there (B,N,C) -> bool (B,N,M)."""
     named = torch.zeros(*index.shape[:2], keys, dtype=torch.int32, device=index.device)
     return named.scatter_add(2, index, there.int()) > 0
 

@@ -1,13 +1,13 @@
-"""Packed sequences that keep NaN and infinity to themselves, whatever form computes them.
+"""Packed sequences whose NaN and infinity do not reach the other sequences of their row, for every backend.
 
-A weight or a mask of 0 does not stop NaN or infinity, since 0 * inf is NaN, and neither does a product of matrices. But
-they cannot cross from one sequence into the next without a trace: a row whose results are all finite is one in which
-nothing has crossed. So the packed form runs first, and where a result is not finite, each sequence runs alone. The same
-holds for gradients. Both ways have the same answer; finite rows pay for a look at their results.
+A weight or a mask of 0 does not stop NaN or infinity, since 0 * inf is NaN. But if all results of a row are finite,
+nothing has crossed from one sequence into another. So the packed form runs first. If a result is not finite, each
+sequence runs separately. Gradients are treated in the same way. Both ways compute the same values; for finite rows the
+cost is one check of the results.
 
 A compiler, a transform of ``torch.func`` and the capture of a CUDA graph cannot branch on values. There, tokens that
-are not finite, and those of their sequence that can see them, are replaced by zeros, and their results are NaN. That
-stops NaN and infinity in what comes in, not an overflow of finite numbers.
+are not finite, and the tokens of their sequence that see them, are replaced by zeros, and their results are NaN. This
+stops NaN and infinity in the inputs, but not an overflow of finite numbers.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from .segments import numbered
 
 
 class Part(NamedTuple):
-    """One packed sequence: tokens ``start`` to ``stop`` of a row; ``first`` and ``last`` of that row or not."""
+    """One packed sequence: tokens ``start`` to ``stop`` of a row, and whether it is the ``first`` or ``last`` of it."""
 
     row: int
     start: int
@@ -33,28 +33,28 @@ class Part(NamedTuple):
     last: bool
 
     def cut(self, x: Any, axis: int = 1) -> Any:
-        """Its tokens of x (B,...,N,...), as a batch of one row; None for None."""
+        """Return its tokens of x (B,...,N,...) as a batch of one row; None for None."""
         if x is None:
             return None
         return x[self.row : self.row + 1].narrow(axis, self.start, self.stop - self.start)
 
     def rows(self, state: Any) -> Any:
-        """Its row of a state, as a batch of one."""
+        """Return its row of a state as a batch of one."""
         return pytree.tree_map(lambda t: t[self.row : self.row + 1] if isinstance(t, Tensor) else t, state)
 
 
-# (tokens, state, carry, the sequence or None for all rows as they are packed) -> outputs, state, what else there is
-Run = Callable[[Sequence[Any], Any, Any, Part | None], tuple]
+# (tokens, state, carry, the sequence or None for all packed rows) -> outputs, state, further results
+Run = Callable[[Sequence[Any], Any, Any, Part | None], tuple[Any, ...]]
 
 
 class Packed(NamedTuple):
-    """How a call on packed rows is computed, and its sequences apart."""
+    """How to compute a call on packed rows, and each of its sequences separately."""
 
     run: Run
-    segments: Tensor  # (B,N) int64, equal ids side by side
+    segments: Tensor  # (B,N) int64, equal ids are adjacent
     axis: int  # of tokens, in what ``run`` takes and in its outputs
     fresh: Callable[[], Any] = lambda: None  # the state of one row before the first token
-    join: Callable[[list[Part], list[Any]], Any] | None = None  # what sequences hand on, as that of the packed call
+    join: Callable[[list[Part], list[Any]], Any] | None = None  # the carries of sequences -> that of the packed call
     total: bool = False  # the state is the sum over all sequences of a row, not that of the last one
     causal: bool = True  # no token sees later ones
 
@@ -67,11 +67,19 @@ def isolated(
     *,
     examined: Sequence[Tensor | None] | None = None,
     gradients: bool = True,
-) -> tuple:
-    """``packed.run`` of these, in which no sequence changes another one's outputs, states or gradients.
+) -> tuple[Any, ...]:
+    """Call ``packed.run`` such that no sequence changes the outputs, states or gradients of another.
 
-    tokens (B,...,N,...) each. ``examined``: those whose NaN and infinity must be stopped, None for ``tokens``.
-    ``gradients=False`` leaves the gradients as the packed form has them.
+    Args:
+        packed: How to compute the call, packed and by sequence.
+        tokens: Tensors (B,...,N,...) or None.
+        state: The state before the call.
+        carry: Passed on to ``packed.run``.
+        examined: The tensors whose NaN and infinity must be stopped; None for ``tokens``.
+        gradients: False leaves the gradients as the packed form computes them.
+
+    Returns:
+        The results of ``packed.run``.
     """
     if 0 in packed.segments.shape:
         return packed.run(tokens, state, carry, None)
@@ -94,8 +102,8 @@ def isolated(
     outputs, tree = pytree.tree_flatten(found)
     for i, t in enumerate(outputs):
         if _follows(t):
-            # A view, since the call itself may read what it returns. Hooks, since the outputs of a function of autograd
-            # could not be changed in place.
+            # A view, since the call itself may read what it returns. A hook, since outputs of an autograd function
+            # cannot be changed in place.
             outputs[i] = t.view_as(t)
             outputs[i].register_hook(partial(_keep, upstream, i))
     return pytree.tree_unflatten(outputs, tree)
@@ -106,9 +114,9 @@ def _keep(upstream: dict[int, Tensor], number: int, grad: Tensor) -> None:
 
 
 def finite(results: Sequence[Tensor | None], state: Any = None) -> bool:
-    """Whether nothing of these is NaN or infinite; a state may hold -inf, the largest of no numbers at all.
+    """Return whether no result is NaN or infinite. A state may hold -inf, the maximum of no numbers.
 
-    One pass without a mask, and one value that is fetched from the device; more where a sum is not finite.
+    One pass and one value fetched from the device; more if a sum is not finite.
     """
     results, kept = _numbers(results), _numbers(pytree.tree_leaves(state))
     if not results and not kept:
@@ -128,12 +136,12 @@ def _follows(t: Any) -> bool:
 
 
 def _readable(segments: Tensor) -> bool:
-    """Whether values can be looked at: not those of fake tensors, nor while a CUDA graph is captured."""
+    """Return whether values can be read: not those of fake tensors, nor while a CUDA graph is captured."""
     return in_memory(segments) and not (segments.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _parts(segments: Tensor) -> list[Part]:
-    """The packed sequences, row by row."""
+    """Return the packed sequences, row by row."""
     found, n = [], segments.shape[1]
     for row, ids in enumerate(numbered(segments).tolist()):
         starts = [i for i in range(n) if i == 0 or ids[i] != ids[i - 1]]
@@ -142,8 +150,8 @@ def _parts(segments: Tensor) -> list[Part]:
     return found
 
 
-def _alone(packed: Packed, tokens: Sequence[Any], state: Any, carry: Any) -> tuple:
-    """The same, sequence by sequence."""
+def _alone(packed: Packed, tokens: Sequence[Any], state: Any, carry: Any) -> tuple[Any, ...]:
+    """Compute ``packed.run`` sequence by sequence."""
     parts, results = _parts(packed.segments), []
     for part in parts:
         own = [part.cut(t, packed.axis) for t in tokens]
@@ -167,7 +175,7 @@ def _alone(packed: Packed, tokens: Sequence[Any], state: Any, carry: Any) -> tup
 
 
 def _stacked(*rows: Any) -> Any:
-    """Rows of a state as one; what grows with the tokens is filled up with zeros, which no counter counts."""
+    """Concatenate rows of a state; parts that grow with the tokens are padded with zeros."""
     if not isinstance(rows[0], Tensor):
         return rows[0]
     sizes = [max(sizes) for sizes in zip(*(t.shape[1:] for t in rows), strict=True)]
@@ -179,25 +187,33 @@ def _stacked(*rows: Any) -> Any:
 
 
 class _Enter(torch.autograd.Function):
-    """The inputs of a call as they are; where a gradient is not finite, that of sequences that run alone.
+    """Identity on the inputs of a call; if a gradient is not finite, the backward pass runs each sequence separately.
 
-    ``upstream``: the gradients of those outputs that have one, by number, filled in before this runs backwards.
+    ``upstream``: the gradients of the outputs by number, filled in before this backward pass.
     """
 
     @staticmethod
-    def forward(ctx, packed, upstream, given, tree, places, *inputs):
+    def forward(
+        ctx: Any,
+        packed: Packed,
+        upstream: dict[int, Tensor],
+        given: list[Any],
+        tree: pytree.TreeSpec,
+        places: list[int],
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
         kind = packed.segments.device.type
         ctx.packed, ctx.upstream, ctx.tree, ctx.places = packed, upstream, tree, places
         ctx.cast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.tensors = [i for i, t in enumerate(given) if isinstance(t, Tensor)]
         ctx.others = [None if isinstance(t, Tensor) else t for t in given]
-        # Kept by autograd, so that checkpoints can do without.
+        # Saved through autograd, so that checkpointing can drop them.
         ctx.save_for_backward(*(given[i] for i in ctx.tensors))
         ctx.set_materialize_grads(False)
         return tuple(t.view_as(t) for t in inputs)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         upstream = dict(ctx.upstream)
         ctx.upstream.clear()
         if not upstream or finite(grads):
@@ -217,13 +233,15 @@ class _Enter(torch.autograd.Function):
 
 
 def _fitted(grad: Tensor, like: Tensor) -> Tensor:
-    """A gradient in the size of another form's output: a cache can have more slots, or fewer, that hold nothing."""
+    """Pad or crop a gradient to the size of an output: a cache can have a different number of empty slots."""
     sizes = zip(like.shape[::-1], grad.shape[::-1], strict=True)
     return F.pad(grad, [edge for wanted, size in sizes for edge in (0, wanted - size)]).to(like.dtype)
 
 
-def _hidden(packed: Packed, tokens: Sequence[Any], state: Any, carry: Any, examined: Sequence[Tensor | None]) -> tuple:
-    """The same without a branch: tokens that see NaN or infinity give NaN, and no other token sees them."""
+def _hidden(
+    packed: Packed, tokens: Sequence[Any], state: Any, carry: Any, examined: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    """The form without branches: tokens that see NaN or infinity give NaN, and no other token sees them."""
     spoilt = torch.zeros_like(packed.segments, dtype=torch.bool)
     for t in examined:
         if t is not None:
@@ -232,7 +250,7 @@ def _hidden(packed: Packed, tokens: Sequence[Any], state: Any, carry: Any, exami
     spoilt = _seen(spoilt, packed.segments, packed.causal)
 
     def along(t: Tensor) -> Tensor:
-        """``spoilt`` for a tensor (B,...,N,...)."""
+        """Reshape ``spoilt`` for a tensor (B,...,N,...)."""
         return spoilt.view(len(spoilt), *(1,) * (packed.axis - 1), -1, *(1,) * (t.dim() - packed.axis - 1))
 
     kept = [t if t is None else t.masked_fill(along(t), 0.0) for t in tokens]
@@ -248,7 +266,7 @@ def _hidden(packed: Packed, tokens: Sequence[Any], state: Any, carry: Any, exami
 
 
 def _seen(spoilt: Tensor, segments: Tensor, causal: bool) -> Tensor:
-    """Which tokens (B,N) see one that is spoilt: later ones of its sequence, or all of it."""
+    """Return which tokens (B,N) see a spoilt one: later ones of its sequence, or all of it."""
     border = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
     count = spoilt.long().cumsum(1)
     before = torch.where(border, count - spoilt.long(), 0).cummax(1).values

@@ -1,4 +1,4 @@
-"""A long short-term memory, token by token, where every row has its own number of tokens."""
+"""A long short-term memory, token by token, with a separate number of tokens per row."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,18 @@ Memory = tuple[Tensor, Tensor]
 
 
 def step(gates: Tensor, recur: Tensor, memory: Memory) -> Memory:
-    """The memory (hidden, cell), (B,F) each, after a token whose part of the gates is (B,4F); recur (4F,F).
+    """Return the memory after one token.
 
-    The gates are those of input, forgetting, new content and output, in this order, as in ``nn.LSTM``.
+    Args:
+        gates: (B,4F), the part of the gates that the token gives: input, forget, cell and output, as in ``nn.LSTM``.
+        recur: (4F,F), the recurrent weights.
+        memory: (hidden, cell), (B,F) each.
 
-    Source: Hochreiter and Schmidhuber 1997; the gate of forgetting, Gers et al. 2000.
+    Returns:
+        The next (hidden, cell).
+
+    References:
+        Hochreiter and Schmidhuber 1997; the forget gate, Gers et al. 2000.
     """
     hidden, cell = memory
     enter, forget, new, leave = (gates + hidden @ recur.mT).chunk(4, -1)
@@ -20,7 +27,7 @@ def step(gates: Tensor, recur: Tensor, memory: Memory) -> Memory:
 
 
 def run(gates: Tensor, recur: Tensor, memory: Memory, real: Tensor | None) -> tuple[Tensor, Memory]:
-    """Step after step: gates (B,N,4F) -> outputs (B,N,F) and the memory at the end; real (B,N), None where all are."""
+    """Run ``step`` on gates (B,N,4F) -> outputs (B,N,F) and the last memory; real (B,N) bool, None = all tokens."""
     outs = []
     for t in range(gates.shape[1]):
         after = step(gates[:, t], recur, memory)

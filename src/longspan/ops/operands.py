@@ -1,4 +1,4 @@
-"""What enters an operation: views with another sign, masked content, memory that is given away, transforms of torch."""
+"""Operands of operations: negated views, masked content, donated memory, freed storage, transforms of torch."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-TRANSFORMED = "a transform of torch.func, or a forward-mode derivative, follows the operations of torch alone"
+TRANSFORMED = "transforms of torch.func and forward-mode derivatives only follow the operations of torch"
 
 
 def materialize_neg(*tensors: Tensor | None) -> Sequence[Any]:
-    """The same numbers, where none is a view whose sign is still to be changed.
+    """Resolve lazily negated views.
 
-    A kernel would read the memory as it is, and torch's own ``copy_`` loses the sign of such a view in half precision.
+    A kernel would read the memory without the sign, and ``Tensor.copy_`` loses it in half precision.
     """
     return [t if t is None else t.resolve_neg() for t in tensors]
 
 
 def zero_masked(mask: Tensor | None, *tensors: Tensor | None) -> Sequence[Any]:
-    """Tensors (B,H,N,...) with 0 at masked tokens, mask (B,N): what they held, NaN too, reaches no sum or gradient."""
+    """Set tensors (B,H,N,...) to 0 at masked tokens, mask (B,N), so that NaN there reaches no sum or gradient."""
     if mask is None:
         return tensors
     away = ~mask[:, None, :, None]
@@ -29,32 +29,39 @@ def zero_masked(mask: Tensor | None, *tensors: Tensor | None) -> Sequence[Any]:
 
 
 def transformed() -> bool:
-    """Whether a transform of ``torch.func`` (grad, vjp, jvp, vmap) or ``torch.autograd.forward_ad`` is at work.
+    """Return whether a transform of ``torch.func`` (grad, vjp, jvp, vmap) or ``torch.autograd.forward_ad`` is active.
 
-    They follow the operations of torch one by one, so that only forms made of these alone may run. A compiler's own
-    tracing is none of them.
+    Transforms follow the operations of torch one by one, so only forms made of such operations may run. The tracing of
+    torch.compile does not count.
     """
     if torch.compiler.is_compiling():
         return False
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue] (a part of torch._C without stubs)
 
 
 def needs_autograd(*tensors: Tensor) -> bool:
-    """Whether operations on these are recorded, by autograd or a transform, so that none may work in place."""
+    """Return whether autograd or a transform records operations on these tensors, which rules out in-place work."""
     return transformed() or any(t.requires_grad for t in tensors)
 
 
 def double_backward(
-    function: Callable, inputs: Sequence[Tensor | None], grads: Sequence[Tensor], **options: Any
+    function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Sequence[Tensor], **options: Any
 ) -> list[Tensor | None]:
-    """Gradients that have gradients: of ``function(*inputs, **options)``, which plain operations compute, by ``grads``.
+    """Return differentiable gradients of ``function(*inputs, **options)``.
 
-    -> for each of ``inputs`` its gradient, None for one that is not there or needs none.
+    Args:
+        function: Computes the outputs from plain operations of torch.
+        inputs: Tensors or None.
+        grads: The gradients of the outputs.
+        options: Passed on to ``function``.
+
+    Returns:
+        The gradient of each input; None for an input that is None or requires no gradient.
     """
-    # Views, since one of them may have been computed from another: what comes by way of that is not its gradient here.
+    # Views, since one input may have been computed from another: gradients must not flow through that.
     views = [t if t is None else t.view_as(t) for t in inputs]
     wanted = [t for t in views if t is not None and t.requires_grad]
-    # An output that comes of none of these, such as a state that no query enters, has no gradient to pass on.
+    # An output may depend on no input that requires a gradient, such as the state on the queries.
     made = function(*views, **options)
     made = (made,) if isinstance(made, Tensor) else made
     passed = [(out, grad) for out, grad in zip(made, grads, strict=True) if out.requires_grad]
@@ -68,15 +75,15 @@ def double_backward(
 
 
 def mark_overwritten(*tensors: Tensor) -> None:
-    """Tell autograd that a kernel has changed these, as torch's own operations in place do.
+    """Increment the autograd version of tensors that a kernel has changed in place.
 
-    A backward pass that has saved one of them raises then, where it would be wrong in silence.
+    A backward pass that has saved one of them then raises an error instead of computing wrong gradients.
     """
     torch.autograd.graph.increment_version(tensors)
 
 
 def same_device(**tensors: Tensor | None) -> None:
-    """Raise ValueError unless those that there are live on one device."""
+    """Raise ValueError unless all tensors that are not None are on one device."""
     given = {name: t for name, t in tensors.items() if t is not None}
     first, *others = given
     for name in others:
@@ -87,48 +94,48 @@ def same_device(**tensors: Tensor | None) -> None:
 
 
 def check_donation(state: Tensor, **others: Tensor | None) -> None:
-    """Raise ValueError where a state that may be overwritten shares memory with what is still to be read, or itself."""
+    """Raise ValueError if a donated state shares memory with another operand, or with itself."""
     if transformed() or torch.compiler.is_compiling():
         return
     begin, end = _range(state)
     if end - begin < state.nbytes and begin < end:
-        raise ValueError("donate=True overwrites the state, parts of which share memory; give a clone of it")
+        raise ValueError("donate=True overwrites the state, parts of which share memory; pass a clone")
     for name, other in others.items():
         if other is not None:
             first, last = _range(other)
             if first < end and begin < last:
-                raise ValueError(f"donate=True overwrites the state, which shares memory with {name}; give a clone")
+                raise ValueError(f"donate=True overwrites the state, which shares memory with {name}; pass a clone")
 
 
 def check_scale(scale: Any) -> None:
-    """Raise ValueError unless this is a finite number, or None."""
+    """Raise ValueError unless ``scale`` is a finite number or None."""
     if scale is not None and not (isinstance(scale, int | float) and -math.inf < scale < math.inf):
         raise ValueError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(D)")
 
 
 def check_eps(eps: Any) -> None:
-    """Raise ValueError unless this is a finite number that is not negative."""
+    """Raise ValueError unless ``eps`` is a finite number >= 0."""
     if not (isinstance(eps, int | float) and 0 <= eps < math.inf):
         raise ValueError(f"eps={eps!r} is added to the denominator and must be a finite number >= 0")
 
 
 def in_memory(x: Tensor) -> bool:
-    """Whether its numbers lie somewhere: not for the meta device, nor for fake tensors and others with own rules."""
-    own_rules = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    """Return whether a tensor has memory: not on the meta device, not fake tensors and similar subclasses."""
+    own_rules = type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue] (torch's stubs lack it)
     return x.layout == torch.strided and not x.is_meta and not own_rules
 
 
 def stored(x: Tensor) -> bool:
-    """Whether the storage of a plain tensor still holds all of its elements, so that reading them is safe.
+    """Return whether the storage of a plain tensor holds all of its elements, so that reading them is safe.
 
-    ``x.untyped_storage().resize_(0)`` frees the memory and leaves the shape as it was. Always True where there is no
-    storage to look at: while a compiler traces, inside transforms of ``torch.func``, and for other kinds of tensors.
+    ``x.untyped_storage().resize_(0)`` frees the memory and keeps the shape. Always True if there is no storage to
+    check: while a compiler traces, inside transforms of ``torch.func``, and for tensor subclasses.
     """
     return _unreadable() or _holds(x)
 
 
 def _unreadable() -> bool:
-    """Whether no storage can be looked at."""
+    """Return whether storages cannot be inspected."""
     return torch.compiler.is_compiling() or transformed()
 
 
@@ -145,7 +152,7 @@ def _holds(x: Tensor) -> bool:
 
 
 def check_stored(name: str, *tensors: Tensor | None) -> None:
-    """Raise ValueError for a tensor whose storage was freed or is too small for its shape."""
+    """Raise ValueError if the storage of a tensor was freed or is too small for its shape."""
     if _unreadable():
         return
     for x in tensors:
@@ -157,13 +164,13 @@ def check_stored(name: str, *tensors: Tensor | None) -> None:
 
 
 def overlap(*tensors: Tensor) -> bool:
-    """Whether two of some contiguous tensors share memory."""
+    """Return whether any two of these contiguous tensors share memory."""
     ranges = sorted(_range(t) for t in tensors if t.numel())
     return any(end > begin for (_, end), (begin, _) in pairwise(ranges))
 
 
 def _range(x: Tensor) -> tuple[int, int]:
-    """Where its numbers lie, in bytes, as far as that is known; in between there may be others."""
+    """Return the address range of a tensor, as far as it is known; strided tensors may leave gaps in it."""
     if not in_memory(x) or not x.numel():
         return 0, 0
     begin = x.data_ptr()

@@ -1,4 +1,4 @@
-"""Sequences that are packed into one row, and where each of them begins: ``cu_seqlens``."""
+"""Checks of ``cu_seqlens``: the offsets of sequences that are packed into one row."""
 
 import torch
 from torch import Tensor
@@ -7,14 +7,15 @@ from .operands import in_memory, transformed
 
 
 def check_packed(cu_seqlens: Tensor | None, batch: int, tokens: int, segments: Tensor | None = None) -> int:
-    """How many states a call has: one for each sequence of ``cu_seqlens`` (S+1,), else one for each row.
+    """Return the number of states of a call: one per sequence of ``cu_seqlens`` (S+1,), else one per row.
 
-    Raises ValueError for offsets that are none of N tokens in one row, and for segments beside them.
+    Raises:
+        ValueError: the offsets do not cover the tokens of one row, or segments are given as well.
     """
     if cu_seqlens is None:
         return batch
     if segments is not None:
-        raise ValueError("segments and cu_seqlens both say where sequences begin; give one of them")
+        raise ValueError("segments and cu_seqlens both mark where sequences begin; pass only one of them")
     if cu_seqlens.dim() != 1 or not len(cu_seqlens) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         raise ValueError(f"cu_seqlens must be int32 or int64 (S + 1,), not {found}")
@@ -24,10 +25,10 @@ def check_packed(cu_seqlens: Tensor | None, batch: int, tokens: int, segments: T
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
             raise ValueError(
-                f"cu_seqlens must rise from 0 to the number of tokens, {tokens}, not {_said(cu_seqlens.tolist())}"
+                f"cu_seqlens must rise from 0 to the number of tokens, {tokens}, not {_shortened(cu_seqlens.tolist())}"
             )
     return len(cu_seqlens) - 1
 
 
-def _said(numbers: list[int]) -> str:
+def _shortened(numbers: list[int]) -> str:
     return str(numbers) if len(numbers) < 9 else f"[{', '.join(map(str, numbers[:4]))}, ..., {numbers[-1]}]"

@@ -1,8 +1,8 @@
-"""Padded and packed rows, made such that a mechanism meets real tokens of one sequence alone.
+"""Padded and packed rows, rearranged so that a mechanism sees only real tokens of one sequence.
 
-Two ways, and one function that chooses: ``ragged`` cuts sequences out and calls once for each length, so that nobody
-meets padding; ``split_packed`` makes one call for all, on rows that begin with their real tokens, and continues states;
-``map_sequences`` takes the former where it may. ``gather_valid`` and ``scatter_back`` move tokens within rows.
+There are two ways. ``ragged`` cuts sequences out and makes one call per length, so there is no padding.
+``split_packed`` makes one call for all sequences, on rows that begin with their real tokens, and continues states.
+``map_sequences`` chooses the first where it can. ``gather_valid`` and ``scatter_back`` move tokens within rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Run = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
 
 
 def gather_valid(mask: Tensor | None, *tensors: Tensor, axis: int = 1) -> tuple[Tensor, ...]:
-    """Each (B,...,N,...) with the real tokens of a row first, in their order, and the others after them; mask (B,N)."""
+    """Move the real tokens of each row to its front, in order: tensors (B,...,N,...), mask (B,N)."""
     if mask is None:
         return tensors
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
@@ -26,19 +26,25 @@ def gather_valid(mask: Tensor | None, *tensors: Tensor, axis: int = 1) -> tuple[
 
 
 def scatter_back(mask: Tensor | None, x: Tensor, axis: int = 1) -> Tensor:
-    """x (B,...,N,...), in the order of ``gather_valid``, in that of the call; what masked tokens get means nothing."""
+    """Undo ``gather_valid``: x (B,...,N,...) back in the order of the call; masked tokens get arbitrary values."""
     return x if mask is None else pick(x, rank(mask), axis)
 
 
 def rank(mask: Tensor) -> Tensor:
-    """Where ``gather_valid`` has put each real token: mask (B,N) -> (B,N), never negative."""
+    """Return where ``gather_valid`` puts each real token: mask (B,N) -> (B,N), never negative."""
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
 def last_valid(tokens: Tensor, mask: Tensor | None, slots: int) -> Tensor:
-    """The last ``slots`` tokens of each row: tokens (B,slots+N,...), those of earlier calls before new ones together.
+    """Return the last ``slots`` real tokens of each row.
 
-    -> (B,slots,...), which shares no memory with ``tokens``.
+    Args:
+        tokens: (B,slots+N,...): tokens of earlier calls, then the new ones, real tokens first.
+        mask: (B,N) bool, the real tokens among the new ones, or None.
+        slots: The number of tokens to keep.
+
+    Returns:
+        (B,slots,...), which shares no memory with ``tokens``.
     """
     n = tokens.shape[1] - slots
     if mask is None:
@@ -47,16 +53,16 @@ def last_valid(tokens: Tensor, mask: Tensor | None, slots: int) -> Tensor:
 
 
 def pick(x: Tensor, tokens: Tensor, axis: int = 1) -> Tensor:
-    """Row by row the tokens of these numbers: x (B,...,N,...) with N at the axis, tokens (B,M) -> (B,...,M,...)."""
+    """Gather tokens (B,M) by number, row by row: x (B,...,N,...) with N at ``axis`` -> (B,...,M,...)."""
     rows, count = tokens.shape
     places = tokens.view(rows, *(1,) * (axis - 1), count, *(1,) * (x.dim() - axis - 1))
     return x.gather(axis, places.expand(*x.shape[:axis], -1, *x.shape[axis + 1 :]))
 
 
 def spread(matrix: Tensor, mask: Tensor | None) -> Tensor:
-    """A matrix (B|1,H,N,S+N) of tokens together as one of the call's own order, 0 in the columns of masked tokens.
+    """Return an attention matrix (B|1,H,N,S+N) over gathered tokens in the order of the call.
 
-    S columns, those of earlier calls, come first and stay.
+    Columns of masked tokens are 0. The S columns of earlier calls come first and stay in place.
     """
     if mask is None:
         return matrix
@@ -78,12 +84,19 @@ def cut(
     *,
     exact: bool,
 ) -> Tensor:
-    """``run(number, *rows)`` on the real tokens of each row, or of each packed sequence: the same as separate calls.
+    """Call ``run(number, *rows)`` on the real tokens of each sequence, once per length; equal to separate calls.
 
-    tensors (B,N,...) each, mask (B,N) bool, segments (B,N) int64 -> in shape and dtype of ``like`` (B,N,...), 0 at
-    masked tokens. ``run`` gets sequences of about one length, (S,L,...) each, padded at the end, where causality has to
-    hide the pad, and which they are, (S,) int64, counted row by row; it gives (S,L,...). ``exact``: those of the very
-    same length alone.
+    Args:
+        run: Gets the numbers (S,) int64 of S sequences, counted row by row, and their tokens (S,L,...), padded with
+            zeros at the end. Causality must hide the padding. It returns (S,L,...).
+        tensors: (B,N,...) each.
+        like: (B,N,...), the shape and dtype of the result.
+        mask: (B,N) bool, True = a real token.
+        segments: (B,N) int64, packed sequences.
+        exact: Groups only sequences of equal length, so that there is no padding.
+
+    Returns:
+        A tensor like ``like``, 0 at masked tokens.
     """
     batch, n = like.shape[:2]
     real = torch.ones(batch, n, dtype=torch.bool, device=like.device) if mask is None else mask
@@ -121,7 +134,7 @@ def ragged(
     *,
     exact: bool,
 ) -> Tensor:
-    """``cut`` for heads: q, k, v (B,H,N,.), of which ``run`` gets some rows, -> (B,H,N,E), 0 at masked tokens."""
+    """``cut`` for heads: q, k, v (B,H,N,.) -> (B,H,N,E), 0 at masked tokens."""
 
     def heads(number: Tensor, *rows: Tensor) -> Tensor:
         return run(*(x.transpose(1, 2) for x in rows)).transpose(1, 2)
@@ -132,11 +145,17 @@ def ragged(
 
 
 def split_packed(run: Run, x: Tensor, state: Any, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Any]:
-    """``run(x, state, real)`` with each packed sequence as a row of its own, which begins with its real tokens.
+    """Call ``run(x, state, real)`` with each packed sequence as a separate row that begins with its real tokens.
 
-    x (B,N,.), mask (B,N) bool, segments (B,N) int64 -> what ``run`` gives, (B,N,.), each token's in its place and 0 at
-    masked ones. ``real`` (B,N) tells the real tokens of the moved rows, None where all are. The first sequence of each
-    row goes on with the state, others with one of zeros; what comes back are the states of the last ones.
+    Args:
+        run: Gets the rows, their states, and a bool mask of their real tokens, which is None if all are real.
+        x: (B,N,.).
+        state: The state of each row's first sequence. The other sequences start from zeros.
+        mask: (B,N) bool, True = a real token.
+        segments: (B,N) int64, packed sequences.
+
+    Returns:
+        The outputs (B,N,.) in the order of x, 0 at masked tokens, and the states of each row's last sequence.
     """
     if segments is None or not x.numel():
         return _in_front(run, x, state, mask)
@@ -158,7 +177,7 @@ def split_packed(run: Run, x: Tensor, state: Any, mask: Tensor | None, segments:
 
 
 def _in_front(run: Run, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-    """``split_packed`` for rows of one sequence each."""
+    """``split_packed`` for rows with one sequence each."""
     if mask is None:
         return run(x, state, None)
     real = torch.arange(x.shape[1], device=x.device) < mask.sum(1, keepdim=True)
@@ -169,11 +188,11 @@ def _in_front(run: Run, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Ten
 def map_sequences(
     run: Run, x: Tensor, state: Any, mask: Tensor | None, segments: Tensor | None, *, causal: bool, width: int
 ) -> tuple[Tensor, Any]:
-    """``run(x, state, real)`` for every sequence: x (B,N,.), mask, segments (B,N) -> outputs (B,N,width), the state.
+    """Call ``run(x, state, real)`` for every sequence: x (B,N,.), mask, segments (B,N) -> outputs (B,N,width), state.
 
-    Without a state, sequences of the same length (``causal``: of about the same) share a call with ``real`` None, so
-    that memory is that of their tokens. With one, and where a graph is traced, rows begin with their real tokens, as in
-    ``split_packed``. Outputs of masked tokens are 0 in either case.
+    Without a state, sequences of equal length (``causal``: of similar length) share a call with ``real`` None, so
+    memory grows with the real tokens only. With a state, and in traced graphs, this is ``split_packed``. Outputs of
+    masked tokens are 0.
     """
     if not x.numel() or (mask is None and segments is None):
         return run(x, state, None)
@@ -185,5 +204,5 @@ def map_sequences(
 
     like = x[..., :width]
     y = cut(clean, (x,), like, mask, segments, exact=not causal)
-    # A batch of padding alone has a gradient too, of zeros.
+    # A batch that is all padding also needs a gradient, of zeros.
     return y + 0 * like, None

@@ -1,4 +1,4 @@
-"""How a sequence is cut into spans and chunks, and where the borders of packed sequences lie in them."""
+"""Cutting of a sequence into spans and chunks, and the borders of packed sequences in them."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Borders(NamedTuple):
-    """What segments mean inside one span of G chunks of C tokens; every mask is 0 or 1 in the data's dtype."""
+    """Masks of the segments in one span of G chunks of C tokens, 0 or 1 in the dtype of the data."""
 
     same: Tensor  # (B,1,G,C,C) query and key lie in one segment
     first: Tensor  # (B,1,G,C,1) the token's segment reaches in from before the chunk
@@ -17,12 +17,12 @@ class Borders(NamedTuple):
 
 
 def numbered(segments: Tensor) -> Tensor:
-    """Segments (B,N) by numbers that rise at every border, from 0 on: an id that comes back is a new one."""
+    """Number segments (B,N) from 0, increasing at every border: an id that occurs again counts as a new segment."""
     return F.pad((segments[:, 1:] != segments[:, :-1]).long().cumsum(1), (1, 0))[:, : segments.shape[1]]
 
 
 def borders_of(segments: Tensor, start: int, groups: int, chunk: int, like: Tensor) -> Borders:
-    """What segments (B,N) mean in the span of ``groups`` chunks that begins at ``start``."""
+    """Return the masks of segments (B,N) in the span of ``groups`` chunks that begins at ``start``."""
     ids = segments[:, start : start + groups * chunk].unflatten(1, (groups, chunk))[:, None]  # (B,1,G,C)
     before = torch.cat([segments[:, max(start - 1, 0)].view(-1, 1, 1), ids[:, :, :-1, -1]], 2)  # (B,1,G)
     first, last = ids == before[..., None], ids == ids[..., -1:]
@@ -31,9 +31,9 @@ def borders_of(segments: Tensor, start: int, groups: int, chunk: int, like: Tens
 
 
 def cut(n: int, chunk: int, tokens: int) -> list[tuple[int, int, int]]:
-    """Cut n tokens into spans (start, chunks, tokens per chunk): whole ones, then the whole chunks left, then the rest.
+    """Cut n tokens into spans (start, chunks, tokens per chunk): full spans, the remaining full chunks, then the rest.
 
-    ``tokens``: how many a span may have at most; one chunk fits in any case.
+    A span has at most ``tokens`` tokens, but at least one chunk.
     """
     chunk = min(chunk, n)
     groups = max(tokens // chunk, 1)

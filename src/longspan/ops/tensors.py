@@ -1,4 +1,4 @@
-"""What every op needs of tensors: width, heads side by side and apart, positions, who sees whom within a call."""
+"""Tensor helpers of the ops: dtypes, splitting and merging heads, positions, visibility within a call."""
 
 import torch
 import torch.nn.functional as F
@@ -6,23 +6,23 @@ from torch import Tensor
 
 
 def upcast_half(x: Tensor) -> Tensor:
-    """Half precision to float32; float32 and float64 as they are."""
+    """Convert half precision to float32; float32 and float64 stay as they are."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def per_root(dim: int) -> float:
-    """1 / sqrt(D), the default scale of products of D channels; 1 where there are none, whose products are 0."""
+    """Return 1 / sqrt(D), the default scale of products of D channels; 1 for D = 0."""
     return float(max(dim, 1) ** -0.5)
 
 
 def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(|x|^2 + eps), so never longer than 1: (..., D) -> (..., D) in x's dtype, summed in float32 at least."""
+    """Return x / sqrt(|x|^2 + eps): (..., D) -> (..., D) in x's dtype, summed in float32 at least."""
     wide = upcast_half(x)
     return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
 def with_ones(v: Tensor) -> Tensor:
-    """(..., E) -> (..., E+1): a last column of ones, whose weighted sum is the normalizer."""
+    """Append a column of ones, whose weighted sum is the normalizer: (..., E) -> (..., E+1)."""
     return F.pad(v, (0, 1), value=1.0)
 
 
@@ -39,10 +39,17 @@ def merge(x: Tensor) -> Tensor:
 def positions(
     x: Tensor, start: Tensor | None = None, *, mask: Tensor | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Position of each token: the number of real tokens before it in its own segment.
+    """Return the position of each token: the number of real tokens before it in its segment.
 
-    x (B,N,...), start (B,) = real tokens seen in earlier calls, mask (B,N) bool, segments (B,N) int64
-    -> positions (B,N) int64 (those of masked tokens mean nothing, and are never negative), next position (B,).
+    Args:
+        x: (B,N,...), for its sizes and device.
+        start: (B,) int64, the real tokens of earlier calls; None for 0.
+        mask: (B,N) bool, True = a real token.
+        segments: (B,N) int64, packed sequences.
+
+    Returns:
+        The positions (B,N) int64, and the next position (B,). Positions of masked tokens are arbitrary, but never
+        negative.
     """
     batch, n = x.shape[:2]
     if start is None:
@@ -61,7 +68,7 @@ def positions(
 
 
 def visible(x: Tensor, *, causal: bool, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-    """Which token of one call may see which: x (B,N,...), mask (B,N), segments (B,N) -> bool (B|1,1,N,N)."""
+    """Return which tokens of a call see each other: x (B,N,...), mask (B,N), segments (B,N) -> bool (B|1,1,N,N)."""
     n = x.shape[1]
     allowed = torch.ones(1, 1, n, n, dtype=torch.bool, device=x.device)
     if causal:

@@ -1,7 +1,8 @@
-"""Runs of tokens, each of which becomes one entry once all its tokens are far enough behind; documents count anew.
+"""Runs of c tokens, each of which becomes one entry once all its tokens are far enough behind.
 
-Entry r of a document stands for its tokens r c ... r c + c - 1. ``at`` are the numbers of tokens in their documents,
-for real tokens together, as in ``rows``. Of S tokens of earlier calls, k entries of the same document have been made.
+Entry r of a document stands for its tokens r c ... r c + c - 1; each document starts at 0. ``at`` holds the numbers of
+tokens in their documents, for real tokens gathered at the front, as in ``rows``. S is the number of tokens kept from
+earlier calls, and k the number of entries that those calls have made.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .rows import pick
 
-NONE = 2**40  # where the last token of no run is: behind every query
+NONE = 2**40  # the last token of a missing run: after every query
 
 
 class Runs(NamedTuple):
@@ -26,16 +27,16 @@ class Runs(NamedTuple):
 
 
 def gone(at: Tensor, memory: int, size: int) -> Tensor:
-    """R: how many runs of ``size`` lie more than ``memory`` tokens before each token number, any shape."""
+    """Return how many runs of ``size`` lie more than ``memory`` tokens before each token number, any shape."""
     return (at - memory).clamp(min=0) // size
 
 
 def find(at: Tensor, position: Tensor, slots: int, *, memory: int, size: int, old: int) -> Runs:
-    """at (B,N) after ``slots`` tokens of earlier calls, with position (B,) tokens read, and ``old`` entries made."""
+    """Find the runs of a call: at (B,N) after ``slots`` kept tokens, position (B,) tokens, ``old`` entries."""
     before = gone(position, memory, size)[:, None]
     earlier = position[:, None] - slots + torch.arange(slots, device=at.device)
     every = torch.cat([earlier, at], 1)
-    # What is an entry already is not made again.
+    # Tokens that are already in an entry do not form another.
     fresh = torch.cat([earlier >= before * size, torch.ones_like(at, dtype=torch.bool)], 1)
     last = fresh & ((every + 1) % size == 0)
     order = (~last).to(torch.uint8).argsort(dim=1, stable=True)[:, : every.shape[1] // size]
@@ -46,15 +47,16 @@ def find(at: Tensor, position: Tensor, slots: int, *, memory: int, size: int, ol
 
 
 def windows(tokens: Tensor, runs: Runs) -> Tensor:
-    """The tokens of each new run, the oldest first: (B,S+N,dim) -> (B,P,c,dim); anything where there is no run."""
+    """Return the tokens of each new run, oldest first: (B,S+N,dim) -> (B,P,c,dim); arbitrary for missing runs."""
     end = runs.end[:, runs.old :, None] - torch.arange(runs.size - 1, -1, -1, device=tokens.device)
     return pick(tokens, end.flatten(1).clamp(0, max(tokens.shape[1] - 1, 0))).unflatten(1, (-1, runs.size))
 
 
 def newest(entries: Tensor, runs: Runs, before: Tensor, after: Tensor, read: Tensor, *, memory: int) -> Tensor:
-    """The entries that the next token sees: entries (B,k+P,dim) -> (B,k,dim), the newest in the last slot.
+    """Return the entries that the next token sees: entries (B,k+P,dim) -> (B,k,dim), the newest in the last slot.
 
-    before, after (B,): what its document has read before and after the call, of whose tokens ``read`` (B,) were real.
+    ``before`` and ``after`` (B,) are the tokens of its document before and after the call, ``read`` (B,) the real
+    tokens of the call.
     """
     slots = runs.slots
     first = slots + read - after  # where the last document begins
@@ -67,11 +69,12 @@ def newest(entries: Tensor, runs: Runs, before: Tensor, after: Tensor, read: Ten
 
 
 def left(end: Tensor, runs: Runs, read: Tensor, *, memory: int) -> Tensor:
-    """In which segment of ``memory`` tokens of the call whole runs have come to lie behind a memory of as many tokens.
+    """Return in which segment of ``memory`` tokens of the call each run leaves the memory.
 
-    end (B,E): their last tokens; read (B,1) real tokens of the call -> (B,E), -1 where they have not, or had before.
+    end (B,E): the last tokens of the runs; read (B,1): the real tokens of the call -> (B,E), -1 for runs that do not
+    leave it in this call.
     """
     last, first, after = runs.at.shape[1] - 1, runs.slots, end + memory
-    # They have, where their document goes on for so long.
+    # A run leaves the memory only if its document continues that long.
     same = pick(runs.at, after.clamp(max=last)) - pick(runs.at, end.clamp(max=last)) == memory
     return torch.where((after >= first) & (after < first + read) & same, (after - first) // memory, -1)

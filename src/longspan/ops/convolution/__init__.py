@@ -1,6 +1,7 @@
-"""The causal depth-wise convolution: each channel is mixed with its own last few values, with a state for streams."""
+"""The causal depth-wise convolution over the last K tokens of each channel, with a state for streams."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,47 +33,64 @@ def causal_convolution(
     cu_seqlens: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    r"""Each channel is mixed with its own last K - 1 values: depth-wise and causal, with a state between calls.
+    r"""Causal depth-wise convolution over the last K tokens, with a state between calls.
 
     $$
     y_{tc} = \mathrm{act}\left(b_c + \sum_{j=1}^{K} w_{cj} \, x_{t-K+j,c}\right)
     $$
 
-    >>> import torch, longspan
-    >>> x, weight = torch.randn(1, 9, 6), torch.randn(6, 4)
-    >>> whole, _ = longspan.causal_convolution(x, weight, activation="silu")
-    >>> first, state = longspan.causal_convolution(x[:, :5], weight, activation="silu")
-    >>> rest, state = longspan.causal_convolution(x[:, 5:], weight, state=state, activation="silu")
-    >>> state.shape, torch.allclose(torch.cat([first, rest], 1), whole, atol=1e-6)
-    (torch.Size([1, 3, 6]), True)
+    Sums are float32 at least. Operands of any strides are read without a copy, such as ``x.mT`` of a tensor (B,C,N).
 
-    x (B,N,C), weight (C,K), its last column for the token itself, as that of a causal ``nn.Conv1d`` without its middle
-    axis, bias (C,) -> y (B,N,C) in x's dtype and layout, and the state after the last token. Sums are float32 at least.
-    ``activation``: silu, or None. Any strides are read where they are: ``x.mT`` of channels first (B,C,N) is not
-    copied.
+    Args:
+        x: (B,N,C), here with C channels.
+        weight: (C,K). Its last column applies to the token itself, as in a causal ``nn.Conv1d``, whose weight has one
+            more axis in the middle.
+        bias: (C,) or None.
+        state: (B,R,C), the last R >= K - 1 inputs, oldest first, in float32 at least or in x's dtype. None starts from
+            zeros with R = K - 1, in float32 at least.
+        activation: ``"silu"`` or None.
+        mask: (B,N) bool, True = a real token. A masked token is skipped: it takes no place in a window or in the
+            state, and its output is 0.
+        segments: (B,N) int64, packed sequences. Equal ids are adjacent. A token sees only its own segment; a given
+            state belongs to the first segment, the returned one to the last.
+        cu_seqlens: (S+1,) int32 or int64, offsets of S sequences that are packed into one row, B = 1: sequence s is
+            tokens cu_seqlens[s] ... cu_seqlens[s+1], and has a separate state, (S,R,C) in all.
+        donate: Allows the call to overwrite ``state``.
 
-    ``state`` (B,R,C): the last R >= K - 1 inputs, the oldest first, in float32 at least or in x's dtype; the next one
-    has the same shape and dtype, and without one it is (B,K-1,C) in float32 at least. ``donate=True`` may overwrite it.
-    ``mask`` (B,N) bool: True = a real token. A masked token is skipped: it takes no place in a window or in the state,
-    and its output is 0.
-    ``segments`` (B,N) int64: packed sequences, equal ids side by side; a token sees its own only, a given state belongs
-    to the first, the returned one to the last. ``cu_seqlens`` (S+1,) int32 or int64 packs S sequences into the one row
-    of x: number s is tokens cu_seqlens[s] ... cu_seqlens[s+1], and has a state of its own, (S,R,C) in all.
+    Returns:
+        The output (B,N,C) in x's dtype and layout, and the state after the last token, in the shape and dtype of
+        ``state``.
 
-    Raises ValueError for shapes or dtypes that do not fit, for K < 1, segments together with cu_seqlens, and for a
-    state to be overwritten that shares memory with another operand or itself.
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, K < 1, segments and cu_seqlens are both given, or a donated
+            state shares memory with another operand or itself.
 
-    Source: So et al. 2021 (2109.08668), section 3; with bias and silu Gu and Dao 2023 (2312.00752), section 3.4.
+    Example:
+        >>> import torch, longspan
+        >>> x, weight = torch.randn(1, 9, 6), torch.randn(6, 4)
+        >>> whole, _ = longspan.causal_convolution(x, weight, activation="silu")
+        >>> first, state = longspan.causal_convolution(x[:, :5], weight, activation="silu")
+        >>> rest, state = longspan.causal_convolution(x[:, 5:], weight, state=state, activation="silu")
+        >>> state.shape, torch.allclose(torch.cat([first, rest], 1), whole, atol=1e-6)
+        (torch.Size([1, 3, 6]), True)
+
+    References:
+        So et al. 2021 (2109.08668), section 3. With bias and silu: Gu and Dao 2023 (2312.00752), section 3.4.
     """
     if donate and state is not None:
         check_donation(state, x=x, weight=weight, bias=bias)
     if mask is None and segments is None and cu_seqlens is None and state is not None:
-        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        # Fast path for one-token decoding, which validates its own shapes.
         found = _token(x, weight, bias, state, activation, donate)
         if found is not None:
             return found
     check(x, weight, bias, state, activation, mask, segments, cu_seqlens)
-    options = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens, "donate": donate}
+    options: dict[str, Any] = {
+        "activation": activation,
+        "segments": segments,
+        "cu_seqlens": cu_seqlens,
+        "donate": donate,
+    }
     if mask is None:
         return convolve(x, weight, bias, state, **options)
     absent = ~mask[..., None]
@@ -92,9 +110,9 @@ def convolve(
     cu_seqlens: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same for arguments that fit, which are not checked; what masked tokens get means nothing.
+    """``causal_convolution`` without checks, by the fastest form; outputs of masked tokens are arbitrary.
 
-    Raises ValueError where a forced backend cannot serve the call.
+    Raises ValueError if a forced backend cannot serve the call.
     """
     if state is None:
         sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -107,7 +125,7 @@ def convolve(
             return found
     x, weight, bias, state = materialize_neg(x, weight, bias, state)
     assert state is not None
-    options = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens}
+    options: dict[str, Any] = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens}
     why_not = kernels.why_not(x, weight, bias, state, segments, cu_seqlens)
     match select_backend(OP, SERVED, "torch" if why_not else "native", why_not):
         case "native":
@@ -120,17 +138,26 @@ def convolve(
             return composed(x, weight, bias, state, **options)
 
 
-def _skipping(x, weight, bias, state, mask, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
-    """``convolve`` of the real tokens alone, mask (B,N)."""
+def _skipping(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    mask: Tensor,
+    activation: str | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``convolve`` on the real tokens only, mask (B,N)."""
     if cu_seqlens is not None:
         outputs, states = [x[:, :0]], [state[:0]]
         for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-            options = {"activation": activation, "mask": mask[:, begin:end]}
+            options: dict[str, Any] = {"activation": activation, "mask": mask[:, begin:end]}
             y, last = convolve(x[:, begin:end], weight, bias, state[s : s + 1], **options)
             outputs.append(y)
             states.append(last)
         return torch.cat(outputs, 1), torch.cat(states)
-    # Real tokens side by side, in their order; the others after them, where no real one sees them.
+    # Real tokens come first, in order; masked ones after them, where no real token sees them.
     (tokens,), rows = gather_valid(mask, x), state.shape[1]
     ids = None if segments is None else gather_valid(mask, segments)[0]
     y, _ = convolve(tokens, weight, bias, state, activation=activation, segments=ids)
@@ -141,8 +168,10 @@ def _skipping(x, weight, bias, state, mask, activation, segments, cu_seqlens) ->
     return scatter_back(mask, y), last
 
 
-def _token(x, weight, bias, state, activation, donate):
-    """``kernels.step``, where the backend is to be native; else None."""
+def _token(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None, donate: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Return ``kernels.step`` if the backend is native, else None."""
     if x.dim() != 3 or x.shape[1] != 1 or resolve_backend(OP, SERVED, "native") != "native":
         return None
     found = kernels.step(x, weight, bias, state, activation=activation, donate=donate)
@@ -151,8 +180,17 @@ def _token(x, weight, bias, state, activation, donate):
     return found
 
 
-def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time, in float32 at least; arguments as in ``convolve``."""
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    *,
+    activation: str | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The definition, token by token, in float32 at least; arguments as in ``convolve``."""
     wide, reach = upcast_half(x), weight.shape[1] - 1
     if cu_seqlens is not None:
         borders = cu_seqlens.tolist()
@@ -176,8 +214,17 @@ def reference(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tu
     return (torch.stack(out, 1) if out else torch.zeros_like(x)).to(x.dtype), recent.to(state.dtype).clone()
 
 
-def composed(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tuple[Tensor, Tensor]:
-    """From a few operations on all tokens, with derivatives of any order; arguments as in ``convolve``."""
+def composed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    *,
+    activation: str | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """A few operations on all tokens, with derivatives of any order; arguments as in ``convolve``."""
     wide, taps, rows = upcast_half(x), upcast_half(weight), state.shape[1]
     past, n, reach = state.to(wide.dtype), x.shape[1], weight.shape[1] - 1
     if cu_seqlens is not None:
@@ -198,8 +245,17 @@ def composed(x, weight, bias, state, *, activation, segments, cu_seqlens) -> tup
     return _finished(y, bias, activation).to(x.dtype), last.to(state.dtype, copy=True)
 
 
-def _packed(wide, taps, bias, past, activation, cu_seqlens, dtype, kept) -> tuple[Tensor, Tensor]:
-    """The packed sequences of one row, whose earlier tokens are fetched from one list of all states and tokens."""
+def _packed(
+    wide: Tensor,
+    taps: Tensor,
+    bias: Tensor | None,
+    past: Tensor,
+    activation: str | None,
+    cu_seqlens: Tensor,
+    dtype: torch.dtype,
+    kept: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The packed sequences of one row, which read earlier tokens from one list of all states and tokens."""
     sequences, rows = past.shape[:2]
     n, reach = wide.shape[1], taps.shape[1] - 1
     listed = torch.cat([past.flatten(0, 1), wide[0]])  # (S R + N, C)
@@ -208,7 +264,7 @@ def _packed(wide, taps, bias, past, activation, cu_seqlens, dtype, kept) -> tupl
     owner = torch.searchsorted(borders, at, right=True) - 1  # (N,)
 
     def place(position: Tensor, owner: Tensor) -> Tensor:
-        """Where tokens are listed, those before the first of their sequence as rows of its state."""
+        """Return where tokens are listed; those before the start of their sequence are rows of its state."""
         before = borders[owner] - position
         return torch.where(before > 0, (owner + 1) * rows - before, sequences * rows + position)
 
@@ -225,20 +281,29 @@ def _finished(y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
     return y if activation is None else ACTIVATIONS[activation](y)
 
 
-def check(x, weight, bias, state, activation, mask, segments, cu_seqlens) -> None:
-    """Raise ValueError unless the arguments of the functions above fit each other."""
+def check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    activation: str | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Raise ValueError unless the arguments of ``causal_convolution`` fit each other."""
     if activation is not None:
         known(activation, ACTIVATIONS, "activation")
     if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"x must be a floating-point (B, N, C), not {x.dtype} {tuple(x.shape)}")
+        raise ValueError(f"x must be a floating-point tensor (B, N, C), not {describe(x)}")
     same_device(x=x, weight=weight, bias=bias, state=state, mask=mask, segments=segments, cu_seqlens=cu_seqlens)
     check_stored("the state", state)
     batch, n, channels = x.shape
     if weight.dim() != 2 or len(weight) != channels or not weight.shape[1] or not weight.is_floating_point():
-        found = f"{weight.dtype} {tuple(weight.shape)}"
-        raise ValueError(f"weight must be a floating-point (C, K) = ({channels}, at least 1), not {found}")
+        expected = f"(C, K) = ({channels}, at least 1)"
+        raise ValueError(f"weight must be a floating-point tensor {expected}, not {describe(weight)}")
     if bias is not None and (tuple(bias.shape) != (channels,) or not bias.is_floating_point()):
-        raise ValueError(f"bias must be a floating-point {(channels,)}, not {bias.dtype} {tuple(bias.shape)}")
+        raise ValueError(f"bias must be a floating-point tensor {(channels,)}, not {describe(bias)}")
     if mask is not None:
         check_mask("mask", mask, (batch, n))
     if segments is not None:

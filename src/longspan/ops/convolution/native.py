@@ -1,4 +1,4 @@
-"""The causal convolution by the C++ kernels: whole sequences, forward and backward, and one token."""
+"""The causal convolution in C++: whole sequences, forward and backward, and one token."""
 
 import ctypes
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from ..native.call import HALVES, kernels, pointers, readable, strides
 from ..operands import double_backward, mark_overwritten, stored
 from ..packed import check_packed
 
-MOST = 256  # taps and rows of a state; each thread has room for some windows of them
+MOST = 256  # taps and rows of a state; each thread allocates a few windows of them
 
 
 def why_not(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *others: Tensor | None) -> str:
-    """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
+    """Return why the kernels cannot serve these operands; empty if they can. Compiles them on first use."""
     if reason := call.unreadable(x, weight, bias, state, *others):
         return reason
     if x.dtype not in HALVES:
@@ -43,23 +43,33 @@ def convolve(
     cu_seqlens: Tensor | None,
     composed: Callable[..., Any],
 ) -> tuple[Tensor, Tensor]:
-    """``convolution.convolve`` in C++: x (B,N,C) of any strides -> y like x, state (B,R,C) in the given one's dtype.
+    """``convolution.convolve`` in C++: x (B,N,C) of any strides -> y like x, state (B,R,C) in the dtype of ``state``.
 
-    All sums are made in float32. The backward pass keeps the inputs alone, and makes what the activation was given once
-    more. Any number of threads gives the same bits. ``composed`` has the gradients of gradients. Only for operands that
-    ``why_not`` does not object to. Raises MemoryError.
+    All sums are in float32. The backward pass saves only the inputs and recomputes the input of the activation. Results
+    do not depend on the number of threads, bit for bit. ``composed`` computes higher derivatives. Only for operands for
+    which ``why_not`` is empty. Raises MemoryError.
     """
     kept = state.dtype
     bias = None if bias is None else bias.float()
     offsets = None if cu_seqlens is None else cu_seqlens.long()
     options = activation, segments, offsets
-    y, end = _Convolve.apply(x, weight.float(), bias, state.float(), *options, composed)  # type: ignore[misc]
+    y, end = _Convolve.apply(x, weight.float(), bias, state.float(), *options, composed)
     return y, end.to(kept)
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, state, activation, segments, offsets, composed):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        activation: str | None,
+        segments: Tensor | None,
+        offsets: Tensor | None,
+        composed: Callable[..., Any],
+    ) -> tuple[Tensor, Tensor]:
         run = _forward_op if torch.compiler.is_compiling() else _forward
         y, end = run(x, weight, bias, state, activation is not None, segments, offsets)
         ctx.save_for_backward(x, weight, bias, state, segments, offsets)
@@ -67,15 +77,16 @@ class _Convolve(torch.autograd.Function):
         return y, end
 
     @staticmethod
-    def backward(ctx, grad, grad_end):
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        grad, grad_end = upstream
         *inputs, segments, offsets = ctx.saved_tensors
         if torch.is_grad_enabled():
-            options = {"activation": ctx.activation, "segments": segments, "cu_seqlens": offsets}
+            options: dict[str, Any] = {"activation": ctx.activation, "segments": segments, "cu_seqlens": offsets}
             grads = double_backward(ctx.composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
-            given = (*inputs, ctx.activation is not None, segments, offsets)
-            dx, dweight, dbias, first = run(grad, grad_end, *given)  # type: ignore[call-arg]
+            given: tuple[Any, ...] = (*inputs, ctx.activation is not None, segments, offsets)
+            dx, dweight, dbias, first = run(grad, grad_end, *given)
             grads = [dx, dweight, None if inputs[2] is None else dbias, first]
         return (*grads, None, None, None, None)
 
@@ -102,7 +113,7 @@ def _forward(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the windows of {threads()} threads")
+        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
     return y, end
 
 
@@ -117,7 +128,7 @@ def _backward(
     segments: Tensor | None,
     offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, bias and the first state, from those of y and the last state."""
+    """Return the gradients of x, weight, bias and the first state from those of y and the last state."""
     library, (batch, n, channels), taps = kernels("convolution"), x.shape, weight.shape[1]
     dx, first = fresh_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
     sums = weight.new_empty(batch * -(-n // library.longspan_convolution_part()), taps + 1, channels)
@@ -132,7 +143,7 @@ def _backward(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the windows of {threads()} threads")
+        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
     total = sums.sum(0)
     return dx, total[:taps].mT.contiguous(), total[taps].clone(), first
 
@@ -140,10 +151,10 @@ def _backward(
 def step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: str | None, donate: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """One token of ``convolution.convolve``, in one pass over ``state`` (B,R,C), which ``donate`` allows to be moved.
+    """One token of ``convolution.convolve`` in one pass over ``state`` (B,R,C), in place with ``donate``.
 
-    x (B,1,C), weight (C,K), bias (C,) or None, of any strides -> y (B,1,C), state. None for anything else, and where
-    there are no kernels. Written for speed, as ``linear.native.step`` is.
+    x (B,1,C), weight (C,K), bias (C,) or None, of any strides -> y (B,1,C), state. Returns None for other operands, and
+    without kernels. It runs once per token and layer, so it is written for speed.
     """
     dtype, kept = x.dtype, state.dtype
     if dtype not in HALVES or not (readable(x, dtype=dtype) and readable(state, dtype=kept)) or activation not in ACTS:
@@ -160,7 +171,7 @@ def step(
         return None
     if weight.dtype not in HALVES or (torch.is_grad_enabled() and weight.requires_grad):
         return None
-    # Parameters are no plain tensors; without their gradients they are.
+    # Detached, since a parameter is not a plain tensor.
     weight = weight.detach().float()
     if bias is not None:
         if bias.shape != (channels,) or bias.dtype not in HALVES or (torch.is_grad_enabled() and bias.requires_grad):
@@ -168,7 +179,7 @@ def step(
         bias = bias.detach().float().contiguous()
     if not readable(weight, bias) or (library := build.loaded("convolution")) is None:
         return None
-    # A clone of a state that does not overlap itself keeps its strides.
+    # A clone keeps the strides of a state that does not overlap itself.
     state = state if donate else state.clone()
     out = torch.empty(batch, 1, channels, dtype=dtype)
     (a, b, c), (d, _, e), (f, g) = state.stride(), x.stride(), weight.stride()
@@ -186,7 +197,7 @@ def step(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the windows of {threads()} threads")
+        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
     if donate:
         mark_overwritten(state)
     return out, state
@@ -199,15 +210,33 @@ _backward_op = torch.library.custom_op("longspan::convolution_backward", _backwa
 
 
 @_forward_op.register_fake
-def _(x, weight, bias, state, silu, segments, offsets):
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    silu: bool,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+) -> tuple[Tensor, ...]:
     return torch.empty_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
 
 
 @_backward_op.register_fake
-def _(grad, grad_end, x, weight, bias, state, silu, segments, offsets):
+def _(
+    grad: Tensor,
+    grad_end: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    silu: bool,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+) -> tuple[Tensor, ...]:
     first = torch.empty_like(state, memory_format=torch.contiguous_format)
     return torch.empty_like(x), weight.new_empty(weight.shape), weight.new_empty(x.shape[-1]), first
 
 
-def _sizes(x: Tensor, weight: Tensor, state: Tensor) -> ctypes.Array:
+def _sizes(x: Tensor, weight: Tensor, state: Tensor) -> "ctypes.Array[ctypes.c_long]":
     return (ctypes.c_long * 6)(*x.shape, weight.shape[1], state.shape[1], len(state))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._utils.spec import known
-from ..arguments import check_mask, check_segments, check_state
+from ..arguments import check_mask, check_segments, check_state, describe
 from ..backends import log_backend, resolve_backend, select_backend
 from ..isolated import Packed, Part, isolated
 from ..native import call
@@ -76,48 +76,68 @@ def decay_attention(
     return_state: bool = False,
     donate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention to a sum of outer products that decays, causal and without a normalizer.
+    r"""Causal linear attention with decay, without a normalizer.
 
     $$
     S_t = \mathrm{Diag}(e^{g_t}) S_{t-1} + k_t v_t^\top, \quad o_t = c \, S_t^\top q_t
     $$
 
-    >>> import torch, longspan
-    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
-    >>> log_decay = torch.full((1, 2, 5), -0.1)
-    >>> o, state = longspan.decay_attention(q, k, v, log_decay=log_decay, return_state=True)
-    >>> o.shape, state.shape
-    (torch.Size([1, 2, 5, 8]), torch.Size([1, 2, 8, 8]))
+    Operands of any strides, such as transposed (B,N,H,D), are read without a copy. Transforms of ``torch.func`` and
+    forward-mode derivatives use plain torch operations.
 
-    query, key (B,G,N,D), value (B,H,N,E) -> (B,H,N,E) in value's dtype; with ``return_state=True`` also the state
-    (B,H,D,E) in float32 or float64. G divides H: heads of values that follow each other share a query and a key.
+    Args:
+        query: (B,G,N,D), of any strides, where G divides H: consecutive value heads share a query and a key.
+        key: (B,G,N,D).
+        value: (B,H,N,E).
+        log_decay: $g_t \le 0$: (B,H,N), one per head, or (B,H,N,D), one per channel of the keys. -inf clears the
+            state.
+        scale: $c$; None is $1 / \sqrt D$.
+        normalize: ``"l2"`` divides queries and keys by $\sqrt{\lVert k \rVert^2 + 10^{-6}}$, in float32 at least.
+        mask: (B,N) bool, True = a real token. A masked token writes nothing, decays nothing, and its output is 0.
+        segments: (B,N) int64, packed sequences. Equal ids are adjacent. The state starts from zero at each border; a
+            given state belongs to the first segment, the returned one to the last.
+        cu_seqlens: (S+1,) int32 or int64, offsets of S sequences that are packed into one row, B = 1: sequence s is
+            tokens cu_seqlens[s] ... cu_seqlens[s+1], and has a separate state.
+        state: (B,H,D,E), or (S,H,D,E) with cu_seqlens, from an earlier call. None starts from zeros.
+        return_state: Also returns the state after the last token.
+        donate: Allows the call to overwrite ``state``.
 
-    ``log_decay``: $g_t \le 0$, (B,H,N), one per head, or (B,H,N,D), one per channel of the keys; -inf forgets
-    everything. ``scale``: $c$, None means $1 / \sqrt D$. ``mask`` (B,N) bool: True = a real token; another one writes
-    nothing, nothing decays, and its output is 0. ``segments`` (B,N) int64: packed sequences, equal ids side by side;
-    the state starts from zero where they change, a given state belongs to the first and the returned one to the last.
-    ``cu_seqlens`` (S+1,) int32 or int64 packs S sequences into one row, B = 1: number s is tokens cu_seqlens[s] ...
-    cu_seqlens[s+1], and has a state of its own, (S,H,D,E) in all. ``normalize="l2"``: queries and keys are divided by
-    their lengths, $\sqrt{\lVert k \rVert^2 + 10^{-6}}$, in float32 at least. ``donate=True`` may overwrite ``state``.
-    Operands of any strides, such as transposed (B,N,H,D), are read where they are. Transforms of ``torch.func`` and
-    forward-mode derivatives take plain forms.
+    Returns:
+        The output (B,H,N,E) in value's dtype. With ``return_state=True`` also the state in float32 or float64, of the
+        shape of ``state``.
 
-    Raises ValueError for shapes or dtypes that do not fit, for segments together with cu_seqlens, and for a state to be
-    overwritten that shares memory with another operand or itself.
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, segments and cu_seqlens are both given, or a donated state
+            shares memory with another operand or itself.
 
-    Source: Yang et al. 2023 (2312.06635), eq. 3, per channel; Sun et al. 2023 (2307.08621), eq. 6, and Dao and Gu 2024
-    (2405.21060), eq. 16, per head.
+    Example:
+        >>> import torch, longspan
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+        >>> log_decay = torch.full((1, 2, 5), -0.1)
+        >>> o, state = longspan.decay_attention(q, k, v, log_decay=log_decay, return_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 2, 5, 8]), torch.Size([1, 2, 8, 8]))
+
+    References:
+        Per channel: Yang et al. 2023 (2312.06635), eq. 3. Per head: Sun et al. 2023 (2307.08621), eq. 6, and Dao and
+        Gu 2024 (2405.21060), eq. 16.
     """
     check_scale(scale)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value, log_decay=log_decay)
     if mask is None and segments is None and cu_seqlens is None and state is not None:
-        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        # Fast path for one-token decoding, which validates its own shapes.
         found = _token(query, key, value, log_decay, None, scale, normalize, state, donate)
         if found is not None:
             return found if return_state else found[0]
     check(query, key, value, log_decay, None, normalize, mask, segments, cu_seqlens, state)
-    options = {"scale": scale, "normalize": normalize, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "normalize": normalize,
+        "mask": mask,
+        "segments": segments,
+        "cu_seqlens": cu_seqlens,
+    }
     out, state = _checked(query, key, value, log_decay, None, state, donate=donate, **options)
     return (out, state) if return_state else out
 
@@ -176,45 +196,90 @@ def delta_rule(
     return_state: bool = False,
     donate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""Attention to a state that learns to return $v_t$ for $k_t$: the delta rule, also with decay.
+    r"""The delta rule, with or without decay: the state learns to return $v_t$ for $k_t$.
 
     $$
     P_t = \mathrm{Diag}(e^{g_t}) S_{t-1}, \quad S_t = P_t + \beta_t k_t (v_t - P_t^\top k_t)^\top,
     \quad o_t = c \, S_t^\top q_t
     $$
 
-    >>> import torch, longspan
-    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
-    >>> k, beta = torch.nn.functional.normalize(k, dim=-1), torch.ones(1, 2, 5)
-    >>> _, state = longspan.delta_rule(q, k, v, beta=beta, return_state=True)
-    >>> stored = state.mT @ k[:, :, -1, :, None]  # what the last key has stored is the last value
-    >>> torch.allclose(stored[..., 0], v[:, :, -1], atol=1e-5)
-    True
+    The state decays first, then the error is read. Keys are not normalized by default; the state stays bounded if
+    $\beta_t \lVert k_t \rVert^2 \le 2$. Transforms of ``torch.func`` and forward-mode derivatives use plain torch
+    operations.
 
-    First the state decays by $g_t$, which is ``log_decay`` (not at all where that is None), then the error is read.
-    ``beta`` (B,H,N) is the step size $\beta_t$: 0 writes nothing, 1 replaces what a key of norm 1 has stored. Keys are
-    taken as they come; the state stays bounded where $\beta_t \lVert k_t \rVert^2 \le 2$. All else, and what is raised,
-    is as in ``decay_attention``.
+    Args:
+        query: (B,G,N,D), of any strides, where G divides H: consecutive value heads share a query and a key.
+        key: (B,G,N,D).
+        value: (B,H,N,E).
+        beta: (B,H,N), the step size $\beta_t$: 0 writes nothing, 1 replaces the value stored for a key of norm 1.
+        log_decay: $g_t \le 0$: (B,H,N), one per head, or (B,H,N,D), one per channel of the keys. -inf clears the
+            state. None is no decay.
+        scale: $c$; None is $1 / \sqrt D$.
+        normalize: ``"l2"`` divides queries and keys by $\sqrt{\lVert k \rVert^2 + 10^{-6}}$, in float32 at least.
+        mask: (B,N) bool, True = a real token. A masked token writes nothing, decays nothing, and its output is 0.
+        segments: (B,N) int64, packed sequences. Equal ids are adjacent. The state starts from zero at each border; a
+            given state belongs to the first segment, the returned one to the last.
+        cu_seqlens: (S+1,) int32 or int64, offsets of S sequences that are packed into one row, B = 1: sequence s is
+            tokens cu_seqlens[s] ... cu_seqlens[s+1], and has a separate state.
+        state: (B,H,D,E), or (S,H,D,E) with cu_seqlens, from an earlier call. None starts from zeros.
+        return_state: Also returns the state after the last token.
+        donate: Allows the call to overwrite ``state``.
 
-    Source: Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5; with a decay per head Yang et
-    al. 2024 (2412.06464), eq. 10, and per channel Kimi Team 2025 (2510.26692), eq. 1.
+    Returns:
+        The output (B,H,N,E) in value's dtype. With ``return_state=True`` also the state in float32 or float64, of the
+        shape of ``state``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, segments and cu_seqlens are both given, or a donated state
+            shares memory with another operand or itself.
+
+    Example:
+        >>> import torch, longspan
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+        >>> k, beta = torch.nn.functional.normalize(k, dim=-1), torch.ones(1, 2, 5)
+        >>> _, state = longspan.delta_rule(q, k, v, beta=beta, return_state=True)
+        >>> stored = state.mT @ k[:, :, -1, :, None]  # the value stored for the last key is the last value
+        >>> torch.allclose(stored[..., 0], v[:, :, -1], atol=1e-5)
+        True
+
+    References:
+        Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5. With a decay per head: Yang et
+        al. 2024 (2412.06464), eq. 10. With a decay per channel: Kimi Team 2025 (2510.26692), eq. 1.
     """
     check_scale(scale)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value, beta=beta, log_decay=log_decay)
     if mask is None and segments is None and cu_seqlens is None and state is not None:
-        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        # Fast path for one-token decoding, which validates its own shapes.
         found = _token(query, key, value, log_decay, beta, scale, normalize, state, donate)
         if found is not None:
             return found if return_state else found[0]
     check(query, key, value, log_decay, beta, normalize, mask, segments, cu_seqlens, state)
-    options = {"scale": scale, "normalize": normalize, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "normalize": normalize,
+        "mask": mask,
+        "segments": segments,
+        "cu_seqlens": cu_seqlens,
+    }
     out, state = _checked(query, key, value, log_decay, beta, state, donate=donate, **options)
     return (out, state) if return_state else out
 
 
-def _checked(query, key, value, log_decay, beta, state, *, mask, segments, donate, **options):
-    """``recur``, where NaN and infinity stay in the packed sequence that holds them."""
+def _checked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor | None,
+    *,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    donate: bool,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """``recur`` with NaN and infinity confined to the packed sequence that holds them."""
 
     def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay, beta = tokens
@@ -234,7 +299,7 @@ def _checked(query, key, value, log_decay, beta, state, *, mask, segments, donat
 
     if segments is None:
         return run((query, key, value, log_decay, beta), state, None, None)
-    # What masked tokens hold has no part in this, and -inf is a decay like others.
+    # Masked tokens are not examined, and -inf is a valid log decay.
     tokens = zero_masked(mask, query, key, value, log_decay, beta)
     examined = [t if t is None or i != 3 else t.clamp(min=LOWEST) for i, t in enumerate(tokens)]
     out, after = isolated(Packed(run, segments, 2), tokens, state, examined=examined)
@@ -256,10 +321,27 @@ def recur(
     state: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Both of the above for arguments that fit, which are not checked: o (B,H,N,E) in v's dtype, state (B,H,D,E).
+    """``decay_attention`` and ``delta_rule`` without checks, by the fastest form.
 
-    Without ``beta`` there is no delta read, without ``log_decay`` no decay. Raises ValueError where a forced backend
-    cannot serve the call.
+    Args:
+        q: (B,G,N,D).
+        k: (B,G,N,D).
+        v: (B,H,N,E).
+        log_decay: (B,H,N) or (B,H,N,D); None is no decay.
+        beta: (B,H,N); None is no delta rule.
+        scale: As in ``decay_attention``, like the arguments below.
+        normalize: ``"l2"`` or None.
+        mask: (B,N) bool.
+        segments: (B,N) int64.
+        cu_seqlens: (S+1,) int32 or int64.
+        state: (B,H,D,E), or None for zeros.
+        donate: Allows the call to overwrite ``state``.
+
+    Returns:
+        o (B,H,N,E) in v's dtype and the state (B,H,D,E).
+
+    Raises:
+        ValueError: a forced backend cannot serve the call.
     """
     if state is None:
         sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
@@ -268,10 +350,16 @@ def recur(
         factor = per_root(q.shape[-1]) if scale is None else scale
         return recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalize is not None)
     if not q.shape[-1]:
-        # No channels read nothing, as one channel of zeros does, which every form can take.
+        # D = 0 equals one channel of zeros, which every form can take.
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
         log_decay = F.pad(log_decay, (0, 1)) if log_decay is not None and log_decay.dim() == 4 else log_decay
-        options = {"log_decay": log_decay, "beta": beta, "scale": scale, "normalize": normalize, "mask": mask}
+        options: dict[str, Any] = {
+            "log_decay": log_decay,
+            "beta": beta,
+            "scale": scale,
+            "normalize": normalize,
+            "mask": mask,
+        }
         options |= {"segments": segments, "cu_seqlens": cu_seqlens, "state": F.pad(state, (0, 0, 0, 1))}
         out, end = recur(q, k, v, **options)
         return out, end[:, :, :0]
@@ -282,7 +370,7 @@ def recur(
     q, k, v, state, log_decay, beta = materialize_neg(q, k, v, state, log_decay, beta)
     assert state is not None
     op, factor = _op(log_decay, beta), per_root(q.shape[-1]) if scale is None else scale
-    options = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
+    options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
     options |= {"segments": segments, "normalize": normalize is not None, "cu_seqlens": cu_seqlens}
     why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, family="gated")
     token = q.shape[2] == 1 and cu_seqlens is None
@@ -296,7 +384,7 @@ def recur(
         case _ if q.shape[2] == 0 or v.numel() == 0:
             return torch.zeros_like(v), state.clone()
         case _ if token:
-            # One token lies in one segment, the state's.
+            # A single token belongs to the segment of the state.
             form = partial(step, donate=donate and not transformed())
             return prepared(form, q, k, v, **options)
         case _ if transformed():
@@ -305,28 +393,49 @@ def recur(
             return prepared(chunks.attend, q, k, v, **options)
 
 
-# What a program that is exported has in its place.
+# The operation that exported programs contain.
 recurrence = exported.operation(recur)
 
 
-def _token(q, k, v, log_decay, beta, scale, normalize, state, donate):
-    """``kernels.step``, where the backend is to be native; else None."""
+def _token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None,
+    normalize: str | None,
+    state: Tensor,
+    donate: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Return ``kernels.step`` if the backend is native, else None."""
     op = _op(log_decay, beta)
     if resolve_backend(op, SERVED, "native") != "native" or normalize not in (None, "l2"):
         return None
-    options = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "donate": donate}
+    options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "donate": donate}
     found = kernels.step(q, k, v, normalize=normalize is not None, **options)
     if found is not None:
         log_backend(op, "native")
     return found
 
 
-def _op(log_decay, beta) -> str:
+def _op(log_decay: Tensor | None, beta: Tensor | None) -> str:
     return DELTA if beta is not None else SUM if log_decay is None else DECAY
 
 
-def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tuple[Tensor, Tensor]:
-    """The definition, one token at a time, in float32 at least; arguments as in ``recur``."""
+def reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The definition, token by token, in float32 at least; arguments as in ``recur``."""
     if not k.shape[1]:
         return torch.zeros_like(v), state.clone()
     wide, groups = state.dtype, v.shape[1] // k.shape[1]
@@ -353,8 +462,20 @@ def reference(q, k, v, *, log_decay, beta, scale, mask, segments, state) -> tupl
     return (torch.cat(out, 2).to(v.dtype) if out else torch.zeros_like(v)), state
 
 
-def step(q, k, v, *, log_decay, beta, scale, mask, segments, state, donate) -> tuple[Tensor, Tensor]:
-    """The same for one token, N = 1, in few passes over the state, which ``donate=True`` overwrites."""
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    state: Tensor,
+    donate: bool,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence for N = 1, in few passes over the state, which ``donate=True`` overwrites."""
     wide, groups = state.dtype, v.shape[1] // k.shape[1]
     # A masked token neither decays nor writes, and reads 0.
     q, k, v, log_decay, beta = zero_masked(mask, q, k, v, log_decay, beta)
@@ -372,13 +493,24 @@ def step(q, k, v, *, log_decay, beta, scale, mask, segments, state, donate) -> t
     return (queries @ state).to(v.dtype), state
 
 
-def check(query, key, value, log_decay, beta, normalize, mask, segments, cu_seqlens, state) -> None:
-    """Raise ValueError unless the arguments of the functions above fit each other."""
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    normalize: str | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+) -> None:
+    """Raise ValueError unless the arguments of ``decay_attention`` or ``delta_rule`` fit each other."""
     if normalize is not None:
         known(normalize, NORMS, "norm of queries and keys")
     for name, t in (("query", query), ("key", key), ("value", value)):
         if t.dim() != 4 or not t.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {t.dtype} {tuple(t.shape)}")
+            raise ValueError(f"{name} must be a floating-point tensor (B, H, N, D), not {describe(t)}")
     others = {"log_decay": log_decay, "beta": beta, "mask": mask, "segments": segments, "state": state}
     others["cu_seqlens"] = cu_seqlens
     same_device(query=query, key=key, value=value, **others)
@@ -386,17 +518,17 @@ def check(query, key, value, log_decay, beta, normalize, mask, segments, cu_seql
     (batch, groups, n, size), (heads, width) = key.shape, value.shape[1::2]
     if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % (groups or heads + 1):
         raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit: (B, G, N, D) "
-            f"twice and (B, H, N, E) are expected, with G a divisor of H"
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit; "
+            f"expected (B, G, N, D) twice and (B, H, N, E), where G divides H"
         )
     token = (batch, heads, n)
     if log_decay is not None and (
         tuple(log_decay.shape) not in (token, (*token, size)) or not log_decay.is_floating_point()
     ):
-        found = f"{log_decay.dtype} {tuple(log_decay.shape)}"
-        raise ValueError(f"log_decay must be a floating-point {token} or {(*token, size)}, not {found}")
+        expected = f"{token} or {(*token, size)}"
+        raise ValueError(f"log_decay must be a floating-point tensor {expected}, not {describe(log_decay)}")
     if beta is not None and (tuple(beta.shape) != token or not beta.is_floating_point()):
-        raise ValueError(f"beta must be a floating-point {token}, not {beta.dtype} {tuple(beta.shape)}")
+        raise ValueError(f"beta must be a floating-point tensor {token}, not {describe(beta)}")
     if mask is not None:
         check_mask("mask", mask, (batch, n))
     if segments is not None:

@@ -7,14 +7,15 @@ With G_i the sum of the log decays of a chunk up to token i, and S the state bef
     T    = I + diag(beta) B                                  V' = U - W S
     O    = (e^G Q) S + A V'                                  S' = e^(G_C) S + (e^(G_C - G) K)^T V'
 
-and V' = V where nothing is read before it is written (Yang et al. 2024, 2406.06484, eqs 7-11, and 2412.06464, section
-3.3; Kimi Team 2025, 2510.26692, section 3). No exponent is positive for decays that are not, and e^-G is never formed.
+and V' = V without the delta rule (Yang et al. 2024, 2406.06484, eqs 7-11, and 2412.06464, section 3.3; Kimi Team 2025,
+2510.26692, section 3). No exponent is positive if no log decay is, and e^-G is never formed.
 
-Axes: B batch, G query and key heads, R value heads for each of them, L chunks of a span, C tokens of a chunk:
-queries and keys are (B,G,1,L,C,D), values (B,G,R,L,C,E), log decays (B,G,R,L,C,1 or D), states (B,G,R,D,E).
+Axes: B batch, G query and key heads, R value heads per key head, L chunks of a span, C tokens of a chunk.
+Queries and keys are (B,G,1,L,C,D), values (B,G,R,L,C,E), log decays (B,G,R,L,C,1 or D), states (B,G,R,D,E).
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +28,8 @@ from .decay_per_channel import before_here, from_here_on, halved, halved_backwar
 from .decays import LOWEST, faded
 
 CHUNK = 64
-SPAN = 8192  # tokens of all rows and heads that are worked on at once
-GROUP = 32  # chunks whose states are one product
+SPAN = 8192  # tokens of a span, over all rows and heads
+GROUP = 32  # chunks whose states form one product
 
 
 def attend(
@@ -44,18 +45,30 @@ def attend(
     state: Tensor,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """As ``gated.recur``, with a power of two as ``chunk``.
+    """``gated.recur`` in chunks; ``chunk`` is a power of two.
 
     Time is O(N (D E + C (D + E))); a decay per channel adds D log C exponentials per token. Beyond inputs, output and
     gradients, memory is that of one span, and of D E numbers per span for the backward pass.
     """
-    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, scale, chunk)  # type: ignore[return-value]
+    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, scale, chunk)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, beta, state, mask, segments, scale, chunk):
-        # To a compiler it is one operation: what it does inside gains nothing from being traced.
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        state: Tensor,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        scale: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        # One operation for torch.compile, since tracing its inside gains nothing.
         run = _forward_op if torch.compiler.is_compiling() else _forward
         o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, scale, chunk)
         ctx.save_for_backward(q, k, v, log_decay, beta, state, mask, segments, starts)
@@ -63,35 +76,37 @@ class _Attend(torch.autograd.Function):
         return o, end
 
     @staticmethod
-    def backward(ctx, grad, grad_end):
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        grad, grad_end = upstream
         *inputs, mask, segments, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
             options = dict(zip(("mask", "segments", "scale", "chunk"), (mask, segments, *ctx.options), strict=True))
             grads = double_backward(composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
-            found = iter(run(grad, grad_end, *inputs, mask, segments, starts, *ctx.options))  # type: ignore[call-arg]
+            given: tuple[Any, ...] = (*inputs, mask, segments, starts, *ctx.options)
+            found = iter(run(grad, grad_end, *given))
             grads = [None if t is None else next(found) for t in inputs]
         return (*grads, None, None, None, None)
 
 
 @dataclass
 class Span:
-    """Some chunks of tokens, in float32 or float64, and what decay and segments make of them."""
+    """The chunks of a span in float32 or float64, with the factors of decay and segments."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     beta: Tensor | None  # (B,G,R,L,C,1)
-    log_decays: Tensor | None  # log decays by channel; else None
+    log_decays: Tensor | None  # log decays per channel; else None
     same: Tensor | None  # (B,1,1,L,C,C) query and key lie in one segment
     weight: Tensor | None  # (...,C,C) e^(G_i - G_j) for j <= i, else 0; None for 1, or per channel
-    entering: Tensor | None  # (...,C,1|D) what is left of the state before the chunk; None for all
-    leaving: Tensor | None  # (...,C,1|D) what is left of a token after the chunk
-    whole: Tensor | None  # (...,1|D,1) what is left after the chunk of the state before it
+    entering: Tensor | None  # (...,C,1|D) the remaining share of the state before the chunk; None for 1
+    leaving: Tensor | None  # (...,C,1|D) the remaining share of a token after the chunk
+    whole: Tensor | None  # (...,1|D,1) the share of the state before the chunk that remains after it
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
-        """sum_d a_id b_jd e^(G_id - G_jd) for j <= i, else 0: (...,C,D) twice -> (...,C,C)."""
+        """Return sum_d a_id b_jd e^(G_id - G_jd) for j <= i, else 0: (...,C,D) twice -> (...,C,C)."""
         if self.log_decays is not None:
             out = halved(a, b, self.log_decays)
             return out if self.same is None else out * self.same
@@ -99,22 +114,28 @@ class Span:
         return out.tril() if self.weight is None else out * self.weight
 
     def products_backward(self, grad: Tensor, a: Tensor, b: Tensor, products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From that of ``products`` the gradients of a, b and the log decays (...,C,1|D), for each value head."""
+        """Return the gradients of a, b and the log decays (...,C,1|D) per value head, given that of ``products``."""
         if self.log_decays is not None:
             return halved_backward(grad if self.same is None else grad * self.same, a, b, self.log_decays)
-        # The decay of token t lies between the pairs j < t <= i; a sum over these alone is no difference of large ones.
+        # The decay of token t affects the pairs j < t <= i. Summing only these avoids a difference of large sums.
         decay = before_here((grad * products).tril(-1).mT).mT.tril().sum(-2)[..., None]
         grad = grad.tril() if self.weight is None else grad * self.weight
         return grad @ b, grad.mT @ a, decay
 
 
 def times(x: Tensor, factor: Tensor | None) -> Tensor:
-    """x * factor, where None stands for 1."""
+    """Return x * factor, where None stands for 1."""
     return x if factor is None else x * factor
 
 
-def _span(place, inputs, mask, segments, wide) -> Span:
-    """The span at ``place`` (start, chunks, tokens per chunk), its last chunk filled up with tokens that do nothing."""
+def _span(
+    place: tuple[int, int, int],
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    mask: Tensor | None,
+    segments: Tensor | None,
+    wide: torch.dtype,
+) -> Span:
+    """Return the span at ``place`` (start, chunks, tokens per chunk), padded with tokens that have no effect."""
     start, count, width = place
     q, k, v, log_decay, beta = inputs
     groups, rows = k.shape[1], slice(start, start + count * width)
@@ -134,7 +155,7 @@ def _span(place, inputs, mask, segments, wide) -> Span:
     if segments is not None:
         ids = segments[:, start : start + count * width]
         ids = ids if not more else torch.cat([ids, ids[:, -1:].expand(-1, more)], 1)
-        # The border before the span is seen from its last token, which is put before it.
+        # The token before the span is prepended, so that a border at the start of the span is visible.
         ids = torch.cat([segments[:, max(start - 1, 0)][:, None], ids], 1)
         borders = [b[:, :, None] for b in borders_of(ids, 1, count, width + more, span.q)]
         span.same, span.entering, span.leaving, span.whole = borders
@@ -156,7 +177,7 @@ def _span(place, inputs, mask, segments, wide) -> Span:
 
 
 def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
-    """e^(G_i - G_j) for j <= i, else 0, in ``wide``, from G (...,C,1) in float64: (...,C,C)."""
+    """Return e^(G_i - G_j) for j <= i, else 0, in ``wide``, from G (...,C,1) in float64: (...,C,C)."""
     lower = Tensor.tril if needs_autograd(total) else Tensor.tril_
     return lower(
         faded(lower(decay_per_head.differences(*decay_per_head.split(total, wide))))
@@ -164,7 +185,7 @@ def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """V and None, or for the delta rule U, W and the lower triangle of which T is the sum with I."""
+    """Return U, W and the lower triangle of T for the delta rule; V, None and None without it."""
     if span.beta is None:
         return span.v, None, None
     triangle = span.beta * span.products(span.k, span.k)
@@ -175,7 +196,7 @@ def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The states before the chunks (B,G,R,L,D,E), the state after the last chunk, V' (B,G,R,L,C,E)."""
+    """Return the states before the chunks (B,G,R,L,D,E), the state after the last chunk, and V' (B,G,R,L,C,E)."""
     keys = times(span.k, span.leaving).mT
     if w is None and span.log_decays is None:
         return *_sums(keys @ u, span.whole, state), u
@@ -194,9 +215,10 @@ def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Ten
 
 
 def _sums(parts: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
-    """S_l = whole_l S_(l-1) + part_l: parts (B,G,R,L,D,E), whole (...,L,1,1) or None for 1, state (B,G,R,D,E).
+    """Compute S_l = whole_l S_(l-1) + part_l.
 
-    -> the states before the chunks (B,G,R,L,D,E), the last one.
+    parts (B,G,R,L,D,E), whole (...,L,1,1) or None for 1, state (B,G,R,D,E) -> the states before the chunks
+    (B,G,R,L,D,E), the last one.
     """
     if whole is None:
         running = torch.cat([state[:, :, :, None], parts], 3).cumsum(3)
@@ -204,7 +226,7 @@ def _sums(parts: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, T
     found = []
     for group in parts.split(GROUP, 3):
         count, at = group.shape[3], sum(before.shape[3] for before in found)
-        # What is left after chunk i of the state after chunk j: the product of all that lies between.
+        # The share of the state after chunk j that remains after chunk i: the product of all shares in between.
         below = parts.new_ones(count + 1, count + 1).tril(-1) > 0
         kept = F.pad(whole[:, :, :, at : at + count, 0], (0, 0, 1, 0), value=1.0)
         left = torch.where(below, kept.expand(*kept.shape[:-1], count + 1), 1.0).cumprod(-2).tril()
@@ -215,7 +237,7 @@ def _sums(parts: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, T
 
 
 def _advance(span: Span, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One span: the outputs (B,G,R,L,C,E), scaled, and the state after it."""
+    """Process one span: -> the outputs (B,G,R,L,C,E), scaled, and the state after it."""
     u, w, _ = _values(span)
     states, state, values = _states(span, u, w, state)
     inside = span.products(span.q, span.k)
@@ -225,11 +247,13 @@ def _advance(span: Span, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return add(out, inside.flatten(0, 3), values.flatten(0, 3), beta=scale, alpha=scale).view(values.shape), state
 
 
-def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: bool) -> tuple:
-    """The gradients of one span: of q, k, v, the log decays and beta (each for every value head), of the state before.
+def _retreat(
+    span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return the gradients of one span: q, k, v, log decays and beta, each per value head, and the state before it.
 
-    start (B,G,R,D,E): the state before the span; grad (B,G,R,L,C,E) and ``after`` (B,G,R,D,E): the gradients of the
-    outputs, times their scale, and of the state after it.
+    start (B,G,R,D,E) is the state before the span. grad (B,G,R,L,C,E) and ``after`` (B,G,R,D,E) are the gradients of
+    the outputs, times their scale, and of the state after the span.
     """
     q, k, beta = span.q, span.k, span.beta
     u, w, triangle = _values(span)
@@ -268,8 +292,8 @@ def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: 
     if not decays:
         return dq, dk, dv, None, dbeta, after
     assert span.whole is not None
-    # Through the decay of token t goes what later tokens, and it, read of the state before the chunk, what earlier ones
-    # leave to the state after it, and that state's share of the first.
+    # The decay of token t scales three parts: reads of the state before the chunk by t and later tokens, writes of
+    # earlier tokens to the state after it, and the share of the first state in the second.
     writes, kept = k * out, (states * ahead).mul(span.whole).sum(-1, keepdim=True).mT
     if span.log_decays is None:
         reads, writes, kept = (t.sum(-1, keepdim=True) for t in (reads, writes, kept))
@@ -279,7 +303,7 @@ def _retreat(span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: 
 def _chunk_spans(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[tuple[int, int, int]]:
     n = q.shape[2]
     tokens = SPAN // max(v.shape[0] * v.shape[1], 1)
-    # Without the delta rule the states of a span are one product, which grows with the square of the chunks.
+    # Without the delta rule the states of a span form one product, quadratic in the number of chunks.
     return cut(n, chunk, n if q.is_cuda else tokens if beta is not None else min(tokens, GROUP * chunk))
 
 
@@ -315,7 +339,7 @@ def _forward(
 
 
 def _store(into: Tensor, chunks: Tensor, place: tuple[int, int, int]) -> None:
-    """(B,G,R,L,C,E) -> tokens of (B,H,N,E)."""
+    """Write chunks (B,G,R,L,C,E) to their tokens of (B,H,N,E)."""
     start, count, width = place
     into[:, :, start : start + count * width] = chunks[..., :width, :].flatten(3, 4).flatten(1, 2)
 
@@ -335,7 +359,7 @@ def _backward(
     scale: float,
     chunk: int,
 ) -> list[Tensor]:
-    """The gradients of q, k, v, of log_decay and beta where they are given, and of the first state."""
+    """Return the gradients of q, k, v, of log_decay and beta if given, and of the first state."""
     places, wide, groups = _chunk_spans(q, v, beta, chunk), state.dtype, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
@@ -362,8 +386,20 @@ def _backward(
     return [*found, after.flatten(1, 2).contiguous()]
 
 
-def composed(q, k, v, log_decay, beta, state, *, mask, segments, scale, chunk=CHUNK) -> tuple[Tensor, Tensor]:
-    """The forward pass from plain operations, which can be differentiated again and again."""
+def composed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    *,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    scale: float,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """The forward pass from operations with derivatives of any order."""
     end, out = state.unflatten(1, (k.shape[1], -1)), []
     with torch.autocast(q.device.type, enabled=False):
         for place in _chunk_spans(q, v, beta, chunk):
@@ -378,12 +414,37 @@ _backward_op = torch.library.custom_op("longspan::chunks_backward", _backward, m
 
 
 @_forward_op.register_fake
-def _(q, k, v, log_decay, beta, state, mask, segments, scale, chunk):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    scale: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     starts = state.new_empty(len(_chunk_spans(q, v, beta, chunk)) - 1, *state.shape)
     return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
 
 
 @_backward_op.register_fake
-def _(grad, grad_end, q, k, v, log_decay, beta, state, mask, segments, starts, scale, chunk):
+def _(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    starts: Tensor,
+    scale: float,
+    chunk: int,
+) -> list[Tensor]:
     found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
     return [*found, torch.empty_like(state, memory_format=torch.contiguous_format)]

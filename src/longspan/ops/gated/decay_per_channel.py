@@ -1,11 +1,10 @@
-"""sum_d a_id b_jd e^(G_id - G_jd) for all j <= i of a chunk, where the decay differs by channel, without overflow.
+"""sum_d a_id b_jd e^(G_id - G_jd) for all j <= i of a chunk with a decay per channel, without overflow.
 
-For a token i of the second half of a block and a token j of its first half, with m the last token of the first,
-e^(G_i - G_j) = e^(G_i - G_m) e^(G_m - G_j), and neither exponent is positive. So a block is one product of matrices,
-[a e^(G - G_m)] [b e^(G_m - G)]^T, and the same holds inside each half, down to single tokens. Nothing is clipped and
-no bound on the decay is needed; blocks of the same size are one batched product. Both exponents are sums of the log
-decays of one half, and sums of a block are made of those of its halves: no difference of sums is ever taken, so none
-loses its digits.
+Let i be a token in the second half of a block, j a token in its first half, and m the last token of the first half.
+Then e^(G_i - G_j) = e^(G_i - G_m) e^(G_m - G_j), and neither exponent is positive. So a block is one matrix product,
+[a e^(G - G_m)] [b e^(G_m - G)]^T. The same holds inside each half, down to single tokens. Nothing is clipped, the decay
+needs no bound, and blocks of one size form one batched product. Both exponents are sums of the log decays of one half,
+and the sums of a block are built from those of its halves. No difference of sums is taken, so no digits are lost.
 """
 
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from .decays import faded
 
 
 def halved(a: Tensor, b: Tensor, log_decays: Tensor) -> Tensor:
-    """a, b and the log decays (...,C,D) of the tokens, C a power of two -> (...,C,C), 0 above the diagonal."""
+    """Return the sums: a, b, log decays (...,C,D), C a power of two -> (...,C,C), 0 above the diagonal."""
     diagonal = (a * b).sum(-1).expand(log_decays.shape[:-1])
     if needs_autograd(a, b, log_decays):
         return _joined_blocks(diagonal, a, b, log_decays)
@@ -31,7 +30,7 @@ def halved(a: Tensor, b: Tensor, log_decays: Tensor) -> Tensor:
 
 
 def _joined_blocks(diagonal: Tensor, a: Tensor, b: Tensor, log_decays: Tensor) -> Tensor:
-    """The same, with nothing written in place: two blocks (...,s,s) side by side become one of twice their size."""
+    """``halved`` without in-place writes: two adjacent blocks (...,s,s) become one of twice their size."""
     blocks = diagonal[..., None, None]  # (...,C,1,1)
     for size, risen, fallen in _fades(log_decays):
         rows, columns = _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen
@@ -41,10 +40,10 @@ def _joined_blocks(diagonal: Tensor, a: Tensor, b: Tensor, log_decays: Tensor) -
 
 
 def halved_backward(grad: Tensor, a: Tensor, b: Tensor, log_decays: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients (...,C,D) of a, b and the log decays from that of ``halved``; not read above the diagonal.
+    """Return the gradients (...,C,D) of a, b and the log decays, given that of ``halved`` on and below the diagonal.
 
-    The decay of token t lies between the pairs j < t <= i. Where the halves of a block meet, these are its rows from t
-    on, or its columns before t: sums of what is wanted alone, without a difference of large ones.
+    The decay of token t affects the pairs j < t <= i. In the product of two halves these are the rows from t on, or
+    the columns before t. Summing only these avoids a difference of large sums.
     """
     diagonal = grad.diagonal(dim1=-2, dim2=-1)[..., None]
     da, db = diagonal * b, diagonal * a
@@ -61,7 +60,7 @@ def halved_backward(grad: Tensor, a: Tensor, b: Tensor, log_decays: Tensor) -> t
 
 
 def running(log_decays: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decays (...,C,D) -> their sums up to each token, and those after it."""
+    """Return sums of log decays (...,C,D) up to each token, and after it."""
     until, after = log_decays.clone(), torch.zeros_like(log_decays)
     for size in _sizes(log_decays):
         until, after = _joined(until, after, size)
@@ -69,7 +68,7 @@ def running(log_decays: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fades(log_decays: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For blocks of two halves of s = 1, 2, 4 ... tokens: s, e^(G_i - G_m) and e^(G_m - G_j), (...,C/2s,s,D)."""
+    """Yield s, e^(G_i - G_m) and e^(G_m - G_j), (...,C/2s,s,D), for blocks of two halves of s = 1, 2, 4 ... tokens."""
     until, after = log_decays.clone(), torch.zeros_like(log_decays)
     for size in _sizes(log_decays):
         risen, fallen = _halves(until, size)[..., 1, :, :], _halves(after, size)[..., 0, :, :]
@@ -82,32 +81,33 @@ def _sizes(log_decays: Tensor) -> list[int]:
 
 
 def _joined(until: Tensor, after: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Sums inside blocks of ``size`` -> those inside blocks of twice that, in the same memory where none needs it."""
+    """Turn sums in blocks of ``size`` into sums in blocks of twice that, in place if autograd permits it."""
     (first, second), (earlier, later) = _halves(until, size).unbind(-3), _halves(after, size).unbind(-3)
     if needs_autograd(until):
         joined = [first, second + first[..., -1:, :]], [earlier + second[..., -1:, :], later]
-        return tuple(torch.stack(pair, -3).flatten(-4, -2) for pair in joined)  # type: ignore[return-value]
+        until, after = (torch.stack(pair, -3).flatten(-4, -2) for pair in joined)
+        return until, after
     earlier += second[..., -1:, :]
     second += first[..., -1:, :]
     return until, after
 
 
 def from_here_on(x: Tensor) -> Tensor:
-    """x (...,C,D) -> y_t = sum of x_i with i >= t."""
+    """Return y_t = sum of x_i with i >= t, x (...,C,D)."""
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def before_here(x: Tensor) -> Tensor:
-    """x (...,C,D) -> y_t = sum of x_j with j < t."""
+    """Return y_t = sum of x_j with j < t, x (...,C,D)."""
     return F.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
 
 
 def _halves(x: Tensor, size: int) -> Tensor:
-    """(...,C,D) -> (...,C/2s,2,s,D)."""
+    """Split into halves of blocks: (...,C,D) -> (...,C/2s,2,s,D)."""
     return x.unflatten(-2, (-1, 2, size))
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
-    """(...,C,C) -> (...,C/2s,s,s): where the second half of a block of 2s tokens meets its first; a view."""
+    """View the products of second and first halves of blocks of 2s tokens: (...,C,C) -> (...,C/2s,s,s)."""
     rows = _halves(x, size)[..., 1, :, :].unflatten(-1, (-1, 2, size))[..., 0, :]  # (...,M,s,M,s)
     return rows.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

@@ -1,7 +1,8 @@
-"""The forward pass of ``chunks`` for a decay per head on a CPU: no delta rule, and no tensor that is not used again.
+"""The forward pass of ``chunks`` for a decay per head on a CPU, without the delta rule, on buffers that spans share.
 
-Letters and axes as there; the states before the chunks of a span are one product. What does not depend on the span is
-made once, views too: dispatching an operation takes a few microseconds, and a span has some thirty.
+Letters and axes as in ``chunks``. The states before the chunks of a span form one product. Everything that does not
+depend on the span is computed once, views included: dispatching an operation takes a few microseconds, and a span has
+about thirty.
 """
 
 import math
@@ -26,17 +27,17 @@ def forward(
     scale: float,
     places: list[tuple[int, int, int]],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k (B,G,N,D), v (B,H,N,E), log decays (B,H,N), state (B,H,D,E), spans (start, chunks, tokens per chunk).
+    """Return o (B,H,N,E) in v's dtype, not masked, the last state, and the state before each span but the first.
 
-    -> o (B,H,N,E) in v's dtype, not masked; the last state; the state before each span but the first. Beside a span
-    there are some ten numbers per token and head in memory.
+    q, k (B,G,N,D), v (B,H,N,E), log decays (B,H,N), state (B,H,D,E), places (start, chunks, tokens per chunk). Besides
+    one span, memory holds about ten numbers per token and head.
     """
     o, starts = torch.empty_like(v), state.new_empty(len(places) - 1, *state.shape)
     end, buffers, part = state.unflatten(1, (k.shape[1], -1)), Buffers(state), None
     for i, (start, count, width) in enumerate(places):
         if i > 0:
             starts[i - 1] = end.flatten(1, 2)
-        # The last span may have chunks of another width.
+        # The chunks of the last span may have a different width.
         if part is None or part.width != width:
             part = Part((start, count, width), (q, k, v, log_decay[..., None], o), mask, segments, scale, state.dtype)
         end = part.span((start - part.start) // (part.most * width), end, buffers)
@@ -44,14 +45,14 @@ def forward(
 
 
 class Room:
-    """The tensors that spans of one size use, one after the other, and how the products of matrices take them."""
+    """The tensors that spans of one size share, and their views for matrix products."""
 
     def __init__(self, q: Tensor, v: Tensor, buffers: Buffers):
         """q (B,G,1,L,C,D) and v (B,G,R,L,C,E) of a span."""
         pairs, rows, (width, d), e = q.shape[:4], v.shape[:4], q.shape[4:], v.shape[-1]
         self.q, self.k, self.v = buffers("q", *q.shape), buffers("k", *q.shape), buffers("v", *v.shape)
         self.weights, self.states = buffers("weights", *rows, width, width), buffers("states", *rows, d, e)
-        # What has been read for the last time makes room: one name is one memory, here made large enough for both.
+        # Tensors that are no longer needed share their memory: one name is one buffer, large enough for both uses.
         buffers("read", math.prod(rows) * width * max(width, e))
         self.products, self.read = buffers("read", *pairs, width, width), buffers("read", *v.shape)
         buffers("written", math.prod(rows) * max(width, d) * e)
@@ -67,7 +68,7 @@ class Room:
 
 
 class Part:
-    """All chunks of one width, and the few numbers per token that decay and borders are to them."""
+    """All chunks of one width, and the few numbers per token that decay and borders contribute."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Part:
         scale: float,
         wide: torch.dtype,
     ):
-        """``place``: the first span, and none has more chunks; ``tensors``: q, k, v, log decays and o."""
+        """``place`` is the first span, which has the most chunks; ``tensors`` are q, k, v, log decays and o."""
         self.start, self.most, self.width = place
         groups, chunks = tensors[0].shape[1], (tensors[0].shape[2] - self.start) // self.width
         stop = self.start + chunks * self.width
@@ -104,10 +105,10 @@ class Part:
         self.spans, self.rooms = list(zip(*spans, left, strict=True)), dict[int, Room]()
 
     def _left(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """What is left, before each chunk of a span, of what each was left with, for every span: (B G R,L,L).
+        """Return the remaining share of each chunk's writes before each later chunk, for every span: (B G R,L,L).
 
-        ``whole`` (B,G,R,chunks,1,1): what a chunk leaves of the state before it. Zero on and above the diagonal. The
-        smallest numbers are zero too: a CPU takes long over those below them.
+        ``whole`` (B,G,R,chunks,1,1) is the share of the state that remains after each chunk. The result is 0 on and
+        above the diagonal. Denormal numbers are set to 0, since a CPU is slow on them.
         """
         chunks, most = whole.shape[3], self.most
         whole = F.pad(whole.flatten(0, 2)[..., 0, 0], (0, -chunks % most)).unflatten(-1, (-1, most))
@@ -119,7 +120,7 @@ class Part:
         return *full, last[:, :over, :over]
 
     def span(self, index: int, state: Tensor, buffers: Buffers) -> Tensor:
-        """Write the outputs of a span, from the state (B,G,R,D,E) before it -> the state after it."""
+        """Write the outputs of a span, given the state (B,G,R,D,E) before it; return the state after it."""
         q, k, v, o, leaving, reading, whole, rounded, rest, hidden, same, left = self.spans[index]
         count = q.shape[3]
         if count not in self.rooms:
@@ -132,7 +133,7 @@ class Part:
             room.k.masked_fill_(hidden, 0.0)
             room.v.masked_fill_(hidden, 0.0)
         torch.bmm(room.flat_q, room.keys, out=room.flat_products)
-        # e^(G_i - G_j), which counts for j <= i only. Above the diagonal exponents are large where decays are strong.
+        # e^(G_i - G_j), used for j <= i only. Above the diagonal the exponents of strong decays are large.
         weights = differences(rounded, rest, room.weights)
         weights = faded(weights.tril_()) if self.strong else weights.exp_()
         weights.mul_(room.products).tril_()
@@ -156,21 +157,21 @@ class Part:
 
 
 def split(total: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Sums in float64 -> the same rounded to ``wide``, and what rounding took; None where it takes nothing."""
+    """Split sums in float64 into a part in ``wide`` and its rounding error; None if there is none."""
     rounded = total.to(wide)
     return rounded, None if wide == total.dtype else (total - rounded).to(wide)
 
 
 def differences(rounded: Tensor, rest: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """All G_i - G_j, (...,C,C), from what ``split`` makes of G (...,C,1).
+    """Return all G_i - G_j, (...,C,C), from the two parts of ``split`` of G (...,C,1).
 
-    Differences of large sums in float32 would have no digits left, and float64 takes long. The difference of rounded
-    sums is as exact as its own size allows; what rounding took from each sum is added to it.
+    Differences of large sums in float32 would lose all digits, and float64 is slow. The difference of rounded sums has
+    the full precision of its size; the rounding errors of the two sums are then added to it.
     """
     out = torch.sub(rounded, rounded.mT, out=out)
     return out if rest is None else out.add_(rest).sub_(rest.mT)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(...,C,D) -> (.,C,D)."""
+    """Flatten the leading axes: (...,C,D) -> (.,C,D)."""
     return x.flatten(0, -3)

@@ -1,4 +1,4 @@
-"""Log decays as numbers: the smallest ones, and exponentials without the denormal numbers that slow a CPU down."""
+"""Limits of log decays, and exponentials without denormal numbers, which slow a CPU down."""
 
 import math
 
@@ -8,14 +8,17 @@ from torch import Tensor
 
 from ..operands import needs_autograd
 
-LOWEST = -800.0  # a log decay; below it e^x is 0 in float64 too, so it stands for -inf
-FAINT = {torch.float32: -86.0, torch.float64: -706.0}  # below, e^x is close to the smallest normal number or less
+LOWEST = -800.0  # a log decay that stands for -inf: below it e^x is 0 even in float64
+FAINT = {
+    torch.float32: -86.0,
+    torch.float64: -706.0,
+}  # below these, e^x is close to the smallest normal number, or smaller
 
 
 def faded(x: Tensor, to: torch.dtype | None = None) -> Tensor:
-    """e^x, but 0 below ``FAINT`` of ``to``, x's own type by default. x may be overwritten.
+    """Return e^x, or 0 below ``FAINT`` of the dtype ``to`` (None: that of x). x may be overwritten.
 
-    Such numbers, and what is computed with them, take a CPU many times as long as others.
+    Denormal numbers, and products with them, take a CPU many times as long as others.
     """
     if x.device.type != "cpu" or not x.numel():
         return x.exp()

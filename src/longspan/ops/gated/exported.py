@@ -1,4 +1,4 @@
-"""The recurrence in an exported program: one operation, of any batch and length, that chooses its form when it runs."""
+"""The recurrence in an exported program: one operation for any batch and length, which chooses its form at run time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from ..operands import double_backward
 
 
 def operation(recur: Callable[..., tuple[Tensor, Tensor]]) -> Any:
-    """``torch.ops.longspan.recurrence``, made of the function ``gated.recur``, which calls it while an export traces.
+    """Register ``torch.ops.longspan.recurrence``, which ``gated.recur`` calls under torch.export.
 
-    A process that runs such a program imports longspan. Gradients are those of the form that runs, which the backward
-    runs once more.
+    A process that runs an exported program must import longspan. The backward pass runs the forward form again for its
+    gradients.
     """
 
     def run(
@@ -32,21 +32,33 @@ def operation(recur: Callable[..., tuple[Tensor, Tensor]]) -> Any:
         out, end = again(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize)
         return out.contiguous(), end.contiguous()
 
-    def again(*given) -> tuple[Tensor, Tensor]:
+    def again(*given: Any) -> tuple[Tensor, Tensor]:
         q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize = given
-        options = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "mask": mask}
+        options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "mask": mask}
         options |= {"segments": segments, "cu_seqlens": cu_seqlens, "normalize": "l2" if normalize else None}
         return recur(q, k, v, **options)
 
-    def shapes(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize):
+    def shapes(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        state: Tensor,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        cu_seqlens: Tensor | None,
+        scale: float,
+        normalize: bool,
+    ) -> tuple[Tensor, ...]:
         return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (v, state))
 
-    def keep(ctx: Any, inputs: tuple, output: Any) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         *tensors, ctx.scale, ctx.normalize = inputs
         ctx.save_for_backward(*tensors)
 
-    def gradients(ctx: Any, grad: Tensor, grad_end: Tensor) -> tuple:
-        # Not an operation itself: inside of one, autograd would not follow the forward that is run again.
+    def gradients(ctx: Any, grad: Tensor, grad_end: Tensor) -> tuple[Tensor | None, ...]:
+        # Not an operation itself: inside one, autograd would not record the second forward pass.
         *inputs, mask, segments, cu_seqlens = ctx.saved_tensors
         fixed = (mask, segments, cu_seqlens, ctx.scale, ctx.normalize)
         if torch.is_grad_enabled():

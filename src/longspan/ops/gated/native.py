@@ -1,7 +1,8 @@
-"""Decay and the delta rule by the C++ kernels: whole sequences, forward and backward, and one token."""
+"""Decay and the delta rule in C++: whole sequences, forward and backward, and one token."""
 
 import ctypes
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..packed import check_packed
 from .chunks import CHUNK, composed
 from .prepared import prepared
 
-DECAYS = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, by head, by channel, as in gated/chunk.h
+DECAYS = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, per head, per channel, as in gated/chunk.h
 
 
 def attend(
@@ -34,19 +35,33 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """``gated.recur`` in C++: q, k (B,G,N,D), v (B,H,N,E), of any strides, float32 or bfloat16.
 
-    -> o (B,H,N,E) in v's dtype and with its strides, state (B,H,D,E) float32, in which all sums are made. Time is
-    O(N (D E + 32 (D + E))); beyond inputs, output and gradients, memory is that of one state per head, of one more per
-    512 tokens and head for the backward pass, and of some 20 per thread. Any number of threads gives the same bits.
-    Only for operands that ``call.why_not`` does not object to. Raises MemoryError where the states do not fit.
+    -> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is
+    O(N (D E + 32 (D + E))). Beyond inputs, output and gradients, memory is that of one state per head, one more per 512
+    tokens and head for the backward pass, and about 20 per thread. Results do not depend on the number of threads, bit
+    for bit. Only for operands for which ``call.why_not`` is empty. Raises MemoryError if the states cannot be
+    allocated.
     """
     log_decay, beta = (None if t is None else t.float() for t in (log_decay, beta))
     offsets = None if cu_seqlens is None else cu_seqlens.long()
-    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize)  # type: ignore
+    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize):
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        beta: Tensor | None,
+        state: Tensor,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        offsets: Tensor | None,
+        scale: float,
+        normalize: bool,
+    ) -> tuple[Tensor, Tensor]:
         run = _forward_op if torch.compiler.is_compiling() else _forward
         keeps = any(ctx.needs_input_grad)
         o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize, keeps)
@@ -55,17 +70,18 @@ class _Attend(torch.autograd.Function):
         return o, end
 
     @staticmethod
-    def backward(ctx, grad, grad_end):
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        grad, grad_end = upstream
         *inputs, mask, segments, offsets, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
             scale, normalize = ctx.options
-            options = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
+            options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
             form = partial(prepared, composed, normalize=normalize, cu_seqlens=offsets)
             grads = double_backward(form, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             given = (*inputs[:5], mask, segments, offsets, starts, *ctx.options)
-            found = iter(run(grad, grad_end, *given))  # type: ignore[call-arg]
+            found = iter(run(grad, grad_end, *given))
             grads = [None if t is None else next(found) for t in inputs]
         return (*grads, None, None, None, None, None)
 
@@ -84,7 +100,7 @@ def _forward(
     normalize: bool,
     keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o (B,H,N,E), the last state (B,H,D,E), and if they are wanted the states before every 512 tokens."""
+    """o (B,H,N,E), the last state (B,H,D,E), and with ``keeps`` the states before every 512 tokens."""
     check_packed(offsets, len(q), q.shape[2])
     assert kernels("gated").longspan_gated_span() == SPAN
     o, end, starts = (
@@ -104,7 +120,7 @@ def _forward(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the states of {threads()} threads")
+        raise MemoryError(f"cannot allocate the states of {threads()} threads")
     return o, end, starts
 
 
@@ -123,8 +139,8 @@ def _backward(
     scale: float,
     normalize: bool,
 ) -> list[Tensor]:
-    """The gradients of q, k, v, of log_decay and beta where they are given, and of the first state."""
-    # Heads of values that share a query add their gradients, for which half precision would be too coarse.
+    """Return the gradients of q, k, v, of log_decay and beta if given, and of the first state."""
+    # Value heads that share a query sum their gradients, for which half precision is not enough.
     shared = v.shape[1] > q.shape[1] and v.dtype is not torch.float32
     dq, dk = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in (q, k))
     dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
@@ -142,7 +158,7 @@ def _backward(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the states of {threads()} threads")
+        raise MemoryError(f"cannot allocate the states of {threads()} threads")
     return [t for t in (dq.to(q.dtype), dk.to(k.dtype), dv, ddecay, dbeta, first) if t is not None]
 
 
@@ -158,11 +174,11 @@ def step(
     donate: bool,
     normalize: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
-    """One token of ``gated.recur``, in one pass over ``state`` (B,H,D,E), which ``donate`` allows to be overwritten.
+    """One token of ``gated.recur`` in one pass over ``state`` (B,H,D,E), in place with ``donate``.
 
     q, k (B,G,1,D), v (B,H,1,E), in float32, bfloat16 or float16, log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), state
-    float32 -> o (B,H,1,E) in v's dtype, state. None for anything else, and where there are no kernels. Written for
-    speed, as ``linear.native.step`` is.
+    float32 -> o (B,H,1,E) in v's dtype, state. Returns None for other operands, and without kernels. It runs once per
+    token and layer, so it is written for speed.
     """
     if (dtype := v.dtype) not in HALVES or not q.dim() == v.dim() == 4:
         return None
@@ -222,13 +238,40 @@ _backward_op = torch.library.custom_op("longspan::gated_backward", _backward, mu
 
 
 @_forward_op.register_fake
-def _(q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize, keeps):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    state: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+    scale: float,
+    normalize: bool,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     end = torch.empty_like(state, memory_format=torch.contiguous_format)
     return torch.empty_like(v), end, _starts(state, q, offsets, keeps)
 
 
 @_backward_op.register_fake
-def _(grad, grad_end, q, k, v, log_decay, beta, mask, segments, offsets, starts, scale, normalize):
+def _(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+    starts: Tensor,
+    scale: float,
+    normalize: bool,
+) -> list[Tensor]:
     found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
     return [*found, torch.empty_like(grad_end, memory_format=torch.contiguous_format)]
 
@@ -237,7 +280,7 @@ SPAN = 512  # as in gated/chunk.h
 
 
 def _starts(state: Tensor, q: Tensor, offsets: Tensor | None, keeps: bool) -> Tensor:
-    """Room for the states (B,H,spans,D,E) of the backward pass; of packed sequences as gated/chunk.h counts them."""
+    """Allocate the states (B,H,spans,D,E) for the backward pass; packed sequences as gated/chunk.h counts them."""
     batch, heads, keys, values = state.shape
     if not keeps:
         return state.new_empty(0, heads, 0, keys, values)
@@ -251,11 +294,11 @@ def _kind(log_decay: Tensor | None) -> int:
 
 
 def _gates(log_decay: Tensor | None, beta: Tensor | None) -> list[Tensor]:
-    """Both with four axes, for their strides; something else where they are not given."""
+    """Return both with four axes, for their strides; a placeholder for None."""
     nothing = torch.empty(1, 1, 1, 1)
     return [nothing if t is None else t if t.dim() == 4 else t[..., None] for t in (log_decay, beta)]
 
 
-def _sizes(state: Tensor, q: Tensor, v: Tensor, normalize: bool) -> ctypes.Array:
+def _sizes(state: Tensor, q: Tensor, v: Tensor, normalize: bool) -> "ctypes.Array[ctypes.c_long]":
     sizes = len(state), q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1], normalize
     return (ctypes.c_long * 7)(*sizes)

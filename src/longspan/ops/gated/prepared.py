@@ -1,4 +1,4 @@
-"""What the kernels do inside, for forms in torch: keys of length 1, and packed sequences with a state each."""
+"""Normalization and ``cu_seqlens`` for the forms in torch; the kernels do both inside."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..operands import zero_masked
 from ..tensors import unit, upcast_half
 
-NORMS = {"l2": "by the root of the sum of squares, plus 1e-6 inside the root"}
+NORMS = {"l2": "divide by the root of the sum of squares plus 1e-6"}
 
 
 def prepared(
@@ -28,9 +28,9 @@ def prepared(
     segments: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """``form`` of these operands, as ``gated.recur`` has them, which itself knows nothing of the two."""
+    """Call ``form`` on operands as in ``gated.recur``; ``form`` handles neither ``normalize`` nor cu_seqlens."""
     if normalize:
-        # What masked tokens hold must not reach a root. In float32 at least, as in the kernels.
+        # Masked tokens are zeroed before the root. In float32 at least, as in the kernels.
         q, k = (unit(upcast_half(t)) for t in zero_masked(mask, q, k))
     if cu_seqlens is None:
         return form(q, k, v, log_decay=log_decay, beta=beta, state=state, mask=mask, segments=segments, **options)
@@ -38,7 +38,7 @@ def prepared(
     for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
         one = state[s : s + 1]
         if begin < end:
-            tokens = (t if t is None else t[:, :, begin:end] for t in (q, k, v))
+            tokens = (t[:, :, begin:end] for t in (q, k, v))
             gates = {
                 name: t if t is None else t[:, :, begin:end] for name, t in (("log_decay", log_decay), ("beta", beta))
             }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import prefix
-from ..arguments import check_mask, check_segments, check_state
+from ..arguments import check_mask, check_segments, check_state, describe
 from ..backends import log_backend, resolve_backend, select_backend
 from ..isolated import Packed, Part, isolated
 from ..native import call
@@ -81,40 +81,56 @@ def linear_attention(
     \quad z_i = \sum_{j \le i} \phi(k_j)
     $$
 
-    >>> import torch, longspan
-    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
-    >>> longspan.linear_attention(q, k, v, causal=True).shape
-    torch.Size([1, 2, 5, 8])
+    The default is ``causal=True``; ``F.scaled_dot_product_attention`` has ``is_causal=False``. The state and all sums
+    are float32 at least. Transforms of ``torch.func`` and forward-mode derivatives use plain torch operations.
 
-    query (B,H,N,D), key (B,H,M,D), value (B,H,M,E) -> (B,H,N,E) in value's dtype; with ``return_state=True`` also the
-    state (B,H,F,E+1), in float32 or float64: $S$ and, in its last column, $z$. ``causal=True`` needs N = M; otherwise
-    the sums are over all keys.
+    Args:
+        query: (B,H,N,D).
+        key: (B,H,M,D).
+        value: (B,H,M,E).
+        causal: Each query sums over the keys up to its position; requires N = M. False sums over all keys.
+        feature_map: $\phi$: ``elu``, ``relu``, ``squared_relu`` or ``exp``, or a callable (..., D) -> (..., F) without
+            negative values.
+        eps: $\epsilon$, added to the denominator. A query whose denominator is 0 gets 0, also with ``eps=0``.
+        mask: (B,M) bool, True = a real token. Masked keys are ignored completely, even if they hold NaN. With
+            ``causal=True`` the outputs of masked tokens are arbitrary.
+        segments: (B,N) int64, packed sequences. Equal ids are adjacent.
+        cu_seqlens: (S+1,) int32 or int64, offsets of S sequences that are packed into one row, B = 1: sequence s is
+            tokens cu_seqlens[s] ... cu_seqlens[s+1], and has a separate state.
+        state: (B,H,F,E+1), or (S,H,F,E+1) with cu_seqlens, from an earlier causal call. None starts from zeros.
+        return_state: Also returns the state after the last token.
+        donate: Allows the call to overwrite ``state``.
 
-    ``feature_map``: $\phi$, one of elu, relu, squared_relu and exp, or a callable. ``eps``: $\epsilon$. ``mask`` (B,M)
-    bool: True = a real token; a masked one does not exist, whatever it holds: its output means nothing, and with
-    ``causal=False``, where queries may be other tokens, it is a key that does not exist. ``segments`` (B,N) int64:
-    packed sequences. ``cu_seqlens`` (S+1,) int32 or int64 packs S sequences into one row, B = 1: number s is tokens
-    cu_seqlens[s] ... cu_seqlens[s+1], and has its own state, (S,H,F,E+1) in all. ``donate=True`` may overwrite
-    ``state``. A query that no key answers reads 0, also with ``eps=0``. Transforms of ``torch.func`` and forward-mode
-    derivatives take plain forms.
+    Returns:
+        The output (B,H,N,E) in value's dtype. With ``return_state=True`` also the state in float32 or float64, of the
+        shape of ``state``: $S$ and, in its last column, $z$.
 
-    Raises ValueError for shapes that do not fit, segments together with cu_seqlens, an unknown feature map or one that
-    can go negative, a state that is given with ``causal=False``, and one to be overwritten that shares memory with
-    query, key, value or itself.
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, or segments and cu_seqlens are both given; the feature map
+            is unknown or has negative values; a state is given with ``causal=False``; or a donated state shares memory
+            with query, key, value or itself.
 
-    Source: Katharopoulos et al. 2020 (2006.16236), eqs 4-12. The state and all sums are float32 at least.
+    Example:
+        >>> import torch, longspan
+        >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # (B,H,N,D) each
+        >>> longspan.linear_attention(q, k, v, causal=True).shape
+        torch.Size([1, 2, 5, 8])
+
+    References:
+        Katharopoulos et al. 2020 (2006.16236), eqs 4-12.
     """
     check_eps(eps)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value)
     unpacked = segments is None and cu_seqlens is None
     if causal and mask is None and unpacked and state is not None and isinstance(feature_map, str):
-        # The token step first, before anything is checked that it checks itself: nothing is asked for more often.
+        # Fast path for one-token decoding, which validates its own shapes.
         found = _token(query, key, value, state, feature_map, eps, donate)
         if found is not None:
             return found if return_state else found[0]
     sequences = _check(query, key, value, causal, mask, segments, cu_seqlens, state)
     phi = choose(feature_map, query.shape[-1])
+    expected, wide = (0, 0, 0, 0), value.dtype  # of the state, if one is given or packed
     if state is not None or cu_seqlens is not None:
         size, wide = query.shape[-1], upcast_half(query[:0]).dtype
         features = size if isinstance(feature_map, str) else phi(upcast_half(query.new_zeros(1, size))).shape[-1]
@@ -126,7 +142,7 @@ def linear_attention(
     def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
         q, k, v = tokens
         own = (mask, segments) if part is None else (part.cut(mask), None)
-        options = {"causal": causal, "eps": eps, "mask": own[0], "segments": own[1], "state": state}
+        options: dict[str, Any] = {"causal": causal, "eps": eps, "mask": own[0], "segments": own[1], "state": state}
         options["donate"] = donate and unpacked
         if isinstance(feature_map, str):
             return named(q, k, v, feature_map=feature_map, **options)
@@ -137,7 +153,7 @@ def linear_attention(
         starts = [None] * len(parts) if state is None else state.split(1)
         cuts = ([part.cut(x, 2) for x in (query, key, value)] for part in parts)
         found = [run(tokens, start, None, part) for tokens, start, part in zip(cuts, starts, parts, strict=True)]
-        # Empty ones first, for a call without sequences.
+        # The empty tensors are for a call without sequences.
         out = torch.cat([value[:, :, :0], *(o for o, _ in found)], 2)
         state = torch.cat([key.new_empty(0, *expected[1:], dtype=wide), *(end for _, end in found)])
     elif segments is None:
@@ -162,10 +178,25 @@ def named(
     state: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same on raw queries and keys with a feature map of ``features.MAPS``, by the fastest form for the operands.
+    """``linear_attention`` without checks, on queries and keys before the feature map, by the fastest form.
 
-    q (B,H,N,D), k (B,H,M,D), v (B,H,M,E), of any strides -> o (B,H,N,E) in v's dtype, state (B,H,D,E+1).
-    Raises ValueError where a forced backend cannot serve the call.
+    Args:
+        q: (B,H,N,D), of any strides.
+        k: (B,H,M,D).
+        v: (B,H,M,E).
+        causal: As in ``linear_attention``, like the arguments below.
+        feature_map: A name in ``features.MAPS``.
+        eps: Added to the denominator.
+        mask: (B,M) bool.
+        segments: (B,N) int64.
+        state: (B,H,D,E+1), or None for zeros.
+        donate: Allows the call to overwrite ``state``.
+
+    Returns:
+        o (B,H,N,E) in v's dtype and the state (B,H,D,E+1).
+
+    Raises:
+        ValueError: a forced backend cannot serve the call.
     """
     if causal and torch.compiler.is_exporting():
         phi = MAPS[feature_map]
@@ -173,13 +204,13 @@ def named(
             phi(upcast_half(q)), phi(upcast_half(k)), v, causal=True, eps=eps, mask=mask, segments=segments, state=state
         )
     token = causal and mask is None and state is not None and q.shape[2] == 1
-    if token and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
+    if token and state is not None and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
         return found
     q, k, v, state = materialize_neg(q, k, v, state)
     why_not = (
         call.why_not(q, k, v, state, mask, segments, family="linear") if causal else "they are for causal attention"
     )
-    options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
+    options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
     match select_backend(OP, SERVED, "torch" if why_not else "native", why_not):
         case "native":
             if why_not:
@@ -206,8 +237,10 @@ def named(
             )
 
 
-def _token(q, k, v, state, feature_map, eps, donate):
-    """``native.step``, where the backend is to be that; else None."""
+def _token(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, feature_map: str, eps: float, donate: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Return ``native.step`` if the backend is native, else None."""
     if resolve_backend(OP, SERVED, "native") != "native":
         return None
     found = native.step(q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
@@ -229,10 +262,23 @@ def attend(
     numerator: tuple[Tensor, Tensor] | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The same on features: q (B,H,N,F), k (B,H,M,F) in float32 or float64, v (B,H,M,E) in any dtype.
+    """``linear_attention`` without checks, on features of queries and keys.
 
-    ``numerator``: other features of queries and keys for the numerator (rotated ones), where the denominator must keep
-    the positive ones. Returns o (B,H,N,E) in v's dtype and the state (B,H,F,E+1).
+    Args:
+        q: (B,H,N,F), in float32 or float64.
+        k: (B,H,M,F), in float32 or float64.
+        v: (B,H,M,E), in any dtype.
+        causal: As in ``linear_attention``, like the arguments below.
+        eps: Added to the denominator.
+        mask: (B,M) bool.
+        segments: (B,N) int64.
+        state: (B,H,F,E+1), or None for zeros.
+        numerator: Other features of queries and keys for the numerator, such as rotated ones. The denominator keeps
+            the positive features q and k.
+        donate: Allows the call to overwrite ``state``.
+
+    Returns:
+        o (B,H,N,E) in v's dtype and the state (B,H,F,E+1).
     """
     q, k, v, state = materialize_neg(q, k, v, state)
     # phi(0) = 1, so padding is removed after the feature map, not before.
@@ -249,7 +295,9 @@ def attend(
         return normalize(read, eps).to(v.dtype), state
 
 
-def _sum(q, k, v, causal, segments, state, donate):
+def _sum(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, segments: Tensor | None, state: Tensor | None, donate: bool
+) -> tuple[Tensor, Tensor]:
     if causal:
         return recurrence.scan(q, k, v, state, segments=segments, donate=donate)
     return recurrence.total(q, k, v, segments)
@@ -258,10 +306,18 @@ def _sum(q, k, v, causal, segments, state, donate):
 def fold(
     k: Tensor, v: Tensor, inside: Tensor, *, mask: Tensor | None, state: Tensor | None, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The state and the mask with which ``named`` and ``attend`` are in prefix mode; see ``prefix.fold``.
+    """Return the state and the mask that run ``named`` and ``attend`` in prefix mode; see ``prefix.fold``.
 
-    k (B,H,N,F) features in float32 or float64, v (B,H,N,E) in any dtype, inside bool (B,N), mask (B,N), state
-    (B,H,F,E+1). ``key``: other features of the keys for the numerator, as in ``attend``.
+    Args:
+        k: (B,H,N,F), features in float32 or float64.
+        v: (B,H,N,E), in any dtype.
+        inside: (B,N) bool, the tokens of the prefix.
+        mask: (B,N) bool, True = a real token.
+        state: (B,H,F,E+1), or None for zeros.
+        key: Other features of the keys for the numerator, as in ``attend``.
+
+    Returns:
+        The state (B,H,F,E+1) and the mask (B,N).
     """
     values = with_ones(upcast_half(v))
     folded, rest = prefix.fold(k, values, inside, state, mask)
@@ -280,7 +336,7 @@ def matrix(
     state: Tensor | None = None,
     numerator: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The weights (B,H,N,M) that ``attend`` gives to the keys of this call; allowed bool (B,1,N,M). O(N M) memory."""
+    """Return the weights (B,H,N,M) of ``attend`` on the keys of a call; allowed bool (B,1,N,M). O(N M) memory."""
     below = ((q @ k.mT) * allowed).sum(-1, keepdim=True) + eps
     if state is not None:
         past = q @ state[..., -1:]
@@ -290,32 +346,40 @@ def matrix(
 
 
 def normalize(read: Tensor, eps: float) -> Tensor:
-    """(..., E+1) -> (..., E): numerator / (denominator + eps), the last column; 0 where that divisor is 0."""
+    """Divide by the last column plus eps: (..., E+1) -> (..., E); 0 where the divisor is 0."""
     return read[..., :-1] / divisors(read[..., -1:] + eps)
 
 
-def _check(query, key, value, causal, mask, segments, cu_seqlens, state) -> int:
-    """How many states the call has. Raises ValueError unless the arguments fit each other."""
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(t, Tensor):
-            raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {type(t).__name__}")
-        if t.dim() != 4 or not t.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point (B, H, N, D), not {t.dtype} {tuple(t.shape)}")
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+) -> int:
+    """Return the number of states of the call. Raises ValueError unless the arguments fit each other."""
+    given: dict[str, Any] = {"query": query, "key": key, "value": value}
+    for name, t in given.items():
+        if not isinstance(t, Tensor) or t.dim() != 4 or not t.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor (B, H, N, D), not {describe(t)}")
     if query.shape[:2] != key.shape[:2] or query.shape[-1] != key.shape[-1] or key.shape[:3] != value.shape[:3]:
         raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit: "
-            f"(B, H, N, D), (B, H, M, D), (B, H, M, E) are expected"
+            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit; "
+            f"expected (B, H, N, D), (B, H, M, D), (B, H, M, E)"
         )
     same_device(query=query, key=key, value=value, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
     check_stored("the state", state)
     batch, _, keys, _ = key.shape
     if (causal or segments is not None or cu_seqlens is not None) and query.shape[2] != keys:
-        raise ValueError(f"causal or packed attention needs as many queries as keys, not {query.shape[2]} and {keys}")
+        raise ValueError(f"causal or packed attention requires N = M, not {query.shape[2]} queries and {keys} keys")
     if mask is not None:
         check_mask("mask", mask, (batch, keys))
     if segments is not None:
         check_segments(segments, (batch, keys))
     sequences = check_packed(cu_seqlens, batch, keys, segments)
     if state is not None and not causal:
-        raise ValueError("a state continues a causal sequence; causal=False sees all keys in one call and takes none")
+        raise ValueError("state= requires causal=True, since causal=False reads all keys in one call")
     return sequences

@@ -1,4 +1,6 @@
-"""Linear attention where every query reads all keys: two products on raw queries and keys, a cacheful at a time."""
+"""Bidirectional linear attention: two products on queries and keys before the feature map, span by span."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from .composed import composed
 from .features import divisors
 from .workspace import BUDGET, Rows, groups, outputs
 
-SHORT = 256  # tokens up to which plain operations, which are fewer, do it
+SHORT = 256  # tokens up to which plain operations are used, since they are fewer
 
 
 def attend(
@@ -23,24 +25,37 @@ def attend(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Normalized linear attention where every query reads all keys, or all of its segment; also across sequences.
+    """Normalized linear attention where every query reads all keys, or all keys of its segment.
 
-    q (B,H,N,D), k (B,H,M,D) before the feature map, v (B,H,M,E), of one dtype and with any strides -> o (B,H,N,E) in
-    v's dtype, the sums (B,H,D,E+1) over all keys. ``mask`` and ``segments`` (B,M) as in ``causal.attend``; with
-    segments N = M. Time is O((N + M) D E). Beyond inputs, output and gradients, memory is that of one span, except
-    for packed sequences.
+    Time is O((N + M) D E). Beyond inputs, output and gradients, memory is that of one span, except for packed
+    sequences.
 
-    Source: Katharopoulos et al. 2020 (2006.16236), eqs 4-6.
+    Args:
+        q: (B,H,N,D), before the feature map, of any strides.
+        k: (B,H,M,D), before the feature map.
+        v: (B,H,M,E), of the same dtype.
+        feature_map: A name in ``features.MAPS``.
+        eps: Added to the denominator.
+        mask: (B,M) bool, as in ``causal.attend``.
+        segments: (B,M) int64, as in ``causal.attend``; requires N = M.
+
+    Returns:
+        o (B,H,N,E) in v's dtype and the sums (B,H,D,E+1) over all keys.
+
+    References:
+        Katharopoulos et al. 2020 (2006.16236), eqs 4-6.
     """
     if segments is not None or max(q.shape[2], k.shape[2]) <= SHORT or k.shape[2] == 0 or q.shape[2] == 0:
         return composed(q, k, v, causal=False, feature_map=feature_map, eps=eps, mask=mask, segments=segments)
-    return _Whole.apply(q, k, v, mask, feature_map, eps)  # type: ignore[return-value]
+    return _Whole.apply(q, k, v, mask, feature_map, eps)
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, mask, feature_map, eps):
-        # To a compiler it is one operation: what it does inside gains nothing from being traced.
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        # One operation for torch.compile, since tracing its inside gains nothing.
         run = _forward_op if torch.compiler.is_compiling() else _forward
         o, sums, below = run(q, k, v, mask, feature_map, eps)
         ctx.save_for_backward(q, k, v, mask, o, sums, below)
@@ -48,11 +63,12 @@ class _Whole(torch.autograd.Function):
         return o, sums
 
     @staticmethod
-    def backward(ctx, grad, grad_sums):
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        grad, grad_sums = upstream
         q, k, v, mask, o, sums, below = ctx.saved_tensors
         feature_map, eps = ctx.options
         if torch.is_grad_enabled():
-            options = {"feature_map": feature_map, "eps": eps, "mask": mask}
+            options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask}
             grads = double_backward(composed, (q, k, v), (grad, grad_sums), causal=False, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
@@ -63,7 +79,7 @@ class _Whole(torch.autograd.Function):
 def _plan(
     q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[list[slice], list[tuple[int, int, int]], list[tuple[int, int, int]]]:
-    """Which rows are worked on together, and the spans of queries and of keys: each is one chunk."""
+    """Return the groups of rows to process together, and the spans of queries and of keys; each is one chunk."""
     (batch, heads, n, d), m, e = q.shape, k.shape[2], v.shape[-1]
     if q.is_cuda:
         return [slice(0, batch)], [(0, 1, n)], [(0, 1, m)]
@@ -116,7 +132,7 @@ def _backward(
     below: Tensor,
     feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, from those of o and of the sums."""
+    """Return the gradients of q, k, v from those of o and of the sums."""
     dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
     buffers, (parts, q_spans, k_spans) = Buffers(totals), _plan(q, k, v)
     d, e = q.shape[-1], v.shape[-1]
@@ -124,7 +140,7 @@ def _backward(
         for part in parts:
             tensors = {"q": q, "o": o, "below": below, "grad": grad, "dq": dq}
             rows = Rows(buffers, feature_map, q_spans, part, None, None, tensors)
-            # Both are needed as they are and transposed, and a product that transposes is a slow one.
+            # Both are needed plain and transposed; a product with a transposed view is slow.
             given, change = totals[part].flatten(0, 1), grad_sums[part].flatten(0, 1)
             across = buffers("across", rows.heads, e, d).copy_(given[..., :-1].mT)
             keys = buffers("z", rows.heads, 1, d).copy_(given[..., -1:].mT)
@@ -156,10 +172,23 @@ _backward_op = torch.library.custom_op("longspan::whole_backward", _backward, mu
 
 
 @_forward_op.register_fake
-def _(q, k, v, mask, feature_map, eps):
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     return outputs(q, v)
 
 
 @_backward_op.register_fake
-def _(grad, grad_sums, q, k, v, mask, o, totals, below, feature_map):
+def _(
+    grad: Tensor,
+    grad_sums: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    o: Tensor,
+    totals: Tensor,
+    below: Tensor,
+    feature_map: str,
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -1,12 +1,14 @@
-"""Linear attention on raw queries and keys, span by span, so that all between input and output stays in the cache.
+"""Causal linear attention on queries and keys before the feature map, span by span, so that data stays in the cache.
 
-A span is some chunks of tokens. Inside it, the feature map, the products and the normalizer work on buffers that every
-span uses again; from span to span goes the state S = sum phi(k) v^T, z = sum phi(k). The backward pass keeps q, k, v,
+A span is a number of chunks of tokens. Inside it, the feature map, the products and the normalizer work on buffers that
+all spans share. The state S = sum phi(k) v^T, z = sum phi(k) passes from span to span. The backward pass saves q, k, v,
 o, the denominators and one state per span, and recomputes the rest.
 
-Inside, ``G`` is the number of chunks of a span and ``R`` = G B H that of its small matrices, chunk by chunk: tokens are
-(R,C,D), and the states before the chunks and after the last are ((G+1) B H,D,E), so nothing is copied to be multiplied.
+``G`` is the number of chunks of a span and ``R`` = G B H the number of its matrices, chunk by chunk. Tokens are
+(R,C,D); the states before the chunks and after the last are ((G+1) B H,D,E). Products need no copies in this layout.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +20,9 @@ from .composed import composed, quadratic
 from .features import divisors
 from .workspace import BUDGET, Rows, groups, outputs
 
-CHUNK = 64  # tokens whose products are formed directly, as one small matrix
-SPAN = 1024  # tokens worked on at once, at most
-# Chunks of a span on a GPU where sequences are packed: a matrix of (G+1)^2 numbers sums their states.
+CHUNK = 64  # tokens whose products form one small matrix
+SPAN = 1024  # tokens of a span, at most
+# Chunks of a span on a GPU for packed sequences, whose states are summed by a matrix of (G+1)^2 numbers.
 PACKED = 128
 
 
@@ -38,30 +40,49 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Causal, normalized linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
 
-    q, k (B,H,N,D) before the feature map, v (B,H,N,E), of one dtype and with any strides; state (B,H,D,E+1), its last
-    column z, or None for zeros -> o (B,H,N,E) in v's dtype, state (B,H,D,E+1) in float32 or float64.
-
-    ``feature_map`` is a name in ``features.MAPS``. ``mask`` (B,N) bool: True = a real token; the key and value of
-    another are not read, not even if they are not finite. ``segments`` (B,N) int64 is constant inside each packed
-    sequence, as in ``recurrence.scan``.
-
     Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one span, and of D E numbers
-    per span for the backward pass. On a GPU all chunks are one span, for the sake of few launches. Sequences of at most
-    2 (C + D E / (D + E)) tokens take the quadratic form: up to half of that it takes fewer operations than the chunks,
-    and up to the whole, its few steps make up for more.
+    per span for the backward pass. On a GPU all chunks form one span, which needs few launches. Sequences of at most
+    2 (C + D E / (D + E)) tokens use the quadratic form. Up to half of that, it needs fewer operations than the chunks;
+    up to all of that, it is faster because it has fewer steps.
 
-    Source: Katharopoulos et al. 2020 (2006.16236), eqs 8-15.
+    Args:
+        q: (B,H,N,D), before the feature map, of any strides.
+        k: (B,H,N,D), before the feature map.
+        v: (B,H,N,E), of the same dtype.
+        feature_map: A name in ``features.MAPS``.
+        eps: Added to the denominator.
+        mask: (B,N) bool, True = a real token. Keys and values of masked tokens are ignored, even if not finite.
+        segments: (B,N) int64, packed sequences, as in ``recurrence.scan``.
+        state: (B,H,D,E+1), whose last column is z, or None for zeros.
+        chunk: Tokens of a chunk.
+
+    Returns:
+        o (B,H,N,E) in v's dtype and the state (B,H,D,E+1) in float32 or float64.
+
+    References:
+        Katharopoulos et al. 2020 (2006.16236), eqs 8-15.
     """
     n, d, e = *q.shape[2:], v.shape[-1]
     if n * (d + e) <= 2 * (chunk * (d + e) + d * e):
         return quadratic(q, k, v, state, feature_map, eps, mask, segments)
-    return _Attend.apply(q, k, v, state, mask, segments, feature_map, eps, chunk)  # type: ignore[return-value]
+    return _Attend.apply(q, k, v, state, mask, segments, feature_map, eps, chunk)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, state, mask, segments, feature_map, eps, chunk):
-        # To a compiler it is one operation: what it does inside gains nothing from being traced.
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Tensor | None,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        feature_map: str,
+        eps: float,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        # One operation for torch.compile, since tracing its inside gains nothing.
         run = _forward_op if torch.compiler.is_compiling() else _forward
         o, end, below, starts = run(q, k, v, state, mask, segments, feature_map, eps, chunk)
         ctx.save_for_backward(q, k, v, state, mask, segments, o, below, starts)
@@ -69,11 +90,12 @@ class _Attend(torch.autograd.Function):
         return o, end
 
     @staticmethod
-    def backward(ctx, grad, grad_end):
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        grad, grad_end = upstream
         q, k, v, state, mask, segments, o, below, starts = ctx.saved_tensors
         feature_map, eps, chunk = ctx.options
         if torch.is_grad_enabled():
-            options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
+            options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
             grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
@@ -83,7 +105,7 @@ class _Attend(torch.autograd.Function):
 
 
 def _plan(q: Tensor, v: Tensor, segments: Tensor | None, chunk: int) -> tuple[list[slice], list[tuple[int, int, int]]]:
-    """Which rows are worked on together, and the spans (start, chunks, tokens per chunk) of their tokens."""
+    """Return the groups of rows to process together, and the spans (start, chunks, tokens per chunk)."""
     (batch, heads, n, d), e = q.shape, v.shape[-1]
     if q.is_cuda:
         return [slice(0, batch)], cut(n, chunk, n if segments is None else PACKED * chunk)
@@ -120,7 +142,7 @@ def _forward(
 
 
 def _forward_span(rows: Rows, span: tuple[int, int, int], end: Tensor, eps: float) -> None:
-    """One span; ``end`` (B H,D,E+1) is the state before it and becomes that after it."""
+    """Process one span; ``end`` (B H,D,E+1) holds the state before it and is updated in place."""
     rows.enter(*span)
     fq, fk, values = rows.features("q"), rows.features("k"), rows.values()
     d, e = fk.shape[-1], values.shape[-1]
@@ -160,7 +182,7 @@ def _backward(
     feature_map: str,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and the first state, from those of o and the last state, in one sweep from the end."""
+    """Return the gradients of q, k, v and the first state from those of o and the last state, last span first."""
     dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
     before = grad_end.clone(memory_format=torch.contiguous_format)
     parts, spans = _plan(q, v, segments, chunk)
@@ -176,11 +198,11 @@ def _backward(
 
 
 def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None, after: Tensor) -> None:
-    """One span of the gradients.
+    """Process one span of the gradients.
 
-    ``start`` (B H,D,E+1): the state before the span, None for zeros; ``after``, of the same shape: the gradient of the
-    state after it, which becomes that of the state before it. The denominator is one more column of values, all of them
-    1, and ``below`` the gradient in that column.
+    ``start`` (B H,D,E+1) is the state before the span, None for zeros. ``after``, of the same shape, holds the gradient
+    of the state after it and is updated in place to that of the state before it. The denominator is one more column of
+    values, all ones, and ``below`` the gradient in that column.
     """
     rows.enter(*span)
     fq, fk, values = rows.features("q"), rows.features("k"), rows.values()
@@ -189,7 +211,7 @@ def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None,
     slopes = rows.causal(torch.bmm(above, values.mT, out=rows.tokens("slopes", rows.width)).add_(below))
     scores = rows.causal(torch.bmm(fq, fk.mT, out=rows.tokens("scores", rows.width)))
 
-    # Queries meet the states before their chunk, here transposed, so that the product need not transpose them.
+    # Queries meet the states before their chunk, stored transposed for the product.
     written = rows.written(fk)
     sums, keys = rows.states("s", e, d), rows.states("z", 1, d)
     for into, column in ((sums, slice(None, -1)), (keys, slice(-1, None))):
@@ -225,13 +247,37 @@ _backward_op = torch.library.custom_op("longspan::spans_backward", _backward, mu
 
 
 @_forward_op.register_fake
-def _(q, k, v, state, mask, segments, feature_map, eps, chunk):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    feature_map: str,
+    eps: float,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     o, end, below = outputs(q, v)
     _, spans = _plan(q, v, segments, chunk)
     return o, end, below, end.new_empty(len(spans) - 1, *end.shape)
 
 
 @_backward_op.register_fake
-def _(grad, grad_end, q, k, v, state, mask, segments, o, below, starts, feature_map, chunk):
+def _(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    o: Tensor,
+    below: Tensor,
+    starts: Tensor,
+    feature_map: str,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     before = torch.empty_like(grad_end, memory_format=torch.contiguous_format)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), before if state is None else before.to(state)

@@ -1,4 +1,4 @@
-"""Linear attention from plain operations: for short sequences, and for derivatives of derivatives."""
+"""Linear attention from plain operations: for short sequences, and for higher derivatives."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def composed(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Linear attention as in ``causal`` from its plain parts, which can be differentiated again and again."""
+    """Linear attention as in ``causal``, from operations with derivatives of any order."""
     with torch.autocast(q.device.type, enabled=False):
         fq, fk, values = _mapped(q, k, v, feature_map, mask)
         if not causal and segments is None:
@@ -35,7 +35,7 @@ def composed(
         return (read[..., :-1] / divisors(read[..., -1:] + eps)).to(v.dtype), state
 
 
-def _mapped(q, k, v, feature_map, mask) -> tuple[Tensor, Tensor, Tensor]:
+def _mapped(q: Tensor, k: Tensor, v: Tensor, feature_map: str, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     phi, wide = MAPS[feature_map], torch.promote_types(q.dtype, torch.float32)
     fq, fk, values = phi(q.to(wide)), phi(k.to(wide)), v.to(wide)
     if mask is not None:
@@ -44,8 +44,17 @@ def _mapped(q, k, v, feature_map, mask) -> tuple[Tensor, Tensor, Tensor]:
     return fq, fk, values
 
 
-def quadratic(q, k, v, state, feature_map, eps, mask, segments) -> tuple[Tensor, Tensor]:
-    """All products of queries and keys at once, by plain operations; arguments as in ``causal.attend``."""
+def quadratic(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    feature_map: str,
+    eps: float,
+    mask: Tensor | None,
+    segments: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Linear attention from the full matrix of products; arguments as in ``causal.attend``."""
     with torch.autocast(q.device.type, enabled=False):
         fq, fk, values = _mapped(q, k, v, feature_map, mask)
         weights, read, written = (fq @ fk.mT).tril(), fq, fk

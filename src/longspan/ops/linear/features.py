@@ -1,4 +1,4 @@
-"""Feature maps: functions whose inner products stand in for the softmax kernel."""
+"""Feature maps: functions whose inner products replace the softmax kernel."""
 
 from collections.abc import Callable
 
@@ -12,58 +12,68 @@ FeatureMap = Callable[[Tensor], Tensor]
 
 
 def elu(x: Tensor) -> Tensor:
-    """elu(x) + 1: x + 1 above zero, e^x below; positive (Katharopoulos et al. 2020, eq. 7). (..., D) -> (..., D)."""
-    # As a sum, since (e^x - 1) + 1 has no digits left where e^x is small.
+    """Return elu(x) + 1, which is positive (Katharopoulos et al. 2020, eq. 7): (..., D) -> (..., D)."""
+    # A sum, since (e^x - 1) + 1 loses its digits if e^x is small.
     return F.relu(x) + x.clamp(max=0.0).exp()
 
 
 def relu(x: Tensor) -> Tensor:
-    """max(x, 0). A query and a key may be orthogonal, so a row of weights can vanish. (..., D) -> (..., D)."""
+    """Return max(x, 0): (..., D) -> (..., D). All weights of a query can be 0."""
     return F.relu(x)
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2: sharper than relu. (..., D) -> (..., D)."""
+    """Return max(x, 0)^2, which is sharper than relu: (..., D) -> (..., D)."""
     return F.relu(x).square()
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^min(x, 30): positive; the bound keeps sums of 1e5 products finite in float32. (..., D) -> (..., D)."""
+    """Return e^min(x, 30): (..., D) -> (..., D). The bound keeps sums of 1e5 products finite in float32."""
     return x.clamp(max=30.0).exp()
 
 
 def softmax(x: Tensor) -> Tensor:
-    """e^x_i / sum_j e^x_j over the channels: positive, of sum one (Shen et al. 2018). (..., D) -> (..., D)."""
+    """Return the softmax over the channels (Shen et al. 2018): (..., D) -> (..., D)."""
     return x.softmax(-1)
 
 
 def dpfp(x: Tensor, nu: int = 1) -> Tensor:
-    """Deterministic parameter-free projection: r_i r_{i+j} for j = 1 ... nu, where r = relu([x, -x]) is seen as a ring.
+    """Deterministic parameter-free projection: r_i r_{i+j} for j = 1 ... nu, with r = relu([x, -x]) as a ring.
 
-    (..., D) -> (..., 2 D nu), sparse and never negative. Raises ValueError for nu outside 1 ... 2 D - 1.
+    Args:
+        x: (..., D).
+        nu: The number of shifts.
 
-    Source: Schlag et al. 2021 (2102.11174), section 5.3.
+    Returns:
+        (..., 2 D nu), sparse and never negative.
+
+    Raises:
+        ValueError: nu is not in 1 ... 2 D - 1.
+
+    References:
+        Schlag et al. 2021 (2102.11174), section 5.3.
     """
     size = 2 * x.shape[-1]
     if not 1 <= nu < size:
         raise ValueError(
-            f"nu={nu} pairs each of {size} numbers with the next nu others, so it must be in 1 ... {size - 1}"
+            f"nu={nu} pairs each of {size} numbers with the next nu numbers, so it must be in 1 ... {size - 1}"
         )
     r = F.relu(torch.cat([x, -x], -1))
     return torch.cat([r * r.roll(-j, -1) for j in range(1, nu + 1)], -1)
 
 
 def divisors(below: Tensor) -> Tensor:
-    """Denominators, infinite where they are 0: a query that no key answers reads 0 then, and has no gradient."""
+    """Replace denominators of 0 by infinity, so that such queries read 0 and have no gradient."""
     return below.masked_fill(below == 0, torch.inf)
 
 
 def sum_normalize(features: Tensor, eps: float = 1e-12) -> Tensor:
-    """Divide by the sum of absolute values, or by ``eps`` where that is larger: (..., F) -> (..., F).
+    """Divide by the sum of absolute values, at least ``eps``: (..., F) -> (..., F).
 
-    The absolute values matter for features of either sign, whose plain sum could vanish; zeros stay zeros.
+    Absolute values, since the sum of features of both signs could be 0. Zeros stay zeros.
 
-    Source: Schlag et al. 2021 (2102.11174), section 4.2, where features are positive.
+    References:
+        Schlag et al. 2021 (2102.11174), section 4.2, where features are positive.
     """
     return F.normalize(features, p=1.0, dim=-1, eps=eps)
 
@@ -80,8 +90,8 @@ def _squared_relu_into(x: Tensor, out: Tensor, spare: Tensor) -> Tensor:
     return torch.clamp(x, min=0.0, out=out).square_()
 
 
-# (x, out, spare) -> out = phi(x): the same maps, written where they are wanted. ``spare``, of the same shape, is
-# overwritten; x may be ``out`` itself.
+# (x, out, spare) -> out = phi(x): the same maps with an output argument. ``spare``, of the same shape, is overwritten;
+# x may be ``out`` itself.
 WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "elu": _elu_into,
     "relu": lambda x, out, spare: torch.clamp(x, min=0.0, out=out),
@@ -89,7 +99,7 @@ WRITERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "exp": lambda x, out, spare: torch.clamp(x, max=30.0, out=out).exp_(),
 }
 
-# (x, y) -> phi'(x), written over y = phi(x). Where a masked key has y = 0, so is its slope.
+# (x, y) -> phi'(x), written over y = phi(x). The slope of a masked key with y = 0 is 0.
 SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "elu": lambda x, y: y.clamp_(max=1.0),
     "relu": lambda x, y: y.sign_(),
@@ -99,21 +109,29 @@ SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def feature_map(choice: str | FeatureMap, dim: int) -> FeatureMap:
-    """A feature map by name, or a callable of your own, ``(..., D) -> (..., F)``, for heads of ``dim`` channels.
+    """Return the feature map of a name, or check a callable.
 
-    Raises ValueError for an unknown name, for something that is neither, and for a callable with negative values: a
-    normalized mechanism divides by a sum of products of features, which could vanish or change sign.
+    Args:
+        choice: A name in ``MAPS``, or a callable (..., D) -> (..., F).
+        dim: Channels of a head.
+
+    Returns:
+        A callable.
+
+    Raises:
+        ValueError: the name is unknown, the choice is neither a name nor a callable, or the callable has negative
+            values. A normalized mechanism divides by a sum of feature products, which must not be 0 or negative.
     """
     if isinstance(choice, str):
         return MAPS[known(choice, MAPS, "feature map")]
     if not callable(choice):
-        raise ValueError(f"feature_map is a name ({', '.join(MAPS)}) or a callable, not {type(choice).__name__}")
+        raise ValueError(f"feature_map must be a name ({', '.join(MAPS)}) or a callable, not {type(choice).__name__}")
     with torch.no_grad():
         probe = torch.cat([torch.linspace(-30, 30, 241), torch.tensor([-1e-4, 1e-4])])[:, None].expand(-1, dim)
         lowest = choice(probe).min().item()
     if not lowest >= 0:
         raise ValueError(
             f"feature map {getattr(choice, '__name__', choice)!r} reaches {lowest:.3g}; a normalized mechanism divides "
-            f"by a sum of products of features, so they must not be negative"
+            f"by a sum of feature products, so features must not be negative"
         )
     return choice

@@ -1,4 +1,6 @@
-"""Causal linear attention over whole sequences by the C++ kernels, forward and backward."""
+"""Causal linear attention in C++: whole sequences, forward and backward, and one token."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +14,28 @@ from .composed import composed
 
 
 class Attend(torch.autograd.Function):
-    """``causal.attend`` by C++: ``Attend.apply(q, k, v, state, mask, segments, feature_map, eps)`` -> o, state.
+    """``causal.attend`` in C++: ``Attend.apply(q, k, v, state, mask, segments, feature_map, eps)`` -> o, state.
 
-    q, k (B,H,N,D) before the feature map, v (B,H,N,E), any strides, float32 or bfloat16 -> o (B,H,N,E) in v's dtype and
-    with its strides, state (B,H,D,E+1) float32, in which all sums are made. Time is O(N (D E + 32 (D + E))); beyond
-    inputs, output and gradients, memory is that of two states per thread and head: the backward pass keeps q, k, v, o
-    and the denominators (B,H,N). The same number of threads gives the same bits. Only for operands that ``why_not``
-    does not object to. Raises MemoryError where those states do not fit.
+    q, k (B,H,N,D) before the feature map, v (B,H,N,E), any strides, float32 or bfloat16 -> o (B,H,N,E) with dtype and
+    strides of v, state (B,H,D,E+1) float32. All sums are in float32. Time is O(N (D E + 32 (D + E))). Beyond inputs,
+    output and gradients, memory is that of two states per thread and head. The backward pass saves q, k, v, o and the
+    denominators (B,H,N). Results are reproducible bit for bit with the same number of threads. Only for operands for
+    which ``call.why_not`` is empty. Raises MemoryError if the states cannot be allocated.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, state, mask, segments, feature_map, eps):
-        # To a compiler it is one operation; without one, the operation's dispatch is saved.
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Tensor | None,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        feature_map: str,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        # One operation for torch.compile; eager calls skip the dispatch of the operation.
         run = _forward_op if torch.compiler.is_compiling() else _forward
         o, end, below = run(q, k, v, state, mask, segments, feature_map, eps)
         ctx.save_for_backward(q, k, v, state, mask, segments, o, below)
@@ -31,11 +43,12 @@ class Attend(torch.autograd.Function):
         return o, end
 
     @staticmethod
-    def backward(ctx, grad, grad_end):
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        grad, grad_end = upstream
         q, k, v, state, mask, segments, o, below = ctx.saved_tensors
         feature_map, eps = ctx.options
         if torch.is_grad_enabled():
-            options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
+            options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
             grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
@@ -68,7 +81,7 @@ def _forward(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the states of {q.shape[0] * q.shape[1]} heads")
+        raise MemoryError(f"cannot allocate the states of {q.shape[0] * q.shape[1]} heads")
     return o, end, below
 
 
@@ -86,7 +99,7 @@ def _backward(
     feature_map: str,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v and the first state, from those of o and the last state."""
+    """Return the gradients of q, k, v and the first state from those of o and the last state."""
     dq, dk, dv, first = fresh_like(q), fresh_like(k), fresh_like(v), _state(q, v)
     grad_end = grad_end.contiguous()
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
@@ -101,7 +114,7 @@ def _backward(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the states of {q.shape[0] * q.shape[1]} heads")
+        raise MemoryError(f"cannot allocate the states of {q.shape[0] * q.shape[1]} heads")
     return dq, dk, dv, first
 
 
@@ -110,12 +123,34 @@ _backward_op = torch.library.custom_op("longspan::linear_backward", _backward, m
 
 
 @_forward_op.register_fake
-def _(q, k, v, state, mask, segments, feature_map, eps):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    feature_map: str,
+    eps: float,
+) -> tuple[Tensor, ...]:
     return torch.empty_like(v), _state(q, v), _denominators(q)
 
 
 @_backward_op.register_fake
-def _(grad, grad_end, q, k, v, state, mask, segments, o, below, feature_map, eps):
+def _(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    o: Tensor,
+    below: Tensor,
+    feature_map: str,
+    eps: float,
+) -> tuple[Tensor, ...]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _state(q, v)
 
 
@@ -130,12 +165,11 @@ def _denominators(q: Tensor) -> Tensor:
 def step(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float, donate: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """One token, its feature map, the sums and the normalizer, in one pass over the state.
+    """One token: its feature map, the sums and the normalizer, in one pass over the state.
 
     q, k (B,H,1,D) before the feature map, v (B,H,1,E), in float32, bfloat16 or float16, state (B,H,D,E+1) in float32
-    -> o (B,H,1,E) in v's dtype, state, which is the given one overwritten where ``donate`` allows it. None for anything
-    else, and where there are no kernels.
-    Equal to the torch form up to float32 rounding.
+    -> o (B,H,1,E) in v's dtype, state, updated in place with ``donate``. Returns None for other operands, and without
+    kernels. Equal to the torch form up to float32 rounding.
     """
     feature = MAPS.get(feature_map)
     if feature is None or v.dtype not in HALVES or not q.dim() == v.dim() == 4:

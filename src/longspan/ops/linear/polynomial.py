@@ -1,7 +1,7 @@
-"""Attention with a second-degree polynomial of q.k, exactly, in time that is linear in the length.
+"""Attention with a second-degree polynomial of q.k, exact and in linear time.
 
-Its features, all products of two channels, are many: 2145 for D = 64. So they exist for one span of tokens at a time;
-inside a span the similarity itself is cheaper, and the backward pass makes each span's features again.
+Its features are all products of two channels: 2145 for D = 64. They are computed for one span of tokens at a time.
+Inside a span the similarity itself is cheaper. The backward pass recomputes the features of each span.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,17 @@ SHORTEST, LONGEST = 64, 512  # tokens of a span
 
 
 def similarity(q: Tensor, k: Tensor, constant: float, taylor: bool) -> Tensor:
-    """(q.k + constant)^2, or with ``taylor`` 1 + q.k + (q.k)^2 / 2: q (..., N, D), k (..., M, D) -> (..., N, M)."""
+    """Return (q.k + constant)^2, with ``taylor`` 1 + q.k + (q.k)^2 / 2: q (...,N,D), k (...,M,D) -> (...,N,M)."""
     products = q @ k.mT
-    # As a sum of squares, so that rounding cannot make it negative.
+    # A sum of squares, so that rounding cannot make it negative.
     return ((products + 1).square() + 1) / 2 if taylor else (products + constant).square()
 
 
 def features(x: Tensor, constant: float, taylor: bool) -> Tensor:
-    """phi with phi(q).phi(k) = similarity(q, k), each pair of channels once: (..., D) -> (..., (D+1)(D+2)/2).
+    """Return phi with phi(q).phi(k) = similarity(q, k), each pair of channels once: (..., D) -> (..., (D+1)(D+2)/2).
 
-    Source: Katharopoulos et al. 2020 (2006.16236), section 3.2.1; with ``taylor`` Arora et al. 2024 (2402.18668).
+    References:
+        Katharopoulos et al. 2020 (2006.16236), section 3.2.1; with ``taylor`` Arora et al. 2024 (2402.18668).
     """
     one, linear, square = (1.0, 1.0, 0.5) if taylor else (constant**2, 2 * constant, 1.0)
     dim = x.shape[-1]
@@ -61,14 +62,28 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Normalized attention with ``similarity`` s: o_i = sum_j s(q_i, k_j) v_j / (sum_j s(q_i, k_j) + eps).
 
-    q (B,H,N,D), k (B,H,M,D), scaled already, in float32 or float64, v (B,H,M,E) -> o (B,H,N,E) in v's dtype, state
-    (B,H,F,E+1) with F = (D+1)(D+2)/2: the sum of phi(k) v^T and, in its last column, of phi(k).
+    Time is O(N D^2 E), memory that of one span and of one state per span.
 
-    mask (B,M) bool: True = a real token; segments (B,N) int64: packed sequences; prefix bool (B,N): tokens that see
-    each other. Time is O(N D^2 E), memory that of one span and of one state for each span. ``donate=True`` may
-    overwrite ``state``.
+    Args:
+        q: (B,H,N,D), already scaled, in float32 or float64.
+        k: (B,H,M,D), already scaled, in float32 or float64.
+        v: (B,H,M,E).
+        causal: Each query sums over the keys up to its position.
+        constant: Added to q.k; see ``similarity``.
+        taylor: Uses the Taylor polynomial of e^(q.k); see ``similarity``.
+        eps: Added to the denominator.
+        mask: (B,M) bool, True = a real token.
+        segments: (B,N) int64, packed sequences.
+        prefix: (B,N) bool, tokens that see each other.
+        state: (B,H,F,E+1), or None for zeros.
+        donate: Allows the call to overwrite ``state``.
+
+    Returns:
+        o (B,H,N,E) in v's dtype, and the state (B,H,F,E+1) with F = (D+1)(D+2)/2: the sum of phi(k) v^T and, in its
+        last column, of phi(k).
     """
-    backend, kernel = select_backend(OP), {"constant": constant, "taylor": taylor}
+    backend = select_backend(OP)
+    kernel: dict[str, Any] = {"constant": constant, "taylor": taylor}
     with torch.autocast(v.device.type, enabled=False):
         q, k, v, state = materialize_neg(q, k, v, state)
         values = zero_masked(mask, with_ones(upcast_half(v)))[0]
@@ -83,14 +98,14 @@ def attend(
         if segments is not None and not causal:
             last = None if mask is None else mask.flip(1)
             later, _ = scan(q.flip(2), k.flip(2), values.flip(2), last, segments.flip(1), None, False, **kernel)
-            # Both scans count the token itself, so it is taken out of one of them.
+            # Both scans include the token itself, so it is subtracted once.
             own = similarity(q[..., None, :], k[..., None, :], **kernel)[..., 0]
             found = found + later.flip(2) - _masked(own, mask) * values
         return normalize(found, eps).to(v.dtype), end
 
 
 def read(q: Tensor, sums: Tensor, *, constant: float, taylor: bool, eps: float) -> Tensor:
-    """What queries (B,H,N,D) find in the sums (B,H,F,E+1) over all keys: (B,H,N,E) in the dtype of the sums."""
+    """Read the sums (B,H,F,E+1) over all keys with queries (B,H,N,D) -> (B,H,N,E) in the dtype of the sums."""
 
     def found(q: Tensor, sums: Tensor) -> Tensor:
         return features(q, constant, taylor) @ sums
@@ -111,7 +126,7 @@ def matrix(
     segments: Tensor | None = None,
     state: Tensor | None = None,
 ) -> Tensor:
-    """The weights (B,H,N,M) that ``attend`` gives to the keys of this call; allowed bool (B|1,1,N,M). O(N M) memory."""
+    """Return the weights (B,H,N,M) of ``attend`` on the keys of a call; allowed bool (B|1,1,N,M). O(N M) memory."""
     with torch.autocast(q.device.type, enabled=False):
         weights = similarity(q, k, constant, taylor) * allowed
         below = weights.sum(-1, keepdim=True)
@@ -121,29 +136,59 @@ def matrix(
         return normalize(torch.cat([weights, below], -1), eps)
 
 
-def _reference(q, k, values, mask, segments, state, donate, constant, taylor):
-    """All features at once, token by token."""
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    state: Tensor | None,
+    donate: bool,
+    constant: float,
+    taylor: bool,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence on the features of all tokens, token by token."""
     keys = _masked(features(k, constant, taylor), mask)
     state = _empty(q, values) if state is None else state
-    options = {"log_decay": None, "beta": None, "scale": 1.0, "mask": None, "segments": segments, "state": state}
+    options: dict[str, Any] = {
+        "log_decay": None,
+        "beta": None,
+        "scale": 1.0,
+        "mask": None,
+        "segments": segments,
+        "state": state,
+    }
     return gated.reference(features(q, constant, taylor), keys, values, **options)
 
 
-def _scan(q, k, values, mask, segments, state, donate, constant, taylor):
-    """Span by span: what is read (B,H,N,E+1), the state after the last token."""
-    state = _empty(q, values) if state is None else state
+def _scan(
+    q: Tensor,
+    k: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    state: Tensor | None,
+    donate: bool,
+    constant: float,
+    taylor: bool,
+) -> tuple[Tensor, Tensor]:
+    """Scan span by span -> the sums that are read (B,H,N,E+1), the state after the last token."""
+    end = _empty(q, values) if state is None else state
 
-    def span(q, k, values, mask, borders, state):
+    def span(
+        q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, borders: tuple[Tensor, ...] | None, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
         scores = similarity(q, k, constant, taylor).tril()
         scores = scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
         queries, keys = features(q, constant, taylor), _masked(features(k, constant, taylor), mask)
+        whole = None
         if borders is not None:
             same, first, last, whole = borders
             scores, queries, keys = scores * same, queries * first, keys * last
         found, written = scores @ values + queries @ state, keys.mT @ values
         if donate:
-            return found, (state if borders is None else state.mul_(whole)).add_(written)
-        return found, (state if borders is None else state * whole) + written
+            return found, (state if whole is None else state.mul_(whole)).add_(written)
+        return found, (state if whole is None else state * whole) + written
 
     found, width, n = [values[:, :, :0]], _span(q, values), q.shape[2]
     for start in range(0, n, width):
@@ -152,15 +197,15 @@ def _scan(q, k, values, mask, segments, state, donate, constant, taylor):
         if segments is not None:
             borders = tuple(t[:, :, 0] for t in borders_of(segments, start, 1, rows.stop - start, q))
         part = (q[:, :, rows], k[:, :, rows], values[:, :, rows], None if mask is None else mask[:, rows], borders)
-        out, state = _again(n > width, span, *part, state)
+        out, end = _again(n > width, span, *part, end)
         found.append(out)
-    return torch.cat(found, 2), state
+    return torch.cat(found, 2), end
 
 
-def _total(k, values, mask, constant, taylor):
-    """The state (B,H,F,E+1) that all real keys make together."""
+def _total(k: Tensor, values: Tensor, mask: Tensor | None, constant: float, taylor: bool) -> Tensor:
+    """Return the state (B,H,F,E+1) of all real keys."""
 
-    def add(k, values, mask, state):
+    def add(k: Tensor, values: Tensor, mask: Tensor | None, state: Tensor) -> Tensor:
         return state + _masked(features(k, constant, taylor), mask).mT @ values
 
     state, width, n = _empty(k, values), _span(k, values), k.shape[2]
@@ -171,15 +216,15 @@ def _total(k, values, mask, constant, taylor):
     return state
 
 
-def _again(many: bool, function: Callable, *arguments: Any) -> Any:
-    """``function(*arguments)``; where it is one of many, what it makes inside is not kept but made again backwards."""
+def _again(many: bool, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return ``function(*arguments)``; if it is one of many, the backward pass recomputes its intermediates."""
     if not many or not torch.is_grad_enabled() or transformed():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _span(x: Tensor, values: Tensor) -> int:
-    """Tokens of a span: as many as make its similarities cost what its features do, within limits."""
+    """Return the tokens of a span, for which similarities cost as much as features, within limits."""
     dim = x.shape[-1]
     return min(max((dim + 1) * (dim + 2) // 2 * values.shape[-1] // dim, SHORTEST), LONGEST)
 

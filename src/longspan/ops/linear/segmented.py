@@ -1,4 +1,4 @@
-"""Sums over segments of tokens, each of which is added as one: what Infini-attention's memory holds before each."""
+"""Sums over segments of tokens, each added as a whole: the memory of Infini-attention before each segment."""
 
 import torch
 from torch import Tensor
@@ -12,14 +12,22 @@ from .features import elu
 def memories(
     k: Tensor, v: Tensor, real: Tensor | None, before: Tensor, recent: Tensor, *, delta: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """What was there before each segment and after the last, and what each adds.
+    """Return the memory before each segment and after the last, and the sum that each segment adds.
 
-    k (B,H,G,L,D), v (B,H,G,L,E), real bool (B,1,G,L,1) or None, before and recent (B,H,D,E+1), the latter being what
-    the first segment has added in earlier calls -> (B,H,G+1,D,E+1), (B,H,G,D,E+1). Last columns are of normalizers.
+    Args:
+        k: (B,H,G,L,D), G segments of L tokens.
+        v: (B,H,G,L,E).
+        real: (B,1,G,L,1) bool, the real tokens; None for all.
+        before: (B,H,D,E+1), the memory before the first segment.
+        recent: (B,H,D,E+1), the sum that the first segment has added in earlier calls.
+        delta: Adds the difference between values and the memory's values for their keys, in a loop over segments.
+        eps: Added to the denominator.
 
-    ``delta``: a segment adds what its values differ by from what their keys read. Then there is a loop over segments.
+    Returns:
+        The memories (B,H,G+1,D,E+1) and the sums (B,H,G,D,E+1). The last column holds the normalizers.
 
-    Source: Munkhdalai et al. 2024 (2404.07143), eqs 3-5.
+    References:
+        Munkhdalai et al. 2024 (2404.07143), eqs 3-5.
     """
     with torch.autocast(k.device.type, enabled=False):
         k, v = elu(upcast_half(k)), upcast_half(v)
@@ -38,6 +46,6 @@ def memories(
 
 
 def read(q: Tensor, sums: Tensor, eps: float) -> Tensor:
-    """What queries read of a memory, 0 of an empty one: q (...,L,D), sums (...,D,E+1) -> (...,L,E), of wide type."""
+    """Read a memory, 0 if it is empty: q (...,L,D), sums (...,D,E+1) -> (...,L,E), in float32 at least."""
     with torch.autocast(q.device.type, enabled=False):
         return normalize(elu(upcast_half(q)) @ sums, eps)

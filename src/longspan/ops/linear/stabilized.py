@@ -1,12 +1,12 @@
 """Linear attention on features that may overflow or change sign: shifted exponents, and a bounded denominator.
 
-Key features e^a_tr are divided by e^mu_t, mu_t the largest exponent of the keys so far. When mu rises, what is already
-summed is divided by as much: S_t = e^(mu_{t-1} - mu_t) S_{t-1} + e^(a_t - mu_t) v_t^T is the recurrence with a decay
-per head, and nothing looks ahead. Query features are divided by their own largest. Both divisions cancel in the ratio
-of numerator and denominator, so the shifts need no gradients (but where eps bounds the denominator they do not cancel).
+Key features e^a_tr are divided by e^mu_t, where mu_t is the largest exponent of the keys so far. When mu increases, the
+sums are divided by the same factor: S_t = e^(mu_{t-1} - mu_t) S_{t-1} + e^(a_t - mu_t) v_t^T is the recurrence with a
+decay per head, and it is causal. Query features are divided by their largest. Both divisions cancel in the ratio of
+numerator and denominator, so the shifts need no gradients, except where eps bounds the denominator.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from .random_features import Parts
 
 
 class Sums(NamedTuple):
-    """What all keys so far leave behind."""
+    """The state: sums over all keys so far."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T, divided by e^peak; last column: sum of phi(k)
     peak: Tensor | None  # (B,H) their largest exponent, -inf before the first key; None for features without exponents
@@ -40,11 +40,22 @@ def attend(
     state: Sums | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Sums]:
-    """Queries (B,H,N,F) and keys (B,H,M,F) in float32 or float64, v (B,H,M,E) -> o (B,H,N,E) in v's dtype, the sums.
+    """Linear attention on features with exponents.
 
-    mask (B,M) bool: True = a real token; segments (B,N) int64: packed sequences; prefix bool (B,N): tokens that see
-    each other, from ``prefix.inside``. ``eps`` bounds the denominator (see ``divide``) after the divisions by the
-    largest exponents. ``donate=True`` may overwrite ``state``.
+    Args:
+        q: (B,H,N,F), features in float32 or float64.
+        k: (B,H,M,F), features in float32 or float64.
+        v: (B,H,M,E).
+        causal: Each query sums over the keys up to its position.
+        eps: Bounds the denominator after the divisions by the largest exponents; see ``divide``.
+        mask: (B,M) bool, True = a real token.
+        segments: (B,N) int64, packed sequences.
+        prefix: (B,N) bool, tokens that see each other, from ``prefix.inside``.
+        state: The sums of earlier calls, or None.
+        donate: Allows the call to overwrite ``state``.
+
+    Returns:
+        o (B,H,N,E) in v's dtype and the sums.
     """
     with torch.autocast(v.device.type, enabled=False):
         values = with_ones(upcast_half(v))
@@ -60,28 +71,28 @@ def attend(
             keys = _shifted(k, after, mask)
             if causal:
                 decay, peak = _decay(after, segments, start)
-        # A masked key is zero and nothing decays with it, so the recurrence needs no mask.
+        # A masked key is zero and has no decay, so the recurrence needs no mask.
         if not causal:
             found, sums = recurrence.total(queries, keys, values, segments)
         elif decay is None:
             found, sums = recurrence.scan(queries, keys, values, sums, segments=segments, donate=donate)
         else:
-            options = {"segments": segments, "state": sums, "donate": donate}
+            options: dict[str, Any] = {"segments": segments, "state": sums, "donate": donate}
             found, sums = gated.recur(queries, keys, values, log_decay=decay, scale=1.0, **options)
         return divide(found, eps).to(v.dtype), Sums(sums, peak)
 
 
 def read(q: Parts, sums: Tensor, *, eps: float) -> Tensor:
-    """What queries (B,H,N,F) find in the sums (B,H,F,E+1) over all keys: (B,H,N,E) in the dtype of the sums."""
+    """Read the sums (B,H,F,E+1) over all keys with queries (B,H,N,F) -> (B,H,N,E) in the dtype of the sums."""
     with torch.autocast(sums.device.type, enabled=False):
         return divide(_queries(q) @ sums, eps)
 
 
 def divide(found: Tensor, eps: float) -> Tensor:
-    """(..., E+1) -> (..., E): numerator / (sign(d) max(|d|, eps)) with d, the last column, and a positive sign for 0.
+    """Return numerator / (sign(d) max(|d|, eps)), where d is the last column: (..., E+1) -> (..., E); sign(0) = 1.
 
-    Not d + eps: a sum of products of either sign may be -eps, and where the shift divides numerator and d alike, only a
-    bound that is not reached leaves their ratio, and its gradient, independent of the shift.
+    A bound instead of d + eps, since a sum of products of both signs may be -eps. Where the bound is not reached, the
+    ratio and its gradient do not depend on the shift.
     """
     below = found[..., -1:]
     return found[..., :-1] / (torch.where(below < 0, -1.0, 1.0) * below.abs().clamp(min=eps))
@@ -99,7 +110,7 @@ def matrix(
     prefix: Tensor | None = None,
     state: Sums | None = None,
 ) -> Tensor:
-    """The weights (B,H,N,M) that ``attend`` gives to the keys of this call; allowed bool (B|1,1,N,M). O(N M) memory."""
+    """Return the weights (B,H,N,M) of ``attend`` on the keys of a call; allowed bool (B|1,1,N,M). O(N M) memory."""
     with torch.autocast(allowed.device.type, enabled=False):
         queries, lost = _queries(q), None
         if k.exponent is None:
@@ -111,7 +122,7 @@ def matrix(
             after = shifts(k, causal=causal, mask=mask, segments=segments, start=start)[..., None]
             drops = (k.peak()[..., None, :] - after).masked_fill(~allowed, -torch.inf)
             weights = (queries @ k.features(k.peak()).mT) * drops.exp()
-            lost = None if state is None else _drop(state.peak[..., None, None], after).exp()  # type: ignore[index]
+            lost = None if state is None or state.peak is None else _drop(state.peak[..., None, None], after).exp()
         below = weights.sum(-1, keepdim=True)
         if state is not None:
             past = queries @ state.sums[..., -1:]
@@ -124,9 +135,9 @@ def matrix(
 def shifts(
     k: Parts, *, causal: bool, mask: Tensor | None, segments: Tensor | None, start: Tensor | None = None
 ) -> Tensor:
-    """The largest exponent of the keys that each query may see: (B,H,N), or (B,H,1) where all queries see the same.
+    """Return the largest exponent of the keys that each query sees: (B,H,N), or (B,H,1) if all see the same keys.
 
-    ``start`` (B,H): the largest before this call, for the first segment. Where there is no key it is -inf.
+    ``start`` (B,H) is the largest exponent before this call, for the first segment. It is -inf without keys.
     """
     own = k.peak() if mask is None else k.peak().masked_fill(~mask[:, None], -torch.inf)  # (B,H,M)
     if not causal:
@@ -143,7 +154,7 @@ def shifts(
 
 
 def _running(own: Tensor, segments: Tensor | None) -> Tensor:
-    """The running maximum over the last axis (B,H,N), anew in each segment: log2(N) passes of doubled width."""
+    """Running maximum over the last axis (B,H,N) within each segment: log2(N) passes of doubled width."""
     if segments is None:
         return own.cummax(-1).values
     width, n = 1, own.shape[-1]
@@ -155,7 +166,7 @@ def _running(own: Tensor, segments: Tensor | None) -> Tensor:
 
 
 def _decay(after: Tensor, segments: Tensor | None, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """By which exponent the state shrinks before each token (B,H,N), and the last peak (B,H)."""
+    """Return the log decay of the state before each token (B,H,N), and the last peak (B,H)."""
     if start is None:
         start = after.new_full(after.shape[:2], -torch.inf)
     running = torch.cat([start[..., None], after], -1)
@@ -167,7 +178,7 @@ def _decay(after: Tensor, segments: Tensor | None, start: Tensor | None) -> tupl
 
 
 def _drop(before: Tensor, after: Tensor) -> Tensor:
-    """before - after, and 0 where nothing was summed before, since -inf - -inf is not a number."""
+    """Return before - after, and 0 if nothing was summed before, since -inf - -inf is NaN."""
     return torch.where(before == -torch.inf, 0.0, before - after)
 
 
@@ -176,7 +187,7 @@ def _queries(q: Parts) -> Tensor:
 
 
 def _shifted(k: Parts, shift: Tensor, mask: Tensor | None) -> Tensor:
-    """Key features (B,H,M,F) over e^shift, 0 for masked keys: before exp, where a masked exponent could overflow."""
+    """Return key features (B,H,M,F) / e^shift, 0 for masked keys, whose exponents are masked before they overflow."""
     assert k.exponent is not None
     if mask is not None:
         k = k._replace(exponent=k.exponent.masked_fill(~mask[:, None, :, None], -torch.inf))
@@ -184,13 +195,13 @@ def _shifted(k: Parts, shift: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _prefix_peak(k: Parts, prefix: Tensor, start: Tensor | None) -> Tensor:
-    """The largest exponent (B,H) of the keys of the prefix and of what came before this call."""
+    """Return the largest exponent (B,H) of the keys of the prefix and of earlier calls."""
     top = shifts(k, causal=False, mask=prefix, segments=None)[..., 0]
     return top if start is None else torch.maximum(top, start)
 
 
 def _folded(k: Parts, values: Tensor, prefix: Tensor, state: Sums | None, mask: Tensor | None) -> tuple[Sums, Tensor]:
-    """Prefix mode, as ``prefix.fold`` describes it: the state with which a call starts, and its mask."""
+    """Return the state and the mask that run a call in prefix mode; see ``prefix.fold``."""
     sums, start = state or (None, None)
     if k.exponent is None:
         folded, rest = prefixes.fold(k.features(), values, prefix, sums, mask)

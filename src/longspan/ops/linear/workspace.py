@@ -1,4 +1,4 @@
-"""The tokens of one span at a time, in tensors that every span uses again."""
+"""The tokens of one span at a time, in buffers that all spans share."""
 
 import math
 from typing import NamedTuple
@@ -10,21 +10,21 @@ from ..buffers import Buffers, fresh_like
 from ..segments import borders_of
 from .features import SLOPES, WRITERS
 
-# Bytes that the buffers of a span may take, about a last-level cache's share: fewer tokens or rows where there are many
-# heads or wide ones.
+# Bytes for the buffers of a span, about the share of a core in the last-level cache. Many or wide heads reduce the
+# tokens or rows of a span.
 BUDGET = 12 * 2**20
 
 
 def groups(batch: int, rows: int) -> list[slice]:
-    """The rows of a batch, so many at a time, at least one."""
+    """Split the rows of a batch into groups of up to ``rows``, at least one."""
     rows = max(rows, 1)
     return [slice(first, min(first + rows, batch)) for first in range(0, batch, rows)]
 
 
 def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for o (B,H,N,E), the last state (B,H,D,E+1) and the denominators (B,H,N,1).
+    """Allocate o (B,H,N,E), the last state (B,H,D,E+1) and the denominators (B,H,N,1).
 
-    o lies as v does, or has the heads of a token side by side, so that merging them is a view.
+    o has the layout of v if N = M; else the heads of a token are adjacent, so that merging them is a view.
     """
     (batch, heads, n, d), e, wide = q.shape, v.shape[-1], torch.promote_types(q.dtype, torch.float32)
     o = fresh_like(v) if v.shape[2] == n else v.new_empty(batch, n, heads, e).transpose(1, 2)
@@ -32,12 +32,12 @@ def outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Borders(NamedTuple):
-    """``segments.Borders`` with the chunks first, and how the states of a span follow from one another."""
+    """``segments.Borders`` with the chunks first, and how the states of a span depend on each other."""
 
     same: Tensor  # (G,B,1,C,C)
     first: Tensor  # (G,B,1,C,1)
     last: Tensor  # (G,B,1,C,1)
-    chain: Tensor  # (B,G+1,G+1) 1 where what was added at j still stands at i
+    chain: Tensor  # (B,G+1,G+1) 1 if the sum added at j is still in the state at i
 
 
 def _borders(segments: Tensor, start: int, chunks: int, width: int, like: Tensor) -> _Borders:
@@ -52,10 +52,10 @@ def _borders(segments: Tensor, start: int, chunks: int, width: int, like: Tensor
 
 
 class Rows:
-    """Some rows of the batch, which are worked on together, span by span.
+    """A group of batch rows that is processed together, span by span.
 
-    ``spans`` are (start, chunks, tokens per chunk), ``part`` says which rows; ``mask`` and ``segments`` (B,N) or None;
-    ``tensors`` (B,H,N,.) are q and k before the feature map, v, and others that belong to these tokens, by name.
+    ``spans`` are (start, chunks, tokens per chunk), ``part`` selects the rows; ``mask`` and ``segments`` are (B,N) or
+    None. ``tensors`` (B,H,N,.) by name are q and k before the feature map, v, and others with one entry per token.
     Letters as in ``causal.py``; ``heads`` is B H of these rows.
     """
 
@@ -78,7 +78,7 @@ class Rows:
         self.lead = tuple(next(iter(tensors.values())).shape[:2])
         self.heads = math.prod(self.lead)
         self.sizes = {name: x.shape[-1] for name, x in tensors.items()}
-        # There are chunks of the usual width, and the rest, which is narrower.
+        # All chunks have the same width, except the last, which may be narrower.
         self.first = {width: start for start, _, width in reversed(spans)}
         # All chunks of one width, as views (chunks,B,H,C,.)
         self.views = {
@@ -88,22 +88,22 @@ class Rows:
         }
 
     def enter(self, start: int, chunks: int, width: int) -> None:
-        """Go to a span."""
+        """Move to a span."""
         self.chunks, self.width, self.chunk = chunks, width, (start - self.first[width]) // width
         if self.segments is not None:
             self.borders = _borders(self.segments, start, chunks, width, self.buffers.like)
 
     def features(self, name: str) -> Tensor:
-        """phi of the span's q or k, (R,C,D); that of a masked key is 0."""
+        """Return phi of the span's q or k, (R,C,D); 0 for masked keys."""
         x, features = self.at(name), self.tokens(f"span {name}", self.sizes[name])
         out, spare = self.wide(features), self.wide(self.tokens("spare", self.sizes[name]))
-        # In half precision, the map is computed from the widened numbers.
+        # Half precision is converted before the map.
         WRITERS[self.feature_map](x if x.dtype == out.dtype else out.copy_(x), out, spare)
-        # phi(0) is not 0, so padding is removed after the feature map, not before.
+        # phi(0) is not 0, so padding is removed after the feature map.
         return self._hide(features) if name == "k" else features
 
     def values(self) -> Tensor:
-        """The span's v, (R,C,E); that of a masked key is 0."""
+        """Return the span's v, (R,C,E); 0 for masked keys."""
         values = self.tokens("span v", self.sizes["v"])
         self.wide(values).copy_(self.at("v"))
         return self._hide(values)
@@ -114,11 +114,11 @@ class Rows:
         return x
 
     def at(self, name: str) -> Tensor:
-        """The span's part of a tensor, as the view (G,B,H,C,.)."""
+        """Return the span's part of a tensor as a view (G,B,H,C,.)."""
         return self.views[name, self.width].narrow(0, self.chunk, self.chunks)
 
     def output_gradients(self) -> tuple[Tensor, Tensor]:
-        """G (R,C,E) and w (R,C,1), the gradients of numerator and denominator.
+        """Return G (R,C,E) and w (R,C,1), the gradients of numerator and denominator.
 
         With g = dL/do: G = g / denominator and w = -(g . o) / denominator = -(G . o).
         """
@@ -129,40 +129,40 @@ class Rows:
         return above, torch.sum(products, -1, keepdim=True, out=self.tokens("below", 1)).neg_()
 
     def store(self, name: str, change: Tensor, features: Tensor) -> None:
-        """The gradient of q or k from that of their features (R,C,D), which are overwritten."""
+        """Store the gradient of q or k, given that of their features (R,C,D), which are overwritten."""
         slope = SLOPES[self.feature_map](self.at(name), self.wide(features))
         torch.mul(self.wide(change), slope, out=self.at(f"d{name}"))
 
     def tokens(self, name: str, size: int) -> Tensor:
-        """A buffer (R,C,size)."""
+        """Return a buffer (R,C,size)."""
         return self.buffers(name, self.chunks * self.heads, self.width, size)
 
     def states(self, name: str, *shape: int) -> Tensor:
-        """A buffer ((G+1) B H, ...) for the states before each chunk and after the last."""
+        """Return a buffer ((G+1) B H, ...) for the states before each chunk and after the last."""
         return self.buffers(name, (self.chunks + 1) * self.heads, *shape)
 
     def wide(self, x: Tensor) -> Tensor:
-        """(R,C,.) as (G,B,H,C,.)."""
+        """View (R,C,.) as (G,B,H,C,.)."""
         return x.view(self.chunks, *self.lead, *x.shape[1:])
 
     def causal(self, products: Tensor) -> Tensor:
-        """Products (R,C,C) of queries and keys, without those that may not meet; in place."""
+        """Zero the products (R,C,C) of queries and keys that must not meet; in place."""
         return self._times(products.tril_(), self.borders and self.borders.same, products)
 
     def written(self, keys: Tensor) -> Tensor:
-        """Keys (R,C,D) that stand in the state after their chunk; the others are 0."""
+        """Return the keys (R,C,D) that are in the state after their chunk; the others are 0."""
         return self._times(keys, self.borders and self.borders.last, self.tokens("spare", keys.shape[-1]))
 
     def read(self, queries: Tensor) -> Tensor:
-        """Queries (R,C,D) that meet the state before their chunk; the others are 0."""
+        """Return the queries (R,C,D) that read the state before their chunk; the others are 0."""
         return self._times(queries, self.borders and self.borders.first, self.tokens("spare", queries.shape[-1]))
 
     def times_first(self, x: Tensor) -> Tensor:
-        """What queries got from the state before their chunk (R,C,.), where they met it; in place."""
+        """Zero (R,C,.) of queries that do not read the state before their chunk; in place."""
         return self._times(x, self.borders and self.borders.first, x)
 
     def times_last(self, x: Tensor) -> Tensor:
-        """What keys and values got from the state after their chunk (R,C,.), where they stand in it; in place."""
+        """Zero (R,C,.) of keys that are not in the state after their chunk; in place."""
         return self._times(x, self.borders and self.borders.last, x)
 
     def _times(self, x: Tensor, border: Tensor | None, out: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Rows:
         return out
 
     def running(self, parts: Tensor, name: str, *, reverse: bool = False) -> Tensor:
-        """Parts ((G+1) B H, ...) -> the sum of each and those before it (``reverse``: those after it)."""
+        """Return running sums of parts ((G+1) B H, ...), from the end with ``reverse``."""
         sums = self.states(f"running {name}", *parts.shape[1:])
         flat, out = (x.view(self.chunks + 1, -1) for x in (parts, sums))
         if self.borders is not None:

@@ -1,1 +1,1 @@
-"""C++ kernels for the CPU behind a plain C interface: no headers of torch, nothing to build at installation."""
+"""C++ kernels for the CPU behind a plain C interface, without headers of torch or a build at installation."""

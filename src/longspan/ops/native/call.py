@@ -1,4 +1,4 @@
-"""How the C functions are called: kinds of numbers, pointers, strides, and whether a tensor may be read at all."""
+"""Calls of the C functions: number types, pointers, strides, and checks whether kernels may read a tensor."""
 
 import ctypes
 
@@ -10,33 +10,33 @@ from ..operands import TRANSFORMED, transformed
 from . import build
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
-HALVES = TYPES | {torch.float16: 2}  # what token steps and convolutions take, too
+HALVES = TYPES | {torch.float16: 2}  # token steps and convolutions also take float16
 MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in linear/maps.h
 LARGEST = 1024  # channels of a head, plus one; below the limits of linear/step.cpp and gated/step.cpp
 
 
 def pointers(*tensors: Tensor | None) -> list[int | None]:
-    """Where their numbers begin, as a C function takes it; null for None."""
+    """Return the data pointers for a C function; null for None."""
     return [None if t is None else t.data_ptr() for t in tensors]
 
 
-def strides(*tensors: Tensor) -> ctypes.Array:
-    """All their strides, in elements, one tensor after the other."""
+def strides(*tensors: Tensor) -> "ctypes.Array[ctypes.c_long]":
+    """Return all strides in elements, tensor after tensor."""
     flat = [stride for t in tensors for stride in t.stride()]
     return (ctypes.c_long * len(flat))(*flat)
 
 
 def unreadable(*tensors: Tensor | None) -> str:
-    """Why no kernel may read these; "" where it may, as far as that does not depend on their types."""
+    """Return why no kernel may read these tensors; empty if it may. Dtypes are not checked."""
     given = [t for t in tensors if t is not None]
     if torch.compiler.is_exporting():
-        return "an exported program must run without them"
-    # Classes with a dispatch of their own, such as fake tensors, may have no memory to read.
+        return "they are not part of an exported program"
+    # Subclasses with ``__torch_dispatch__``, such as fake tensors, may have no memory.
     if not torch.compiler.is_compiling() and (
         torch._C._len_torch_dispatch_stack()
-        or any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)  # type: ignore
+        or any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)  # pyright: ignore[reportAttributeAccessIssue] (torch's stubs lack it)
     ):
-        return "what counts or traces the operations of torch would see none of theirs"
+        return "they are invisible to the dispatch mode or tensor subclass that follows the operations of torch"
     if transformed():
         return TRANSFORMED
     return "they are for the CPU" if any(t.device.type != "cpu" for t in given) else ""
@@ -50,11 +50,11 @@ def why_not(
     *others: Tensor | None,
     family: str,
 ) -> str:
-    """Why the kernels of a family cannot serve these operands; "" where they can. Compiles them on first use."""
+    """Return why the kernels of a family cannot serve these operands; empty if they can. Compiles on first use."""
     if reason := unreadable(q, k, v, state, *others):
         return reason
     if any(t.dtype not in TYPES or t.dtype != v.dtype for t in (q, k, v)):
-        return "they take float32 or bfloat16, one of them for queries, keys and values"
+        return "they take float32 or bfloat16, the same for queries, keys and values"
     if state is not None and state.dtype != torch.float32:
         return "they take a state in float32"
     if not (q.numel() and v.numel()):
@@ -63,7 +63,7 @@ def why_not(
 
 
 def kernels(family: str) -> ctypes.CDLL:
-    """The kernels of a family for which ``available`` is true."""
+    """Return the kernels of a family for which ``available`` is true."""
     found = build.loaded(family)
     assert found is not None
     return found
@@ -71,17 +71,17 @@ def kernels(family: str) -> ctypes.CDLL:
 
 @mark_dynamo_constant
 def available(*families: str) -> bool:
-    """Whether the kernels of ``families``, by default all, can be used; compiles them on first use.
+    """Return whether the kernels of ``families``, by default all, can be used; compiles them on first use.
 
-    torch.compile keeps the answer as a constant.
+    torch.compile treats the result as a constant.
     """
     return all(build.loaded(family) is not None for family in families or build.FAMILIES)
 
 
 def readable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a token step may read those that there are: plain ones on the CPU, no gradients, nothing that follows.
+    """Return whether a token step may read these tensors: plain, on the CPU, without gradients, modes or transforms.
 
-    Asked once per token and layer, as all of a token step is, so it is written for speed.
+    It runs once per token and layer, so it is written for speed.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
         return False

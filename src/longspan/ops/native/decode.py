@@ -1,4 +1,4 @@
-"""A token step of a whole decoder in one C call: weights packed once, states read and written where they are."""
+"""A decode step of a whole model in one C call, with packed weights and in-place states."""
 
 import ctypes
 from collections.abc import Iterable
@@ -21,19 +21,19 @@ _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
 
 
 class Linear(ctypes.Structure):
-    """y = W x + b."""
+    """A linear map y = W x + b."""
 
     _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG))
 
 
 class Norm(ctypes.Structure):
-    """Layer norm, or RMS norm where there is no bias; no weight: none at all."""
+    """Layer norm; RMS norm without a bias; no norm without a weight."""
 
     _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("eps", _FLOAT))
 
 
 class Layer(ctypes.Structure):
-    """One block: its two norms, its linear maps, its attention."""
+    """One block: two norms, its linear maps, its attention."""
 
     _fields_ = (
         *((name, Norm) for name in ("norm1", "norm2")),
@@ -63,13 +63,13 @@ class State(ctypes.Structure):
 
 @dataclass
 class Weights:
-    """Copies of a model's weights in the order in which a step reads them; they live as long as this does."""
+    """Copies of a model's weights in the order of a step; they live as long as this object."""
 
     dtype: torch.dtype
     kept: list[Tensor] = field(default_factory=list)
 
     def linear(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None]) -> Linear:
-        """Maps of one input, (out,in) each, that become one with their outputs side by side."""
+        """Pack maps (out,in) of one input into one map with concatenated outputs."""
         weight, biases = torch.cat([w.detach() for w in weights]).contiguous(), list(biases)
         library = kernels("decode")
         packed = weight.new_empty(library.longspan_packed_size(*weight.shape))
@@ -84,11 +84,11 @@ class Weights:
         return Norm(self.numbers(weight), None if bias is None else self.numbers(bias), eps)
 
     def numbers(self, x: Tensor) -> int:
-        """The address of a copy in float32."""
+        """Return the address of a copy in float32."""
         return self._keep(x.detach().to(torch.float32, copy=True).contiguous())
 
     def table(self, x: Tensor) -> int:
-        """The address of a copy in the model's type."""
+        """Return the address of a copy in the model's dtype."""
         return self._keep(x.detach().clone(memory_format=torch.contiguous_format))
 
     def _keep(self, x: Tensor) -> int:
@@ -97,21 +97,33 @@ class Weights:
 
     @property
     def bytes(self) -> int:
-        """What the copies take."""
+        """The size of the copies in bytes."""
         return sum(t.nbytes for t in self.kept)
 
 
 def step(
     model: Model,
-    states: ctypes.Array,
+    states: "ctypes.Array[State]",
     tokens: Tensor | None,
     positions: Tensor,
     embedded: Tensor | None,
     out: Tensor,
 ) -> int:
-    """One token of every sequence: tokens (B,1) int64, or embedded (B,1,d) float32 -> out (B,1,outputs), filled.
+    """Run one token of every sequence and write the outputs to ``out``.
 
-    -> FINE, or what was wrong, and then no state was changed. Raises MemoryError.
+    Args:
+        model: The packed model.
+        states: The states of all layers, updated in place.
+        tokens: (B,1) int64, or None.
+        positions: The positions of the tokens.
+        embedded: (B,1,d) float32 in place of tokens, or None.
+        out: (B,1,outputs), filled by the call.
+
+    Returns:
+        FINE, or an error code; no state has changed then.
+
+    Raises:
+        MemoryError: the activations cannot be allocated.
     """
     code = kernels("decode").longspan_decode(
         ctypes.addressof(model),
@@ -124,5 +136,5 @@ def step(
         threads(),
     )
     if code == NO_MEMORY:
-        raise MemoryError(f"no memory for the activations of {len(out)} sequences")
+        raise MemoryError(f"cannot allocate the activations of {len(out)} sequences")
     return code

@@ -1,1 +1,1 @@
-"""Softmax attention over all keys that a mask allows, from scores or similarities, and over a tree of spans."""
+"""Softmax attention over the keys that a mask allows, from scores or similarities, and over a tree of spans."""

@@ -1,5 +1,7 @@
 """Softmax attention over the keys that a mask allows."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,13 +19,21 @@ def attend(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v over the allowed keys; a query that sees no key gets zero.
+    """Return softmax(q k^T / sqrt(D)) v over the allowed keys.
 
-    q (B,H,N,D), k (B,G,M,D), v (B,G,M,E) -> (B,H,N,E), where G divides H: each key head serves H/G query heads.
-    ``mask`` bool, broadcast to (B,H,N,M), True = may be seen. ``causal=True`` (without a mask, N = M): j <= i.
-    ``dropout`` is the probability of dropping a weight.
+    Args:
+        q: (B,H,N,D).
+        k: (B,G,M,D), where G divides H: each key head is shared by H/G query heads.
+        v: (B,G,M,E).
+        mask: Bool, broadcast to (B,H,N,M), True = may be seen.
+        causal: Allows keys j <= i; requires N = M and no mask.
+        dropout: The probability of dropping a weight.
 
-    Source: Vaswani et al. 2017 (1706.03762), eq. 1; Ainslie et al. 2023 (2305.13245) for G < H.
+    Returns:
+        (B,H,N,E); 0 for a query without allowed keys.
+
+    References:
+        Vaswani et al. 2017 (1706.03762), eq. 1; Ainslie et al. 2023 (2305.13245) for G < H.
     """
     q, k, v = materialize_neg(q, k, v)
     # Fused kernels have no forward-mode derivatives.
@@ -35,7 +45,7 @@ def attend(
     o = _fused(q, k, v, mask, causal, dropout)
     if dropout == 0 and o.requires_grad and not torch.compiler.is_compiling():
         o = _Twice.apply(o, q, k, v, mask, causal)
-    return o  # type: ignore[return-value]
+    return o
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float) -> Tensor:
@@ -43,7 +53,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=causal, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
         )
-    # The fused kernels differ in what a row without keys gives, so such rows see everything and are then cleared.
+    # The fused kernels disagree on rows without keys, so such rows see all keys and are cleared afterwards.
     blind = ~mask.any(-1, keepdim=True)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask | blind, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
@@ -52,24 +62,24 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
 
 
 class _Twice(torch.autograd.Function):
-    """o = attend(q, k, v) as it is; its gradient, where that has to have gradients itself, by plain operations.
+    """Identity on o = attend(q, k, v) that adds higher derivatives, computed by plain operations.
 
-    torch's fused kernels have first derivatives only. Those still come from them, by way of o.
+    torch's fused kernels have first derivatives only, which still flow through o.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(o, q, k, v, mask, causal):
+    def forward(o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         return o.view_as(o)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, *tensors, ctx.causal = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return (*grads, None, None, None, None, None)
         q, k, v, mask = ctx.saved_tensors
@@ -81,9 +91,9 @@ class _Twice(torch.autograd.Function):
 
 
 def weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """The attention matrix (B,H,N,M) itself, and the logarithm of each row's sum (B,H,N), -inf where nothing is seen.
+    """Return the attention matrix (B,H,N,M) and the log-sum-exp of each row (B,H,N), -inf for a row without keys.
 
-    Arguments as in ``attend``. O(N M) memory: the definition, for oracles and pictures.
+    Arguments as in ``attend``. O(N M) memory: the definition, for tests and pictures.
     """
     logits = q @ repeat(k, q.shape[1]).mT * q.shape[-1] ** -0.5
     if causal:
@@ -95,12 +105,12 @@ def weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = 
 
 
 def repeat(x: Tensor, heads: int) -> Tensor:
-    """(B,G,M,D) -> (B,heads,M,D): each key head as often as it has query heads."""
+    """Repeat key heads to match the query heads: (B,G,M,D) -> (B,heads,M,D)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A decoding step: query heads that share a key head become rows of one small product."""
+    """A decode step: query heads that share a key head become rows of one small product."""
     batch, heads, _, dim = q.shape
     rows = q.reshape(batch, k.shape[1], heads // k.shape[1], dim) * dim**-0.5
     p = (rows @ k.mT).softmax(-1)

@@ -1,9 +1,9 @@
-"""Softmax attention whose scores depend on how far apart query and key are, besides what the two hold.
+"""Softmax attention whose scores depend on content and on the distance of query and key.
 
-Query i stands on key S + i, where S = M - N keys come before the first query; their distance is S + i - j. Its score is
+Query i is at key S + i, where S = M - N keys precede the first query; the distance to key j is S + i - j. The score is
 content_i . k_j + position_i . r_{S+i-j}, times ``scale``.
 
-Source: Dai et al. 2019 (1901.02860), section 3.3 and appendix B.
+Reference: Dai et al. 2019 (1901.02860), section 3.3 and appendix B.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,16 @@ from ..tensors import upcast_half
 OP = "attention with relative positions"
 FEWEST, MOST = 64, 512  # queries of one block
 
-# The vectors r of the distances from the first to the second number, falling: (G,T,D), where G is H or 1.
+# The vectors r of the distances from the first down to the second number: (G,T,D), where G is H or 1.
 Table = Callable[[int, int], Tensor]
 
 
 class Older(NamedTuple):
-    """Keys beyond those of single tokens, for n queries: at a distance of each query's own."""
+    """Further keys for n queries, such as compressed ones, with a separate distance for each query."""
 
     k: Tensor  # (B,G,P,D)
     v: Tensor  # (B,G,P,E)
-    distance: Tensor  # (B|1,n,P) int64, at least 0 also where it is not seen
+    distance: Tensor  # (B|1,n,P) int64, at least 0 even if not visible
     visible: Tensor  # (B|1,n,P) bool
 
 
@@ -50,12 +50,24 @@ def attend(
     older: Callable[[int, int], Older] | None = None,
     farthest: int = 0,
 ) -> Tensor:
-    """content, position (B,H,N,D), k (B,G,M,D), v (B,G,M,E), G = H or 1 -> (B,H,N,E).
+    """Softmax attention with relative positions, block by block. Time and memory grow with N (back + ahead).
 
-    ``far``, ``near`` (B|1,N) int64: how many keys before and behind its own each query sees, at most ``back`` and
-    ``ahead`` (None: none behind). ``older(b, e)``: what queries b to e - 1 see besides, at most ``farthest`` away.
+    Args:
+        content: (B,H,N,D), the queries for the content.
+        position: (B,H,N,D), the queries for the position.
+        k: (B,G,M,D), where G is H or 1.
+        v: (B,G,M,E).
+        table: The vectors of a range of distances.
+        far: (B|1,N) int64, the number of keys before its own that each query sees, at most ``back``.
+        near: (B|1,N) int64, the number of keys after its own, at most ``ahead``. None for causal attention.
+        back: The largest value in ``far``.
+        ahead: The largest value in ``near``.
+        scale: Multiplies the scores.
+        older: ``older(b, e)`` returns further keys of queries b to e - 1.
+        farthest: The largest distance of those keys.
 
-    Time and memory grow with N (back + ahead): queries go block by block, each computed again in the backward.
+    Returns:
+        (B,H,N,E). The backward pass recomputes each block.
     """
     n, m = content.shape[2], k.shape[2]
     if not n or select_backend(OP) == "reference":
@@ -67,13 +79,13 @@ def attend(
     bottom = -(min(ahead + size, n) - 1) if near is not None else 0
     r, outs, before = table(top, bottom), [], m - n
     block = _block
-    # Transforms cannot follow what is computed again; a compiler plans its memory itself.
+    # Transforms cannot follow checkpointed blocks; a compiler plans its memory itself.
     if len(spans) > 1 and torch.is_grad_enabled() and not (transformed() or torch.compiler.is_compiling()):
         block = partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False)
     for b, e in spans:
         low, high = max(0, before + b - back), min(m, before + e + (ahead if near is not None else 0))
         queries, keys = slice(b, e), slice(low, high)
-        # All distances in the block, of which a causal one needs none below 0: they are masked.
+        # All distances in the block. Causal blocks need none below 0, since those are masked.
         first, last = before + e - 1 - low, (before + b - high + 1 if near is not None else 0)
         columns = slice(top - first, top - last + 1)
         older_ = None if older is None else older(b, e)
@@ -83,7 +95,20 @@ def attend(
     return torch.cat(outs, 2)
 
 
-def _block(content, position, k, v, r, columns, top, far, near, before, scale, older) -> Tensor:
+def _block(
+    content: Tensor,
+    position: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    columns: slice,
+    top: int,
+    far: Tensor,
+    near: Tensor | None,
+    before: int,
+    scale: float,
+    older: Older | None,
+) -> Tensor:
     n, m = content.shape[2], k.shape[2]
     if older is None:
         shifted, more = shift(position @ r[:, columns].mT, m), None
@@ -95,9 +120,18 @@ def _block(content, position, k, v, r, columns, top, far, near, before, scale, o
     return _read(content, k, v, shifted, visible(n, m, before, far, near), scale, older, more)[0]
 
 
-def _read(content, k, v, apart, allowed, scale, older, more) -> tuple[Tensor, Tensor, Tensor]:
+def _read(
+    content: Tensor,
+    k: Tensor,
+    v: Tensor,
+    apart: Tensor,
+    allowed: Tensor,
+    scale: float,
+    older: Older | None,
+    more: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = upcast_half(content @ k.mT) + upcast_half(apart)
-    if older is not None:
+    if older is not None and more is not None:
         beyond = upcast_half(content @ older.k.mT) + upcast_half(more)
         logits, v = torch.cat([beyond, logits], -1), torch.cat([older.v, v], 2)
         seen = older.visible[:, None].expand(len(content), -1, -1, -1)
@@ -108,20 +142,20 @@ def _read(content, k, v, apart, allowed, scale, older, more) -> tuple[Tensor, Te
 
 
 def shift(products: Tensor, m: int) -> Tensor:
-    """Products with the vectors of falling distances -> those of query i and key j: (...,n,T) -> (...,n,m).
+    """Turn products per distance, in falling order, into products per query i and key j: (...,n,T) -> (...,n,m).
 
-    Column c is of distance first - c, where ``first`` is that of the last query and the first key, so entry (i,j) comes
-    from column n - 1 - i + j. With T = n + m - 1 columns each is there; with fewer, an entry beyond them holds a
-    number of the next row and must be masked.
+    Column c belongs to distance first - c, where ``first`` is the distance of the last query and the first key. So
+    entry (i,j) comes from column n - 1 - i + j. With T = n + m - 1 columns all entries exist. With fewer, an entry
+    beyond them holds a number of the next row and must be masked.
     """
     n, t = products.shape[-2:]
-    # One more column makes each row of the flat numbers begin one place later.
+    # One more column shifts each row of the flattened numbers by one place.
     flat = F.pad(products, (1, 0)).flatten(-2)
     return flat[..., n:].unflatten(-1, (n, t))[..., :m]
 
 
 def visible(n: int, m: int, before: int, far: Tensor, near: Tensor | None) -> Tensor:
-    """Which of m keys, of which ``before`` come before the first query's, each query sees: bool (B|1,1,n,m)."""
+    """Return which of m keys each query sees, ``before`` of them before the first query: bool (B|1,1,n,m)."""
     distance = distances(n, m, before, far.device)
     allowed = distance <= far[:, :, None]
     allowed = allowed & (distance >= 0 if near is None else -distance <= near[:, :, None])
@@ -129,7 +163,7 @@ def visible(n: int, m: int, before: int, far: Tensor, near: Tensor | None) -> Te
 
 
 def distances(n: int, m: int, before: int, device: torch.device) -> Tensor:
-    """before + i - j, (n,m)."""
+    """Return before + i - j, (n,m)."""
     return before + torch.arange(n, device=device)[:, None] - torch.arange(m, device=device)
 
 
@@ -146,7 +180,7 @@ def dense(
     older: Older | None = None,
     farthest: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition, each pair by its distance: -> (B,H,N,E), weights (B,H,N,P+M), which are seen (B|1,1,N,P+M)."""
+    """The definition, pair by pair: -> (B,H,N,E), weights (B,H,N,P+M), which are visible (B|1,1,N,P+M)."""
     n, m = content.shape[2], k.shape[2]
     top, bottom = max(m - 1, farthest, 0), min(1 - n, 0)
     distance, r = distances(n, m, m - n, k.device), table(top, bottom)
@@ -158,13 +192,13 @@ def dense(
 
 
 def absorb(q: Tensor, weight: Tensor) -> Tensor:
-    """Queries that meet what keys are projected from: q (B,H,N,D), weight (H*D,C) of the keys -> (B,H,N,C).
+    """Return queries for the inputs of the key projection: q (B,H,N,D), weight (H*D,C) of the keys -> (B,H,N,C).
 
-    (W q).k = q.(W^T k), so keys W^T k are never made. Worth it where there are fewer queries than channels of a head.
+    (W q).k = q.(W^T k), so the keys W^T k are not computed. Useful with fewer queries than channels of a head.
     """
     return q @ weight.unflatten(0, (q.shape[1], -1))
 
 
 def release(o: Tensor, weight: Tensor) -> Tensor:
-    """What heads read of inputs as what they read of values: o (B,H,N,C), weight (H*D,C) -> (B,H,N,D)."""
+    """Project inputs that heads have read to values: o (B,H,N,C), weight (H*D,C) -> (B,H,N,D)."""
     return o @ weight.unflatten(0, (o.shape[1], -1)).mT

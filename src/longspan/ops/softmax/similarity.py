@@ -1,4 +1,4 @@
-"""Attention for any non-negative similarity, as a matrix: o_i = sum_j s(q_i, k_j) v_j / sum_j s(q_i, k_j)."""
+"""Attention for non-negative similarities, as a matrix: o_i = sum_j s(q_i, k_j) v_j / sum_j s(q_i, k_j)."""
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,25 @@ SIMILARITIES = {
 def weights(
     q: Tensor, k: Tensor, allowed: Tensor, *, similarity: str, degree: int, constant: float, bandwidth: float
 ) -> Tensor:
-    """Each query's weights over the allowed keys, which sum to one, or are all zero where nothing is similar.
+    """Return each query's weights over the allowed keys. They sum to 1, or are all 0 if all similarities are 0.
 
-    q (B,H,N,D), k (B,H,M,D), allowed bool broadcast to (B,H,N,M) -> (B,H,N,M), float32 at least. O(N M) memory.
+    Args:
+        q: (B,H,N,D).
+        k: (B,H,M,D).
+        allowed: Bool, broadcast to (B,H,N,M), True = may be seen.
+        similarity: A name in ``SIMILARITIES``.
+        degree: The degree of ``polynomial``.
+        constant: The constant of ``polynomial``.
+        bandwidth: The bandwidth of ``rbf``.
 
-    Source: Katharopoulos et al. 2020 (2006.16236), eq. 3 and section 3.2.1; Tsai et al. 2019 (1908.11775).
-    Raises ValueError for an unknown similarity.
+    Returns:
+        (B,H,N,M), float32 at least. O(N M) memory.
+
+    Raises:
+        ValueError: the similarity is unknown.
+
+    References:
+        Katharopoulos et al. 2020 (2006.16236), eq. 3 and section 3.2.1; Tsai et al. 2019 (1908.11775).
     """
     select_backend("kernel attention")
     known(similarity, SIMILARITIES, "similarity")
@@ -32,7 +45,7 @@ def weights(
         products = q @ k.mT * scale
         if similarity == "polynomial":
             base = (products + constant) * allowed
-            # A factor per query cancels in the ratio; this one keeps high degrees from overflowing.
+            # A factor per query cancels in the ratio; this one prevents overflow for high degrees.
             largest = F.pad(base.detach().abs(), (0, 1)).amax(-1, keepdim=True)
             s = (base / largest.clamp(min=torch.finfo(wide).tiny)) ** degree
             return s / s.sum(-1, keepdim=True).clamp(min=torch.finfo(wide).tiny)
@@ -43,6 +56,6 @@ def weights(
 
 
 def attend(p: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-    """Weights (B,H,N,M) and values (B,H,M,E) -> (B,H,N,E) in v's dtype."""
+    """Apply weights (B,H,N,M) to values (B,H,M,E) -> (B,H,N,E) in v's dtype."""
     with torch.autocast(v.device.type, enabled=False):
         return (F.dropout(p, dropout) @ v.to(p.dtype)).to(v.dtype)

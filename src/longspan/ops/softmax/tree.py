@@ -1,4 +1,4 @@
-"""Attention over a binary tree: a token reads its neighbors one by one, and what is farther away in larger spans."""
+"""Attention over a binary tree: a token reads its neighbors one by one, and distant tokens in larger spans."""
 
 from typing import NamedTuple
 
@@ -9,15 +9,15 @@ from torch import Tensor
 from ..backends import select_backend
 
 LEVELS = 24  # of a state
-EMPTY = -1e30  # log of the weight of a span without tokens; its differences are still numbers
-GATHERED = 2**22  # numbers of keys and values that are copied at once
+EMPTY = -1e30  # log-weight of a span without tokens; finite, so that differences are not NaN
+GATHERED = 2**22  # numbers of keys and values per copy
 
 
 class Nodes(NamedTuple):
-    """The last 2 k whole spans of each level, the newest last; span m of level l holds tokens m 2^l ... (m+1) 2^l - 1.
+    """The last 2 k whole spans of each level, newest last; span m of level l holds tokens m 2^l ... (m+1) 2^l - 1.
 
-    keys (B,H,L,2k,D) and values (B,H,L,2k,E) are means over the span, weights (B,H,L,2k) the logs of what they divide
-    by; position (B,) counts the tokens so far.
+    keys (B,H,L,2k,D) and values (B,H,L,2k,E) are means over the span, weights (B,H,L,2k) the logs of their divisors;
+    position (B,) counts the tokens so far.
     """
 
     keys: Tensor
@@ -27,7 +27,7 @@ class Nodes(NamedTuple):
 
 
 def empty(batch: int, heads: int, k: int, dim: int, like: Tensor) -> Nodes:
-    """No tokens yet, room for 2^24; dtype (float32 at least) and device of ``like``."""
+    """Return a state without tokens for up to 2^24, with device and dtype (float32 at least) of ``like``."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     keys = torch.zeros(batch, heads, LEVELS, 2 * k, dim, dtype=dtype, device=like.device)
     weights = torch.full_like(keys[..., 0], EMPTY)
@@ -35,7 +35,7 @@ def empty(batch: int, heads: int, k: int, dim: int, like: Tensor) -> Nodes:
 
 
 def depth(tokens: int, k: int) -> int:
-    """A number of levels after which every one of so many tokens is covered."""
+    """Return a number of levels that covers all of ``tokens`` tokens."""
     level = 0
     while tokens + k > (2 * k - 1) << level:
         level += 1
@@ -43,19 +43,30 @@ def depth(tokens: int, k: int) -> int:
 
 
 def cover(at: Tensor, total: Tensor, k: int, levels: int, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The nodes that each token reads: level, index, and whether there is such a node, each (B,N,1 + E).
+    """Return the nodes that each token reads: level, index, and whether the node exists, each (B,N,1 + E).
 
-    at (B,N) positions, total (B,) tokens of the sequence. First the token itself, then level by level k nodes to the
-    left, and k to the right unless ``causal``, beginning next to what is covered already. Where that is no border of
-    a span of the level, the first of the k is a node of the level below. Together they hold every token to the left
-    (and to the right) once; spans at the right end hold what tokens there are.
+    First comes the token itself, then level by level k nodes to the left, and k to the right unless ``causal``, next to
+    the tokens that are already covered. If that is not a border of a span of the level, the first of the k is a node of
+    the level below. Together the nodes cover every token to the left (and to the right) once. Spans at the right end
+    hold the tokens that exist.
 
-    Source: Ye et al. 2019 (1911.04070), section 3.2.
+    Args:
+        at: (B,N), positions.
+        total: (B,), tokens of the sequence.
+        k: Nodes per level and side.
+        levels: The number of levels.
+        causal: Reads no nodes to the right.
+
+    Returns:
+        Three tensors (B,N,1 + E).
+
+    References:
+        Ye et al. 2019 (1911.04070), section 3.2.
     """
     i, level = at[..., None, None], torch.arange(levels, device=at.device)[:, None]  # (B,N,1,1), (L,1)
     slots, before = torch.arange(k, device=at.device), (level - 1).clamp(min=0)
-    # What the levels below leave over on the left ends before token 2^(l-1) left: of k nodes each, whatever the parity,
-    # left <- ceil(left / 2) - k, which is this. On the right, right <- floor(right / 2) + k.
+    # The levels below leave the tokens before 2^(l-1) left uncovered: with k nodes each, for any parity,
+    # left <- ceil(left / 2) - k, which gives this. On the right, right <- floor(right / 2) + k.
     left = torch.where(level > 0, (-(-(i + k) >> before) - 2 * k).clamp(min=0), i)
     right = torch.where(level > 0, (i + 1 - k >> before) + 2 * k, i + 1)
     sides = []
@@ -77,8 +88,10 @@ def cover(at: Tensor, total: Tensor, k: int, levels: int, *, causal: bool) -> tu
 
 
 def kinds(k: int, levels: int, own: int, *, causal: bool) -> Tensor:
-    """The kind of each edge of ``cover``: 0 for the token itself, then one for each side, level (the last of ``own``
-    for all above it) and place; (1 + E,) int64."""
+    """Return the kind of each edge of ``cover``, (1 + E,) int64: 0 for the token itself, else by side, level and place.
+
+    All levels from ``own`` - 1 on share their kinds.
+    """
     side = torch.arange(1 if causal else 2)[:, None, None] * own
     level = torch.arange(levels).clamp(max=own - 1)[:, None]
     return F.pad((1 + (side + level) * k + torch.arange(k)).flatten(), (1, 0))
@@ -98,11 +111,25 @@ def attend(
 ) -> tuple[Tensor, Nodes | None]:
     """Softmax attention of each token over the nodes of its ``cover`` with ``degree`` nodes per level and side.
 
-    q, k (B,H,N,D), v (B,H,N,E), pool (B,H,N), edges (B,H,N,kinds), all float32 at least -> (B,H,N,E).
-    Key and value of a span are means of its tokens' with weights softmax(pool). An edge of kind e has the logit
-    q.k / sqrt(D) + edges[..., e]; see ``kinds``. The first ``lengths`` (B,) tokens of each row are real; what others
-    read means nothing. ``past`` holds the nodes of earlier tokens, and comes back with those of these: causal only.
-    O(N degree log N) time and memory. Raises ValueError for more than 2^24 tokens after a ``past``.
+    Key and value of a span are the means over its tokens with weights softmax(pool). An edge of kind e has the logit
+    q.k / sqrt(D) + edges[..., e]; see ``kinds``. Time and memory are O(N degree log N).
+
+    Args:
+        q: (B,H,N,D), float32 at least, like the tensors below.
+        k: (B,H,N,D).
+        v: (B,H,N,E).
+        pool: (B,H,N).
+        edges: (B,H,N,kinds).
+        degree: Nodes per level and side.
+        lengths: (B,), the number of real tokens at the front of each row. Outputs of other tokens are arbitrary.
+        past: The nodes of earlier tokens, for causal attention.
+        causal: Reads no nodes to the right.
+
+    Returns:
+        (B,H,N,E), and with ``past`` the nodes after these tokens.
+
+    Raises:
+        ValueError: ``past`` and the new tokens together exceed 2^24 tokens.
     """
     batch, heads, n, dim = q.shape
     serves = select_backend("attention over a binary tree")
@@ -128,7 +155,7 @@ def attend(
         outs.append((logits.softmax(-1)[..., None] * read[..., dim:-1]).sum(-2))
     if past is None:
         return torch.cat(outs, 2), None
-    # The last whole spans of each level; there are none yet above.
+    # The last whole spans of each level; higher levels have none yet.
     last = torch.arange(-2 * degree, 0, device=q.device)
     newest = (total[:, None] >> torch.arange(levels, device=q.device))[..., None] + last + shift[..., None]
     kept = torch.cat([_take(nodes, newest), _packed(past)[:, :, levels:]], 2)
@@ -139,10 +166,10 @@ def _levels(n: int, degree: int, past: Nodes | None) -> int:
     if past is None:
         return depth(n, degree)
     if torch.compiler.is_compiling():
-        return LEVELS  # how many tokens there were is not known yet
+        return LEVELS  # the number of earlier tokens is not known yet
     most = n + (int(past.position.max()) if len(past.position) else 0)
     if most > 1 << LEVELS:
-        raise ValueError(f"the state has room for 2^{LEVELS} tokens, and these would be {most}")
+        raise ValueError(f"the state has room for 2^{LEVELS} tokens, not {most}")
     return min(LEVELS, max(depth(most, degree), most.bit_length()))
 
 
@@ -151,22 +178,22 @@ def _packed(past: Nodes) -> Tensor:
 
 
 def _take(x: Tensor, place: Tensor) -> Tensor:
-    """x (B,H,T,C), place (B,N,E) -> (B,H,N,E,C)."""
+    """Gather x (B,H,T,C) at place (B,N,E) -> (B,H,N,E,C)."""
     picked = place.flatten(1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
     return x.gather(2, picked).unflatten(2, place.shape[1:])
 
 
 def _nodes(leaves: Tensor, start: Tensor, levels: int, past: Nodes | None) -> tuple[Tensor, Tensor]:
-    """Spans of all levels, each a key, a value and the log of its weight: of ``past``, and those that tokens make.
+    """Return the spans of all levels, of ``past`` and of the new tokens: keys, values and log-weights.
 
-    leaves (B,H,N,D+E+1), start (B,) -> (B,H,T,D+E+1), and what to add to a span's index for its place, (B,L).
+    leaves (B,H,N,D+E+1), start (B,) -> (B,H,T,D+E+1), and the offsets (B,L) from a span's index to its place.
     """
     n, table, old = leaves.shape[2], leaves, None if past is None else _packed(past)
     back = 0 if old is None else old.shape[3]
     tables, shifts, end = [], [], torch.zeros_like(start)
     for level in range(levels):
         if level:
-            # Tokens end no more whole spans than these, and touch no more where they are the first.
+            # At most this many whole spans end in the new tokens, or contain them if they are the first.
             first = (start >> level)[:, None] + torch.arange((n >> level) + 1, device=leaves.device)
             children = 2 * first + (back - (start >> level - 1))[:, None]
             table = _joined(tables[-1], torch.stack([children, children + 1], -1))
@@ -179,7 +206,7 @@ def _nodes(leaves: Tensor, start: Tensor, levels: int, past: Nodes | None) -> tu
 
 
 def _joined(table: Tensor, pairs: Tensor) -> Tensor:
-    """Two spans as one: table (B,H,T,C), pairs (B,M,2) -> (B,H,M,C); what is beyond the table is empty."""
+    """Merge pairs of spans: table (B,H,T,C), pairs (B,M,2) -> (B,H,M,C); spans beyond the table are empty."""
     last = table.shape[2] - 1
     both = _take(table, pairs.clamp(max=last))  # (B,H,M,2,C)
     weights = both[..., -1].masked_fill((pairs > last)[:, None], EMPTY)
@@ -187,7 +214,9 @@ def _joined(table: Tensor, pairs: Tensor) -> Tensor:
     return torch.cat([mean, weights.logsumexp(-1, keepdim=True)], -1)
 
 
-def _reference(q, k, v, pool, bias, level, index, there) -> Tensor:
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, pool: Tensor, bias: Tensor, level: Tensor, index: Tensor, there: Tensor
+) -> Tensor:
     """The definition, node by node and token by token: each span from its tokens."""
     rows = []
     for b, i in [(b, i) for b in range(q.shape[0]) for i in range(q.shape[2])]:

@@ -1,4 +1,4 @@
-"""Loads the C++ kernels, a family at a time: from the installation, else compiled on this machine on first use."""
+"""Loads the C++ kernels of a family: from the installation, else compiled on this machine on first use."""
 
 import ctypes
 import os
@@ -16,8 +16,8 @@ from .toolchain import Unavailable
 from .trusted import Untrusted
 
 _locks = {family: threading.Lock() for family in FAMILIES}
-_found: dict[str, ctypes.CDLL | None] = {}  # by family, from its first call on
-_failed: dict[str, str] = {}  # why there is None
+_found: dict[str, ctypes.CDLL | None] = {}  # by family, filled on first use
+_failed: dict[str, str] = {}  # the reason for None
 
 
 def _renew_locks() -> None:
@@ -25,29 +25,30 @@ def _renew_locks() -> None:
 
 
 if sys.platform != "win32":
-    # A thread that is loading while another one forks holds the lock for ever in the child.
+    # A lock that another thread holds during a fork is never released in the child.
     os.register_at_fork(after_in_child=_renew_locks)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The library of a family, and where it comes from."""
+    """The library of a family and its origin."""
 
     library: ctypes.CDLL
     origin: str
-    """who compiled them, in a few words"""
+    """where the kernels were compiled, and by which compiler"""
     flags: str
     path: str
     why: str
-    """why these and no others"""
+    """why these kernels were chosen"""
     distrust: str = ""
-    """why the cache folder is not used, where other users might write into it or it has no meaning"""
+    """why the cache folder is not used, if it is unsafe or its name is invalid"""
 
 
 def loaded(family: str) -> ctypes.CDLL | None:
-    """The kernels of a family, compiled if need be; None, after a warning, if that fails. Thread-safe.
+    """Return the kernels of a family, compiled if needed; None, with a warning, if that fails. Thread-safe.
 
-    A failure leaves the other families usable. One that holds for all of them, such as no compiler, warns once.
+    After a failure the other families stay usable. A failure that affects all of them, such as a missing compiler,
+    warns once.
     """
     if family not in _found:
         with _locks[family]:
@@ -57,7 +58,7 @@ def loaded(family: str) -> ctypes.CDLL | None:
 
 
 def tried() -> tuple[str, ...]:
-    """The families that ``loaded`` was called for."""
+    """Return the families for which ``loaded`` was called."""
     return tuple(_found)
 
 
@@ -73,15 +74,15 @@ def _load_or_warn(family: str) -> ctypes.CDLL | None:
 
 
 def load(family: str) -> ctypes.CDLL:
-    """The kernels of a family, with their functions declared; warns if the cache folder cannot be used.
+    """Return the kernels of a family with declared functions; warns if the cache folder cannot be used.
 
     Raises Unavailable with the reason.
     """
     found = find(family)
     if found.distrust:
         warnings.warn(
-            f"longspan compiled its native CPU kernels for this process alone, since the cache folder cannot be used: "
-            f"{found.distrust}; set LONGSPAN_CACHE to a folder of your own",
+            f"longspan compiled its native CPU kernels for this process only, since the cache folder cannot be used: "
+            f"{found.distrust}; set LONGSPAN_CACHE to a folder that you own",
             RuntimeWarning,
             stacklevel=4,
         )
@@ -89,20 +90,22 @@ def load(family: str) -> ctypes.CDLL:
 
 
 def find(family: str) -> Kernels:
-    """The kernels of the installation, else of the cache, else compiled into it. Raises Unavailable with the reason.
+    """Return the kernels of the installation, else of the cache, else compile them into the cache.
 
-    Prebuilt kernels come first, although code for exactly this processor can be a little faster: they are there at
-    once, they are the ones that were tested, and all machines with one of them compute the same bits. An installation
-    from source brings none, and has the others.
+    Prebuilt kernels come first, although code for this exact processor can be slightly faster. They need no
+    compilation, they were tested, and all machines with the same library compute the same bits. An installation from
+    source contains none.
+
+    Raises Unavailable with the reason.
     """
-    why = "this installation brings none prebuilt"
+    why = "this installation contains no prebuilt kernels"
     try:
         if path := prebuilt.find():
             flags = " ".join(toolchain.flags(f"-march={path.stem}", openmp=prebuilt.THREADED))
-            best = f"{path.stem} is the best of the instruction sets that this processor and the installation have"
+            best = f"{path.stem} is the best instruction set that both this processor and the installation have"
             return Kernels(_open(path, family), f"prebuilt for {path.stem}", flags, str(path), best)
     except (Unavailable, OSError) as error:
-        why = f"the prebuilt ones cannot be used: {error}"
+        why = f"the prebuilt kernels cannot be used: {error}"
     try:
         return _compiled(family, why)
     except Unavailable as error:
@@ -111,18 +114,18 @@ def find(family: str) -> Kernels:
 
 def _compiled(family: str, why: str) -> Kernels:
     compiler = toolchain.find_compiler()
-    distrust = ""
+    distrust, folder = "", None
     try:
         folder = cache_folder() / "native"
         return _described(family, *store.provide(family, compiler, folder), why)
-    # A LONGSPAN_CACHE that has no meaning.
+    # An invalid LONGSPAN_CACHE.
     except ValueError as error:
         distrust = str(error)
         why += f"; {error}"
     except OSError as error:
         distrust = str(error) if isinstance(error, Untrusted) else ""
-        why += f"; nothing can be kept in {folder}{f', since {error}' if distrust else ''}"
-    # A library of this process's own, whose file is not needed once it is loaded.
+        why += f"; {folder or 'the cache folder'} cannot be used{f': {error}' if distrust else ''}"
+    # A library for this process only. Its file is not needed once it is loaded.
     try:
         with tempfile.TemporaryDirectory(prefix="longspan-") as temporary:
             return _described(family, *store.provide(family, compiler, Path(temporary)), why, distrust)
@@ -136,7 +139,7 @@ def _described(family: str, path: Path, seal: store.Seal, why: str, distrust: st
 
 
 def _open(path: str | Path, family: str) -> ctypes.CDLL:
-    """Raises OSError for a file that is no library of this system or lacks a function."""
+    """Open a library and declare its functions; raises OSError for an invalid file or a missing function."""
     openmp.share()
     try:
         return interface.declare(ctypes.CDLL(str(path)), family)

@@ -1,4 +1,4 @@
-"""The C functions of the kernels, as ctypes must know them; the .cpp files say what each argument means."""
+"""Declarations of the C functions of the kernels for ctypes; the .cpp files document the arguments."""
 
 import ctypes
 

@@ -13,7 +13,7 @@ _OWNER = os.getpid()
 
 
 class _Place(ctypes.Structure):
-    """C's Dl_info: where an address comes from."""
+    """C's Dl_info: the origin of an address."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -25,11 +25,10 @@ class _Place(ctypes.Structure):
 
 @functools.cache
 def share() -> str:
-    """Let libraries that are opened later use torch's OpenMP runtime; -> its file, "" where torch has none to share.
+    """Make torch's OpenMP runtime visible to libraries that are opened later; return its file, or "".
 
-    The kernels name no runtime. torch's has a file name that differs between its distributions, and a library that
-    asked for another name would start a second pool of threads, which competes with the first for the cores. So the
-    runtime that torch itself is bound to is made visible to what is opened after this call.
+    The kernels are linked without a runtime. The file name of torch's runtime differs between its distributions. A
+    library that named another file would start a second pool of threads, which competes with the first for the cores.
     """
     if sys.platform != "linux":
         return ""
@@ -43,10 +42,9 @@ def share() -> str:
 
 
 def threads() -> int:
-    """How many threads a kernel may use: torch's number, but one in a forked child.
+    """Return the number of threads for a kernel: that of torch, but one in a forked child.
 
-    A fork copies the memory of OpenMP's pool and none of its threads, so a child that entered a parallel region would
-    wait for them for ever. (torch's own operations do, unless torch.set_num_threads(1) is called there, which
-    DataLoader does in its workers.)
+    A fork copies the memory of OpenMP's pool but not its threads, so a child that enters a parallel region would wait
+    forever. (Operations of torch do so, unless the child calls torch.set_num_threads(1), as workers of DataLoader do.)
     """
     return torch.get_num_threads() if os.getpid() == _OWNER else 1

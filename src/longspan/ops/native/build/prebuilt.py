@@ -1,4 +1,4 @@
-"""Kernels that came with the installation, compiled for a few instruction sets when its wheel was built."""
+"""Kernels in the installed wheel, compiled for a few instruction sets."""
 
 import contextlib
 import hashlib
@@ -9,10 +9,10 @@ from pathlib import Path
 from .toolchain import Unavailable
 
 FOLDER = Path(__file__).parents[1] / "prebuilt"
-THREADED = sys.platform == "linux"  # where torch brings a runtime that gcc's OpenMP can share
-LIST = "SHA256SUMS"  # as the command sha256sum writes it
+THREADED = sys.platform == "linux"  # torch has a runtime there that gcc's OpenMP can share
+LIST = "SHA256SUMS"  # in the format of sha256sum
 _V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
-# What a processor must have, in the words of /proc/cpuinfo; the best first, and the last asks for nothing.
+# Required processor flags, as in /proc/cpuinfo; the best first, and the last requires none.
 LEVELS: dict[str, dict[str, frozenset[str]]] = {
     "x86_64": {
         "x86-64-v4": _V3 | set("avx512f avx512bw avx512cd avx512dq avx512vl".split()),
@@ -25,9 +25,9 @@ LEVELS: dict[str, dict[str, frozenset[str]]] = {
 
 
 def find() -> Path | None:
-    """The library for this processor, named after its instruction set; None in an installation without any.
+    """Return the library for this processor, named after its instruction set; None without prebuilt kernels.
 
-    Raises Unavailable where there are some and the one for this processor is missing or damaged.
+    Raises Unavailable if the library for this processor is missing or damaged.
     """
     if not FOLDER.is_dir():
         return None
@@ -39,20 +39,20 @@ def find() -> Path | None:
             return path
     except (OSError, ValueError) as error:
         raise Unavailable(f"{path} cannot be read: {error}") from error
-    raise Unavailable(f"{path} is not what was installed; install longspan again")
+    raise Unavailable(f"{path} does not match its checksum; reinstall longspan")
 
 
 def level() -> str:
-    """The best instruction set that this processor has among those that wheels are built for. Raises Unavailable."""
+    """Return the best instruction set of this processor for which wheels are built. Raises Unavailable."""
     found = features()
     for name, needed in LEVELS.get(platform.machine(), {}).items():
         if needed <= found:
             return name
-    raise Unavailable(f"none are built for a processor of the kind {platform.machine()}")
+    raise Unavailable(f"there are no prebuilt kernels for {platform.machine()} processors")
 
 
 def features() -> frozenset[str]:
-    """What the processor and the system can do, as /proc/cpuinfo says; empty where it cannot be read."""
+    """Return the processor flags in /proc/cpuinfo; empty if it cannot be read."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
             if line.startswith("flags"):

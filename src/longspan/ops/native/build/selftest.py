@@ -1,4 +1,4 @@
-"""What newly compiled kernels must compute, compared with definitions; runs in the child process of a trial."""
+"""Compares newly compiled kernels with definitions, in the child process of a trial."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -11,33 +11,33 @@ from torch import Tensor
 from . import interface, openmp
 from .trial import PASSED, WRONG
 
-# Of the largest number; a wrong kernel is farther off.
+# Relative to the largest value; the errors of a wrong kernel are larger.
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def main(library: str, *families: str) -> None:
-    """Try ``families`` of a library, by default all, in this process, and print PASSED or WRONG."""
+    """Test ``families`` of a library, by default all, in this process, and print PASSED or WRONG."""
     from .. import build
 
     openmp.share()
     families = families or tuple(interface.FAMILIES)
     kernels = interface.declare(ctypes.CDLL(library), *families)
-    # All calls of this process are to use it.
-    build.loaded = lambda family: kernels if family in families else None  # pyright: ignore[reportAttributeAccessIssue]
+    # All calls of this process use this library.
+    build.loaded = lambda family: kernels if family in families else None  # pyright: ignore[reportAttributeAccessIssue] (replaced on purpose)
     for name, found, right in (one for family in families for one in COMPARISONS[family]()):
         error = ((found.double() - right).abs().max() / right.abs().max()).item()
         if not error < TOLERANCES[found.dtype]:
-            print(f"{WRONG}{name} is off by {error:.1e} of its largest number")
+            print(f"{WRONG}{name} is off by {error:.1e}, relative to the largest value")
             return
     print(PASSED)
 
 
-# What each comparison is: (what, result, right result in float64).
+# (what is compared, result, correct result in float64)
 Comparisons = Iterator[tuple[str, Tensor, Tensor]]
 
 
 def _linear() -> Comparisons:
-    """Linear attention of tokens and sequences, on sizes that take several threads."""
+    """Linear attention of tokens and sequences, on sizes that use several threads."""
     from ... import linear
     from ...backends import backend
     from ...linear.features import MAPS
@@ -59,7 +59,7 @@ def _linear() -> Comparisons:
 
 
 def _gated() -> Comparisons:
-    """The same of decay and the delta rule, where two heads of values share one of keys."""
+    """Decay and the delta rule, with two value heads per key head."""
     from ... import gated
     from ...backends import backend
 
@@ -78,7 +78,7 @@ def _gated() -> Comparisons:
 
 
 def _convolutions() -> Comparisons:
-    """The causal convolution, of tokens and sequences, in each type."""
+    """The causal convolution of tokens and sequences in each dtype."""
     from ... import convolution
     from ...backends import backend
 
@@ -99,7 +99,7 @@ def _convolutions() -> Comparisons:
 
 
 def _patterns() -> Comparisons:
-    """Attention under patterns with full, cut and empty blocks, where two heads share one of keys."""
+    """Attention under patterns with full, partial and empty blocks, with two query heads per key head."""
     from .... import patterns
     from ... import sparse
     from ...backends import backend
@@ -129,14 +129,14 @@ PARTS = ("output", "last state", "gradient of queries", "gradient of keys", "gra
 
 
 def _dense(phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """By the definition, with all weights at once."""
+    """The definition, with the full matrix of weights."""
     q, k, v = phi(q), phi(k), torch.nn.functional.pad(v, (0, 1), value=1.0)
     read = (q @ k.mT).tril() @ v + q @ state
     return read[..., :-1] / (read[..., -1:] + 1e-6), state + k.mT @ v
 
 
 def _values(call: Callable[..., Any], parts: list[Tensor], state: Tensor, gradients: bool) -> list[Tensor]:
-    """The output, the last state, and if wanted the gradients of all operands."""
+    """Return the output, the last state, and with ``gradients`` the gradients of all operands."""
     leaves = [t.detach().requires_grad_(gradients) for t in (*parts, state)]
     q, k, v, first = leaves
     output, last = call(q, k, v, state=first)

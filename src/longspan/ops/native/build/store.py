@@ -1,4 +1,4 @@
-"""Kernels compiled on this machine, in a folder of the user's: tried once, sealed, and checked before each use."""
+"""Kernels compiled on this machine, in a folder of the user: tested once, sealed, and checked before each use."""
 
 import contextlib
 import functools
@@ -8,42 +8,43 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from . import notice, openmp, toolchain, trial, trusted
 from .toolchain import Hangs, Unavailable
 
-WAIT = 4 * toolchain.SECONDS  # for another process that compiles the same: longer than a compilation and its trial
+WAIT = 4 * toolchain.SECONDS  # for another process that compiles the same; longer than compilation and trial
 
 
 @dataclass(frozen=True)
 class Seal:
-    """What is known of one compilation."""
+    """The record of one compilation."""
 
     compiler: str
-    """what the compiler calls itself"""
+    """the version line of the compiler"""
     flags: str = ""
     library: str = ""
-    """name of the library, beside the seal"""
+    """file name of the library, in the folder of the seal"""
     sha256: str = ""
     """of the library"""
     failed: str = ""
-    """why there is no library and none is to be tried again; "" where there is one"""
+    """why compilation or trial failed, so that it is not repeated; "" if there is a library"""
     family: str = ""
-    """the kernels that it has"""
+    """the family of kernels in the library"""
 
 
 def provide(family: str, compiler: list[str], folder: Path) -> tuple[Path, Seal]:
-    """The library of a family of kernels for this compiler and this processor, compiled and tried if need be.
+    """Return the library of a family for this compiler and processor, compiled and tested if needed.
 
-    A library is complete when its seal exists, which is written last and renamed into place. Of several processes at
-    once, one compiles and the others wait for it; where a file cannot be locked each compiles, and either result serves
-    all. A compiler that hangs and a library that fails its trial are remembered.
+    A library is complete once its seal exists, which is written last and renamed into place. If several processes need
+    it, one compiles and the others wait. If files cannot be locked, each process compiles, and all results are valid.
+    A compiler that hangs and a library that fails its trial are remembered.
 
-    Raises Unavailable with the reason, and OSError for a folder that cannot be used: Untrusted where other users might
-    exchange what is in it.
+    Raises:
+        Unavailable: the library cannot be provided.
+        OSError: the folder cannot be used; Untrusted if other users could replace its contents.
     """
     folder = trusted.folder(folder)
     path = folder / f"{key(family, compiler)}.json"
@@ -52,12 +53,12 @@ def provide(family: str, compiler: list[str], folder: Path) -> tuple[Path, Seal]
         with notice.shown(family), _locked(path.with_suffix(".lock")):
             seal = read(path) or _make(family, compiler, folder, path)
     if seal.failed:
-        raise Unavailable(f"{seal.failed} (longspan doctor --clear has it tried again)")
+        raise Unavailable(f"{seal.failed} (run longspan doctor --clear to try again)")
     return folder / seal.library, seal
 
 
 def key(family: str, compiler: list[str]) -> str:
-    """What the compiled code depends on: sources, commands, compiler, torch's OpenMP, processor. Raises Unavailable."""
+    """Hash all that the code depends on: sources, flags, compiler, torch's OpenMP, processor. Raises Unavailable."""
     digest = hashlib.sha256(family.encode() + b"\0")
     for file in (*toolchain.sources(family), *toolchain.HEADERS, Path(toolchain.__file__)):
         digest.update(f"{file.parent.name}/{file.name}".encode() + b"\0" + file.read_bytes())
@@ -69,7 +70,7 @@ def key(family: str, compiler: list[str]) -> str:
 
 
 def read(path: Path) -> Seal | None:
-    """The seal in a file; None unless it, and the library that it names, are whole and nobody else may write them."""
+    """Return the seal in a file; None unless it and its library are intact and only this user can write them."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
         seal = Seal(**json.loads(trusted.content(path)))
         if seal.failed:
@@ -82,21 +83,21 @@ def read(path: Path) -> Seal | None:
 
 
 def seals(folder: Path) -> list[Seal]:
-    """All that are valid in a folder."""
+    """Return all valid seals in a folder."""
     return [seal for path in sorted(folder.glob("*.json")) if (seal := read(path))]
 
 
 @functools.cache
 def processor() -> str:
-    """Model and features of the processor, on which the flags for this machine depend."""
+    """Return model and features of the processor, on which the code for this machine depends."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         return "".join(sorted({line for line in file if line.startswith(("model name", "flags", "Features", "CPU"))}))
     return platform.processor()
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``; go on without it after WAIT seconds, and where files cannot be locked."""
+def _locked(path: Path) -> Generator[None, None, None]:
+    """Hold the lock file ``path``; continue without it after WAIT seconds, or if files cannot be locked."""
     descriptor = None
     with contextlib.suppress(OSError):
         descriptor = _lock(path)
@@ -110,15 +111,15 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int | None:
-    import fcntl  # which Windows lacks
+    import fcntl  # not on Windows
 
     end = time.monotonic() + WAIT
     while time.monotonic() < end:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
-            # Unlike flock's, this lock is not inherited by a child that is forked meanwhile.
+            # Unlike a lock of flock, it is not inherited by a child that is forked meanwhile.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Its last holder may have deleted the file after it was opened here.
+            # The previous holder may have deleted the file after it was opened here.
             if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
                 return descriptor
         except (BlockingIOError, FileNotFoundError):
@@ -162,7 +163,7 @@ def _compile(family: str, compiler: list[str], library: Path) -> str:
         except Hangs:
             raise
         except Unavailable:
-            # Apple's clang has no OpenMP, and others' may lack its runtime: one thread then.
+            # Apple's clang has no OpenMP, and other clangs may lack its runtime. Use one thread then.
             pass
     return toolchain.compile(compiler, library, target, openmp=False, family=family)
 

@@ -1,4 +1,4 @@
-"""Runs the machine's C++ compiler. It imports nothing of longspan, so that the building of a wheel can use it alone."""
+"""Runs the C++ compiler. It imports nothing of longspan, so that the build of a wheel can use it alone."""
 
 import collections
 import contextlib
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1]
@@ -20,27 +20,27 @@ HEADERS = tuple(sorted(FOLDER.rglob("*.h")))
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-fPIC")
 COMPILERS = ("c++", "g++", "clang++")
 ARM = platform.machine() in ("arm64", "aarch64")
-# Compilers for arm64 know the machine by -mcpu; some refuse the other name.
+# Compilers for arm64 take -mcpu; some reject -march=native.
 THIS_MACHINE = "-mcpu=native" if ARM else "-march=native"
 CRASHES = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP")
-SECONDS = 180  # until a compiler counts as hanging; it needs up to ten for a file
-SECONDS_TO_ANSWER = 20  # the same, for its name
+SECONDS = 180  # timeout of the compiler, which needs up to ten seconds per file
+VERSION_SECONDS = 20  # timeout of the compiler's --version
 
 
 class Unavailable(Exception):
-    """There are no native kernels here; the message says why."""
+    """There are no native kernels; the message is the reason."""
 
 
 class Hangs(Unavailable):
-    """A program did not end in time."""
+    """A program did not finish in time."""
 
 
 class Crashed(Unavailable):
-    """A program was ended by one of the signals that its own code causes."""
+    """A program was terminated by a signal that its own code causes."""
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler, as the beginning of a command: the environment variable CXX, or the first of the usual names.
+    """Return the C++ compiler as the start of a command: the environment variable CXX, or the first usual name.
 
     Raises Unavailable.
     """
@@ -60,32 +60,37 @@ def find_compiler() -> list[str]:
 
 
 def version(compiler: list[str]) -> str:
-    """What the compiler says of itself; its first line names it. Raises Unavailable."""
-    return run([*compiler, "--version"], seconds=SECONDS_TO_ANSWER)
+    """Return the output of the compiler's --version. Raises Unavailable."""
+    return run([*compiler, "--version"], seconds=VERSION_SECONDS)
 
 
 def is_clang(compiler: list[str]) -> bool:
-    """Whether it is a clang, whatever its name. Raises Unavailable."""
+    """Return whether the compiler is a clang. Raises Unavailable."""
     return "clang" in version(compiler)
 
 
 def flags(machine: str, *, openmp: bool) -> list[str]:
-    """All flags, for the instruction set of the flag ``machine``."""
+    """Return all flags, for the instruction set of the flag ``machine``."""
     return [*FLAGS, machine, *(["-fopenmp"] if openmp else [])]
 
 
 def sources(family: str) -> tuple[Path, ...]:
-    """The sources of one family of kernels, which is named after their folder."""
+    """Return the sources of a family of kernels, which has the name of their folder."""
     return tuple(source for source in SOURCES if source.parent.name == family)
 
 
 def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool, family: str = "") -> str:
     """Compile and link the sources of ``family``, or all, into ``library``, for the instruction set ``machine``.
 
-    Code of gcc for OpenMP is linked without a runtime: it takes the one that torch has loaded, whatever its file is
-    called, so there is never a second pool of threads (openmp.py). clang's needs the runtime of its own.
+    OpenMP code of gcc is linked without a runtime: it uses the one that torch has loaded, under any file name, so there
+    is never a second pool of threads (openmp.py). Code of clang needs clang's runtime.
 
-    Returns the flags, for people. Raises Unavailable with the compiler's last words, and Hangs.
+    Returns:
+        The flags, for display.
+
+    Raises:
+        Unavailable: the compiler failed; the message has its first error.
+        Hangs: the compiler did not finish in time.
     """
     used = flags(machine, openmp=openmp)
     runtime = ["-fopenmp"] if openmp and is_clang(compiler) else []
@@ -99,7 +104,7 @@ def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool, f
 
 
 def run(command: list[str], environment: dict[str, str] | None = None, seconds: float = 0) -> str:
-    """What a command prints. Raises Unavailable where it fails or crashes, Hangs where it does not end."""
+    """Return what a command prints. Raises Unavailable if it fails or crashes, Hangs if it does not finish."""
     return together([command], environment=environment, seconds=seconds)[0]
 
 
@@ -109,10 +114,10 @@ def together(
     environment: dict[str, str] | None = None,
     seconds: float = 0,
 ) -> list[str]:
-    """Run commands in parallel, as many at once as there are cores; return what each prints.
+    """Run commands in parallel, one per core; return what each prints.
 
-    Each may take ``seconds`` (0: SECONDS). Raises Unavailable if one fails or crashes, Hangs if one does not end; then
-    none of them is left running.
+    Each may take ``seconds`` (0: SECONDS). Raises Unavailable if one fails or crashes, Hangs if one does not finish;
+    the others are then terminated.
     """
     seconds, printed = seconds or SECONDS, []
     running: collections.deque[tuple[str, subprocess.Popen[str], float]] = collections.deque()
@@ -127,15 +132,15 @@ def together(
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextlib.contextmanager
 def _started(
     command: list[str], folder: str | None, environment: dict[str, str] | None
-) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own: a compiler starts other programs, and they are ended together with it."""
+) -> Generator[subprocess.Popen[str], None, None]:
+    """Start a process in a new session, so that the programs a compiler starts are terminated with it."""
     try:
         process = subprocess.Popen(
             command,
@@ -163,13 +168,13 @@ def _result(name: str, process: subprocess.Popen[str], end: float) -> str:
     try:
         out, err = process.communicate(timeout=max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired as error:
-        raise Hangs(f"{name} does not end") from error
+        raise Hangs(f"{name} did not finish in time") from error
     if not process.returncode:
         return out
-    said = (err or out).strip().splitlines() or ["it said nothing"]
-    # Compilers say more below it.
-    line = next((line for line in said if "error: " in line.lower()), said[-1])
+    lines = (err or out).strip().splitlines() or ["it printed nothing"]
+    # Compilers print details below the first error.
+    line = next((line for line in lines if "error: " in line.lower()), lines[-1])
     if process.returncode > 0:
         raise Unavailable(f"{name} failed with code {process.returncode}: {line.strip()}")
     sent = signal.Signals(-process.returncode).name
-    raise (Crashed if sent in CRASHES else Unavailable)(f"{name} was ended by {sent}: {line.strip()}")
+    raise (Crashed if sent in CRASHES else Unavailable)(f"{name} was terminated by {sent}: {line.strip()}")

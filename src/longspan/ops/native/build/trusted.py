@@ -1,4 +1,4 @@
-"""Folders and files that no other user can exchange or change: the only ones from which code is loaded."""
+"""Folders and files that no other user can replace or change: the only ones from which code is loaded."""
 
 import errno
 import hashlib
@@ -11,7 +11,7 @@ _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Untrusted(PermissionError):
-    """Another user may put something else in the place of a folder or a file; the message names it and says why."""
+    """Another user could replace a folder or a file; the message has its name and the reason."""
 
     def __init__(self, path: Path, why: str):
         super().__init__(errno.EPERM, why, str(path))
@@ -21,10 +21,11 @@ class Untrusted(PermissionError):
 
 
 def folder(path: Path) -> Path:
-    """The real path of a folder of ours, made if need be, into which nobody else may write, nor into those above it.
+    """Return the real path of a folder that only this user can write, created if needed.
 
-    Raises Untrusted where somebody else owns it or may write into it, or may rename one of the folders above it;
-    OSError for one that cannot be made.
+    Raises:
+        Untrusted: another user owns the folder, can write to it, or can rename a folder above it.
+        OSError: the folder cannot be created.
     """
     real = Path(os.path.realpath(path))
     for above in reversed(real.parents):
@@ -40,9 +41,9 @@ def folder(path: Path) -> Path:
 
 
 def open_file(path: Path) -> int:
-    """The descriptor of a regular file of ours that nobody else may write; no link is followed.
+    """Open a regular file that only this user can write, without following links; return its descriptor.
 
-    Raises Untrusted for another one, and OSError where there is none.
+    Raises Untrusted for other files, and OSError if the file does not exist.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -57,29 +58,29 @@ def open_file(path: Path) -> int:
 
 
 def content(path: Path) -> bytes:
-    """What such a file holds. Raises as ``open_file`` does."""
+    """Return the content of such a file. Raises as ``open_file`` does."""
     with open(open_file(path), "rb") as file:
         return file.read()
 
 
 def library(path: Path, sha256: str) -> str:
-    """A name by which the linker opens exactly the file whose content has this sha256.
+    """Return a name by which the linker opens exactly the file with this sha256.
 
-    On Linux it is that of a descriptor, which stays open: the linker takes a library of the same name for the same
-    library. Raises Untrusted for another content, and as ``open_file`` does.
+    On Linux it is the name of a descriptor, which stays open, since the linker takes a library of the same name for the
+    same library. Raises Untrusted for other content, and as ``open_file`` does.
     """
     descriptor = open_file(path)
     try:
         with open(descriptor, "rb", closefd=False) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                raise Untrusted(path, "it is not what was compiled")
+                raise Untrusted(path, "it does not match its checksum")
     except BaseException:
         os.close(descriptor)
         raise
     name = f"/proc/self/fd/{descriptor}"
     if sys.platform == "linux" and os.path.exists(name):
         return name
-    # Nobody else can rename anything on the way to it.
+    # No other user can rename a folder on this path.
     os.close(descriptor)
     return str(path)
 
@@ -87,13 +88,13 @@ def library(path: Path, sha256: str) -> str:
 def _check_above(path: Path) -> None:
     found = os.lstat(path)
     if found.st_uid not in (0, os.getuid()):
-        raise Untrusted(path, "it belongs to another user, who may exchange what is in it")
+        raise Untrusted(path, "it belongs to another user, who could replace its contents")
     if found.st_mode & _WRITABLE and not found.st_mode & stat.S_ISVTX:
-        raise Untrusted(path, "other users may write into it; chmod go-w makes it safe")
+        raise Untrusted(path, "other users can write to it; run chmod go-w on it")
 
 
 def _check_own(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.getuid():
         raise Untrusted(path, "it belongs to another user")
     if found.st_mode & _WRITABLE:
-        raise Untrusted(path, "other users may write there; chmod go-w makes it safe")
+        raise Untrusted(path, "other users can write to it; run chmod go-w on it")

@@ -1,10 +1,10 @@
 // The gradients of forward.cpp: with dz the gradient before the activation, dx_t = sum_j w_j dz_(t+K-1-j) and
-// dw_j = sum_t dz_t x_(t-K+1+j), both within a sequence. z is computed again.
+// dw_j = sum_t dz_t x_(t-K+1+j), both within a sequence. z is recomputed.
 #include "taps.h"
 
 namespace {
 
-constexpr long BLOCK = 128, PART = 512, TILE = 32;  // channels and tokens of a unit; tokens that are worked on together
+constexpr long BLOCK = 128, PART = 512, TILE = 32;  // channels and tokens of a unit; tokens processed together
 
 // K: the number of taps, or 0 for any.
 template <class T, int K>
@@ -13,7 +13,7 @@ struct Pass {
     Tensor<const T> x, grad;
     Tensor<T> dx;
     const float *first, *grad_last;  // (states, rows, C); first may be null
-    float* grad_first;               // like first; filled already with what it leaves to the last state
+    float* grad_first;               // like first; already holds its contribution from the last state
     float* sums;                     // (B parts, K + 1, C): the shares of dw and of db
 
     long taps() const { return K ? K : call.taps; }
@@ -32,7 +32,7 @@ struct Pass {
             const Sequence s = call.at(b, t, (t + TILE < to ? t + TILE : to) + ahead);
             stop = s.end < to ? s.end : to;
             if (stop > t + TILE) stop = t + TILE;
-            const long seen = s.end < stop + reach ? s.end : stop + reach;  // beyond, nothing was made of these tokens
+            const long seen = s.end < stop + reach ? s.end : stop + reach;  // outputs beyond do not depend on these tokens
             gather(call, rows, s, first, channel, count, t - reach, seen, window, width);
             read_tokens(grads, t, seen - t, count, dz, width);
             if (call.silu) undo_silu(window, weights, seen - t, width, dz);
@@ -64,9 +64,9 @@ struct Pass {
         for (long c = 0; c < count; ++c) out[c] += x[c];
     }
 
-    // What some tokens add to the gradients of the taps and, behind them, of the bias.
+    // Adds the contribution of some tokens to the gradients of the taps, followed by that of the bias.
     void total(const float* window, const float* dz, long n, long width, float* totals) const {
-        constexpr long together = K ? K : 1;  // as many sums as do not wait for each other
+        constexpr long together = K ? K : 1;  // the number of independent sums
         for (long c = 0; c < width; c += W) {
             vec all = load(totals + taps() * width + c);
             for (long i = 0; i < n; ++i) all += load(dz + i * width + c);
@@ -99,7 +99,7 @@ struct Pass {
         for (long i = 0; i < n; ++i) turn_row(weights, dz + i * width, 0, width, out + i * width);
     }
 
-    // One row of dx from that row of dz and those after it, of which the first ``skip`` are not there.
+    // One row of dx from that row of dz and later ones, of which the first ``skip`` are missing.
     void turn_row(const float* weights, const float* dz, long skip, long width, float* out) const {
         for (long c = 0; c < width; c += W) {
             vec total = vec{};
@@ -109,7 +109,7 @@ struct Pass {
         }
     }
 
-    // What the state number s, the first of its sequence, leaves to the last one of a sequence that is shorter than it.
+    // The gradient of state number s, the first of a sequence shorter than the state, from the last state.
     void begin(long s) const {
         std::memset(state(grad_first, s, 0), 0, sizeof(float) * call.rows * call.channels);
         const Sequence sequence = call.of_last(s);
@@ -152,7 +152,7 @@ int backward(const Pass<T, K>& pass, int threads) {
 extern "C" long longspan_convolution_part() { return PART; }
 
 // Arguments as in forward.cpp; x, grad, dx of one type and weight, with 4, 4, 4 and 2 strides; grad_last, grad_first (null
-// where first is) like first; sums (B parts,K+1,C), parts of longspan_convolution_part() tokens: the shares of the
+// if first is) like first; sums (B parts,K+1,C), parts of longspan_convolution_part() tokens: the shares of the
 // gradients of the weight, tap by tap, and of the bias.
 extern "C" int longspan_convolution_backward(const void* x, const void* grad, void* dx, const float* weight,
                                              const float* bias, const float* first, const float* grad_last,

@@ -4,7 +4,7 @@
 
 namespace {
 
-constexpr long BLOCK = 512, PART = 256, TILE = 32;  // channels and tokens of a unit; tokens that are gathered together
+constexpr long BLOCK = 512, PART = 256, TILE = 32;  // channels and tokens of a unit; tokens gathered at a time
 
 // K: the number of taps, or 0 for any.
 template <class T, int K>
@@ -23,7 +23,7 @@ struct Pass {
         call.gather_weights(channel, count, weights, width);
         const Rows<const T> rows = channels_of(x, b, channel);
         const Rows<T> outs = channels_of(out, b, channel);
-        // Whole vectors are read and written where they are, once enough tokens of the sequence lie before them.
+        // Whole vectors are read and written without a copy, once enough tokens of the sequence precede them.
         const bool direct = rows.channel == 1 && outs.channel == 1 && count % W == 0;
         for (long t = from, stop; t < to; t = stop) {
             const Sequence s = call.at(b, t, to);
@@ -86,7 +86,7 @@ int forward(const Pass<T, K>& pass, float* last, int threads) {
 
 // x, out (B,1,N,C) of type 0 float, 1 bfloat16, 2 float16, and weight (C,K) float, with 4, 4 and 2 strides, in this order;
 // bias (C) or null, first (states,rows,C) or null, last (states,rows,C): float, contiguous; segments (B,N) or null; offsets
-// (states+1) or null. sizes: B, N, C, K, rows, states. Returns 0, or 1 where memory is lacking.
+// (states+1) or null. sizes: B, N, C, K, rows, states. Returns 0, or 1 if memory runs out.
 extern "C" int longspan_convolution_forward(const void* x, void* out, const float* weight, const float* bias,
                                             const float* first, float* last, const std::int64_t* segments,
                                             const std::int64_t* offsets, const long* strides, const long* sizes, int silu,

@@ -1,10 +1,10 @@
-// One token of the causal depth-wise convolution for every row, whose state moves on by one. Plain C interface.
+// One token of the causal depth-wise convolution for every row, which advances the state by one. Plain C interface.
 #include "taps.h"
 
 namespace {
 
-// Channels of a unit: of many rows whole ones, mostly, so that memory is read and written in long runs; of few as many as leave
-// the gathered weights small, which then are gathered for little.
+// Channels of a unit: with many rows mostly whole rows, so that memory is read and written in long runs; with few rows a
+// number that keeps the gathered weights small.
 constexpr long MANY = 8, BLOCK = 4096, FEW_BLOCK = 512;
 
 struct Step {
@@ -14,19 +14,19 @@ struct Step {
     bool silu;
 };
 
-// Some channels of one row of the batch. Held by value where it is worked on, since a store may change what lies in memory.
+// Some channels of one row of the batch. Passed by value, since the compiler must assume that stores change memory.
 // T: x and out; S: the state.
 template <class T, class S>
 struct Line {
     S* state;
     const T* token;
     T* y;
-    long row, channel, next;  // how far apart rows and channels of the state and channels of x are
+    long row, channel, next;  // strides of rows and channels of the state, and of channels of x
     const float* weights;     // all taps of a vector of channels and its bias, one vector after the other
     long taps, rows;
 };
 
-// x, which was read from ``from``, is kept at ``to``. Halves are copied, since rounding them again would take longer and change
+// Stores x, which was read from ``from``, at ``to``. Half precision is copied, since rounding again takes longer and changes
 // nothing.
 template <class T, class S>
 inline void move(const T* from, vec x, S* to) {
@@ -36,7 +36,7 @@ inline void move(const T* from, vec x, S* to) {
         store(to, x);
 }
 
-// Whole vectors of channels that lie side by side, with K - 1 rows of a state.
+// Whole vectors of adjacent channels, with K - 1 rows of a state.
 template <int K, bool SILU, class T, class S>
 void apart(const Line<T, S>& line, long count) {
     const auto [s, token, y, row, channel, next, weights, taps, rows] = line;
@@ -52,7 +52,7 @@ void apart(const Line<T, S>& line, long count) {
     }
 }
 
-// The four rows of a vector of channels, side by side, lose the oldest and get the token, the last of ``rows``.
+// The four adjacent rows of a vector of channels lose the oldest and get the token, the last of ``rows``.
 template <class T, class S>
 inline void turn_on(S* s, const T* token, vec* rows) {
     if constexpr (sizeof(S) == 2) {  // four of them are a word, its lowest bits the oldest
@@ -68,7 +68,7 @@ inline void turn_on(S* s, const T* token, vec* rows) {
     }
 }
 
-// Whole vectors of channels whose four rows lie side by side, with four taps: as caches of other libraries have them.
+// Whole vectors of channels whose four rows are adjacent, with four taps: the layout of other libraries' caches.
 template <bool SILU, class T, class S>
 void beside(const Line<T, S>& line, long count) {
     const auto [s, token, y, row, channel, next, weights, taps, rows] = line;
@@ -85,7 +85,7 @@ void beside(const Line<T, S>& line, long count) {
     }
 }
 
-// Channels of any layout, any number of rows and of taps, from c on: a vector at a time, from copies that lie side by side.
+// Channels of any layout, with any number of rows and taps, from c on: a vector at a time, from contiguous copies.
 template <bool SILU, class T, class S>
 void anyhow(const Line<T, S>& line, long c, long count, float* window) {
     const auto [s, token, y, row, channel, next, weights, taps, rows] = line;
@@ -144,7 +144,7 @@ int step_rows(const Step& step, S* state, const T* x, T* out, long batch, int th
     const long blocks = (step.channels + block - 1) / block;
     // Below this, waking a second thread costs more than it saves.
     const long busy = threads > 1 && batch * step.channels * step.rows >= 65536 ? threads : 1;
-    // Few rows are shared out by their channels, many by themselves.
+    // Threads share few rows by channels, many rows by rows.
     const long pieces = blocks >= busy ? 1 : busy, units = blocks * pieces;
     bool failed = false;
 #pragma omp parallel num_threads(busy) if (busy > 1)
@@ -173,7 +173,7 @@ int step_rows(const Step& step, S* state, const T* x, T* out, long batch, int th
 
 // state (B,rows,C), overwritten, x (B,C) and weight (C,K) float with 3, 2 and 2 strides, in this order; out (B,C) like x,
 // contiguous; bias (C) float or null. sizes: B, C, K, rows. Types: 0 float, 1 bfloat16, 2 float16; a state has x's or 0.
-// Returns 0, or 1 where memory is lacking.
+// Returns 0, or 1 if memory runs out.
 extern "C" int longspan_convolution_step(void* state, const void* x, const float* weight, const float* bias, void* out,
                                          const long* strides, const long* sizes, int silu, int type, int state_type,
                                          int threads) {

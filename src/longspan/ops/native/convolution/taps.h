@@ -1,13 +1,12 @@
-// The causal depth-wise convolution: y_t = act(b + sum_j w_j x_(t-K+1+j)), channel by channel; what its passes share.
-// Before the first token of a sequence lie the rows of its state, if it has one, the newest last, and zeros otherwise.
+// The causal depth-wise convolution: y_t = act(b + sum_j w_j x_(t-K+1+j)), channel by channel; code that its passes
+// share. The rows of the state precede the first token of a sequence, newest last; without a state these are zeros.
 #pragma once
 #include "../linear/rows.h"
 
 namespace {
 
-// Four vectors, of which the first two and the last two are zipped: a number moves from place i of all to place 2 i, or to
-// 2 i + 1 where it was in the second half. Done log2 W times, four rows of channels come of channels of four rows; done
-// twice, the other way round.
+// Zips the first two and the last two of four vectors: number i moves to place 2 i, or to 2 i + 1 from the second half.
+// Doing this log2 W times turns channels of four rows into four rows of channels; doing it twice does the reverse.
 inline void zip(vec* a, int times) {
     for (int i = 0; i < times; ++i) {
         const vec b[4] = {zip_low(a[0], a[2]), zip_high(a[0], a[2]), zip_low(a[1], a[3]), zip_high(a[1], a[3])};
@@ -16,8 +15,8 @@ inline void zip(vec* a, int times) {
 }
 constexpr int LOG2_W = W == 16 ? 4 : W == 8 ? 3 : 2;
 
-// Tokens that belong together, as far as anybody asks: start is where they begin, or far enough behind; end likewise.
-// first, last: the numbers of the states before and after them, -1 where there is none.
+// One sequence. Start and end are exact within the range that the caller needs, and otherwise lie outside of it.
+// first, last: the numbers of the states before and after it, -1 for none.
 struct Sequence {
     long start, end, first, last;
 };
@@ -33,10 +32,10 @@ struct Convolution {
 
     long reach() const { return taps - 1; }
 
-    // The sequence of token t of row b; nobody asks for what lies beyond ``until``.
+    // The sequence of token t of row b; tokens from ``until`` on are not needed.
     Sequence at(long b, long t, long until) const {
         if (offsets) {
-            long low = 0, high = sequences;  // the last sequence that begins at t or before, and is not empty
+            long low = 0, high = sequences;  // the last non-empty sequence that begins at t or before
             while (high - low > 1) {
                 const long middle = (low + high) / 2;
                 (offsets[middle] <= t ? low : high) = middle;
@@ -51,7 +50,7 @@ struct Convolution {
         return {start, end, start == 0 ? b : -1, end == tokens ? b : -1};
     }
 
-    // The sequence that state number s is the last one of, empty ones too; its start is exact or ``rows`` before its end.
+    // The sequence, possibly empty, whose last state has number s; its start is exact, or ``rows`` before its end.
     Sequence of_last(long s) const {
         if (offsets) return {offsets[s], offsets[s + 1], s, s};
         long start = tokens > 0 ? tokens - 1 : 0;
@@ -60,8 +59,8 @@ struct Convolution {
         return {start, tokens, start == 0 ? s : -1, s};
     }
 
-    // Taps and, behind them, the bias of some channels, ld apart; the vectors of channels of a tap are ``apart`` from each
-    // other: W, where they make rows of ld channels. Zeros beyond the channels.
+    // Taps of some channels, then the bias, ld apart; the vectors of channels of a tap are ``apart`` from each other (W if
+    // they form rows of ld channels). Zeros beyond the channels.
     void gather_weights(long channel, long count, float* out, long ld, long apart = W) const {
         for (long v = 0; v < count; v += W, out += apart) {
             const long from = channel + v, some = count - v < W ? count - v : W;
@@ -81,7 +80,7 @@ struct Convolution {
     }
 };
 
-// Some channels of the rows of one sequence of memory.
+// Some channels of the tokens of one row of memory.
 template <class T>
 Rows<T> channels_of(Tensor<T> t, long b, long channel) {
     Rows<T> rows(t, b, 0);
@@ -89,7 +88,7 @@ Rows<T> channels_of(Tensor<T> t, long b, long channel) {
     return rows;
 }
 
-// Tokens begin ... begin + n, ``count`` channels, into out (n, ld); where tokens lie side by side, squares are turned.
+// Tokens begin ... begin + n, ``count`` channels, into out (n, ld); if tokens are adjacent in memory, squares are transposed.
 template <class T>
 void read_tokens(Rows<const T> rows, long begin, long n, long count, float* out, long ld) {
     if (rows.channel == 1 || rows.token != 1) return read(rows, begin, n, count, out, ld);
@@ -119,7 +118,7 @@ void write_tokens(const float* x, long ld, Rows<T> rows, long begin, long n, lon
     write(x + i * ld, ld, rows, begin + i, n - i, count);
 }
 
-// Rows from ... to of a sequence into out (to - from, ld): tokens, and before the first one the state or zeros.
+// Rows from ... to of a sequence into out (to - from, ld): tokens, preceded by the state or zeros.
 template <class T>
 void gather(const Convolution& call, Rows<const T> x, const Sequence& s, const float* first, long channel, long count,
             long from, long to, float* out, long ld) {
@@ -132,7 +131,7 @@ void gather(const Convolution& call, Rows<const T> x, const Sequence& s, const f
     if (from < to) read_tokens(x, from, to - from, count, out, ld);
 }
 
-// N tokens of ``width`` channels. Each vector is read once, for all tokens that it is a tap of.
+// N tokens of ``width`` channels. Each vector is read once, for all tokens that use it as a tap.
 template <int K, int N, bool SILU, class X, class Y>
 void mix_rows(const X* x, long x_row, const float* weights, long ld, long width, Y* y, long y_row) {
     for (long c = 0; c < width; c += W) {
@@ -147,8 +146,8 @@ void mix_rows(const X* x, long x_row, const float* weights, long ld, long width,
     }
 }
 
-// n tokens of ``width`` channels, whole vectors; the rows before x are there. Weights in rows, as gather_weights leaves them;
-// K: the number of taps, or 0 where it is only known as ``taps``.
+// n tokens of ``width`` channels, whole vectors; the rows before x exist. Weights in rows, as written by gather_weights;
+// K: the number of taps, or 0 if only ``taps`` has it.
 template <int K, bool SILU, class X, class Y>
 void mix_taps(const X* x, long x_row, const float* weights, long ld, long taps, long n, long width, Y* y, long y_row) {
     if constexpr (K > 0) {
@@ -183,7 +182,7 @@ struct Taps {
     static constexpr long count = K;
 };
 
-// Calls f with the number of taps as a constant, where it is a usual one.
+// Calls f with the number of taps as a constant, if it is a common one.
 template <class F>
 auto with_taps(long taps, F f) {
     switch (taps) {

@@ -1,4 +1,4 @@
-// What feed-forward networks apply between their two maps; the numbers are those of ops/native/decode.py.
+// Activations of feed-forward networks; the numbers are those of ops/native/decode.py.
 #pragma once
 #include "../shared/vec.h"
 
@@ -7,7 +7,7 @@ namespace {
 enum Activation { relu_act = 0, gelu = 1, silu_act = 2, squared_relu_act = 3, geglu = 4, swiglu = 5 };
 
 inline vec gaussian_gelu(vec x) {
-    // erf by 1 - t P(t) e^(-u^2), t = 1 / (1 + 0.4 u), P fitted for the least error on 0 <= u <= 6, 3e-8.
+    // erf by 1 - t P(t) e^(-u^2), t = 1 / (1 + 0.4 u), P fitted for the smallest error on 0 <= u <= 6, 3e-8.
     const vec zero = vec{}, u = pick(x < zero, -x, x) * 0.707106781f, t = 1.0f / (1.0f + 0.4f * u);
     vec p = splat(-2.002584025e-01f);
     p = p * t + 7.091439550e-01f;

@@ -6,9 +6,9 @@
 
 namespace {
 
-constexpr long KEYS = 64;  // cached keys whose weights are formed together
+constexpr long KEYS = 64;  // cached keys whose weights are computed together
 
-// Pair j of the channels is (j, j + D/2), as layers.rotate has it.
+// Pair j of the channels is (j, j + D/2), as in layers.rotate.
 inline void rotate(const float* x, const float* turn, float* out, long size) {
     const long half = size / 2;
     for (long j = 0; j < half; ++j) {

@@ -1,5 +1,5 @@
-// A token step of a whole decoder: embedding, blocks of linear or softmax attention, head, with one parallel region and
-// nothing between the layers but barriers. Weights are packed once, by longspan_pack. Plain C interface.
+// A decode step of a whole model: embedding, blocks of linear or softmax attention, head, in one parallel region with
+// only barriers between the layers. Weights are packed once, by longspan_pack. Plain C interface.
 //
 // Sizes: B sequences, d width of the residual stream, H heads of D = d / H channels, G key heads, F inner width.
 #include <cmath>
@@ -12,8 +12,8 @@
 
 namespace {
 
-constexpr long PANEL = COLUMNS * W;  // outputs of a linear map that lie side by side when it is packed
-constexpr long BLOCK = 48;           // sequences that a thread takes through a panel before the next one
+constexpr long PANEL = COLUMNS * W;  // adjacent outputs of a packed linear map
+constexpr long BLOCK = 48;           // sequences that a thread processes per panel
 
 enum Kind { linear_kind = 0, softmax_kind = 1 };
 enum Failure { fine = 0, no_memory = 1, bad_token = 2, bad_position = 3, no_room = 4, bad_length = 5 };
@@ -30,13 +30,13 @@ struct longspan_linear {
 };
 
 struct longspan_norm {
-    const float *weight, *bias;  // bias null: no mean is taken off (RMS)
+    const float *weight, *bias;  // bias null: the mean is not subtracted (RMS)
     float eps;
 };
 
 struct longspan_layer {
     longspan_norm norm1, norm2;
-    longspan_linear project, out, expand, contract;  // project gives queries, keys and values side by side
+    longspan_linear project, out, expand, contract;  // project gives queries, keys and values in one vector
     const float* rates;  // rotary: D/2 angles per position, or null
     long kind, groups, map, activation;
     float eps;
@@ -51,7 +51,7 @@ struct longspan_model {
 };
 
 // The state of one layer: of linear attention the sums (B,H,D,E+1), of softmax keys and values (B,G,capacity,D) of the
-// model's type; position (B) is how many tokens there are, null where nothing depends on it.
+// model's type; position (B) is the number of tokens, null if not needed.
 struct longspan_state {
     void *first, *second;
     const std::int64_t* position;
@@ -73,7 +73,7 @@ void normalize(const longspan_norm& norm, const float* x, float* out, long dim) 
     for (long j = 0; j < dim; ++j) out[j] = (x[j] - mean) * scale * norm.weight[j] + (norm.bias ? norm.bias[j] : 0.0f);
 }
 
-// What becomes of an output: stored, stored after its activation, or added to what is there.
+// How an output is stored: directly, after its activation, or added to the old value.
 enum After { keep, act, add };
 
 // Columns of one panel for rows of x: out[i, j] = or += (W x_i + b)_j.
@@ -107,7 +107,7 @@ struct Sizes {
     long batch, dim, heads, size, parts;
 };
 
-// One head of one sequence; the same thread does all heads before ``to``, counted over the batch.
+// One head of one sequence; the same thread processes all heads before ``to``, counted over the batch.
 void linear_head(const longspan_layer& layer, const longspan_state& state, const Sizes& n, long b, long h, long to,
                  const float* projected, float* out, float* room) {
     const long d = n.size;
@@ -127,7 +127,7 @@ void linear_head(const longspan_layer& layer, const longspan_state& state, const
     advance_head(sums + (b * n.heads + h) * each, sums + to * each, token, out + h * d, d, d, layer.eps);
 }
 
-// All query heads that share key head g of sequence b; its key and value are put into the cache first.
+// All query heads that share key head g of sequence b; its key and value are first written to the cache.
 template <class T>
 void softmax_group(const longspan_layer& layer, const longspan_state& state, const Sizes& n, long b, long g,
                    const float* projected, float* out, float* room) {
@@ -250,12 +250,12 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
         const longspan_layer& layer = model.layers[l];
         if (layer.project.out > project_width) project_width = layer.project.out;
         if (layer.expand.out > hidden_width) hidden_width = layer.expand.out;
-        // All is checked before anything is overwritten.
+        // Everything is checked before anything is overwritten.
         if (layer.kind == softmax_kind)
             for (long b = 0; b < batch; ++b)
                 if (states[l].position[b] < 0 || states[l].position[b] > states[l].capacity) return bad_length;
     }
-    // A cache that is to grow must be a sound one, so that all lengths come first.
+    // A cache that grows must be valid, so all lengths are checked first.
     for (long l = 0; l < model.depth; ++l)
         if (model.layers[l].kind == softmax_kind)
             for (long b = 0; b < batch; ++b)
@@ -306,10 +306,10 @@ void pack(const T* weight, long out, long in, T* packed) {
 
 }  // namespace
 
-// How many elements longspan_pack writes for a weight (out, in).
+// The number of elements that longspan_pack writes for a weight (out, in).
 extern "C" long longspan_packed_size(long out, long in) { return (out + PANEL - 1) / PANEL * PANEL * in; }
 
-// weight (out, in), row by row, of type 0 float or 1 bfloat16, into the order in which a step reads it.
+// weight (out, in), row by row, of type 0 float or 1 bfloat16, into the order of a step.
 extern "C" void longspan_pack(const void* weight, long out, long in, int type, void* packed) {
     if (type == 0)
         pack(static_cast<const float*>(weight), out, in, static_cast<float*>(packed));
@@ -318,9 +318,9 @@ extern "C" void longspan_pack(const void* weight, long out, long in, int type, v
 }
 
 // One token of every sequence: tokens (B) and positions (B), or embedded (B, d) in place of both -> out (B, outputs);
-// states (depth) are overwritten, their positions are not. Returns 0; 1 where memory is lacking; 2 or 3 for a token or a
-// position out of range; 4 where a cache has no room; 5 where it says it holds fewer tokens than none or more than it can;
-// and then nothing is changed.
+// states (depth) are overwritten, their positions are not. Returns 0; 1 if memory runs out; 2 or 3 for a token or a
+// position out of range; 4 if a cache is full; 5 if its length is negative or above its capacity. With an
+// error nothing is changed.
 extern "C" int longspan_decode(const longspan_model* model, const longspan_state* states, const std::int64_t* tokens,
                                const std::int64_t* positions, const float* embedded, long batch, float* out,
                                int threads) {

@@ -1,11 +1,11 @@
-// The gradients of forward.cpp, from the last span to the first. A span goes forward once more, keeping the state
-// before each chunk and what was written; then its chunks go backward. Source: the adjoint of the recurrence, with
+// The gradients of forward.cpp, from the last span to the first. The forward pass of a span is repeated, keeping the
+// state before each chunk and the writes; then its chunks go backward. Source: the adjoint of the recurrence, with
 // w_i = beta_i dr_i, where dr solves the transposed system: de = w, dB_ij = -w_i.x_j, dbeta_i = dr_i.e_i.
 #include "chunk.h"
 
 namespace {
 
-// T: what the operands are made of; K: the gradients of queries and keys.
+// T: the type of the operands; K: that of the gradients of queries and keys.
 template <class T, class K>
 struct Pass {
     const Gates& gates;
@@ -28,7 +28,7 @@ struct Pass {
         float *after;                    // gradient of the state after the chunk (D, vp)
         float *kept, *errors, *written;  // states before chunks; e and x of the span
         float *turned_start, *turned_after;
-        float *dout, *dx, *wn;           // (C, vp): gradients of outputs and of what was written; -w
+        float *dout, *dx, *wn;           // (C, vp): gradients of outputs and of writes; -w
         float *dq, *plus, *minus, *out;  // (C, kp): the parts of the gradients, by the sign of G; that of left keys
         float *da, *db;                  // (C, C)
         float *ends, *carry;             // (kp)
@@ -54,7 +54,7 @@ struct Pass {
         load_state(grad_state + row * size, gates.keys, gates.values, vp(), work.after);
         for (long span = spans(tokens) - 1; span >= 0; --span) {
             const long from = span * SPAN, to = from + SPAN < tokens ? from + SPAN : tokens;
-            // Chunks that begin with a segment begin with zeros, so no more states are kept than without segments.
+            // A chunk at the start of a segment starts from zeros, so segments need no more states.
             long cuts[SPAN + 1], count = 0, slots = 0;
             const float* before[SPAN];
             float* s = work.kept;
@@ -101,14 +101,14 @@ struct Pass {
         save_state(work.after, gates.keys, gates.values, vp(), grad_state + row * size);
     }
 
-    // One chunk; start: the state before it, null where a segment begins with it.
+    // One chunk; start: the state before it, null at the start of a segment.
     void back(Chunk& chunk, Work& work, const Operand& operand, const float* start, long row, long begin, bool adds) const {
         const long batch = row / gates.heads, n = chunk.n, kp = this->kp(), vp = this->vp();
         const long keys = gates.keys;
         read(gates.of(grad, row), begin, n, gates.values, work.dout, vp);
         for (long i = 0; gates.mask && i < n; ++i)
             if (gates.hidden(batch, begin + i)) std::memset(work.dout + i * vp, 0, sizeof(float) * vp);
-        // Transposed states: rows beyond the last channel are never read.
+        // Transposed states; rows beyond the last channel are never read.
         for (long d = 0; d < keys; d += W) turn(work.after, d, work.turned_after);
         for (long d = 0; start && d < keys; d += W) turn(start, d, work.turned_start);
 
@@ -181,7 +181,7 @@ struct Pass {
         }
     }
 
-    // What reaches queries or keys by way of the state before the chunk.
+    // Gradients of queries or keys through the state before the chunk.
     void entering(const Chunk& chunk, const Work& work, const float* grads, const float* start, float* into) const {
         const long n = chunk.n, kp = this->kp();
         if (!start) {
@@ -195,7 +195,7 @@ struct Pass {
         }
     }
 
-    // The gradient of the last G by way of the state after the chunk, by channel.
+    // The gradient of the last G through the state after the chunk, per channel.
     void ends(const Chunk& chunk, Work& work, const float* start) const {
         const long vp = this->vp();
         for (long d = 0; d < kp(); ++d) {
@@ -222,7 +222,7 @@ struct Pass {
         }
     }
 
-    // The same by channel: keys decay from the first token to the last, gradients from the last to the first.
+    // The same per channel: keys decay from the first token to the last, gradients from the last to the first.
     void sweep(Chunk& chunk, Work& work) const {
         const long n = chunk.n, kp = this->kp();
         for (long i = 0; i < n; ++i) {
@@ -255,7 +255,7 @@ struct Pass {
         const long batch = row / gates.heads, n = chunk.n, kp = this->kp(), vp = this->vp();
         const bool hides = gates.mask != nullptr;
         if (gates.decay != no_decay) {
-            // A factor e^G_i multiplies what row i reads, e^-G_j what column j writes, so dG = x dx for each use of x.
+            // Row i reads with the factor e^G_i, column j writes with e^-G_j, so dG = x dx for each use of x.
             const Rows<float> rows = gates.of(ddecay, row);
             std::memcpy(work.carry, work.ends, sizeof(float) * kp);
             for (long i = n - 1; i >= 0; --i) {
@@ -277,8 +277,8 @@ struct Pass {
                 }
             }
         }
-        // What a token reads of its own writing has no decay: it comes last, so that the sum of differences above, where
-        // it would only round, has none of it.
+        // A token reads its own write without decay. This is added last, since the sum of differences above would only add
+        // rounding errors to it.
         for (long i = 0; i < n; ++i)
             for (long d = 0; d < kp; d += W) {
                 const vec own = splat(work.diagonal[i]), q = load(chunk.q + i * kp + d), k = load(chunk.k + i * kp + d);
@@ -316,7 +316,7 @@ struct Pass {
         write(work.dx, vp, gates.of(dv, row), begin, n, gates.values);
     }
 
-    // x (n, kp) += what is there already, from another head of values.
+    // x (n, kp) += the values already stored, from another value head.
     void add(Rows<K> rows, long begin, long n, float* x) const {
         for (long i = 0; i < n; ++i)
             for (long d = 0; d < gates.keys; ++d)
@@ -348,7 +348,7 @@ int backward(const Pass<T, K>& pass, float* grad_state, int threads) {
 
 // Arguments as in forward.cpp, and grad (B,H,N,E) like v; dq, dk (B,G,N,D) of type ``key_type``, dv like v, ddecay
 // (B,H,N,1|D) or null and dbeta (B,H,N,1) or null, float. Strides: q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay,
-// dbeta. grad_state (B,H,D,E) float, contiguous: the gradient of the last state, which becomes that of the first.
+// dbeta. grad_state (B,H,D,E) float, contiguous: the gradient of the last state, updated to that of the first.
 extern "C" int longspan_gated_backward(const void* q, const void* k, const void* v, const void* grad, void* dq, void* dk,
                                        void* dv, const float* log_decay, const float* beta, float* ddecay, float* dbeta,
                                        const float* starts, float* grad_state, const std::uint8_t* mask,

@@ -1,8 +1,8 @@
-// One chunk of the recurrence with decay and delta rule: what both passes over a sequence need of it. With G_i the sum of
-// the log decays up to token i of the chunk, S the state before it, and all exponents at most 0 where the decays are:
+// One chunk of the recurrence with decay and delta rule, for both passes over a sequence. With G_i the sum of the log decays
+// up to token i of the chunk, S the state before it, and all exponents at most 0 if the log decays are:
 //   A_ij = sum_d q_id k_jd e^(G_id - G_jd), j <= i      x_i = beta_i e_i, e_i = v_i - (e^G_i k_i)^T S - sum_{j<i} B_ij x_j
 //   B_ij = sum_d k_id k_jd e^(G_id - G_jd), j < i       o_i = (e^G_i q_i)^T S + sum_{j<=i} A_ij x_j, or x_i = v_i
-// Source: Yang et al. 2024 (2412.06464), section 3.3, by forward substitution, since the state before is at hand.
+// Source: Yang et al. 2024 (2412.06464), section 3.3, by forward substitution, since the state before is known.
 #pragma once
 #include <initializer_list>
 
@@ -12,8 +12,8 @@ namespace {
 
 enum Decay { no_decay, by_head, by_channel };
 
-// What both passes know of a call. Heads of values that follow each other share a head of queries and keys. A row is one
-// head of one sequence, and its tokens are counted from the first of the sequence.
+// The arguments of a call that both passes need. Consecutive value heads share a head of queries and keys. A row is one head
+// of one sequence, and its tokens are counted from the start of the sequence.
 struct Gates {
     long batch, key_heads, heads, tokens, keys, values;
     int decay, delta;
@@ -22,7 +22,7 @@ struct Gates {
     const std::int64_t* segments;  // (B, N), may be null
     const float *log_decay, *beta;  // with 4 and 3 strides: channels are the last
     const long *decay_strides, *beta_strides;
-    const std::int64_t* offsets;  // (batch + 1): where sequences begin that lie in one row of memory; may be null
+    const std::int64_t* offsets;  // (batch + 1): the starts of sequences packed into one row of memory; may be null
     bool normalize;               // queries and keys to length 1
 
     long rows() const { return batch * heads; }
@@ -30,7 +30,7 @@ struct Gates {
     long vp() const { return whole_vectors(values); }
     long key_head(long head) const { return head / (heads / key_heads); }
     long tokens_of(long sequence) const { return offsets ? offsets[sequence + 1] - offsets[sequence] : tokens; }
-    // The place of its first token among all that lie in memory row by row.
+    // The place of its first token among all tokens, row by row.
     long first_token(long sequence) const { return offsets ? offsets[sequence] : sequence * tokens; }
     template <class T>
     Rows<T> of_head(Tensor<T> t, long sequence, long head) const {
@@ -52,8 +52,8 @@ struct Gates {
     }
     bool hidden(long sequence, long token) const { return mask && !mask[first_token(sequence) + token]; }
 
-    // The number, among all states that the forward pass keeps, of that before a span of a row. A packed sequence has room
-    // for one more than whole spans end in it, which is enough wherever it begins.
+    // The number of the state before a span of a row, among all states that the forward pass keeps. A packed sequence has
+    // room for one more state than whole spans end in it, which is enough for any start.
     long start_of(long row, long span) const;
 };
 
@@ -67,7 +67,7 @@ inline long Gates::start_of(long row, long span) const {
     return (offsets[s] / SPAN + s) * heads + head * room + span;
 }
 
-// e^x, and 0 where it would be less than the smallest normal number.
+// e^x, or 0 if that is below the smallest normal number.
 inline vec fading(vec x) {
     x = pick(x > splat(88.0f), splat(88.0f), x);
     return pick(x < splat(-86.0f), vec{}, exponential(x));
@@ -79,7 +79,7 @@ inline ivec lanes_from(long j) {
     return lane;
 }
 
-// Row i of a lower triangle as far as lower_product wrote it, times the row of factors if there is one; zero from column
+// Row i of a lower triangle as written by lower_product, times the row of factors if there is one; zero from column
 // ``end`` on.
 inline void finish_row(float* row, const float* factors, long i, long n, long end) {
     const long strip = i / STRIP * STRIP + STRIP, width = whole_vectors(strip < n ? strip : n);
@@ -103,8 +103,8 @@ struct Operands {
     static long floats(const Gates& gates) { return C * (2 * gates.kp() + gates.vp() + 2); }  // of an Operand
 };
 
-// A chunk of one head: queries times scale and keys (C, kp), values (C, vp); masked tokens are zero. What queries and keys
-// were multiplied by where they are normalized (C).
+// A chunk of one head: queries times scale and keys (C, kp), values (C, vp); masked tokens are zero. The factors
+// of normalized queries and keys (C).
 struct Operand {
     float *q, *k, *v, *q_factor, *k_factor;
 
@@ -145,7 +145,7 @@ void gather_values(const Operands<T>& from, const Gates& gates, Tokens at, Opera
     pack(gates.of(from.v, at.row), at, gates.values, gates.mask_of(at.row), to.v, gates.vp(), same);
 }
 
-// One chunk of one head in scratch memory; (C, kp) unless said otherwise.
+// One chunk of one head in scratch memory; (C, kp) unless noted.
 struct Chunk {
     const Gates& gates;
     long kp, vp, n = 0;
@@ -171,7 +171,7 @@ struct Chunk {
         return C * (5 * kp + 2 * vp + 3 * C + 2 * W + 2 + (kp > vp ? kp : vp)) + kp;
     }
 
-    // Tokens begin ... begin + count of a head, and all that does not depend on the state; reads: queries are there too.
+    // Tokens begin ... begin + count of a head, and everything that does not depend on the state; reads: queries too.
     void enter(Operand operand, long row, long begin, long count, bool reads) {
         n = count, q = operand.q, k = operand.k, v = operand.v;
         const long batch = row / gates.heads;
@@ -216,7 +216,7 @@ struct Chunk {
         }
     }
 
-    // The state after the chunk from that before it.
+    // The state after the chunk, given that before it.
     void advance(float* s) const {
         if (gates.decay != no_decay)
             for (long d = 0; d < gates.keys; ++d) scale_row(s + d * vp, s + d * vp, whole[d], vp);
@@ -224,7 +224,7 @@ struct Chunk {
     }
 
    private:
-    // A and B from products of matrices, times factors (C, C) if there are any.
+    // A and B from matrix products, times factors (C, C) if there are any.
     void multiply(const float* factors, bool reads) {
         if (gates.decay == no_decay) read = q, entering = left = k;
         transpose(k, kp, turned, C, whole_vectors(n), kp);
@@ -244,7 +244,7 @@ struct Chunk {
             const float g = gates.hidden(batch, begin + i) ? 0.0f : decays.data[(begin + i) * decays.token];
             total += g;
             start[i] = total;
-            // G_i - G_j grows by one term per row, so nothing cancels, however large the sums before it.
+            // G_i - G_j grows by one term per row, so there is no cancellation.
             for (long j = 0; j < C; j += W) {
                 const ivec lane = lanes_from(j);
                 vec& s = sum[j / W];
@@ -263,8 +263,8 @@ struct Chunk {
         for (long j = 0; j < kp; j += W) store(whole + j, splat(start[n - 1]));
     }
 
-    // By channel no product of matrices has A and B as its result. They come from keys that decay from token to token:
-    // before token i, left_j is e^(G_i - G_j) k_j, which in the end it is for the last token.
+    // With a decay per channel, A and B are not matrix products. They are computed from keys that decay token by token:
+    // before token i, left_j is e^(G_i - G_j) k_j; at the end it belongs to the last token.
     void sweep(Rows<const float> decays, long batch, long begin, bool reads) {
         ::read(decays, begin, n, gates.keys, alpha, kp);
         for (long i = 0; i < n; ++i) {
@@ -297,7 +297,7 @@ struct Chunk {
     }
 
    public:
-    // left_j, j < i, goes from token i - 1 to token i, where left_i = k_i begins.
+    // left_j, j < i, advances from token i - 1 to token i, where left_i = k_i starts.
     void decay_keys(long i) {
         for (long j = 0; j < i; ++j) scale_row(left + j * kp, left + j * kp, alpha + i * kp, kp);
         std::memcpy(left + i * kp, k + i * kp, sizeof(float) * kp);

@@ -9,14 +9,14 @@ struct Pass {
     const Gates& gates;
     Operands<T> operands;
     Tensor<T> out;
-    float* starts;  // (B, H, spans, D, E): the state before each span; null where no backward pass follows
+    float* starts;  // (B, H, spans, D, E): the state before each span; null without a backward pass
 
     long matrix() const { return gates.keys * gates.vp(); }
     long scratch(long heads) const {
         return Chunk::size(gates) + heads * matrix() + C * gates.vp() + Operands<T>::floats(gates);
     }
 
-    // Some rows of one sequence, a chunk of all before the next one, as heads often lie side by side.
+    // Some rows of one sequence, chunk by chunk for all of them, since heads are often adjacent.
     void run(long first_row, long last_row, const float* first, float* last, Scratch scratch) const {
         const long size = gates.keys * gates.values, vp = gates.vp();
         const long sequence = first_row / gates.heads, tokens = gates.tokens_of(sequence);
@@ -32,7 +32,7 @@ struct Pass {
             const Tokens after{first_row, end, tokens - end < C ? tokens - end : C};
             for (long row = first_row; row < last_row; ++row) {
                 const Tokens at{row, begin, end - begin};
-                // Heads of values that share queries and keys follow each other.
+                // Value heads that share queries and keys are consecutive.
                 if (row == first_row || row % (gates.heads / gates.key_heads) == 0) {
                     gather_queries(operands, gates, at, operand);
                     gather_keys(operands, gates, at, operand);
@@ -46,7 +46,7 @@ struct Pass {
             save_state(states + (row - first_row) * matrix(), gates.keys, gates.values, vp, last + row * size);
     }
 
-    // One chunk of one row, from the state s (D, vp) before it to that after it. Meanwhile the next one is fetched.
+    // One chunk of one row, which updates the state s (D, vp). The next chunk is prefetched.
     void advance(Chunk& chunk, Operand operand, Tokens at, Tokens next, float* s, float* o) const {
         const long row = at.row, vp = gates.vp(), size = gates.keys * gates.values;
         const Rows<T> outputs = gates.of(out, row);
@@ -69,7 +69,7 @@ struct Pass {
 template <class T>
 int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
     const Gates& gates = pass.gates;
-    // Groups of heads, as few as keep the threads busy.
+    // As few groups of heads as occupy all threads.
     long groups = 1;
     while (groups < gates.heads && gates.batch * groups < 8 * threads && gates.batch * groups % threads) ++groups;
     const long units = gates.batch * groups;
@@ -94,12 +94,11 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
 
 }  // namespace
 
-// sizes: B, key heads, heads, N, D, E, whether q and k are to be normalized. q, k (B,G,N,D), v, out (B,H,N,E), of type 0 float
+// sizes: B, key heads, heads, N, D, E, whether to normalize q and k. q, k (B,G,N,D), v, out (B,H,N,E), of type 0 float
 // or 1 bfloat16, log_decay (null, or (B,H,N,1|D)) and beta (null, or (B,H,N,1)) float, with 4 strides each, in this order;
-// first, last (B,H,D,E) and
-// starts (null, or (B,H,spans,D,E)) float, contiguous; mask (B,N) bytes or null; segments (B,N) or null. decay: 0
-// none, 1 by head, 2 by channel. With offsets (B+1), else null, the B sequences lie in one row of N tokens, and starts is
-// (N / 512 + B,H,D,E). Returns 0, or 1 where memory is lacking.
+// first, last (B,H,D,E) and starts (null, or (B,H,spans,D,E)) float, contiguous; mask (B,N) bytes or null; segments (B,N) or
+// null. decay: 0 none, 1 per head, 2 per channel. With offsets (B+1), else null, the B sequences are packed into one row of N
+// tokens, and starts is (N / 512 + B,H,D,E). Returns 0, or 1 if memory runs out.
 extern "C" int longspan_gated_forward(const void* q, const void* k, const void* v, void* out, const float* log_decay,
                                       const float* beta, const float* first, float* last, float* starts,
                                       const std::uint8_t* mask, const std::int64_t* segments, const std::int64_t* offsets,

@@ -1,7 +1,7 @@
 // One token of the recurrence with decay and delta rule for every row and head. Plain C interface.
 // P = Diag(alpha) S, S' = P + k (beta (v - P^T k))^T, o = scale S'^T q = scale (P^T q + (q.k) beta (v - P^T k)):
-// one pass reads P^T k and P^T q together, one writes S'. The second goes together with the first of the next columns, so
-// that their states arrive while there is something to compute.
+// one pass reads P^T k and P^T q together, one writes S'. The second is combined with the first of the next columns, so
+// that loads overlap with computation.
 #include "../shared/fetch.h"
 #include "chunk.h"
 
@@ -11,14 +11,14 @@ constexpr long limit = 1024;
 struct Token {
     const float *q, *k, *v;
     float *state, *out;
-    const float* end;  // of the states that the same thread goes through
-    float alpha[limit], decayed_q[limit], decayed_k[limit];  // alpha by channel
+    const float* end;  // of the states of the same thread
+    float alpha[limit], decayed_q[limit], decayed_k[limit];  // alpha per channel
     float beta, both;                                        // both: q.k
-    // Where operands in half precision or of another length are held, and the output before it is rounded.
+    // Copies of operands that are in half precision or normalized, and the output before rounding.
     float own_q[limit], own_k[limit], own_v[limit], own_out[limit];
 };
 
-// NV vectors of columns whose state is read and not yet written: x is what the key writes.
+// NV vectors of columns whose state has been read but not written; the key writes x.
 template <int NV>
 struct Pending {
     const Token* token;
@@ -26,7 +26,7 @@ struct Pending {
     vec x[NV];
 };
 
-// Writes the columns that ``old`` has read, and reads those from ``e`` on of the token's state: either may be missing.
+// Writes the columns that ``old`` has read, and reads the token's state from column ``e`` on; either may be missing.
 template <int NV, bool WRITE, bool READ>
 void both_passes(const Pending<NV>& old, Pending<NV>& now, const Token* token, long e, long keys, long width, float scale) {
     vec o[NV] = {}, seen[NV] = {}, x[NV];
@@ -61,7 +61,7 @@ void both_passes(const Pending<NV>& old, Pending<NV>& now, const Token* token, l
     }
 }
 
-// The delta rule's columns from ``e`` on while e + NV W fits, after those that are pending; -> where it ended.
+// The delta rule on columns from ``e`` on while e + NV W fits, after the pending ones; -> the next column.
 template <int NV>
 long delta_columns(Pending<NV>& pending, const Token* token, long e, long keys, long width, float scale) {
     for (; e + NV * W <= width; e += NV * W) {
@@ -102,7 +102,7 @@ long plain_columns(const Token& token, long e, long keys, long width, float scal
     return e;
 }
 
-// One column of what is left.
+// One of the remaining columns.
 inline void column(const Token& token, long e, long keys, long width, float scale, bool delta) {
     float seen = 0.0f, o = 0.0f, x = token.v[e];
     for (long d = 0; delta && d < keys; ++d) {
@@ -121,7 +121,7 @@ inline void column(const Token& token, long e, long keys, long width, float scal
     token.out[e] = o * scale;
 }
 
-// The first of count numbers that a vector holds, and zeros.
+// The first ``count`` numbers, padded with zeros to a vector.
 inline vec first(const float* x, long count) {
     if (count >= W) return load(x);
     vec out = vec{};
@@ -129,7 +129,7 @@ inline vec first(const float* x, long count) {
     return out;
 }
 
-// alpha, and what the delta rule reads with.
+// alpha, and the vectors with which the delta rule reads.
 inline void prepare(Token& token, const float* gates, int decay, const float* beta, long keys) {
     const vec head = decay == by_head ? fading(splat(*gates)) : splat(1.0f);
     vec both = vec{};
@@ -208,7 +208,7 @@ void step_rows(const Step<T>& step, long rows, int threads) {
     const long values = step.values;
     // Below this, waking a second thread costs more than it saves.
     const long parts = threads > 1 && rows * step.keys * values >= 32768 ? (threads < rows ? threads : rows) : 1;
-    // Where registers suffice, whole rows of the usual 64 or 128 columns: what lies side by side arrives sooner.
+    // If registers suffice, whole rows of the common 64 or 128 columns, since adjacent memory loads faster.
     constexpr int narrow = 32 / W, wide = W == 16 ? 64 / W : narrow, widest = W == 16 ? 128 / W : narrow;
 #pragma omp parallel for num_threads(parts) schedule(static) if (parts > 1)
     for (long part = 0; part < parts; ++part) {

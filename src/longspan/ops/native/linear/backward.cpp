@@ -1,7 +1,7 @@
-// The gradients of causal normalized linear attention, recomputed from its inputs with nothing stored but its outputs.
+// The gradients of causal normalized linear attention, recomputed from its inputs and outputs.
 // With f = phi(q), h = phi(k), b_i the denominator and g_i = dL/do_i: dn_i = g_i / b_i, db_i = -(g_i.o_i) / b_i, and
 //   df_i = sum_{j<=i} (dn_i.v_j + db_i) h_j,   dh_j = sum_{i>=j} (dn_i.v_j + db_i) f_i,   dv_j = sum_{i>=j} (f_i.h_j) dn_i,
-// so that df needs a sum carried ahead, of v h^T and h, and dh and dv one carried back, of f dn^T and db f.
+// so that df needs a forward sum, of v h^T and h, and dh and dv a backward sum, of f dn^T and db f.
 // Source: Katharopoulos et al. 2020 (2006.16236), eqs 13-15, with the normalizer and the feature map's slope added.
 #include "rows.h"
 
@@ -16,19 +16,19 @@ struct Backward {
 
     long packed() const { return C * (2 * call.kp() + 3 * call.vp()); }
     long scratch() const { return C * (5 * call.kp() + call.vp() + 2 * C + W + 1) + packed(); }
-    // The sums carried ahead are s (E, kp) of v h^T and z (kp) of h; those carried back, r (D, vp) of f dn^T and w (kp)
-    // of db f, are the gradient of the state.
+    // The forward sums are s (E, kp) of v h^T and z (kp) of h. The backward sums, r (D, vp) of f dn^T and w (kp) of db f,
+    // are the gradient of the state.
     long ahead_matrix() const { return call.values * call.kp(); }
     long back_matrix() const { return call.keys * call.vp(); }
     long ahead_size() const { return ahead_matrix() + call.kp(); }
     long back_size() const { return back_matrix() + call.kp(); }
 
-    // C tokens of a head as they were given: q and k (C, kp), v, out and grad (C, vp).
+    // C tokens of a head before the feature map: q and k (C, kp), v, out and grad (C, vp).
     struct Chunk {
         float *q, *k, *v, *out, *grad;
     };
 
-    // What tokens of a row need, a chunk: keys and values, or queries, outputs and gradients, or all.
+    // Loads a chunk of a row: keys and values, or queries, outputs and gradients, or all.
     Chunk enter(Tokens at, bool keys, bool queries, Scratch& scratch) const {
         const long kp = call.kp(), vp = call.vp();
         const Chunk chunk{scratch.take(C * kp), scratch.take(C * kp), scratch.take(C * vp), scratch.take(C * vp),
@@ -41,13 +41,13 @@ struct Backward {
         return chunk;
     }
 
-    // The features of keys (n, kp), nothing where a token is masked.
+    // The features of keys (n, kp), 0 for masked tokens.
     void key_features(long row, long begin, long n, const float* raw, float* fk) const {
         features(call.map, raw, fk, n, call.keys, call.kp());
         clear_masked(call.mask_of(row), begin, n, fk, call.kp());
     }
 
-    // Gradients (n, vp) become dn; -> db (n). lanes (C, W) is room to work in.
+    // Gradients (n, vp) become dn; -> db (n). lanes (C, W) is scratch memory.
     void divide(long row, long begin, long n, const Chunk& chunk, float* db, float* lanes) const {
         const long vp = call.vp();
         for (long i = 0; i < n; ++i) {
@@ -59,7 +59,7 @@ struct Backward {
         sum_lanes(lanes, n, db);
     }
 
-    // dq of n tokens of a row, from s and z, which go on to include them. Without READ only they do.
+    // dq of n tokens of a row, given s and z, which are updated. Without READ only the sums are.
     template <bool READ>
     void ahead(Tokens at, Tokens next, float* s, float* z, Scratch scratch) const {
         const long row = at.row, begin = at.begin, n = at.n;
@@ -93,7 +93,7 @@ struct Backward {
         add_rows(fk, n, kp, z);
     }
 
-    // dk and dv of n tokens of a row, from r and w after them, which go on to include them. Without READ only they do.
+    // dk and dv of n tokens of a row, given r and w after them, which are updated. Without READ only the sums are.
     template <bool READ>
     void back(Tokens at, Tokens next, float* r, float* w, Scratch scratch) const {
         const long row = at.row, begin = at.begin, n = at.n;
@@ -108,7 +108,7 @@ struct Backward {
         divide(row, begin, n, chunk, db, lanes);
         if (READ) {
             const Rows<T> key_grads = call.of(dk, row), value_grads = call.of(dv, row);
-            float *dn = chunk.grad, *outputs = chunk.out;  // whose numbers are not needed any more
+            float *dn = chunk.grad, *outputs = chunk.out;  // reuse memory that is no longer needed
             key_features(row, begin, n, chunk.k, fk);
             transpose(fk, kp, turned_k, C, np, kp);
             transpose(chunk.v, vp, turned_v, C, np, vp);
@@ -123,7 +123,7 @@ struct Backward {
             upper_times(n, vp, a, C, dn, vp, outputs, vp);
             fetch(call.of(v, next.row), next, values);
             write(outputs, vp, value_grads, begin, n, values);
-            // dh^T = r v^T + f^T p, turned, since r lies right for that
+            // dh^T = r v^T + f^T p, transposed to suit the layout of r
             gemm<false>(keys, np, values, r, vp, 1, turned_v, C, across, C);
             fetch(key_grads, at, keys);
             for (long j = 0; j < np; j += W)
@@ -144,7 +144,7 @@ struct Backward {
         }
     }
 
-    // One unit from its beginning to its end; its row r has its sums at sums + r * stride.
+    // One unit from start to end; the sums of row r are at sums + r * stride.
     template <bool READ>
     void run_ahead(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
         const Part part = units.tokens(unit);
@@ -160,7 +160,7 @@ struct Backward {
         }
     }
 
-    // The same from its end to its beginning.
+    // One unit from end to start.
     template <bool READ>
     void run_back(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
         const Part part = units.tokens(unit);
@@ -185,7 +185,7 @@ int backward(const Backward<T>& pass, const float* first, const float* grad_last
     const long parts = units.parts, width = call.keys * (call.values + 1);
     const long ahead_size = pass.ahead_size(), ahead_matrix = pass.ahead_matrix(), ahead_stride = parts * ahead_size;
     const long back_size = pass.back_size(), back_matrix = pass.back_matrix(), back_stride = parts * back_size;
-    // The sums that every part begins with in its direction.
+    // The initial sums of every part in its direction.
     Memory aheads(call.rows() * ahead_stride), backs(call.rows() * back_stride);
     bool failed = !aheads.ready() || !backs.ready();
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -16,8 +16,8 @@ struct Forward {
     long size() const { return matrix() + call.kp(); }
     long scratch() const { return C * (3 * call.kp() + 2 * call.vp() + C + W + 1); }
 
-    // Tokens of a row, from the sums s (D, vp) and z (kp), which go on to include them. Without READ only they do.
-    // Meanwhile the next ones are fetched.
+    // Tokens of a row, given the sums s (D, vp) and z (kp), which are updated. Without READ only the sums are. The next
+    // tokens are prefetched.
     template <bool READ>
     void advance(Tokens at, Tokens next, float* s, float* z, Scratch scratch) const {
         const long n = at.n, keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
@@ -55,7 +55,7 @@ struct Forward {
         add_rows(fk, n, kp, z);
     }
 
-    // One unit, whose row r has its sums at sums + r * stride.
+    // One unit; the sums of row r are at sums + r * stride.
     template <bool READ>
     void run(const Units& units, long unit, float* sums, long stride, Scratch scratch) const {
         const Part part = units.tokens(unit);
@@ -77,7 +77,7 @@ int forward(const Forward<T>& pass, const float* first, float* last, int threads
     const Call& call = pass.call;
     const Units units(call, threads);
     const long size = pass.size(), stride = units.parts * size, width = call.keys * (call.values + 1);
-    // The sums that every part begins with.
+    // The initial sums of every part.
     Memory sums(call.rows() * stride);
     bool failed = !sums.ready();
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -119,7 +119,7 @@ int forward(const Forward<T>& pass, const float* first, float* last, int threads
 
 // q, k (B,H,N,D), v, out (B,H,N,E), of type 0 float or 1 bfloat16, with 4 strides each, in this order; below (B,H,N),
 // first (or null) and last (B,H,D,E+1) float, contiguous; mask (B,N) bytes or null; segments (B,N) or null. Returns 0, or
-// 1 where memory is lacking.
+// 1 if memory runs out.
 extern "C" int longspan_linear_forward(const void* q, const void* k, const void* v, void* out, float* below,
                                        const float* first, float* last, const std::uint8_t* mask,
                                        const std::int64_t* segments, const long* strides, long batch, long heads,

@@ -1,4 +1,4 @@
-// Feature maps and their slopes; the numbers are those of ops/native/__init__.py.
+// Feature maps and their slopes; the numbers are those of ops/native/call.py.
 #pragma once
 #include <cmath>
 
@@ -8,7 +8,7 @@ namespace {
 
 enum Map { elu = 0, relu = 1, squared_relu = 2, clamped_exp = 3 };
 
-// A NaN stays one, in features and slopes: it fails every comparison, so the branch that is x comes where all fail.
+// NaN stays NaN in features and slopes: it fails every comparison, so the last branch is x.
 template <int MAP>
 inline vec feature(vec x) {
     const vec zero = vec{};
@@ -43,7 +43,7 @@ inline vec slope(vec x, vec y) {
     }
 }
 
-// What a sum over keys is divided by: nothing is left of one that no key has entered.
+// The divisor of a sum over keys; infinite for a sum without keys.
 inline float divisor(float below) { return below == 0.0f ? INFINITY : below; }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What the passes over a sequence share: rows of any strides and two types, read into packed chunks of C tokens; the
-// cuts of a sequence into chunks, segments and sections; running sums as the public state has them.
+// Code that the passes over a sequence share: rows of any strides and two types, read into packed chunks of C tokens; the
+// cuts of a sequence into chunks, segments and sections; running sums in the layout of the public state.
 #pragma once
 #include <cstdlib>
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr long C = 32;  // tokens whose products are formed directly, as one small matrix
+constexpr long C = 32;  // tokens whose products form one small matrix
 
 // One tensor (B, H, N, channels) with strides in elements.
 template <class T>
@@ -37,7 +37,7 @@ inline void read_row(Rows<const T> rows, long token, long width, float* out, lon
         float rest[W] = {};
         for (long i = 0; i < W && j + i < width; ++i) rest[i] = widen(row[(j + i) * rows.channel]);
         store(rest, map(load(rest)));
-        // A map of 0 may be 1, and what lies beyond the width must be zero.
+        // phi(0) may be 1, and entries beyond the width must be zero.
         for (long i = 0; i < W; ++i) out[j + i] = j + i < width ? rest[i] : 0.0f;
     }
 }
@@ -66,8 +66,8 @@ void pack(Rows<const T> rows, Tokens at, long width, const std::uint8_t* mask, f
     }
 }
 
-// Fetch tokens that will be read or written soon; they lie too far apart for the processor to foresee. One tensor at a
-// time with work in between: a processor waits with all else when too many lines are asked for at once.
+// Prefetch tokens that will be read or written soon; they are too far apart for the hardware prefetcher. One tensor at a
+// time with work in between: a processor stalls if too many lines are requested together.
 template <class T>
 void fetch(Rows<T> rows, Tokens at, long width) {
     if (rows.channel != 1) return;
@@ -92,7 +92,7 @@ inline void features(int map, const float* x, float* out, long n, long width, lo
     with_map(map, [&](auto phi) {
         for (long i = 0; i < n; ++i, x += ld, out += ld) {
             for (long j = 0; j < width; j += W) store(out + j, phi(load(x + j)));
-            // phi(0) may be 1, and what lies beyond the width must stay zero.
+            // phi(0) may be 1, and entries beyond the width must stay zero.
             for (long j = width; j < ld; ++j) out[j] = 0.0f;
         }
     });
@@ -137,7 +137,7 @@ inline void sum_lanes(const float* x, long rows, float* out) {
 }
 
 // Zero above the diagonal of c, n by n, as far as lower_product wrote; before that, add shift[i] to row i if there is one;
-// after it, add the sum of row i to the lanes of sums (n, W) if they are wanted.
+// after it, add the sum of row i to the lanes of sums (n, W) if they are given.
 inline void finish_lower(float* c, long n, const float* shift, float* sums) {
     ivec lane;
     for (long j = 0; j < W; ++j) lane[j] = static_cast<std::int32_t>(j);
@@ -179,7 +179,7 @@ class Scratch {
     float* memory;
 };
 
-// Zeroed memory that is given back at the end of its scope; check ready() before use.
+// Zeroed memory that is freed at the end of its scope; check ready() before use.
 class Memory {
    public:
     explicit Memory(long floats) : memory(static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64))) {
@@ -196,7 +196,7 @@ class Memory {
     float* memory;
 };
 
-// What both passes know of a call.
+// The arguments of a call that both passes need.
 struct Call {
     long batch, heads, tokens, keys, values;
     int map;
@@ -238,16 +238,16 @@ struct Part {
     long begin, end;
 };
 
-// How a call is cut into units that threads can work on side by side: neighboring heads of one batch row go together, a
-// chunk at a time, since their channels lie side by side in memory; where there are too few heads to keep the threads
-// busy, the tokens are cut into parts too. Segments cut the sums anyway, so rows with segments stay whole.
+// How a call is cut into units for parallel threads. Neighboring heads of one batch row form a unit, a chunk at a time,
+// since their channels are adjacent in memory. If there are too few heads for the threads, the tokens are cut into parts
+// too. Rows with segments stay whole, since segments cut the sums anyway.
 struct Units {
     long parts, groups;  // per sequence; per batch row
     const Call& call;
 
     Units(const Call& call, long threads) : parts(1), groups(1), call(call) {
         if (!call.segments && call.rows() < 8 * threads) {
-            const long fewest = threads / common(call.rows(), threads);  // that make rows * parts share out evenly
+            const long fewest = threads / common(call.rows(), threads);  // so that rows * parts divides evenly
             if (call.tokens >= fewest * 8 * C) parts = fewest;
         }
         while (groups < call.heads && call.batch * groups * parts < 8 * threads && call.batch * groups * parts % threads)
@@ -264,8 +264,8 @@ struct Units {
         return {begin < call.tokens ? begin : call.tokens, end < call.tokens ? end : call.tokens};
     }
 
-    // Calls use(at, next) for the tokens ``now`` of every row of a unit, one row after the other, as heads often lie side by
-    // side; next is what will be used after that: the same tokens of the next row, or those that follow of the first one.
+    // Calls use(at, next) for the tokens ``now`` of every row of a unit, row by row, since heads are often adjacent; next is
+    // used after that: the same tokens of the next row, or the following tokens of the first row.
     template <class F>
     void each_row(long unit, Part now, Part after, F use) const {
         const long first = first_row(unit), last = last_row(unit);
@@ -283,7 +283,7 @@ struct Units {
     }
 };
 
-// The running sums of one row: matrix (rows, ld) and vector, as the public state (D, E+1) has them side by side.
+// The running sums of one row: matrix (rows, ld) and vector, which the public state (D, E+1) holds in one tensor.
 inline void unpack_state(const float* state, long keys, long values, float* matrix, long ld, float* vector) {
     for (long d = 0; d < keys; ++d, state += values + 1) {
         std::memcpy(matrix + d * ld, state, sizeof(float) * values);

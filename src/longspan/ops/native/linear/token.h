@@ -26,14 +26,14 @@ inline void map_token(int map, const float* x, float* out, long size) {
     }
 }
 
-// What a token brings to a head: features of key and query as the matrix meets them and as the normalizer does (they
-// differ where the former are rotated), and the value.
+// The operands of one token of a head: features of key and query for the matrix and for the normalizer (which differ if the
+// former are rotated), and the value.
 struct Token {
     const float *k, *q, *plain_k, *plain_q, *v;
 };
 
-// state (D, E+1): S += k (v, 1)^T; out = q^T S / (q^T z + eps). E is a constant where it is a usual head size, else 0.
-// ``end`` of the states that the same thread goes through.
+// state (D, E+1): S += k (v, 1)^T; out = q^T S / (q^T z + eps). E is a constant for common head sizes, else 0.
+// ``end``: the end of the states of the same thread.
 template <long E>
 void advance(float* state, const float* end, const Token& token, float* out, long keys, long values, float eps) {
     const long width = E ? E : values, whole = width / W * W;

@@ -1,4 +1,4 @@
-// The gradients of softmax attention over listed blocks of keys: p_ij = exp(s_ij - lse_i) again, then
+// The gradients of softmax attention over listed blocks of keys: p_ij = exp(s_ij - lse_i), then
 // dS_ij = p_ij (dO_i v_j - dO_i o_i) ds_ij / d(scale q_i k_j), dq = scale dS k, dk = scale dS^T q, dv = p^T dO.
 #include "blocks.h"
 
@@ -17,7 +17,7 @@ struct Backward {
         return s.tokens * (s.kp() + s.vp()) + size * (4 * s.kp() + 4 * s.vp() + 2 * size) + 2 * whole_vectors(size);
     }
 
-    // All heads that share one head of keys and values, whose gradients they add to.
+    // All heads that share one head of keys and values, to whose gradients they add.
     void run(long unit, Scratch scratch) const {
         const long batch = unit / sizes.groups, group = unit % sizes.groups, shared = sizes.heads / sizes.groups;
         float *keys = scratch.take(sizes.tokens * sizes.kp()), *values = scratch.take(sizes.tokens * sizes.vp());
@@ -65,15 +65,15 @@ struct Backward {
         write(sum, kp, Rows<T>(dq, batch, head), begin, rows, sizes.keys);
     }
 
-    // Of one row: logits become weights, and the products of dO and v the gradients of the logits.
+    // One row: logits become weights, and the products of dO and v become the gradients of the logits.
     static void slopes(float* p, float* ds, long width, float log, float delta, float cap) {
-        // A row that has seen nothing has minus infinity here, and no gradient.
+        // A row without visible keys has minus infinity here, and no gradient.
         const vec none = splat(log == -INFINITY ? 0.0f : 1.0f), shift = splat(log == -INFINITY ? 0.0f : log);
         for (long j = 0; j < width; j += W) {
             const vec score = load(p + j), x = seen_exponential(score, shift) * none;
             store(p + j, x);
             vec slope = x * (load(ds + j) - delta);
-            // A key that is not seen has minus infinity, and the slope 0.
+            // A key that is not visible has minus infinity, and slope 0.
             if (cap > 0.0f) slope = pick(score == splat(NEVER), vec{}, slope * (1.0f - (score / cap) * (score / cap)));
             store(ds + j, slope);
         }

@@ -1,4 +1,4 @@
-// Softmax attention over listed blocks of keys: what its passes forward and backward share.
+// Softmax attention over listed blocks of keys: code that forward and backward passes share.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@ namespace {
 
 constexpr float NEVER = -INFINITY;  // the logit of a key that is not seen
 
-// Which blocks of keys each block of queries meets: keys[e] and masks + tiles[e] (null for a negative one: all is seen)
+// Which blocks of keys each block of queries reads: keys[e] and masks + tiles[e] (negative: null, all keys are visible)
 // for e in offsets[u] ... offsets[u + 1].
 struct Blocks {
     const std::int64_t *offsets, *keys, *tiles;
@@ -20,12 +20,12 @@ struct Blocks {
     }
 };
 
-// The queries of one block: ``rows`` from number ``begin`` on, of whose block the first ``skip`` tokens are no queries.
+// The queries of one block: ``rows`` from number ``begin`` on; the first ``skip`` tokens of the block are not queries.
 struct Span {
     long begin, rows, skip;
 };
 
-// Queries are the last of the tokens. Their blocks are those of the tokens, so that the first one may be cut at its start.
+// Queries are the last tokens. Their blocks are those of the tokens, so the first block may be cut at its start.
 struct Sizes {
     long batch, groups, heads, queries, keys, values, blocks;  // groups: heads of keys and values
     long tokens;
@@ -49,7 +49,7 @@ inline void hide(float* x, long rows, long cols, long width, long ld, const std:
     }
 }
 
-// e^(x - shift), 0 where a key is not seen, also where nothing is and the shift is no number to be taken off.
+// e^(x - shift), 0 for keys that are not visible, even if none is and the shift is not finite.
 inline vec seen_exponential(vec x, vec shift) { return pick(x == splat(NEVER), vec{}, exponential(x - shift)); }
 
 // cap tanh(x / cap), whose derivative is 1 - (its value / cap)^2.
@@ -74,7 +74,7 @@ inline void scale_rows(float* x, long rows, long width, float by) {
     for (long j = 0; j < rows * width; j += W) store(x + j, load(x + j) * by);
 }
 
-// The tokens of one block of keys, and their transposition, zero beyond the last token and channel.
+// The tokens of one block of keys and their transpose, zero beyond the last token and channel.
 template <class T>
 void read_turned(Rows<const T> rows, long begin, long n, long channels, long padded, long size, float* x, float* turned) {
     read(rows, begin, n, channels, x, padded);

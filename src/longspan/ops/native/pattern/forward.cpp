@@ -48,7 +48,7 @@ struct Forward {
         write(sum, vp, Rows<T>(out, batch, head), begin, rows, sizes.values);
     }
 
-    // One row's logits become weights; what was summed before is brought to the new maximum.
+    // Turns the logits of one row into weights; earlier sums are rescaled to the new maximum.
     static void weigh(float* x, long width, float& top, float& below, float* sum, long vp) {
         vec most = load(x);
         for (long j = W; j < width; j += W) {
@@ -92,7 +92,7 @@ int forward(const Forward<T>& pass, int threads) {
 
 // sizes: B, key heads, heads, N, D, E, blocks of queries, M, tokens of a block. q (B,H,N,D), the last N of M tokens, k
 // (B,G,M,D), v (B,G,M,E), out (B,H,N,E), of type 0 float or 1 bfloat16, with 4 strides each, in this order; lse (B,H,N)
-// float, contiguous. Blocks as in blocks.h; a cap of 0 is none. Returns 0, or 1 where memory is lacking.
+// float, contiguous. Blocks as in blocks.h; a cap of 0 disables it. Returns 0, or 1 if memory runs out.
 extern "C" int longspan_pattern_forward(const void* q, const void* k, const void* v, void* out, float* lse,
                                         const std::int64_t* offsets, const std::int64_t* keys,
                                         const std::int64_t* tiles, const std::uint8_t* masks, const long* strides,

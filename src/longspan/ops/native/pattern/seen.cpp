@@ -1,5 +1,5 @@
-// Which keys each query of a tile of sorted tokens sees: those of its bucket in its own chunk or some chunks before, told by
-// codes that are equal or a little larger, unless an earlier round has shown them.
+// Which keys each query of a tile of sorted tokens sees: those of its bucket in its chunk or some chunks before, which have
+// equal or slightly larger codes, unless the query has seen them in an earlier round.
 #include <cstdint>
 
 namespace {
@@ -8,7 +8,7 @@ struct Sizes {
     long rounds, each, slots, tiles, size, width, back, reach;
 };
 
-// One tile's row of queries against one block of keys: codes of this round and of those before, at distances of slots.
+// One row of queries of a tile against one block of keys: codes of this round and of earlier ones, strided by slots.
 inline void row(const std::int32_t* codes, long ahead, long key, long query, std::int32_t ask, const Sizes& s,
                 const std::uint8_t* band, std::uint8_t* seen) {
     const std::int32_t reach = static_cast<std::int32_t>(s.reach);
@@ -29,7 +29,7 @@ inline void row(const std::int32_t* codes, long ahead, long key, long query, std
 
 // codes (R,G,slots), those of the earlier rounds and, last, of this one; asks (G,tiles size), this round's codes of queries;
 // band (width,size,size), which pairs the order of slots allows; seen (G,tiles,width,size,size). sizes: R, G, slots, tiles,
-// size, width, back, reach: the tile t of queries begins at slot (back + t) size and meets the blocks of keys from t on.
+// size, width, back, reach: tile t of queries begins at slot (back + t) size and reads the blocks of keys from t on.
 extern "C" void longspan_buckets_seen(const std::int32_t* codes, const std::int32_t* asks, const std::uint8_t* band,
                                       std::uint8_t* seen, const long* sizes, int threads) {
     const Sizes s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7]};

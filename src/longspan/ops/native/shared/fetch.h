@@ -1,16 +1,16 @@
-// Fetching a state ahead of its use, for the token steps, which pass over all of it once.
+// Prefetching of a state for the token steps, which pass over all of it once.
 #pragma once
 
 namespace {
 
-// The row to fetch while ``row`` is at hand: 4 kB on, unless that is ``end`` or beyond. There another thread may be
-// writing, and each would keep taking the line away from the other.
+// The row to fetch while ``row`` is in use: 4 kB ahead, unless that is ``end`` or beyond, where another thread may be
+// writing: the two would compete for the cache line.
 inline const float* upcoming(const float* row, const float* end) {
     constexpr long distance = 1024;
     return end - row > distance ? row + distance : row;
 }
 
-// Into the second cache, as for reading, although it will be written: see docs/results/lab.md for what the other ways cost.
+// Into the second-level cache, as for reading, although it will be written: docs/results/lab.md has the alternatives.
 inline void fetch(const float* line) { __builtin_prefetch(line, 0, 2); }
 
 }  // namespace

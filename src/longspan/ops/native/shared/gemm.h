@@ -1,4 +1,4 @@
-// Small products of matrices that lie in the caches, a few rows and vectors of columns at a time in registers.
+// Small matrix products in the caches, a few rows and vectors of columns at a time in registers.
 #pragma once
 #include "vec.h"
 
@@ -74,7 +74,7 @@ void gemm(long rows, long width, long depth, const float* a, long ai, long ap, c
     last_columns<COLUMNS - 1, ADD>((width - j) / W, rows, depth, a, ai, ap, b + j, bp, c + j, ci);
 }
 
-constexpr long STRIP = 8;  // rows of a triangle that are worked on together
+constexpr long STRIP = 8;  // rows of a triangle that are processed together
 
 // The lower triangle of a b, n by n, zeros above its diagonal up to the next whole vector.
 inline void lower_product(long n, long depth, const float* a, long ai, const float* b, long bp, float* c, long ci) {

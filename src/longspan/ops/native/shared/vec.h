@@ -42,12 +42,12 @@ inline void narrow(float x, float* out) { *out = x; }
 inline void narrow(float x, bfloat16* out) {
     std::uint32_t word;
     std::memcpy(&word, &x, sizeof word);
-    // To nearest, ties to even; a NaN stays one.
+    // To nearest, ties to even; NaN stays NaN.
     out->bits = static_cast<std::uint16_t>(x != x ? 0x7fc0 : (word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 inline vec load(const bfloat16* p) {
 #if defined(__AVX512F__)
-    // The same, in one instruction, which GCC 12 does not find.
+    // The same in one instruction, which GCC 12 does not generate.
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
 #elif defined(__AVX2__) && defined(__F16C__)
@@ -75,7 +75,7 @@ inline void store(bfloat16* p, vec x) {
 #endif
 }
 
-// float16 has 5 bits of exponent; the machine's own instructions where it has some.
+// float16 has 5 bits of exponent; machine instructions are used if available.
 struct float16 {
     std::uint16_t bits;
 };
@@ -140,7 +140,7 @@ inline void store(float16* p, vec x) {
 }
 #endif
 
-// size numbers in float: where they are, or widened into ``out``.
+// size numbers in float: in place, or widened into ``out``.
 inline const float* widened(const float* x, long, float*) { return x; }
 template <class T>
 const float* widened(const T* x, long size, float* out) {
@@ -149,7 +149,7 @@ const float* widened(const T* x, long size, float* out) {
     for (; i < size; ++i) out[i] = widen(x[i]);
     return out;
 }
-// Where numbers are to be made that ``narrowed`` brings to ``out``: there, or in ``own``.
+// Where to compute the numbers that ``narrowed`` writes to ``out``: there, or in ``own``.
 inline float* room(float* out, float*) { return out; }
 template <class T>
 float* room(T*, float* own) {
@@ -171,7 +171,7 @@ inline float sum(vec x) {
 
 inline vec pick(ivec condition, vec a, vec b) { return condition ? a : b; }
 
-// x, or least where it is more; a NaN stays one.
+// max(x, least); NaN stays NaN.
 inline vec at_least(float least, vec x) {
 #if defined(__AVX512F__)
     return (vec)_mm512_max_ps(_mm512_set1_ps(least), (__m512)x);
@@ -183,10 +183,10 @@ inline vec at_least(float least, vec x) {
 }
 
 // e^x for x up to 88, to 2 units in the last place; below -86 it is e^-86. Cody and Waite's reduction x = n ln 2 + r, then
-// 1 + r + r^2 P(r), where P was fitted for the least relative error of the whole, 3e-9, on |r| <= ln 2 / 2.
+// 1 + r + r^2 P(r), where P was fitted for the smallest relative error, 3e-9, on |r| <= ln 2 / 2.
 inline vec exponential(vec x) {
     x = at_least(-86.0f, x);
-    // Adding 1.5 * 2^23 rounds to a whole number, which then is in the low bits of the word.
+    // Adding 1.5 * 2^23 rounds to an integer in the low bits of the word.
     const vec magic = splat(12582912.0f);
     const vec shifted = x * 1.44269504f + magic;
     const vec n = shifted - magic;
@@ -198,17 +198,17 @@ inline vec exponential(vec x) {
     p = p * r + 4.999999343e-01f;
     p = p * r + 1.0f;
     p = p * r + 1.0f;
-    // Times 2^n, whose bits are these: a product, so that a NaN stays one.
+    // Times 2^n, which has these bits: a product, so that NaN stays NaN.
     return p * (vec)(((ivec)shifted << 23) + 0x3f800000);
 }
 
-// What 1 / sigmoid(x) is, as far as floats reach: 1 + e^-x.
+// 1 / sigmoid(x), within the range of floats: 1 + e^-x.
 inline vec above_one(vec x) { return 1.0f + exponential(vec{} - at_least(-88.0f, x)); }
 
 // x / y for y of 1 or more.
 inline vec over(vec x, vec y) {
 #if defined(__AVX512F__)
-    // 14 bits of the reciprocal, which Newton's step doubles, in half the time of a division.
+    // 14 bits of the reciprocal, doubled by a Newton step, in half the time of a division.
     const vec guess = (vec)_mm512_rcp14_ps((__m512)y);
     return x * (guess * (2.0f - y * guess));
 #else
