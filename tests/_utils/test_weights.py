@@ -25,7 +25,7 @@ from longspan.models.stacks import Stack
         ("kda(convolution=1000000000000)", "would take .* of memory; this machine has"),
         ("ssd(channels=4611686018427387904)", "no tensor can have the sizes"),
         ("ssd(channels=9223372036854775807)", "no tensor can have the sizes"),
-        ("performer(features=100000000)", "features=100000000 rows are more than anything needs; at most 1000000"),
+        ("performer(features=100000000)", "features=100000000 must be at most 1000000"),
         ("star(cycles=2147483648)", "cycles=2147483648 must be from 1 to 1000"),
         ("star(kind=2)", "star: kind=2 must be a string"),
         ("linear(eps=())", r"linear: eps=\(\) must be a number"),

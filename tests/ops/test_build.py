@@ -145,7 +145,7 @@ class TestStore:
         monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
         found = build.find("linear")
         assert found.library.longspan_answer() == 42
-        assert f"nothing can be kept in {tmp_path / 'file' / 'native'}" in found.why
+        assert str(tmp_path / "file" / "native") in found.why
         assert sorted(tmp_path.iterdir()) == before
 
     @pytest.mark.parametrize("above", [0, 1, 2], ids=["native", "the cache", "above the cache"])
@@ -156,15 +156,15 @@ class TestStore:
         folder.mkdir(parents=True)
         bad = (folder, *folder.parents)[above]
         bad.chmod(0o777)
-        with pytest.raises(trusted.Untrusted, match=f"^{bad}: other users may write"):
+        with pytest.raises(trusted.Untrusted, match=f"^{bad}: other users"):
             store.provide("linear", COMPILER, folder)
-        with pytest.warns(RuntimeWarning, match=f"for this process alone, since the cache folder .*: {bad}: other"):
+        with pytest.warns(RuntimeWarning, match=f"the cache folder .*: {bad}: other"):
             assert build.load("linear").longspan_answer() == 42
-        assert "nothing can be kept" in build.find("linear").why
+        assert str(bad) in build.find("linear").why
         assert list(folder.iterdir()) == []
 
     def test_a_folder_below_one_where_names_are_their_owners_is_used(self, tiny, tmp_path):
-        """As /tmp is: everybody may write there, and nobody may rename what is another's."""
+        """Like /tmp: all users may write there, but only rename their own files."""
         tmp_path.chmod(0o1777)
         assert store.provide("linear", COMPILER, tmp_path / "mine" / "native")[0].parent == tmp_path / "mine" / "native"
         assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o700
@@ -187,7 +187,7 @@ class TestStore:
         if sys.platform == "linux":
             assert ctypes.CDLL(name).longspan_answer() == 42
         path.chmod(0o600)
-        with pytest.raises(trusted.Untrusted, match="it is not what was compiled"):
+        with pytest.raises(trusted.Untrusted, match="checksum"):
             trusted.library(path, seal.sha256)
         assert store.read(next(folder.glob("*.json"))) is None
 
@@ -209,9 +209,9 @@ class TestStore:
 
     def test_a_cache_without_a_meaning(self, tiny, monkeypatch):
         monkeypatch.setenv("LONGSPAN_CACHE", "~no-such-user/x")
-        with pytest.warns(RuntimeWarning, match="LONGSPAN_CACHE: '~no-such-user/x' has no meaning") as said:
+        with pytest.warns(RuntimeWarning, match="LONGSPAN_CACHE: '~no-such-user/x' has no meaning") as warned:
             assert build.load("linear").longspan_answer() == 42
-        assert len(said) == 1
+        assert len(warned) == 1
 
     def test_without_a_home(self, tiny, tmp_path, monkeypatch):
         """As in a container whose user the system does not know."""
@@ -259,7 +259,7 @@ class TestStore:
 
 @pytest.fixture
 def counted(tmp_path, monkeypatch):
-    """A compiler that writes down what it is asked to compile, and fails; -> the names of the families so far."""
+    """A compiler that records the files that it gets, and fails; -> the names of the families so far."""
     log = tmp_path / "log"
     text = f'for part; do case "$part" in *.cpp) echo "$part" >> {log};; esac; done; [ "$1" = --version ] && echo fake'
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
@@ -303,9 +303,9 @@ class TestFamilies:
 
     def test_what_all_lack_is_said_once(self, tmp_path, monkeypatch):
         monkeypatch.setenv("CXX", str(tmp_path / "none"))
-        with pytest.warns(RuntimeWarning) as said:
+        with pytest.warns(RuntimeWarning) as warned:
             assert [build.loaded(family) for family in build.FAMILIES] == [None] * len(build.FAMILIES)
-        assert len(said) == 1
+        assert len(warned) == 1
 
     @needs_compiler
     def test_the_code_of_one_does_not_depend_on_sources_of_others(self, tiny, tmp_path, monkeypatch):
@@ -334,12 +334,12 @@ class TestNotice:
         """The lines so far; a trial waits for the first one."""
         lines, printed, say = [], threading.Event(), notice.say
 
-        def said(text):
+        def record(text):
             lines.append(text)
             say(text)
             printed.set()
 
-        monkeypatch.setattr(notice, "say", said)
+        monkeypatch.setattr(notice, "say", record)
         monkeypatch.setattr(notice, "AFTER", 0.0)
         monkeypatch.setattr(trial, "run", lambda library, family: printed.wait(30))
         monkeypatch.delenv("LONGSPAN_QUIET", raising=False)
@@ -438,16 +438,16 @@ class TestWithout:
                 "echo 'a.cpp:1: error: no such thing\n 1 | x\n   | ^' >&2; exit 1",
                 "code 1: a.cpp:1: error: no such thing$",
             ),
-            ("kill -SEGV $$", "was ended by SIGSEGV: it said nothing"),
-            ("sleep 600 & sleep 600", "does not end"),
-            ('case "$1" in --version) echo slow;; *) sleep 600 & sleep 600;; esac', "does not end"),
+            ("kill -SEGV $$", "terminated by SIGSEGV"),
+            ("sleep 600 & sleep 600", "did not finish"),
+            ('case "$1" in --version) echo slow;; *) sleep 600 & sleep 600;; esac', "did not finish"),
         ],
         ids=["absent", "half a quote", "failing", "wordy", "crashing", "hanging", "hanging at work"],
     )
     def test_one_warning_and_the_torch_path(self, text, reason, tmp_path, monkeypatch):
         chosen = str(tmp_path / "none") if text is None else script(tmp_path / "compiler", text) if text else "g++ '"
         monkeypatch.setenv("CXX", chosen)
-        for limit in ("SECONDS", "SECONDS_TO_ANSWER"):
+        for limit in ("SECONDS", "VERSION_SECONDS"):
             monkeypatch.setattr(toolchain, limit, 0.5)
         module, x = longspan.build("linear", 8, 2), torch.randn(2, 1, 8)
         with torch.no_grad():
@@ -465,7 +465,7 @@ class TestWithout:
     def test_nothing_of_a_hanging_compiler_goes_on(self, tmp_path, monkeypatch):
         pid = tmp_path / "pid"
         compiler = script(tmp_path / "compiler", f"sleep 600 > {tmp_path}/out 2>&1 & echo $! > {pid}; wait")
-        monkeypatch.setattr(toolchain, "SECONDS_TO_ANSWER", 0.5)
+        monkeypatch.setattr(toolchain, "VERSION_SECONDS", 0.5)
         with pytest.raises(toolchain.Hangs):
             toolchain.version([compiler])
         end = time.monotonic() + 20
@@ -479,7 +479,7 @@ class TestWithout:
         monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
         monkeypatch.setattr(toolchain, "SECONDS", 1)
         for _ in range(2):
-            with pytest.raises(build.Unavailable, match="does not end .longspan doctor --clear has it tried again"):
+            with pytest.raises(build.Unavailable, match="did not finish .*longspan doctor --clear"):
                 build.load("linear")
         assert 1 <= len(count.read_text()) <= len(toolchain.sources("linear"))
         assert main(["doctor", "--clear"]) == 0
@@ -495,7 +495,7 @@ class TestWithout:
     def test_a_compiler_without_openmp_serves_with_one_thread(self, folder, tmp_path, monkeypatch):
         text = f'case "$*" in *-fopenmp*) echo no OpenMP >&2; exit 1;; esac; exec {COMPILER[0]} "$@"'
         monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
-        # Their trial has found that the kernels compute what they should.
+        # Their trial has found that the kernels are correct.
         build.load("linear")
         (seal,) = store.seals(folder)
         assert "-fopenmp" not in seal.flags
@@ -509,10 +509,10 @@ class TestWithout:
             raise build.Unavailable("it is a test")
 
         monkeypatch.setattr(build, "load", load)
-        with warnings.catch_warnings(record=True) as said, ThreadPoolExecutor(4) as pool:
+        with warnings.catch_warnings(record=True) as warned, ThreadPoolExecutor(4) as pool:
             warnings.simplefilter("always")
             assert list(pool.map(lambda _: build.loaded("linear"), range(4))) == [None] * 4
-        assert len(calls) == len(said) == 1
+        assert len(calls) == len(warned) == 1
 
 
 @needs_compiler
@@ -535,7 +535,7 @@ class TestTrial:
     @pytest.mark.parametrize(
         ("body", "reason"),
         [
-            ("__builtin_trap();", ".* was ended by SIG(ILL|TRAP)"),
+            ("__builtin_trap();", ".* terminated by SIG(ILL|TRAP)"),
             ("return 0;", "a token's output .* is off by "),
         ],
         ids=["crashes", "is wrong"],
@@ -545,13 +545,12 @@ class TestTrial:
         with pytest.raises(build.Unavailable, match=f"the compiled kernels failed their trial: {reason}"):
             build.load("linear")
         monkeypatch.setattr(toolchain, "compile", never)
-        with pytest.raises(build.Unavailable, match="longspan doctor --clear has it tried again"):
+        with pytest.raises(build.Unavailable, match="longspan doctor --clear"):
             build.load("linear")
         assert list(folder.glob("*.so")) == []
         monkeypatch.setattr(build, "FAMILIES", ("linear",))
         assert main(["doctor"]) == 0
-        lines = [line for line in capsys.readouterr().out.splitlines() if "failed their trial" in line]
-        assert [line.split()[0] for line in lines] == ["native", "compiled"]
+        assert "failed their trial" in " ".join(capsys.readouterr().out.split())
 
     @pytest.mark.slow
     @pytest.mark.parametrize("family", interface.FAMILIES)
@@ -568,22 +567,22 @@ class TestTrial:
         bad("for (volatile int i = 0;; i = i + 1) {}")
         toolchain.compile(COMPILER, tmp_path / "bad.so", toolchain.THIS_MACHINE, openmp=False)
         monkeypatch.setattr(toolchain, "SECONDS", 0.5)
-        with pytest.raises(trial.Failed, match="failed their trial: .* does not end"):
+        with pytest.raises(trial.Failed, match="failed their trial: .* did not finish"):
             trial.run(tmp_path / "bad.so", "linear")
 
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ("exit 0", "is no Python"),
+            ("exit 0", "is not a Python"),
             ("echo 'ImportError: no module' >&2; exit 1", "code 1: ImportError: no module"),
-            ("kill -KILL $$", "was ended by SIGKILL"),
+            ("kill -KILL $$", "terminated by SIGKILL"),
         ],
         ids=["another program", "broken", "killed"],
     )
     def test_that_says_nothing_of_the_kernels_is_not_remembered(self, text, reason, tmp_path, folder, monkeypatch):
         monkeypatch.setattr(toolchain, "compile", lambda compiler, library, *_, **__: library.touch() or "")
         monkeypatch.setattr(sys, "executable", script(tmp_path / "program", text))
-        with pytest.raises(build.Unavailable, match=f"the compiled kernels cannot be tried: .*{reason}"):
+        with pytest.raises(build.Unavailable, match=f"the compiled kernels cannot be tested: .*{reason}"):
             build.load("linear")
         assert list(folder.iterdir()) == []
 
@@ -591,7 +590,7 @@ class TestTrial:
 class TestPrebuilt:
     @pytest.fixture
     def shipped(self, tiny, tmp_path, monkeypatch):
-        """An installation with prebuilt kernels, whose answer is 7; -> the library for this processor."""
+        """An installation with prebuilt kernels, which return 7; -> the library for this processor."""
         monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
         prebuilt.FOLDER.mkdir()
         path = prebuilt.FOLDER / f"{prebuilt.level()}.so"
@@ -633,9 +632,9 @@ class TestPrebuilt:
                 self.list(shipped)
         found = build.find("linear")
         assert found.library.longspan_answer() == 42
-        assert "the prebuilt ones cannot be used: " in found.why
+        assert str(prebuilt.FOLDER) in found.why
         monkeypatch.setenv("CXX", "no-such-compiler")
-        with pytest.raises(build.Unavailable, match="the prebuilt ones cannot be used: .*; the C.. compiler that CXX="):
+        with pytest.raises(build.Unavailable, match="the prebuilt kernels cannot be used: .*CXX="):
             build.load("linear")
 
     @pytest.mark.parametrize(
@@ -662,7 +661,7 @@ class TestPrebuilt:
 
     def test_another_kind_of_processor(self, monkeypatch):
         monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-        with pytest.raises(build.Unavailable, match="none are built for a processor of the kind riscv64"):
+        with pytest.raises(build.Unavailable, match="riscv64"):
             prebuilt.level()
 
     @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="/proc/cpuinfo of x86-64")

@@ -53,7 +53,7 @@ def assert_close(found, expected, tolerance):
 
 
 def packing(kind, n, batch):
-    """What says where sequences begin; empty ones are among them."""
+    """The arguments that mark the starts of sequences, empty ones included."""
     if kind == "segments":
         generator = torch.Generator().manual_seed(n)
         return {"segments": torch.randint(0, 2, (batch, n), generator=generator).cumsum(1) // 3}
@@ -357,11 +357,11 @@ def test_what_the_kernels_cannot_serve_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": torch.zeros(2, 7)}, r"x must be a floating-point \(B, N, C\), not torch.float32 \(2, 7\)"),
-        ({"weight": torch.zeros(5, 1, 4)}, r"weight must be a floating-point \(C, K\) = \(5, at least 1\), not"),
+        ({"x": torch.zeros(2, 7)}, r"^x .*torch.float32 \(2, 7\)"),
+        ({"weight": torch.zeros(5, 1, 4)}, r"^weight .*\(C, K\) = \(5, at least 1\)"),
         ({"weight": torch.zeros(4, 5)}, "weight must be"),
         ({"weight": torch.zeros(5, 0)}, "weight must be"),
-        ({"bias": torch.zeros(4)}, r"bias must be a floating-point \(5,\), not torch.float32 \(4,\)"),
+        ({"bias": torch.zeros(4)}, r"^bias .*\(5,\).*torch.float32 \(4,\)"),
         ({"state": torch.zeros(2, 2, 5)}, r"state must be torch.float32 \(B, R, C\) = \(2, at least 3, 5\), not"),
         ({"state": torch.zeros(1, 3, 5)}, "state must be"),
         ({"state": torch.zeros(2, 3, 5).double()}, "not torch.float64"),
@@ -385,7 +385,7 @@ def test_offsets_that_are_none_of_the_row_are_refused(cuts):
 
 def test_two_ways_of_packing_are_refused():
     ids, cuts = torch.zeros(1, 7, dtype=torch.int64), torch.tensor([0, 7])
-    with pytest.raises(ValueError, match="segments and cu_seqlens both say where sequences begin; give one of them"):
+    with pytest.raises(ValueError, match="segments and cu_seqlens"):
         causal_convolution(torch.zeros(1, 7, 5), torch.zeros(5, 4), segments=ids, cu_seqlens=cuts)
 
 

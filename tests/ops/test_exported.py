@@ -1,4 +1,4 @@
-"""torch.export: one program for every batch and length, with the model's answers, gradients, masks and packed rows."""
+"""torch.export: one program for every batch and length, with the outputs, gradients, masks and packed rows of eager."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_one_program_for_every_batch_and_length(spec):
     batch, tokens = Dim("B", min=1), Dim("N", min=1)
     shapes = {"x": {0: batch, 1: tokens}, "state": tuple({0: batch} for _ in state)}
     program = export(flat, (x, *state), dynamic_shapes=shapes)
-    # In a module of its own, perhaps, where autocast is switched off.
+    # Possibly in a submodule, where autocast is off.
     graphs = [part.graph for part in program.graph_module.modules() if hasattr(part, "graph")]
     assert sum("recurrence" in str(node.target) for graph in graphs for node in graph.nodes) == 1
     for rows, n in ((1, 1), (3, 9), (2, 145), (1, 1001)):

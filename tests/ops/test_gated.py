@@ -1,4 +1,4 @@
-"""Decay and the delta rule: chunks and steps equal the loop, and the loop equals a dense form of its own."""
+"""Decay and the delta rule: chunks and steps equal the loop, and the loop equals a separate dense form."""
 
 import itertools
 
@@ -244,7 +244,7 @@ def test_what_is_forgotten_is_gone(form, decay, dtype):
 
 
 class TestFunctional:
-    """What the public functions promise beside the recurrence."""
+    """What the public functions guarantee besides the recurrence."""
 
     def test_the_scale_is_one_over_the_root_of_d(self):
         given = arguments(13)
@@ -303,14 +303,14 @@ class TestFunctional:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"query": torch.zeros(2, 2, 7)}, r"query must be a floating-point \(B, H, N, D\), not torch.float32 \(2,"),
-            ({"value": torch.zeros(2, 3, 7, 3)}, r"do not fit: \(B, G, N, D\) twice and \(B, H, N, E\) are expected"),
+            ({"query": torch.zeros(2, 2, 7)}, r"^query .*torch.float32 \(2, 2, 7\)"),
+            ({"value": torch.zeros(2, 3, 7, 3)}, r"value \(2, 3, 7, 3\) do not fit"),
             ({"key": torch.zeros(2, 2, 6, 5)}, "do not fit"),
-            ({"log_decay": torch.zeros(2, 4, 6)}, r"log_decay must be a floating-point \(2, 4, 7\) or \(2, 4, 7, 5\)"),
+            ({"log_decay": torch.zeros(2, 4, 6)}, r"^log_decay .*\(2, 4, 7\) or \(2, 4, 7, 5\).*\(2, 4, 6\)"),
             ({"log_decay": torch.zeros(2, 2, 7)}, r"not torch.float32 \(2, 2, 7\)"),
-            ({"beta": torch.zeros(2, 4, 7, 1)}, r"beta must be a floating-point \(2, 4, 7\)"),
-            ({"mask": torch.zeros(2, 7)}, r"mask must be bool \(2, 7\), not torch.float32"),
-            ({"segments": torch.zeros(2, 7)}, r"segments must be int64 \(2, 7\), not torch.float32"),
+            ({"beta": torch.zeros(2, 4, 7, 1)}, r"^beta .*\(2, 4, 7\).*\(2, 4, 7, 1\)"),
+            ({"mask": torch.zeros(2, 7)}, r"^mask .*bool \(2, 7\).*torch.float32"),
+            ({"segments": torch.zeros(2, 7)}, r"^segments .*int64 \(2, 7\).*torch.float32"),
             ({"state": torch.zeros(2, 4, 3, 5)}, r"state must be torch.float32 \(B, H, D, E\) = \(2, 4, 5, 3\)"),
             ({"state": torch.zeros(2, 4, 5, 3).double()}, "not torch.float64"),
         ],
@@ -332,8 +332,8 @@ class TestFunctional:
             ({"value": torch.zeros(2, 3, 1, 3), "beta": torch.zeros(2, 3, 1)}, "do not fit"),
             ({"key": torch.zeros(2, 2, 1, 4)}, "do not fit"),
             ({"log_decay": torch.zeros(2, 2, 1)}, r"not torch.float32 \(2, 2, 1\)"),
-            ({"beta": torch.zeros(2, 4, 1, 1)}, r"beta must be a floating-point \(2, 4, 1\)"),
-            ({"mask": torch.zeros(2, 1)}, r"mask must be bool \(2, 1\), not torch.float32"),
+            ({"beta": torch.zeros(2, 4, 1, 1)}, r"^beta .*\(2, 4, 1\).*\(2, 4, 1, 1\)"),
+            ({"mask": torch.zeros(2, 1)}, r"^mask .*bool \(2, 1\).*torch.float32"),
             ({"state": torch.zeros(2, 4, 3, 5)}, r"state must be torch.float32 \(B, H, D, E\) = \(2, 4, 5, 3\)"),
         ],
     )

@@ -10,7 +10,7 @@ from longspan.ops.native.call import available
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("delta", [False, True])
 def test_strong_decays_have_exact_gradients(channels, delta):
-    """What a token reads of its own writing does not decay, and is 3,000 times what is left of the one before it."""
+    """A token reads its own write without decay, 3,000 times the remaining write of the previous token."""
     if not available():
         pytest.skip("no native kernels here")
     torch.manual_seed(0)

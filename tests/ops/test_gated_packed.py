@@ -213,7 +213,7 @@ class TestFunctional:
             ({"normalize": "l1"}, "unknown norm of queries and keys 'l1'.*; known: l2"),
             ({"cu_seqlens": cuts(3, 3)}, r"rise from 0 to the number of tokens, 7, not \[0, 3, 6\]"),
             ({"cu_seqlens": cuts(3, 4), "state": torch.zeros(1, 2, 5, 5)}, r"\(B, H, D, E\) = \(2, 2, 5, 5\), not"),
-            ({"cu_seqlens": cuts(7), "segments": torch.zeros(1, 7, dtype=torch.int64)}, "give one of them"),
+            ({"cu_seqlens": cuts(7), "segments": torch.zeros(1, 7, dtype=torch.int64)}, "segments and cu_seqlens"),
             ({"cu_seqlens": cuts(7).float()}, r"cu_seqlens must be int32 or int64"),
         ],
     )

@@ -1,4 +1,4 @@
-"""Compiled by inductor, which writes C++ of its own: the same outputs and gradients."""
+"""Compiled by inductor, which generates C++: the same outputs and gradients."""
 
 import warnings
 
@@ -24,7 +24,7 @@ def test_inductor(spec):
     torch._dynamo.reset()
     found = []
     with warnings.catch_warnings():
-        # Inductor and Dynamo warn of their own insides.
+        # Inductor and Dynamo emit warnings about their internals.
         warnings.simplefilter("ignore")
         for call in (torch.compile(lambda x: module(x)[0], fullgraph=True), lambda x: module(x)[0]):
             y = call(x)

@@ -1,4 +1,4 @@
-"""Packed sequences beside one that holds NaN or infinity: operations, compiled calls, states, and what is handed on."""
+"""Packed sequences next to one that holds NaN or infinity: operations, compiled calls, states and carries."""
 
 import pytest
 import torch
@@ -112,7 +112,7 @@ class TestAttentions:
             torch.testing.assert_close(y[row : row + 1, part], module(x[row : row + 1, part])[0], equal_nan=True)
 
     def test_states_and_what_is_handed_on(self, spec):
-        """What the next layer gets does not tell of the spoilt sequence either, nor do gradients through it."""
+        """Neither the input of the next layer nor gradients through it depend on the spoilt sequence."""
         module, x = made(spec)
         before = module(x[:, :9], module.init_state(B))[1]
         spoilt = x.clone()

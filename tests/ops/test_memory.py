@@ -9,7 +9,7 @@ import torch
 
 from longspan.ops import buffers
 
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it is the C library's, and told by /proc")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it belongs to glibc, and /proc reports it")
 RESIDENT = """
 import json, sys, torch
 from longspan.ops import buffers as memory

@@ -241,7 +241,7 @@ def test_operands_on_two_devices(name):
 
 
 class Slopes:
-    """A score that differs by head, of a head axis of its own."""
+    """A score that differs by head, with a separate head axis."""
 
     def __init__(self, heads: int):
         self.slopes = torch.arange(1.0, heads + 1)[:, None, None] / heads
@@ -295,7 +295,7 @@ def test_logits_of_any_size(kind, pattern, size):
     n, generator = 150, torch.Generator().manual_seed(0)
     k = torch.randn(1, 2, n, 4, generator=generator)
     q, v = torch.randn(1, 2, n, 4, generator=generator), torch.randn(1, 2, n, 3, generator=generator)
-    # One channel makes the size, and is another one for each key, since sums of rows could not tell how many are alike.
+    # One channel sets the size. It differs by key, since sums of rows cannot distinguish equal keys.
     q[..., 0], k[..., 0] = size, 1 + torch.randperm(n, generator=generator) * 2.0**-20
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
     with backend("reference"):

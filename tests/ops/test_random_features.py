@@ -189,7 +189,7 @@ class TestRows:
         [
             ({"rows": "random"}, "unknown rows 'random'; known: iid, orthogonal"),
             ({"radii": "one"}, "unknown radii 'one'; known: chi, midpoints, quantiles, sqrt"),
-            ({"features": 0}, "features=0 rows of dim=3 channels: both must be at least 1"),
+            ({"features": 0}, "features=0 and dim=3"),
         ],
     )
     def test_bad_arguments_are_refused(self, options, message):

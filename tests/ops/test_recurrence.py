@@ -205,13 +205,13 @@ class TestLinearAttention:
         [
             (
                 {"query": torch.zeros(2, 5, 3)},
-                r"query must be a floating-point \(B, H, N, D\), not torch.float32 \(2, 5",
+                r"^query .*torch.float32 \(2, 5, 3\)",
             ),
             ({"key": torch.zeros(2, 2, 5, 4)}, "do not fit"),
-            ({"query": torch.zeros(2, 2, 4, 3)}, "needs as many queries as keys, not 4 and 5"),
-            ({"mask": torch.ones(2, 5)}, r"mask must be bool \(2, 5\)"),
-            ({"segments": torch.ones(2, 4).long()}, r"segments must be int64 \(2, 5\), not torch.int64 \(2, 4\)"),
-            ({"segments": torch.ones(2, 5).int()}, r"segments must be int64 \(2, 5\), not torch.int32"),
+            ({"query": torch.zeros(2, 2, 4, 3)}, "4 queries and 5 keys"),
+            ({"mask": torch.ones(2, 5)}, r"^mask .*bool \(2, 5\)"),
+            ({"segments": torch.ones(2, 4).long()}, r"^segments .*int64 \(2, 5\).*torch.int64 \(2, 4\)"),
+            ({"segments": torch.ones(2, 5).int()}, r"^segments .*int64 \(2, 5\).*torch.int32"),
             (
                 {"state": torch.zeros(2, 2, 3, 5)},
                 r"state must be torch.float32 \(B, H, F, E\+1\) = \(2, 2, 3, 6\), not torch.float32 \(2, 2, 3, 5\)",
@@ -223,10 +223,10 @@ class TestLinearAttention:
                 {"state": torch.zeros(2, 2, 3, 6), "feature_map": lambda x: torch.cat([x.exp(), (-x).exp()], -1)},
                 r"= \(2, 2, 6, 6\), not torch.float32 \(2, 2, 3, 6\)",
             ),
-            ({"state": torch.zeros(2, 2, 3, 6), "causal": False}, "causal=False sees all keys in one call"),
+            ({"state": torch.zeros(2, 2, 3, 6), "causal": False}, "state=.*causal=False"),
             ({"feature_map": "cos"}, "unknown feature map 'cos'"),
-            ({"feature_map": torch.tanh}, "feature map 'tanh' reaches -1; a normalized mechanism divides"),
-            ({"feature_map": 3}, "feature_map is a name .* or a callable, not int"),
+            ({"feature_map": torch.tanh}, "feature map 'tanh' .*-1"),
+            ({"feature_map": 3}, "feature_map .*int"),
         ],
     )
     def test_bad_arguments(self, change, message):

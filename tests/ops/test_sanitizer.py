@@ -79,5 +79,5 @@ def test_a_number_beyond_the_end_is_reported(run, tmp_path):
     source.write_text(source.read_text().replace(right, f"{right} + 1"))
     done = run(tmp_path / "src", "-c", "from longspan.ops.native import build; build.load('linear')")
     assert done.returncode != 0
-    assert "the compiled kernels cannot be tried" in done.stderr
+    assert "the compiled kernels cannot be tested" in done.stderr
     assert "ERROR: AddressSanitizer: " in done.stderr

@@ -83,7 +83,7 @@ def packed(n: int) -> Tensor:
 
 @pytest.fixture(params=["one group of rows", "row by row"])
 def small(request, monkeypatch):
-    """Spans of 21 tokens, and either all rows of the batch at once or each on its own."""
+    """Spans of 21 tokens, with all rows of the batch together or each separately."""
     monkeypatch.setattr(linear.causally, "SPAN", 21)
     monkeypatch.setattr(linear.bidirectional, "SHORT", 5)
     tokens = 21 if request.param == "row by row" else 10_000

@@ -1,4 +1,4 @@
-"""The native kernels beside threads and forked processes: nobody waits for ever, and every answer is right."""
+"""Native kernels with threads and forked processes: no deadlock, and correct results."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ needs_compiler = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 SECONDS = 120  # until a process counts as hanging
 
-# What every script has: calls that take several threads, and their answers.
+# Every script has calls that use several threads, and their results.
 CALLS = """
 import os, signal, sys, threading, time
 import torch
@@ -76,7 +76,7 @@ def in_child(work):
 
 def script(text):
     code = CALLS + textwrap.dedent(text) + "print('all right')\n"
-    # Newer Pythons warn of every fork beside threads; that it is safe is what is shown here.
+    # Newer Pythons warn about every fork of a process with threads. This test shows that it is safe here.
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=SECONDS, check=False
     )
