@@ -189,5 +189,5 @@ def test_a_state_has_an_end():
     state = module.init_state(1)
     state = state._replace(position=torch.tensor([2**tree.LEVELS - 1]))
     module(data(1, 1, 6), state)
-    with pytest.raises(ValueError, match=r"the state has room for 2\^24 tokens, and these would be 16777217"):
+    with pytest.raises(ValueError, match=r"2\^24 tokens.*16777217"):
         module(data(1, 2, 6), state)
