@@ -205,7 +205,7 @@ def check_state(attention: Contract, state: Any, x: Tensor) -> None:
         )
     leaves, batch = tensors(state), x.shape[0]
     check_stored("the state", *leaves)
-    if leaves[0].shape[0] != batch:
+    if leaves and leaves[0].dim() and len(leaves[0]) != batch:
         raise ValueError(f"state is for {len(leaves[0])} sequences, x has {batch}")
     for leaf in leaves:
         if leaf.device != x.device:
@@ -221,7 +221,7 @@ def check_state(attention: Contract, state: Any, x: Tensor) -> None:
             f"its own has {len(expected)}; init_state makes one"
         )
     for leaf, (shape, dtype) in zip(leaves, expected, strict=True):
-        if leaf.shape[0] != batch or (leaf.shape[1:] != shape and not _grown(leaf.shape[1:], shape)):
+        if leaf.shape[:1] != (batch,) or (leaf.shape[1:] != shape and not _grown(leaf.shape[1:], shape)):
             raise ValueError(
                 f"state has a part of shape {tuple(leaf.shape)} where {attention.name} with dim={attention.dim}, "
                 f"heads={attention.heads} has {(batch, *shape)}; it belongs to an attention of another size"

@@ -149,13 +149,19 @@ def linear_attention(
         return attend(phi(upcast_half(q)), phi(upcast_half(k)), v, **options)
 
     if cu_seqlens is not None:
-        parts = [Part(0, begin, end, True, True) for begin, end in pairwise(cu_seqlens.tolist())]
-        starts = [None] * len(parts) if state is None else state.split(1)
-        cuts = ([part.cut(x, 2) for x in (query, key, value)] for part in parts)
-        found = [run(tokens, start, None, part) for tokens, start, part in zip(cuts, starts, parts, strict=True)]
-        # The empty tensors are for a call without sequences.
-        out = torch.cat([value[:, :, :0], *(o for o, _ in found)], 2)
-        state = torch.cat([key.new_empty(0, *expected[1:], dtype=wide), *(end for _, end in found)])
+        # The first one is empty, for a call without sequences.
+        outputs, states = [value[:, :, :0]], [key.new_zeros(0, *expected[1:], dtype=wide)]
+        starts = (key.new_zeros(expected, dtype=wide) if state is None else state).split(1)
+        for start, (begin, end) in zip(starts, pairwise(cu_seqlens.tolist()), strict=True):
+            if begin == end:
+                states.append(start)
+                continue
+            part = Part(0, begin, end, True, True)
+            tokens = [part.cut(x, 2) for x in (query, key, value)]
+            o, last = run(tokens, None if state is None else start, None, part)
+            outputs.append(o)
+            states.append(last)
+        out, state = torch.cat(outputs, 2), torch.cat(states)
     elif segments is None:
         out, state = run((query, key, value), state, None, None)
     else:
