@@ -86,7 +86,9 @@ def test_models_are_there_and_every_one_is_in_the_wheel_and_in_the_help():
     packed = {file.distribution_path for file in builder.recurse_included_files()}
     assert pretrained.names() == ("digits", "mnist", "text")
     assert command.HELP.count(f"({', '.join(pretrained.names(*trained.WRITERS))})")
-    assert f"({', '.join(pretrained.names(trained.TRANSCRIBER))})" in " ".join(transcribe.parser().format_help().split())
+    assert f"({', '.join(pretrained.names(trained.TRANSCRIBER))})" in " ".join(
+        transcribe.parser().format_help().split()
+    )
     for name in pretrained.names():
         files = {path.relative_to(ROOT / "src").as_posix() for path in pretrained.path(name).iterdir()}
         assert len(files) == 3

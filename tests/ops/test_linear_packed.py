@@ -42,6 +42,8 @@ def test_each_sequence_is_its_own_call(way, started):
     state = state if started else None
     with backend(way):
         found = linear_attention(*qkv, cu_seqlens=CUTS, state=state, return_state=True)
+    # One of the sequences is empty, for which a call by itself has no kernel.
+    with backend("torch" if way == "native" else way):
         expected = apart(*qkv, state)
     inputs = [*qkv, *([state] if started else [])]
     gradients = (torch.autograd.grad(sum(t.square().sum() for t in pair), inputs) for pair in (found, expected))

@@ -151,8 +151,9 @@ def linear_attention(
     if cu_seqlens is not None:
         # The first one is empty, for a call without sequences.
         outputs, states = [value[:, :, :0]], [key.new_zeros(0, *expected[1:], dtype=wide)]
-        starts = (key.new_zeros(expected, dtype=wide) if state is None else state).split(1)
-        for start, (begin, end) in zip(starts, pairwise(cu_seqlens.tolist()), strict=True):
+        starts = key.new_zeros(expected, dtype=wide) if state is None else state
+        for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
+            start = starts[s : s + 1]
             if begin == end:
                 states.append(start)
                 continue
