@@ -1,6 +1,7 @@
-"""What published causal forms leak with 1, 4 and 8 heads: the docstrings and the page have the measured figures."""
+"""The leak of published causal forms with 1, 4 and 8 heads: docstrings and page have the measured figures."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,13 @@ from longspan._utils.spec import head
 from longspan.attention.base import REGISTRY
 
 DOCS = Path(__file__).parents[2] / "docs"
-CHANGED = "{} % of the outputs before these change with 1 head, {} % with 4 and {} % with 8."
-TOKENS = f"64 random tokens of which the later ones change, {CHANGED}"
-SAID = {
-    "reformer(chunk=8, rounds=1, buckets=16, published=True)": f"With chunk=8, rounds=1, buckets=16 and {TOKENS}",
-    "reformer(chunk=8, rounds=1, buckets=4, published=True)": "With buckets=4 it is {}, {} and {} %.",
-    "reformer(chunk=8, rounds=1, buckets=16, published=True, cross=True)": (
-        "With ``cross=True``, where a chunk's tokens see other buckets', it is {}, {} and {} %."
-    ),
-    "routing(clusters=8, window=8, published=True)": f"with clusters=8, window=8 and {TOKENS}",
-    "informer(factor=5, published=True)": f"with c = 5 and {TOKENS}",
-}
+SPECS = [
+    "reformer(chunk=8, rounds=1, buckets=16, published=True)",
+    "reformer(chunk=8, rounds=1, buckets=4, published=True)",
+    "reformer(chunk=8, rounds=1, buckets=16, published=True, cross=True)",
+    "routing(clusters=8, window=8, published=True)",
+    "informer(factor=5, published=True)",
+]
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +28,16 @@ def script():
 
 
 def test_every_measured_form_is_compared(script):
-    assert sorted(SAID) == sorted(script.SPECS)
+    assert sorted(SPECS) == sorted(script.SPECS)
     assert script.HEADS == (1, 4, 8)
 
 
-@pytest.mark.parametrize("spec", SAID)
+@pytest.mark.parametrize("spec", SPECS)
 def test_the_docstring_and_the_page_have_the_measured_figures(script, spec):
     shares = script.shares(spec)
-    assert SAID[spec].format(*shares) in " ".join(REGISTRY[head(spec)].__doc__.split())
+    # The three figures in one sentence, with any words between them.
+    figures = r"\b[^%.;]*?(?: %)?[^%.;]*?".join(rf"(?<![\d.]){re.escape(share)}" for share in shares) + " %"
+    assert re.search(figures, " ".join(REGISTRY[head(spec)].__doc__.split()))
     row = f"| `{spec}` | {' | '.join(f'{share} %' for share in shares)} |"
     assert row in script.PAGE.read_text(encoding="utf-8").splitlines()
 

@@ -1,4 +1,4 @@
-"""Memory-compressed attention against its definition, slot by slot, and what it is for special kernels."""
+"""Memory-compressed attention against its definition, slot by slot, and special cases of kernels."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_by_hand():
 
 @BOTH
 @pytest.mark.parametrize("form", [CONV, MEAN])
-def test_one_token_to_a_slot_is_softmax(form, causal):
+def test_one_token_per_slot_is_softmax(form, causal):
     module, other, x = build(form.format(1), causal=causal), build("softmax", causal=causal), data()
     for taps in ("compress_key", "compress_value"):
         if hasattr(module, taps):
@@ -86,7 +86,7 @@ def test_one_token_to_a_slot_is_softmax(form, causal):
 
 def test_a_kernel_of_means_is_attention_to_means():
     for causal in (True, False):
-        # 24 tokens: cut off, a convolution counts what is missing as zeros and a mean does not count it.
+        # 24 tokens, since in a short last slot a convolution counts missing tokens as zeros and a mean does not.
         module, other, x = build(CONV.format(3), causal=causal), build(MEAN.format(3), causal=causal), data(24)
         for taps in (module.compress_key, module.compress_value):
             taps.weight.data = torch.eye(6, dtype=torch.float64).repeat(1, 3) / 3
@@ -95,7 +95,7 @@ def test_a_kernel_of_means_is_attention_to_means():
 
 
 @pytest.mark.parametrize("n", [N, N + 1, N + 2, N + 3])
-def test_a_token_moves_those_that_see_its_whole_slot(n):
+def test_a_token_changes_the_queries_that_see_its_slot(n):
     """By finite perturbation at each remainder of the length and of the token."""
     module, x = build(MEAN.format(4)), data(n)
     y = module(x)[0]
@@ -104,7 +104,7 @@ def test_a_token_moves_those_that_see_its_whole_slot(n):
         other[:, t] = 3 * data(1, seed=5)[:, 0]
         moved = ((module(other)[0] - y).abs() > 1e-12).any(-1).any(0)
         first = t // 4 * 4 + 3  # the last token of its slot
-        # Its own query moves what it reads, once it sees a slot and another.
+        # Its own query has an effect once it sees more than one slot.
         expected = torch.tensor([i >= first or (i == t and i >= 7) for i in range(n)])
         assert torch.equal(moved, expected)
 
@@ -131,7 +131,7 @@ def test_the_first_tokens_read_nothing_or_the_null_slot():
 
 
 @pytest.mark.parametrize("cuts", [[1] * N, [2, 3, 18], [1, 22], [19, 4]])
-def test_the_state_is_the_slots_and_what_is_left_over(cuts):
+def test_the_state_is_the_slots_and_the_remaining_tokens(cuts):
     module, x = build(CONV.format(3)), data(N)
     state, outs = module.init_state(2), []
     for part in x.split(cuts, 1):
@@ -144,7 +144,7 @@ def test_the_state_is_the_slots_and_what_is_left_over(cuts):
 
 
 def test_a_convolution_mixes_the_heads():
-    """The plain reading of the paper: a kernel over all channels."""
+    """The kernel is over all channels."""
     module, x = build(CONV.format(3)), data(N)
     moved = build(CONV.format(3))
     moved.key.weight.data[3:] = 0.0  # the second head's keys
@@ -156,7 +156,7 @@ def definition_of_keys(module, x):
     return slots_of(module, module.key(x), module.compress_key, True)
 
 
-def test_the_reference_is_the_same():
+def test_the_reference_backend_agrees():
     for spec in (CONV.format(3), "memory_compressed(stride=4, null=True)"):
         module, x = build(spec), data()
         with longspan.backend("reference"):
@@ -167,7 +167,7 @@ def test_the_reference_is_the_same():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("stride=0", "stride=0 tokens make a slot; it must be at least 1"),
+        ("stride=0", "stride=0 .*at least 1"),
         ("pool='maximum'", "unknown pool 'maximum'; known: conv, mean"),
     ],
 )

@@ -1,4 +1,4 @@
-"""``longspan.MultiheadAttention`` beside torch's: outputs, weights, gradients, state dicts, and what is refused."""
+"""``longspan.MultiheadAttention`` against torch: outputs, weights, gradients, state dicts and errors."""
 
 import copy
 import itertools
@@ -41,13 +41,13 @@ def seeded(make, *arguments, **options):
 
 
 def both(**options):
-    """Torch's module and ours, made with the same seed."""
+    """The modules of torch and longspan with the same seed."""
     ours = seeded(MultiheadAttention, E, H, dtype=torch.float64, attention="softmax", **options)
     return seeded(nn.MultiheadAttention, E, H, dtype=torch.float64, **options), ours
 
 
 def of_pairs(kind):
-    """Masks over pairs as torch knows them."""
+    """Masks over pairs in the forms of torch."""
     some = torch.rand(N, N, generator=torch.Generator().manual_seed(5)) < 0.4
     some[:, 0] = False
     per_head = torch.rand(B * H, N, N, generator=torch.Generator().manual_seed(6)) < 0.4
@@ -66,7 +66,7 @@ def of_pairs(kind):
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("kind", ["none", "causal", "hint", "floats", "pairs", "heads", "nothing"])
-def test_softmax_is_torchs(kind, padded, batch_first):
+def test_softmax_equals_torch(kind, padded, batch_first):
     theirs, ours = both(batch_first=batch_first)
     arguments = of_pairs(kind)
     if padded:
@@ -89,7 +89,7 @@ def test_softmax_is_torchs(kind, padded, batch_first):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_softmax_across_sequences_of_other_widths_is_torchs(bias):
+def test_cross_attention_with_other_widths_equals_torch(bias):
     theirs, ours = both(kdim=5, vdim=8, bias=bias)
     query, key, value = randn(N, B, E), randn(11, B, 5, seed=1), randn(11, B, 8, seed=2)
     for right, found in zip(theirs(query, key, value), ours(query, key, value), strict=True):
@@ -101,7 +101,7 @@ def test_softmax_across_sequences_of_other_widths_is_torchs(bias):
         torch.testing.assert_close(found, right)
 
 
-def test_softmax_without_a_batch_is_torchs():
+def test_softmax_without_a_batch_equals_torch():
     theirs, ours = both()
     x, memory = randn(N, E), randn(5, E, seed=1)
     for right, found in zip(theirs(x, memory, memory), ours(x, memory, memory), strict=True):
@@ -120,14 +120,14 @@ def test_queries_and_keys_with_positions_and_values_without():
     torch.testing.assert_close(ours(at, at, x)[0], theirs(at, at, x)[0])
 
 
-def test_a_row_that_sees_nothing_is_zero_where_torchs_is_nan():
+def test_a_row_that_sees_nothing_is_zero_where_torch_gives_nan():
     theirs, ours = both(batch_first=True)
     x, hidden = randn(1, 3, E), torch.ones(1, 3, dtype=torch.bool)
     assert theirs(x, x, x, key_padding_mask=hidden)[0].isnan().all()
     assert torch.equal(ours(x, x, x, key_padding_mask=hidden)[0], ours.out_proj.bias.expand(1, 3, E))
 
 
-def test_dropout_is_that_of_the_weights():
+def test_dropout_drops_weights():
     theirs, ours = both(dropout=0.5)
     x = randn(N, B, E)
     torch.testing.assert_close(ours.eval()(x, x, x)[0], theirs.eval()(x, x, x)[0])
@@ -135,7 +135,7 @@ def test_dropout_is_that_of_the_weights():
     assert not torch.equal(ours(x, x, x, is_causal=True)[0], ours(x, x, x, is_causal=True)[0])
     ours.eval()
     assert torch.equal(ours(x, x, x, is_causal=True)[0], ours(x, x, x, is_causal=True)[0])
-    with pytest.raises(ValueError, match="linear has no weights to drop; leave dropout=0.5 out"):
+    with pytest.raises(ValueError, match="dropout=0.5 .* linear has none"):
         MultiheadAttention(E, H, 0.5)
 
 
@@ -150,7 +150,7 @@ def test_state_dicts_load_both_ways(options):
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), theirs.parameters(), strict=True))
 
 
-def test_initial_values_are_torchs():
+def test_initial_values_equal_torch():
     theirs, ours = both()
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     ours._reset_parameters()
@@ -159,7 +159,7 @@ def test_initial_values_are_torchs():
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_mechanism_gives_what_it_gives_alone(spec, causal):
+def test_a_mechanism_equals_the_same_mechanism_alone(spec, causal):
     module = seeded(MultiheadAttention, E, H, batch_first=True, attention=spec).double()
     try:
         alone = longspan.build(spec, E, H, causal=causal).double()
@@ -171,7 +171,7 @@ def test_a_mechanism_gives_what_it_gives_alone(spec, causal):
     weights = dict(zip(("query", "key", "value"), module.in_proj_weight.chunk(3), strict=True))
     weights["out"] = module.out_proj.weight
     extra |= {f"{name}.weight": weight for name, weight in weights.items()}
-    # Biases are zeros at first, in the module as in torch's.
+    # Initial biases are zeros, as in torch.
     extra |= {
         name: torch.zeros_like(t)
         for name, t in alone.state_dict().items()
@@ -195,7 +195,7 @@ def test_a_mechanism_gives_what_it_gives_alone(spec, causal):
 @pytest.mark.parametrize("spec", ["linear", "performer", "kernel", "talking_heads"])
 @pytest.mark.parametrize("widths", [{}, {"kdim": 5, "vdim": 7}, {"kdim": 6, "vdim": 6}], ids=str)
 def test_keys_and_values_of_other_tensors(spec, widths):
-    """Cross attention by hand: the mechanism alone, told keys and values by identities and a context beside it."""
+    """The mechanism alone, with a context of concatenated keys and values and padded projections."""
     module = seeded(MultiheadAttention, E, H, batch_first=True, attention=spec, **widths).double()
     kdim, vdim = widths.get("kdim", E), widths.get("vdim", E)
     query, key, value = randn(B, N, E), randn(B, 5, kdim, seed=1), randn(B, 5, vdim, seed=2)
@@ -219,7 +219,7 @@ def test_keys_and_values_of_other_tensors(spec, widths):
 @pytest.mark.parametrize("spec", ["linear", "softmax"])
 @pytest.mark.parametrize("grad", [True, False])
 def test_inside_torchs_encoder_layer(spec, grad):
-    """In evaluation torch's layer would compute softmax itself where heads are even, had it not been kept from that."""
+    """In evaluation the fast path of torch would compute softmax with an even number of heads."""
     layer = seeded(nn.TransformerEncoderLayer, E, 2, 16, 0.0, batch_first=True).eval()
     right = copy.deepcopy(layer)
     layer.self_attn = MultiheadAttention(E, 2, batch_first=True, attention=spec)
@@ -229,7 +229,7 @@ def test_inside_torchs_encoder_layer(spec, grad):
         for masks in ({}, {"src_key_padding_mask": PADDING}, {"src_mask": INFINITE, "is_causal": True}):
             found, expected = layer(x, **masks), right(x, **masks)
             if "src_key_padding_mask" in masks:
-                # torch gives zeros for padding on its fast path and something else off it.
+                # Only the fast path of torch gives zeros for padding.
                 found, expected = found[~PADDING], expected[~PADDING]
             assert torch.allclose(found, expected, atol=1e-5) == (spec == "softmax")
 
@@ -255,7 +255,7 @@ def test_inside_torchs_encoder_and_decoder():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype:UserWarning")
 def test_a_nested_tensor_is_refused():
-    """Which torch's encoder makes where only its layers' attention was replaced."""
+    """The encoder of torch makes one if only the attention of its layers was replaced."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, 2, 16, batch_first=True), 2).eval()
     for layer in encoder.layers:
         layer.self_attn = MultiheadAttention(E, 2, batch_first=True)
@@ -300,16 +300,16 @@ def test_it_compiles_as_one_graph(spec):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"add_bias_kv": True}, "add_bias_kv=True adds a key that belongs to no token; it is not served"),
-        ({"add_zero_attn": True}, "add_zero_attn=True adds a key that belongs to no token; it is not served"),
+        ({"add_bias_kv": True}, "add_bias_kv=True is not supported"),
+        ({"add_zero_attn": True}, "add_zero_attn=True is not supported"),
         ({"num_heads": 5}, "embed_dim=12 is not a multiple of num_heads=5"),
         ({"attention": "linaer"}, "unknown name 'linaer'"),
-        ({"attention": "gla"}, "have a query projection of 12 x 12; it has one of 12 x 6"),
-        ({"attention": "average"}, "have a query projection of 12 x 12; it has none"),
-        ({"attention": "softmax(kv_heads=1)"}, "have a key projection of 12 x 12; it has one of 12 x 4"),
+        ({"attention": "gla"}, "a query projection of 12 x 12, but has one of 12 x 6"),
+        ({"attention": "average"}, "a query projection of 12 x 12, but has none"),
+        ({"attention": "softmax(kv_heads=1)"}, "a key projection of 12 x 12, but has one of 12 x 4"),
     ],
 )
-def test_what_cannot_be_built(options, message):
+def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         MultiheadAttention(**{"embed_dim": E, "num_heads": H, **options})
 
@@ -323,15 +323,15 @@ BIAS = torch.zeros(N, N).index_put((torch.tensor(2), torch.tensor(1)), torch.ten
         (
             "linear",
             {"attn_mask": FUTURE.T.contiguous()},
-            "linear serves an attn_mask that hides what comes later, or nothing",
+            "linear supports only an attn_mask",
         ),
         (
             "softmax",
             {"attn_mask": FUTURE.T.contiguous(), "is_causal": True},
-            "is_causal=True says that attn_mask hides",
+            "is_causal=True needs an attn_mask",
         ),
-        ("softmax", {"attn_mask": BIAS}, "attn_mask adds numbers to the scores; only 0 and -inf"),
-        ("linear", {"key_padding_mask": BIAS[1:3]}, "key_padding_mask adds numbers to the scores"),
+        ("softmax", {"attn_mask": BIAS}, "attn_mask must contain only 0 and -inf"),
+        ("linear", {"key_padding_mask": BIAS[1:3]}, "key_padding_mask must contain only 0 and -inf"),
         ("linear", {"key_padding_mask": PADDING.long()}, "key_padding_mask must be bool, True where it hides"),
         ("linear", {"key_padding_mask": PADDING.T}, "key_padding_mask must be (2, 7), not (7, 2)"),
         ("linear", {"attn_mask": FUTURE[:3]}, "attn_mask must be (7, 7) or (6, 7, 7), not (3, 7)"),
@@ -343,11 +343,11 @@ BIAS = torch.zeros(N, N).index_put((torch.tensor(2), torch.tensor(1)), torch.ten
         (
             "etc(globals=2, radius=3, clip=2)",
             {"is_causal": True},
-            "has no causal form; leave is_causal and attn_mask out",
+            "has no causal form; call without is_causal",
         ),
     ],
 )
-def test_what_a_call_cannot_ask_for(spec, arguments, message):
+def test_unsupported_calls_are_refused(spec, arguments, message):
     module, x = MultiheadAttention(E, H, batch_first=True, attention=spec), randn(B, N, E, dtype=torch.float32)
     with pytest.raises(ValueError, match=re.escape(message)):
         module(x, x, x, **arguments)
@@ -359,12 +359,12 @@ def test_what_a_call_cannot_ask_for(spec, arguments, message):
         (
             "local(window=3)",
             False,
-            "local serves self-attention of one sequence, attention(x, x, x) with one and the same",
+            "query, key and value must be the same tensor: local has no bidirectional cross attention",
         ),
-        ("linear", True, "linear serves causal attention of one sequence"),
+        ("linear", True, "query, key and value must be the same tensor: linear has no causal cross attention"),
     ],
 )
-def test_other_tensors_where_one_is_needed(spec, causal, message):
+def test_different_tensors_are_refused_where_one_is_needed(spec, causal, message):
     module, x = MultiheadAttention(E, H, batch_first=True, attention=spec), randn(B, N, E, dtype=torch.float32)
     with pytest.raises(ValueError, match=re.escape(message)):
         module(x, x.clone(), x, need_weights=False, is_causal=causal)
@@ -374,7 +374,7 @@ def test_other_tensors_where_one_is_needed(spec, causal, message):
     "shapes",
     [((B, N, E), (B, 5, E), (B, 4, E)), ((B, N, 5), (B, N, E), (B, N, E)), ((N, E),) * 2 + ((B, N, E),), ((E,),) * 3],
 )
-def test_shapes_that_do_not_fit(shapes):
+def test_wrong_shapes_are_refused(shapes):
     module = MultiheadAttention(E, H, batch_first=True)
     with pytest.raises(ValueError, match=re.escape(f"query (B, L, {E}), key (B, S, {E}), value (B, S, {E})")):
         module(*(torch.zeros(shape) for shape in shapes))

@@ -1,4 +1,4 @@
-"""Landmarks over real tokens, the pseudo-inverse row by row, and softmax attention where they are all tokens."""
+"""Landmarks over real tokens, the pseudo-inverse row by row, and softmax attention if all tokens are landmarks."""
 
 from typing import Any
 
@@ -63,7 +63,7 @@ def test_it_equals_the_definition(options):
 
 
 @pytest.mark.parametrize("options", ["landmarks=3", "landmarks=4, iterations=0", "landmarks=3, convolution=5"])
-def test_padding_and_packing_are_rows_of_their_own(options):
+def test_padded_and_packed_rows_equal_separate_rows(options):
     module, x = build(options), data(2, N, 6)
     segments = torch.tensor([[0] * 4 + [2] * 7, [1] * 11])
     for arguments in ({"mask": MASK}, {"segments": segments}, {"mask": MASK, "segments": segments}):
@@ -82,7 +82,7 @@ def test_padding_and_packing_are_rows_of_their_own(options):
 
 @pytest.mark.parametrize("iterations", [0, 6])
 def test_landmarks_without_tokens_do_not_exist(iterations):
-    """Rows of 2 and 11 real tokens side by side, of which the first has 2 landmarks and the other one 5."""
+    """Two rows of 2 and 11 real tokens, with 2 and 5 landmarks."""
     module, x = build(f"landmarks=5, iterations={iterations}, convolution=3"), data(2, N, 6)
     mask = torch.ones(2, N, dtype=torch.bool)
     mask[0] = False
@@ -93,14 +93,14 @@ def test_landmarks_without_tokens_do_not_exist(iterations):
 
 
 class TestAllTokensAreLandmarks:
-    """Softmax attention, by way of the pseudo-inverse: nothing goes around it."""
+    """Softmax attention, computed through the pseudo-inverse without a shortcut."""
 
     @pytest.mark.parametrize("options", ["landmarks=64, iterations=0", "landmarks=64, iterations=30"])
     def test_it_is_softmax(self, options):
         module, x = build(options, dim=16), data(2, 37, 16)
         softmax = longspan.build("softmax", 16, 2, causal=False).double()
         softmax.load_state_dict(module.state_dict())
-        # Wide scores, or else the matrix is near one of equal rows, which no method inverts well.
+        # Scores with a large deviation; otherwise the rows are nearly equal and the matrix is nearly singular.
         with torch.no_grad():
             for attention in (module, softmax):
                 attention.query.weight.mul_(4)
@@ -109,7 +109,7 @@ class TestAllTokensAreLandmarks:
         mask = torch.rand(2, 37, generator=torch.Generator().manual_seed(1)) < 0.6
         same(module(x, mask=mask)[0], softmax(x, mask=mask)[0], 1e-7)
 
-    def test_few_steps_are_not(self):
+    def test_few_steps_are_not_softmax(self):
         module, x = build("landmarks=64", dim=16), data(2, 37, 16)
         softmax = longspan.build("softmax", 16, 2, causal=False).double()
         softmax.load_state_dict(module.state_dict())
@@ -134,7 +134,7 @@ def test_values_of_one_give_one_once_it_has_converged():
 
 @pytest.mark.parametrize("iterations", [0, 1, 6])
 def test_rows_do_not_depend_on_each_other(iterations):
-    """The published initialization divides by norms that are the largest of the whole batch."""
+    """The published initialization divides by the largest norms of the whole batch."""
     module, x = build(f"landmarks=3, iterations={iterations}"), data(2, N, 6)
     y = module(x)[0]
     x[1] *= 30
@@ -149,7 +149,7 @@ class TestLandmarks:
             assert members.sum(-2).eq(1).all()
             sizes = members.sum(-1)
             assert sizes.max() - sizes.min() <= 1
-            # One after the other.
+            # The segments are consecutive.
             assert members.int().argmax(-2).diff().min() >= 0
 
     def test_means_are_over_real_tokens(self):
@@ -182,7 +182,7 @@ class TestInverse:
             assert found[4:].abs().max() + found[:, 4:].abs().max() < 1e-12
         assert not inverse.inverse(torch.zeros(3, 3), 6).any()
 
-    def test_six_steps_leave_what_is_said(self):
+    def test_six_steps_leave_the_documented_error(self):
         """The docstring's 3e-2 at 128 tokens, for scores of standard deviation 1."""
         a = (data(128, 64) @ data(128, 64, seed=1).mT / 8).softmax(-1)
         errors = [((a @ inverse.inverse(a, steps) @ a) - a).abs().max().item() for steps in (6, 20)]
@@ -194,9 +194,9 @@ class TestInverse:
     ("options", "message"),
     [
         ("landmarks=0", "landmarks=0 must be at least 1"),
-        ("iterations=-1", "iterations=-1 is a number of steps, or 0 for the exact pseudo-inverse"),
-        ("convolution=4", "convolution=4 must be odd, so that it has a middle, or 0 for none"),
-        ("convolution=-1", "convolution=-1 must be odd"),
+        ("iterations=-1", "iterations=-1 .* or 0"),
+        ("convolution=4", "convolution=4 must be .*odd"),
+        ("convolution=-1", "convolution=-1 must be .*odd"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -1,4 +1,4 @@
-"""Performer and Fourier attention: the definition without any shift, what they estimate, and no look ahead."""
+"""Performer and Fourier attention: the definition without shifts, the estimated kernels, and causality."""
 
 import copy
 
@@ -85,7 +85,7 @@ def test_fourier_estimates_the_rbf_kernel():
 
 
 class TestShift:
-    """The running maximum of the keys' exponents: exact, finite, and blind to the future."""
+    """The running maximum of the keys' exponents: exact, finite and causal."""
 
     # A bound that some denominators reach, so that the ratio depends on the shift.
     spec = "performer(eps=0.3, features=7)"
@@ -106,7 +106,7 @@ class TestShift:
 
     def test_a_maximum_that_masked_tokens_move_is_caught(self, monkeypatch):
         x, v, mask = data(1, 1, 6, 4), data(1, 1, 6, 3), torch.arange(6)[None] != 2
-        x[:, :, 2] *= 30  # a large key has large features, and eps is seen beside them
+        x[:, :, 2] *= 30  # a large key has large features, which make eps visible
         rows = rf.projections(1, 7, 4, seed=0).double()
 
         def attend(x, v, mask=None):
@@ -123,7 +123,7 @@ class TestShift:
         monkeypatch.setattr(stabilized, "_running", lambda own, segments: own.cummax(-1).values)
         assert testing.check("packed", self.spec).status == "failed"
 
-    def test_segments_have_maxima_of_their_own(self):
+    def test_segments_have_separate_maxima(self):
         own, segments = data(2, 3, 41), torch.tensor([[0] * 11 + [1] + [4] * 29, [0] * 41])
         found = stabilized._running(own, segments)
         for part in (slice(0, 11), slice(11, 12), slice(12, 41)):
@@ -135,7 +135,7 @@ class TestShift:
         ("name", "scale", "tolerance"), [("positive", 3, 1e-3), ("exp", 8, 1e-3), ("trigonometric", 3, 1e-2)]
     )
     def test_exponents_beyond_the_range_of_float32(self, name, scale, tolerance):
-        """Keys whose features vanish or overflow on their own: 40 tokens that shrink, and grow again."""
+        """Keys whose unshifted features vanish or overflow: 40 tokens that shrink, then grow."""
         module = make(f"performer(map={name!r}, features=200)")
         x = scale * data(1, 40, 8) * torch.linspace(-4, 4, 40)[:, None].abs().double()
         keys = module._parts(module.key(x))
@@ -157,7 +157,7 @@ class TestShift:
         assert x.grad is not None
         assert x.grad.isfinite().all()
         assert state.peak.isfinite().tolist() == [[True] * 2, [False] * 2]
-        # What is left of the empty row goes on as if it were new.
+        # The empty row continues as a new one.
         torch.testing.assert_close(module(x, state)[0][1], module(x)[0][1])
 
 
@@ -165,7 +165,7 @@ class TestShift:
     "spec", ["performer(features=9)", "performer(map='relu')", "fourier(features=50)", "polynomial"]
 )
 @pytest.mark.parametrize("arguments", [{}, {"segments": torch.tensor([[3] * 4 + [5] * 3, [1] * 7])}])
-def test_the_recorded_matrix_counts_what_the_state_holds(spec, arguments):
+def test_the_recorded_matrix_includes_the_sums_of_the_state(spec, arguments):
     module, x = make(spec), data(2, 12, 8)
     _, state = module(x[:, :5], module.init_state(2))
     seen = []
@@ -204,7 +204,7 @@ class TestRows:
         assert (third - first).abs().max() > 1e-6
         assert torch.equal(module(x)[0], third)
         module.redraw(0)
-        torch.testing.assert_close(module(x)[0], first, rtol=1e-6, atol=1e-6)  # the first came through float32
+        torch.testing.assert_close(module(x)[0], first, rtol=1e-6, atol=1e-6)  # the first rows were rounded to float32
         again = make(name)
         again.redraw(3)
         assert torch.equal(again(x)[0], third)
@@ -218,7 +218,7 @@ class TestRows:
         assert torch.equal(make(name, seed=9).projection, modules[0].projection)
 
     @pytest.mark.parametrize("name", ["performer", "fourier"])
-    def test_rows_travel_with_the_weights(self, name):
+    def test_rows_are_saved_with_the_weights(self, name):
         module, other, x = make(name), make(f"{name}(seed=4)", seed=4), data(2, 5, 8)
         other.load_state_dict(module.state_dict())
         assert torch.equal(other(x)[0], module(x)[0])
@@ -231,7 +231,7 @@ def test_features_are_counted_in_rows():
     assert sizes == {"positive": 5, "hyperbolic": 10, "trigonometric": 10, "exp": 5, "relu": 5}
 
 
-def test_the_reference_serves_every_form():
+def test_the_reference_backend_supports_every_form():
     module, x = make("performer"), data(2, 9, 8)
     with backend("reference"):
         expected = module(x)[0]
@@ -242,7 +242,7 @@ def test_the_reference_serves_every_form():
     ("spec", "message"),
     [
         ("performer(map='cosine')", "unknown map 'cosine'; known: exp, hyperbolic, positive, relu, trigonometric"),
-        ("performer(features=-1)", "features=-1 is a number of rows; it must be positive, or 0 for D log D"),
+        ("performer(features=-1)", "features=-1 must be positive"),
         ("performer(floor=0.1)", "floor belongs to map='relu', not 'positive'"),
         ("performer(map='relu', floor=-1.0)", "floor=-1.0 must not be negative"),
         ("performer(eps=0.0)", "eps=0.0 must be positive: the denominator can vanish"),
@@ -258,7 +258,7 @@ def test_bad_specs_are_refused(spec, message):
         longspan.build(spec, 8, 2)
 
 
-def test_every_layer_of_a_stack_has_rows_of_its_own():
+def test_layers_of_a_stack_have_different_rows():
     stack = longspan.Stack(longspan.StackConfig(dim=8, depth=2, heads=2, feedforward=8, attention="performer"))
     first, second = (attention.projection for attention in stack.attentions())
     assert not torch.equal(first, second)

@@ -1,4 +1,4 @@
-"""Mechanisms of other packages: found when they are asked for, named when they are broken."""
+"""Mechanisms of other packages: lookup, imports and error messages."""
 
 import importlib.metadata
 import subprocess
@@ -40,7 +40,7 @@ class Foreign(longspan.Attention):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of modules in which longspan has looked for nothing yet; what is registered is forgotten afterwards."""
+    """A folder of modules that longspan has not loaded; registered mechanisms are removed afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plugins, "_loaded", False)
     monkeypatch.setattr(plugins, "_brought", [])
@@ -56,7 +56,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def announced(folder, monkeypatch):
-    """A function that installs a package: a module, and its entry point."""
+    """A function that installs a package: a module and its entry point."""
 
     def install(module: str, text: str) -> None:
         (folder / f"{module}.py").write_text(text)
@@ -70,7 +70,7 @@ def announced(folder, monkeypatch):
     return install
 
 
-def test_an_unknown_name_is_looked_for_in_other_packages(announced):
+def test_an_unknown_name_is_looked_up_in_other_packages(announced):
     announced("foreign_module", MODULE.format(name="foreign"))
     assert longspan.build("linear", 8, 2).spec == "linear"
     assert "foreign_module" not in sys.modules
@@ -79,7 +79,7 @@ def test_an_unknown_name_is_looked_for_in_other_packages(announced):
     assert "foreign" in longspan.list_mechanisms()
 
 
-ASKING = {
+LOOKUPS = {
     "names": longspan.list_mechanisms,
     "cases": testing.cases,
     "mechanism": lambda: mechanism("foreign"),
@@ -88,10 +88,10 @@ ASKING = {
 }
 
 
-@pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
-def test_whoever_asks_finds_it(announced, ask):
+@pytest.mark.parametrize("look_up", LOOKUPS.values(), ids=LOOKUPS)
+def test_every_lookup_finds_it(announced, look_up):
     announced("foreign_module", MODULE.format(name="foreign"))
-    ask()
+    look_up()
     assert "foreign" in REGISTRY
 
 
@@ -101,7 +101,7 @@ def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys
     config = longspan.EncoderConfig(dim=8, depth=2, heads=2, feedforward=8, attention="linear; foreign(share=0.25)")
     model = longspan.Encoder(config)
     longspan.save(model, folder / "saved")
-    # As in a process that has not heard of it: the module registers it again.
+    # As in a new process, where the module registers it.
     del REGISTRY["foreign"], sys.modules["foreign_module"]
     plugins._loaded = False
     assert longspan.load(folder / "saved").config == config
@@ -123,13 +123,13 @@ def test_a_stack_a_checkpoint_and_the_commands_find_it(announced, folder, capsys
 )
 def test_a_broken_package_is_a_warning_that_names_it(announced, text, reason):
     announced("broken_module", text)
-    with pytest.warns(RuntimeWarning, match=f"mine = 'broken_module' of the package broken_module brings no.*{reason}"):
+    with pytest.warns(RuntimeWarning, match=f"mine = 'broken_module' of the package broken_module: {reason}"):
         assert "linear" in longspan.list_mechanisms()
-    # Once is enough.
+    # The warning comes once.
     assert "linear" in longspan.list_mechanisms()
 
 
-def test_a_package_may_ask_for_names_while_it_is_imported(announced):
+def test_a_package_may_look_up_names_while_it_is_imported(announced):
     announced("foreign_module", "import longspan\nknown = longspan.list_mechanisms()\n" + MODULE.format(name="foreign"))
     assert "foreign" in longspan.list_mechanisms()
     assert "foreign" not in sys.modules["foreign_module"].known
@@ -157,7 +157,7 @@ def test_a_module_that_is_named_is_imported(folder, capsys):
     assert plugins.brought() == ("near", "far")
 
 
-def test_an_interrupted_training_says_which_modules_it_needs(folder, capsys, monkeypatch):
+def test_an_interrupted_training_prints_the_modules_it_needs(folder, capsys, monkeypatch):
     def interrupted(config, run, *, resume):
         Path(run.out).mkdir()
         Path(run.out, "config.yaml").touch()
@@ -170,7 +170,7 @@ def test_an_interrupted_training_says_which_modules_it_needs(folder, capsys, mon
 
 
 @pytest.mark.full
-def test_processes_of_their_own_import_it_again(folder):
+def test_subprocesses_import_the_same_modules(folder):
     (folder / "near.py").write_text(MODULE.format(name="near"))
     assert plugins.again() == ""
     plugins.bring("near")
@@ -187,8 +187,7 @@ MISTAKES = {
     "list --import leaving": "--import leaving: SystemExit: 0",
     "list -- --import near": "unrecognized arguments: -- --import near",
     "show qqq": "unknown name 'qqq'; known: ",
-    "check qqq": f"; one of another package needs its entry point in the group {plugins.GROUP}, or on the command "
-    "line --import MODULE",
+    "check qqq": plugins.HINT,
 }
 
 
@@ -203,7 +202,7 @@ def test_what_cannot_be_imported_is_one_line_and_code_2(line, folder, capsys):
     assert err.count("\n") == 1
 
 
-def test_the_error_for_an_unknown_mechanism_says_where_others_come_from():
+def test_the_error_for_an_unknown_mechanism_names_the_import_option():
     for call in (lambda: longspan.build("qqq(a=1)", 8, 2), lambda: longspan.mechanism_examples("qqq")):
-        with pytest.raises(ValueError, match=r"'qqq'; known: .*one of another package needs .*--import MODULE"):
+        with pytest.raises(ValueError, match=r"'qqq'; known: .*--import MODULE"):
             call()

@@ -1,4 +1,4 @@
-"""Second-degree polynomials in linear time, worked by hand; the op has tests of its own."""
+"""Second-degree polynomials in linear time, worked by hand; tests/ops tests the op."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Poolingformer against its definition, slot by slot, and what it is for special kernels and windows."""
+"""Poolingformer against its definition, slot by slot, and special cases of kernels and windows."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def make(w1, w2, kernel, stride, kind="mean", causal=True):
 
 
 def one_slot(module, tokens, mix):
-    """(B,H,m,D) -> (B,H,D), of the m tokens that there are."""
+    """(B,H,m,D) -> (B,H,D), over the m tokens of the slot."""
     if module.pool == "mean":
         return tokens.mean(2)
     if module.pool == "max":
@@ -61,7 +61,7 @@ def definition(module, x):
 
 
 def by_hand(spec, x, **parts):
-    """Outputs for one channel of one head, whose maps are x -> weight x + bias."""
+    """Outputs for one channel and one head, with maps x -> weight x + bias."""
     module = build(spec, heads=1, dim=1)
     for part, (weight, bias) in parts.items():
         torch.nn.init.constant_(getattr(module, part).weight, weight)
@@ -117,7 +117,7 @@ def test_windows_of_all_tokens_are_two_full_attentions(causal):
 
 @BOTH
 def test_values_of_one_give_two(causal):
-    """Each level is a mean, and they are added; a causal token that sees no slot yet has the first alone."""
+    """The sum of two means; a causal token that sees no slot has only the first."""
     module, x = make(3, 9, 3, 2, causal=causal), data(N)
     for part in (module.value, module.far_value):
         torch.nn.init.zeros_(part.weight)
@@ -143,7 +143,7 @@ def test_no_slot_is_seen_before_its_last_token_is_past(form, n):
 @pytest.mark.parametrize("kind", ["mean", "max", "dynamic"])
 @pytest.mark.parametrize("traced", [False, True])
 def test_padding_does_not_shift_the_slots(kind, causal, traced, monkeypatch):
-    """``traced``: by the one dense mask that a compiler can follow."""
+    """``traced``: with the dense mask that compiled code uses."""
     if traced:
         monkeypatch.setattr("longspan.ops.rows.transformed", lambda: True)
     module, x = make(3, 9, 5, 2, kind, causal), data(N)
@@ -159,7 +159,7 @@ def test_padding_does_not_shift_the_slots(kind, causal, traced, monkeypatch):
 
 @pytest.mark.parametrize("cuts", [[1] * N, [2, 3, 18], [1, 22], [19, 4]])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_state_is_two_rings_and_what_is_left_over(form, cuts, monkeypatch):
+def test_the_state_is_two_rings_and_the_remaining_tokens(form, cuts, monkeypatch):
     monkeypatch.setattr("longspan.attention.poolingformer.AT_ONCE", 5)
     module, x = make(*form), data(N)
     state, outs = module.init_state(2), []
@@ -175,8 +175,8 @@ def test_the_state_is_two_rings_and_what_is_left_over(form, cuts, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["mean", "largest"])
-def test_what_is_missing_in_a_slot_has_no_part(kind):
-    """Negative numbers, so that a zero would show."""
+def test_missing_tokens_of_a_slot_do_not_count(kind):
+    """Negative numbers, so that a zero would change the result."""
     x = -1 - data(5)[:, None].abs()
     found, there = pool.windows(x, 4, 3, whole=False, lengths=torch.tensor([5, 2]))
     slots = getattr(pool, kind)(found, there)
@@ -205,7 +205,7 @@ def test_slots_that_do_not_fit_are_refused(given):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("kernel=3, stride=4", "stride=4 must be between 1 and kernel=3, so that a slot holds every token"),
+        ("kernel=3, stride=4", "stride=4 must be between 1 and kernel=3"),
         ("kernel=3, stride=0", "stride=0 must be between 1 and kernel=3"),
         ("kernel=3, stride=2, far_window=2", "far_window=2 must be at least kernel . stride - 2 = 3"),
         ("window=-1", "left=-1 must be a whole number of at least 0"),

@@ -1,4 +1,4 @@
-"""Residual scores: what goes from layer to layer, alone and in stacks, whole and step by step."""
+"""Residual scores: the carry of single layers and stacks, for whole sequences and single steps."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_a_carry_of_zeros_is_softmax(causal, first):
 
 
 def test_scores_add_up_and_are_masked_last():
-    """Three layers on one x, written out: each one's weights are of the sum, what they hand on has no mask."""
+    """Three layers on one x: weights are those of the sum, and the carry has no mask."""
     x, total = data(2, 11, 8).masked_fill(~MASK[..., None], 0.0), 0
     allowed = torch.ones(11, 11, dtype=torch.bool).tril() & MASK[:, None, None, :]
     carry = build().init_carry(x, MASK)
@@ -60,7 +60,7 @@ def test_scores_add_up_and_are_masked_last():
 
 
 def test_by_hand():
-    """One channel: a score of ln 2 from below and of ln 3 here make ln 6, weights 1/7 and 6/7."""
+    """One channel: scores ln 2 from below and ln 3 here sum to ln 6, weights 1/7 and 6/7."""
     module = longspan.build("realformer", 1, 1).double()
     with torch.no_grad():
         for part in (module.query, module.key, module.value, module.out):
@@ -71,7 +71,7 @@ def test_by_hand():
     y, _, carry = module(torch.tensor([[[0.0], [1.0]]]).double(), carry=carry)
     assert y[0, 1].item() == pytest.approx(6 / 7, rel=1e-12)
     torch.testing.assert_close(carry[0, 0, 1].exp(), torch.tensor([1.0, 6.0]).double(), rtol=1e-12, atol=0)
-    assert carry[0, 0, 0, 1] == 5  # a key that the query may not see keeps its score
+    assert carry[0, 0, 0, 1] == 5  # a masked key keeps its score in the carry
 
 
 def test_without_queries_a_layer_has_the_weights_of_the_one_below():
@@ -84,7 +84,7 @@ def test_without_queries_a_layer_has_the_weights_of_the_one_below():
     assert torch.equal(below["matrix"], above["matrix"])
 
 
-def test_a_stack_hands_the_scores_on_past_another_mechanism():
+def test_a_stack_carries_scores_past_another_mechanism():
     torch.manual_seed(0)
     stack = Stack(StackConfig(8, 3, 2, "realformer; linear; realformer", feedforward=8)).double()
     seen = []
@@ -116,7 +116,7 @@ def test_a_stack_keeps_the_laws(law):
 
 
 def test_the_carry_of_a_step_is_the_last_row_of_the_whole():
-    """(B,H,1,M), M being all keys so far, with padding left out."""
+    """(B,H,1,M) for the M keys so far, without padding."""
     module, x = build(), data(2, 11, 8)
     mask = MASK.clone()
     mask[:, -1] = True
@@ -145,16 +145,16 @@ def test_scores_are_float32_at_least():
         (0, "int"),
     ],
 )
-def test_a_carry_of_something_else_is_refused(carry, came):
-    message = r"carry must be the scores torch.float64 \(2, 2, 11, 11\) of the layer below for the same tokens, .* not "
+def test_a_wrong_carry_is_refused(carry, came):
+    message = r"carry must be torch.float64 \(2, 2, 11, 11\), .* not "
     with pytest.raises(ValueError, match=message + came):
         build()(data(2, 11, 8), carry=carry)
 
 
 def test_a_carry_from_a_state_of_another_length_is_refused():
-    """The layers of a stack have read the same tokens; scores against other keys are not added."""
+    """Scores against other keys cannot be added."""
     first, second, x = build(), build(1), data(2, 11, 8)
     _, state = first(x[:, :5], first.init_state(2))
     _, _, carry = first(x[:, 5:], state, carry=first.init_carry(x, None))
-    with pytest.raises(ValueError, match=r"\(2, 2, 6, 6\) of the layer below.*states that have seen the same calls"):
+    with pytest.raises(ValueError, match=r"carry must be .* \(2, 2, 6, 6\)"):
         second(x[:, 5:], second.init_state(2), carry=carry)

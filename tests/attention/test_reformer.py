@@ -1,4 +1,4 @@
-"""Reformer against the definition: hashes, rounds, chunks, one's own key, and what its published chunks leak."""
+"""Reformer against the definition: hashes, rounds, chunks, the own key, and the leak of the published chunks."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def definition(module, x, allowed):
 
 
 def leak(module, rows=8, n=64, width=32):
-    """The share of outputs before t that move when what comes from t on is drawn anew, over all t."""
+    """The share of outputs before t that change when the tokens from t on are redrawn, over all t."""
     x, other = data(2, rows, n, width)
     y, moved, total = module(x)[0], 0, 0
     for t in range(1, n, 3):
@@ -42,7 +42,7 @@ def leak(module, rows=8, n=64, width=32):
 
 
 def test_by_hand():
-    """Two buckets, right and left, and chunks of one token: each reads the one before it in its bucket."""
+    """Two buckets, right and left, and chunks of one token: each token reads the one before in its bucket."""
     module = build("reformer(chunk=1, buckets=2, rounds=1)", 2, 1)
     with torch.no_grad():
         for part in (module.query, module.value, module.out):
@@ -66,8 +66,8 @@ def test_by_hand():
         ("reformer(chunk=4, buckets=4, rounds=2, cross=True)", False),
     ],
 )
-def test_it_is_softmax_under_the_mask_that_it_tells(spec, causal):
-    """Outputs and gradients; the mask is that of the hash, of rounds put together."""
+def test_it_is_softmax_under_the_recorded_mask(spec, causal):
+    """Outputs and gradients; the mask is the union of the rounds."""
     module, x = build(spec, causal=causal), data(2, N, 6).requires_grad_()
     wanted, upstream = [x, *module.parameters()], data(2, N, 6, seed=1)
     for given in ({}, {"mask": MASK}):
@@ -128,7 +128,7 @@ def test_one_bucket_wraps_by_hand():
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_one_bucket_and_one_chunk_is_attention_of_shared_queries_and_keys(rounds, monkeypatch):
-    """However many identical rounds there are: every pair counts once."""
+    """With any number of identical rounds, every pair counts once."""
     module, x = build(f"reformer(chunk={N}, buckets=2, rounds={rounds})"), data(2, N, 6)
     monkeypatch.setattr(module, "hash", lambda q: torch.zeros(*q.shape[:2], rounds, q.shape[2], dtype=torch.long))
     allowed = torch.ones(N, N, dtype=torch.bool).tril(-1)
@@ -142,7 +142,7 @@ def test_the_first_token_reads_itself_alone():
 
 
 class TestHash:
-    def test_length_plays_no_part_and_direction_does(self):
+    def test_only_the_direction_matters(self):
         module, q = build("reformer(buckets=8)", 32, 2), data(2, 2, 50, 16)
         for length in (0.01, 3.0, 1e4):
             assert torch.equal(module.hash(length * q), module.hash(q))
@@ -158,7 +158,7 @@ class TestHash:
         assert set(found.flatten().tolist()) == set(range(24))
         assert build("reformer(buckets=24)", 32, 2).rotations.shape[-1] == 12 > y.shape[-1] == 5
 
-    def test_rotations_are_of_the_seed_and_the_layer_and_are_kept(self):
+    def test_rotations_depend_on_seed_and_layer_and_are_saved(self):
         one, again, layer, seed = (
             build(spec, 32, 2, layer=layer)
             for spec, layer in (("reformer", 1), ("reformer", 1), ("reformer", 2), ("reformer(seed=1)", 1))
@@ -170,7 +170,7 @@ class TestHash:
         assert torch.equal(one.rotations, layer.rotations)
         assert abs(float(one.rotations.std()) - 1) < 0.05
 
-    def test_a_forward_moves_nothing(self):
+    def test_a_call_changes_no_buffer(self):
         module, x = build().train(), data(2, N, 6)
         before = {name: value.clone() for name, value in module.state_dict().items()}
         torch.manual_seed(1)
@@ -180,7 +180,7 @@ class TestHash:
         assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_what_is_computed_again_is_the_same():
+def test_recomputation_gives_the_same():
     module, outcomes = build(), []
     for run in (module, lambda x: checkpoint(module, x, use_reentrant=False)):
         x = data(2, N, 6).requires_grad_()
@@ -195,7 +195,7 @@ class TestLeaks:
 
     @pytest.mark.parametrize("options", ["buckets=4", "buckets=16, cross=True"])
     def test_no_gradient_shows_what_the_published_chunks_leak(self, options):
-        """What moves is which keys are seen."""
+        """Later tokens change which keys are visible."""
         module = build(f"reformer(chunk=8, rounds=1, published=True, {options})", 32, 1)
         assert leak(module) > 0.05
         x = data(1, 64, 32).requires_grad_()
@@ -212,8 +212,8 @@ class TestState:
         assert longspan.states.nbytes(after) == longspan.states.nbytes(state)
         assert after.counts.sum(-1).unique().tolist() == [300]
 
-    def test_a_step_tells_what_it_reads(self):
-        """With a state the record has its slots first; weights of the step are those of the whole sequence."""
+    def test_a_step_records_what_it_reads(self):
+        """With a state the record begins with its slots; the weights equal those of the whole sequence."""
         module, x = build(), data(2, N, 6)
         whole, record = {}, {}
         module(x, record=whole)
@@ -225,9 +225,9 @@ class TestState:
         of_step, of_whole = (r["matrix"][:, :, -1].sort(-1, descending=True).values for r in (record, whole))
         torch.testing.assert_close(of_step[..., :20], of_whole[..., :20], rtol=1e-10, atol=1e-10)
 
-    def test_the_published_chunks_have_none(self):
+    def test_the_published_chunks_have_no_state(self):
         module = build("reformer(published=True)")
-        with pytest.raises(ValueError, match="which no step can know: there is no state"):
+        with pytest.raises(ValueError, match="published=True has no state"):
             module.init_state(2)
         with pytest.raises(ValueError, match="reformer cannot continue"):
             module(data(2, 3, 6), build("reformer").init_state(2))
@@ -238,12 +238,12 @@ class TestState:
     [
         ("chunk=0", "chunk=0 must be at least 1"),
         ("rounds=0", "rounds=0 must be at least 1"),
-        ("rounds=257", "rounds=257 are compared with each other, pair by pair; there may be 256 at most"),
-        ("buckets=7", "buckets=7 are directions and their opposites, so an even number"),
-        ("buckets=0", "buckets=0 are directions"),
+        ("rounds=257", "rounds=257 .*at most 256"),
+        ("buckets=7", "buckets=7 .*even number"),
+        ("buckets=0", "buckets=0 .*even number"),
         ("factor=3, buckets=12", "factor=3 must be even"),
-        ("factor=4, buckets=12", "factor=4 must be even, and buckets=12 an even number of times as many"),
-        ("cross=True", "as only published=True does here"),
+        ("factor=4, buckets=12", "factor=4 must be even, and buckets=12"),
+        ("cross=True", "cross=True.* needs published=True"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, text):
@@ -252,5 +252,5 @@ def test_options_that_do_not_fit_are_refused(options, text):
 
 
 def test_published_is_for_causal_models():
-    with pytest.raises(ValueError, match="a bidirectional reformer has the published chunks"):
+    with pytest.raises(ValueError, match="published=True needs causal=True"):
         build("reformer(published=True)", causal=False)

@@ -1,4 +1,4 @@
-"""Softmax by content and distance: by hand, pair by pair, against transformer_xl, and each form against the other."""
+"""Softmax by content and distance: by hand, pair by pair, against transformer_xl, and both forms against each other."""
 
 import math
 
@@ -81,7 +81,7 @@ def test_pair_by_pair(causal, options, form):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("clamp", [0, 4])
 @pytest.mark.parametrize("n", [5, 150])
-def test_it_is_transformer_xl_that_sees_everything(causal, clamp, n):
+def test_it_equals_transformer_xl_with_a_long_memory(causal, clamp, n):
     module, x = build(f"clamp={clamp}", causal), data(2, n, 8).requires_grad_()
     other = longspan.build(f"transformer_xl(memory={n}, clamp={clamp})", 8, 2, causal=causal).double()
     other.load_state_dict(module.state_dict())
@@ -93,12 +93,12 @@ def test_it_is_transformer_xl_that_sees_everything(causal, clamp, n):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_shift_is_the_gather(causal):
-    """The whole sequence is read by shifting products, and with a record each pair's is picked by its distance."""
+def test_the_shift_equals_the_gather(causal):
+    """Whole sequences shift products; with a record, each pair gathers its product by distance."""
     module, x = build("", causal), data(2, 139, 8)
     torch.testing.assert_close(module(x)[0], module(x, record={})[0], rtol=1e-11, atol=1e-11)
 
 
-def test_wrong_options():
-    with pytest.raises(ValueError, match="clamp=-1 is the largest distance told apart"):
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="clamp=-1"):
         longspan.build("relative(clamp=-1)", 8, 2)

@@ -66,7 +66,7 @@ def test_initialization():
     [
         ("retention(rotary=-1.0)", "rotary=-1.0 must be positive"),
         ("retention(expand_v=0.3)", "expand_v=0.3 times a head dimension of 4"),
-        ("retention(expand_v=0.25)", "expand_v=0.25 leaves each head 1 channel, of which the norm leaves 0"),
+        ("retention(expand_v=0.25)", "expand_v=0.25 leaves each head 1 value channel"),
     ],
 )
 def test_bad_specs_are_refused(spec, message):

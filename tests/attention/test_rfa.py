@@ -1,4 +1,4 @@
-"""Random feature attention: by hand, as a matrix of all pairs, against softmax, and with gates at their extremes."""
+"""Random feature attention: by hand, as a matrix of all pairs, against softmax, and with extreme gates."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def seeded(spec, dim=DIM, heads=HEADS, n=N, seed=0, **options):
 
 @torch.no_grad()
 def gate_of(module, logit, weight=0.0):
-    """A gate of which the logit is ``logit`` plus ``weight`` times what it was."""
+    """A gate whose logit is ``logit`` plus ``weight`` times the old one."""
     module.decay.weight.mul_(weight)
     module.decay.bias.fill_(logit)
     return module
@@ -58,7 +58,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("name", ["gaussian", "arccos"])
 def test_with_a_gate_it_is_the_matrix_of_all_pairs(name):
-    """W_ts = (1 - g_s) g_{s+1} ... g_t, as section 3.2 unrolls."""
+    """W_ts = (1 - g_s) g_{s+1} ... g_t, as in section 3.2."""
     module, x = seeded(f"rfa(map='{name}', gate=True, features=31, eps=1e-13)")
     g = module.decay(x).sigmoid().mT
     weights = kernel(module, x)
@@ -84,7 +84,7 @@ def test_without_a_gate_it_is_the_matrix_of_all_pairs(name):
 @pytest.mark.parametrize("logit", [20.0, 40.0, 1e4])
 @pytest.mark.parametrize("name", ["gaussian", "arccos"])
 def test_a_gate_of_one_is_no_gate(dtype, logit, name):
-    """Though 1 - g, a factor of every sum, is then 2e-9 or less, in numerator and denominator alike."""
+    """1 - g, a factor of numerator and denominator, is then 2e-9 or less."""
     options = f"map='{name}', features=31, eps=1e-13"
     (gated, x), (plain, _) = seeded(f"rfa({options}, gate=True)"), seeded(f"rfa({options})")
     plain.load_state_dict(gate_of(gated, logit).state_dict(), strict=False)
@@ -95,9 +95,9 @@ def test_a_gate_of_one_is_no_gate(dtype, logit, name):
 
 @pytest.mark.parametrize("logit", [-50.0, -1e4])
 def test_gates_that_stay_shut_for_long(logit):
-    """A thousand factors of e^-50: what is left of the past underflows, but not what it is divided by."""
+    """A thousand factors of e^-50: the past underflows, and the denominator does not."""
     module, x = seeded("rfa(map='arccos', gate=True, features=31)", n=1009)
-    module.key.load_state_dict(module.query.state_dict())  # so that no token finds itself at a right angle
+    module.key.load_state_dict(module.query.state_dict())  # so that no token is orthogonal to itself
     module, x = gate_of(module, logit).float(), x.float().requires_grad_()
     y, state = module(x, module.init_state(B))
     torch.testing.assert_close(y, module.out(module.value(x)), rtol=1e-3, atol=1e-4)
@@ -123,7 +123,7 @@ def test_with_arccos_outputs_stay_in_the_hull_of_the_values(gate):
     module.out.register_forward_pre_hook(lambda _, inputs: seen.update(o=inputs[0]))
     module(x)
     v = module.value(x)
-    # With 0, to which eps draws the mean.
+    # With 0, towards which eps pulls the mean.
     low, high = v.clamp(max=0).cummin(1).values, v.clamp(min=0).cummax(1).values
     assert ((low - 1e-12 <= seen["o"]) & (seen["o"] <= high + 1e-12)).all()
     assert (seen["o"] - v)[:, 1:].abs().max() > 0.1
@@ -148,7 +148,7 @@ def test_a_context_is_read_without_the_gate():
     torch.testing.assert_close(gated(x, state)[0], y)
 
 
-def test_rows_come_from_seed_layer_and_head_alone():
+def test_rows_depend_on_seed_layer_and_head_only():
     rows = longspan.build("rfa(seed=3)", DIM, HEADS).projection.clone()
     assert torch.equal(rows, longspan.build("rfa(seed=3)", DIM, HEADS).projection)
     assert rows.shape == (HEADS, DIM // HEADS, DIM // HEADS)
@@ -168,7 +168,7 @@ def test_rows_come_from_seed_layer_and_head_alone():
     [
         ("rfa(map='cosine')", "unknown map 'cosine'; known: arccos, gaussian"),
         ("rfa(rows='sobol')", "unknown rows 'sobol'; known: iid, orthogonal"),
-        ("rfa(features=-1)", "features=-1 is a number of rows; it must be positive, or 0 for one per channel"),
+        ("rfa(features=-1)", "features=-1 must be positive, or 0"),
         ("rfa(eps=0.0)", "eps=0.0 must be positive: the denominator can vanish"),
     ],
 )
@@ -177,8 +177,8 @@ def test_bad_specs_are_refused(spec, message):
         longspan.build(spec, DIM, HEADS)
 
 
-def test_a_gate_has_an_order():
-    with pytest.raises(ValueError, match="gate=True forgets in the order of the tokens; a bidirectional rfa needs"):
+def test_a_gate_needs_an_order():
+    with pytest.raises(ValueError, match="gate=True needs causal=True"):
         longspan.build("rfa(gate=True)", DIM, HEADS, causal=False)
     module, x = seeded("rfa(gate=True)")
     with pytest.raises(ValueError, match="rfa does not support prefix="):
@@ -209,7 +209,7 @@ def test_the_mass_is_the_sum_of_the_weights():
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_before_the_first_token_there_is_nothing_to_divide(backend):
+def test_before_the_first_token_outputs_are_finite(backend):
     module, x = seeded("rfa(gate=True)")
     x.requires_grad_()
     mask = torch.arange(N).expand(B, -1) >= 3

@@ -1,4 +1,4 @@
-"""Routing against the definition: clusters, windows, lists; how centres move, in a call, in training and in several."""
+"""Routing against the definition: clusters, windows, lists, and updates of the centers."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def definition(module, x, allowed):
 
 
 def test_by_hand():
-    """Two clusters, a window of two: a token reads the one before it in its cluster, the first of each itself."""
+    """Two clusters, a window of two: a token reads the one before in its cluster, and the first reads itself."""
     module = build("routing(clusters=2, window=2)", 2, 1)
     with torch.no_grad():
         for part in (module.query, module.value, module.out):
@@ -52,7 +52,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("given", [{}, {"mask": MASK}])
-def test_it_is_softmax_under_the_mask_that_it_tells(given):
+def test_it_is_softmax_under_the_recorded_mask(given):
     module, x, record = build(), data(2, N, 8).requires_grad_(), {}
     wanted, upstream = [x, *module.parameters()], data(2, N, 8, seed=1)
     real = given.get("mask", torch.ones_like(MASK))
@@ -77,17 +77,17 @@ def test_lists_are_the_mean_of_their_dense_forms(spec, causal):
     toward = F.normalize(module.sums, dim=-1)
     total, lists = torch.zeros(2, 2, N, N, dtype=torch.float64), torch.zeros(2, 2, N)
     for c in range(3):
-        asks, keys = (
+        queries, keys = (
             torch.zeros(2, 2, N, dtype=torch.bool).scatter(
                 2, (t @ toward[:, c, :, None])[..., 0].topk(module.window).indices, True
             )
             for t in (q, k)
         )
-        allowed = asks[..., None] & keys[..., None, :]
+        allowed = queries[..., None] & keys[..., None, :]
         if causal:
             before = allowed & torch.ones(N, N, dtype=torch.bool).tril(-1)
             allowed = before | (allowed & torch.eye(N, dtype=torch.bool) & ~before.any(-1, keepdim=True))
-        total, lists = total + definition(module, x, allowed)[1], lists + asks
+        total, lists = total + definition(module, x, allowed)[1], lists + queries
     expected = total / lists.clamp(min=1)[..., None]
     torch.testing.assert_close(record["matrix"], expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(y, module.out(merge(expected @ v)), rtol=1e-10, atol=1e-10)
@@ -111,7 +111,7 @@ def test_one_cluster_and_every_token_is_attention_of_normalized_queries(options)
     )
 
 
-def test_the_lists_of_the_reference_are_the_same():
+def test_the_reference_backend_has_the_same_lists():
     module, x = build("routing(clusters=3, window=7, published=True)"), data(2, N, 8)
     with backend("reference"):
         expected = module(x, mask=MASK)[0]
@@ -119,18 +119,18 @@ def test_the_lists_of_the_reference_are_the_same():
 
 
 class TestLeaks:
-    def test_the_nearest_centre_leaks_nothing(self):
+    def test_the_nearest_center_leaks_nothing(self):
         assert leak(build("routing(clusters=8, window=8)", 32, 1)) == 0
 
     def test_the_published_lists_have_no_state(self):
         module = build("routing(clusters=8, window=8, published=True)", 32, 1)
-        with pytest.raises(ValueError, match="which no step can know: there is no state"):
+        with pytest.raises(ValueError, match="published=True has no state"):
             module.init_state(2)
 
 
 class TestUpdate:
     def test_it_is_the_closed_formula(self):
-        """m and n of what the call has seen, by loops; masked tokens are not counted."""
+        """m and n of the tokens of the call, by loops; masked tokens are not counted."""
         for causal in (True, False):
             module, x, record = build(causal=causal), data(2, N, 8), {"statistics": None}
             with torch.no_grad():
@@ -151,7 +151,7 @@ class TestUpdate:
 
     @pytest.mark.full
     def test_an_empty_cluster_stays(self):
-        """However often; its centre would else become 0 / 0."""
+        """Otherwise repeated updates would make its center 0 / 0."""
         module = build("routing(clusters=2, window=3, decay=0.5)")
         with torch.no_grad():
             for part in (module.query,):
@@ -167,9 +167,9 @@ class TestUpdate:
         assert torch.equal(module.sums[:, 1], empty[0])
         assert torch.equal(module.counts[:, 1], empty[1])
         assert module.counts[:, 0].tolist() == pytest.approx([2.0, 2.0])
-        assert module.centres().isfinite().all()
+        assert module.centers().isfinite().all()
 
-    def test_nothing_else_moves_a_centre(self):
+    def test_only_updates_move_a_center(self):
         module = build().train()
         before = module.sums.clone(), module.counts.clone()
         y = module(data(2, N, 8), record={})[0]
@@ -177,8 +177,8 @@ class TestUpdate:
         assert torch.equal(module.sums, before[0])
         assert torch.equal(module.counts, before[1])
 
-    def test_processes_add_theirs_up(self, monkeypatch):
-        """Two processes, of which the other has counted the same."""
+    def test_processes_add_their_statistics(self, monkeypatch):
+        """Two processes with equal statistics."""
         one, both, record = build(), build(), {"statistics": None}
         one(data(2, N, 8), record=record)
         both.update({"statistics": Statistics(*(2 * t for t in record["statistics"]))})
@@ -190,8 +190,8 @@ class TestUpdate:
         assert torch.equal(one.counts, both.counts)
         assert all(map(torch.equal, record["statistics"], kept))
 
-    def test_a_record_without_them_is_refused(self):
-        with pytest.raises(ValueError, match="ask a call for them: record="):
+    def test_a_record_without_statistics_is_refused(self):
+        with pytest.raises(ValueError, match="the record has no statistics"):
             build().update({})
         with pytest.raises(ValueError, match="softmax has no statistics: gradients alone move what it learns"):
             longspan.build("softmax", 8, 2).update({})
@@ -203,8 +203,8 @@ class TestPenalty:
         module(x, mask=MASK, record=record)
         q = parts(module, x)[0]
         near = module.nearest(q)
-        centre = torch.stack([module.centres()[h][near[:, h]] for h in range(2)], 1)
-        apart = (q - centre).square().mean(-1)[MASK[:, None].expand(-1, 2, -1)]
+        center = torch.stack([module.centers()[h][near[:, h]] for h in range(2)], 1)
+        apart = (q - center).square().mean(-1)[MASK[:, None].expand(-1, 2, -1)]
         assert record["penalty"].item() == pytest.approx(apart.mean().item())
         (grad,) = torch.autograd.grad(record["penalty"], module.query.weight)
         assert grad.abs().max() > 0
@@ -221,7 +221,7 @@ class TestPenalty:
     [
         ("clusters=0", "clusters=0 must be at least 1"),
         ("window=0", "window=0 must be at least 1"),
-        ("decay=1.0", "decay=1.0 is the share of a centre that a step leaves; it must lie in 0 <= decay < 1"),
+        ("decay=1.0", "decay=1.0 .*0 <= decay < 1"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, text):
@@ -230,5 +230,5 @@ def test_options_that_do_not_fit_are_refused(options, text):
 
 
 def test_published_is_for_causal_models():
-    with pytest.raises(ValueError, match="a bidirectional routing has the published lists"):
+    with pytest.raises(ValueError, match="published=True needs causal=True"):
         build("routing(published=True)", causal=False)

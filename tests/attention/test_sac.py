@@ -1,4 +1,4 @@
-"""Picked edges: plain attention under their mask, and a policy whose gradient is that of the expected reward."""
+"""Selected edges: dense attention under their mask, and a policy gradient equal to that of the expected reward."""
 
 import itertools
 from typing import Any
@@ -40,7 +40,7 @@ class TestEdges:
     def test_any_edges_are_dense_attention_under_their_mask(self, backend):
         q, k, v = wanted = operands()
         generator = torch.Generator().manual_seed(4)
-        index = torch.randint(N, (2, N, 7), generator=generator)  # many come twice
+        index = torch.randint(N, (2, N, 7), generator=generator)  # many are repeated
         there = torch.rand(2, N, 7, generator=generator) < 0.8
         there[..., 0] = True
         allowed = torch.stack(
@@ -65,7 +65,7 @@ class TestEdges:
         found = op.attend(q, k, v, index, torch.ones_like(index, dtype=torch.bool))
         torch.testing.assert_close(found, dense(q, k, v, everything), rtol=0, atol=1e-12)
 
-    def test_an_edge_that_comes_twice_counts_once(self):
+    def test_a_repeated_edge_counts_once(self):
         index, there = torch.tensor([[[3, 1, 3, 1, 2]]]), torch.tensor([[[False, True, True, True, True]]])
         assert op.once(index, there).tolist() == [[[False, True, True, False, True]]]
 
@@ -105,7 +105,7 @@ class TestMechanism:
 
     @pytest.mark.parametrize("causal", [True, False])
     def test_edges_are_few_and_its_own_is_there(self, causal):
-        # Drawn, since the likeliest picks of a walk that has learned nothing may be one pair again and again.
+        # Sampled, since the most likely edges of an untrained walk may all be the same pair.
         module, record = build(causal=causal).train(), {}
         torch.manual_seed(0)
         module(data(2, N, 6), record=record)
@@ -124,7 +124,7 @@ class TestMechanism:
         module(x)[0].square().sum().backward()
         assert all(p.grad is not None and not p.grad.any() for p in module.predictor.parameters())
 
-    def test_later_tokens_decide_nothing(self):
+    def test_later_tokens_have_no_effect(self):
         module, x = build(3), data(1, 37, 6)
         y = module(x)[0]
         for t in range(1, 37):
@@ -144,7 +144,7 @@ class TestMechanism:
         assert torch.equal(module(x)[0], drawn)
 
     def test_causal_picks_are_those_of_the_written_out_policy(self):
-        """torch's own LSTM, and the likeliest of W_m h . (n_j + e) over earlier tokens, one by one."""
+        """The LSTM of torch, and the largest W_m h . (n_j + e) over earlier tokens, one by one."""
         module, x, record = build(2), data(1, N, 6), {}
         module(x, record=record)
         part = module.predictor
@@ -185,13 +185,13 @@ class TestMechanism:
         torch.testing.assert_close(packed["log_prob"][:1], logs[0] + logs[1], rtol=0, atol=1e-12)
 
     def test_bad_options_are_refused(self):
-        with pytest.raises(ValueError, match="edges=0 is how many are drawn for each token"):
+        with pytest.raises(ValueError, match="edges=0 .*at least 1"):
             longspan.build("sac(edges=0)", 6, 2)
 
 
 class TestPolicy:
     def test_its_gradient_is_that_of_the_expected_reward(self, monkeypatch):
-        """All 3^6 outcomes of three nodes and an edge for each, against draws."""
+        """All 3^6 outcomes of three nodes with one edge each, against samples."""
         module, x = build(1, causal=False, dim=2, heads=1).train(), data(1, 3, 2)
         wanted = list(module.predictor.parameters())
 
@@ -234,7 +234,7 @@ class TestPolicy:
         )
 
     def test_training_follows_the_gradient_of_the_expected_loss(self, tmp_path, monkeypatch):
-        """One step's gradient, with the draws of that step made again."""
+        """The gradient of one step, with the samples of that step repeated."""
         found: dict = {}
 
         def kept(task, optimizer, *_, **__):
@@ -263,7 +263,7 @@ class TestPolicy:
         with pytest.raises(ValueError, match=r"log_prob and reward must be \(B,\), one per row, not \(3,\) and \(2,\)"):
             op.reinforce(data(3), data(2))
 
-    def test_only_who_draws_tells(self):
+    def test_only_sampling_mechanisms_record_log_prob(self):
         record: dict = {"log_prob": None}
         longspan.build("softmax", 6, 2)(torch.randn(1, 3, 6), record=record)
         assert record == {}

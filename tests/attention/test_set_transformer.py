@@ -1,4 +1,4 @@
-"""The blocks of sets: two explicit attentions, orders that do not matter, and elements that do not exist."""
+"""The blocks of sets: two explicit attentions, invariance to order, and masked elements."""
 
 import math
 
@@ -89,7 +89,7 @@ def test_orders_do_not_matter():
     same(block(x[:, order], MASK[:, order]), block(x, MASK))
 
 
-def test_without_a_question_a_seed_reads_the_mean():
+def test_a_seed_with_zero_queries_reads_the_mean():
     block, x = make(longspan.PMA, seeds=2, norm=False), data(2, N, 6)
     for part in (block.block.query.weight, block.block.query.bias):
         torch.nn.init.zeros_(part)
@@ -100,7 +100,7 @@ def test_without_a_question_a_seed_reads_the_mean():
 
 
 @pytest.mark.parametrize("kind", ["SAB", "ISAB", "PMA"])
-def test_masked_elements_do_not_exist(kind):
+def test_masked_elements_are_ignored(kind):
     block, x = make(getattr(longspan, kind)), data(2, N, 6)
     spoilt = x.masked_fill(~MASK[..., None], torch.nan).requires_grad_()
     y = block(spoilt, MASK)
@@ -119,7 +119,7 @@ def test_a_set_of_nothing_is_read_as_zeros():
     same(block(x, x, torch.zeros(2, 4, dtype=torch.bool)), h + block.row(h).relu())
 
 
-def test_packed_sets_are_sets_of_their_own():
+def test_packed_sets_equal_separate_sets():
     module, x = longspan.build("set_transformer(points=4)", 6, 2, causal=False).double(), data(2, N, 6)
     segments = torch.tensor([[0] * 4 + [2] * 7, [1] * 11])
     y = module(x, segments=segments, mask=MASK)[0]

@@ -1,4 +1,4 @@
-"""Sorted blocks against plain attention: what each sorting must equal, where shares come from, what may not leak."""
+"""Sorted blocks against plain attention: special sortings, shares, and causality."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def counted(q, k, v, count):
 
 
 def definition(q, k, v, sort, *, causal=False, cut=0):
-    """The matrix of what each query gives each key, place by place, and the output."""
+    """The matrix of weights, place by place, and the output."""
     rows = []
     for i in range(N):
         logits, shares = [], []  # (B,H) each, (B,H,N) each
@@ -81,14 +81,14 @@ class TestGivenSorting:
         torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
 
     def test_the_identity_is_local_attention(self):
-        """Every key of the own block is there twice, which changes nothing."""
+        """Every key of the own block occurs twice, which does not change the softmax."""
         q, k, v, _ = operands()
         expected = counted(q, k, v, (BLOCK[:, None] == BLOCK).double())
         torch.testing.assert_close(op.attend(q, k, v, hard(range(U)), B), expected, rtol=0, atol=1e-12)
 
     @pytest.mark.parametrize("order", [(1, 2, 3, 0), (3, 2, 1, 0), (2, 1, 3, 0)])
     def test_a_permutation_is_attention_to_two_blocks(self, order):
-        """Also to and from the last block, which is not full; a block that is sorted to itself counts twice."""
+        """Including the last block, which is not full; a block that is sorted to itself counts twice."""
         q, k, v, _ = operands()
         count = (BLOCK[:, None] == BLOCK).double() + (torch.tensor(order)[BLOCK][:, None] == BLOCK)
         torch.testing.assert_close(op.attend(q, k, v, hard(order), B), counted(q, k, v, count), rtol=0, atol=1e-12)
@@ -127,10 +127,10 @@ class TestShares:
         scores = data(5, 5)
         best = max(itertools.permutations(range(5)), key=lambda order: sum(scores[i, j] for i, j in enumerate(order)))
         expected = torch.eye(5, dtype=torch.float64)[list(best)]
-        # What is left of the others falls like 1 / iterations.
+        # The other shares fall like 1 / iterations.
         torch.testing.assert_close(op.balance(scores / 0.01, 500), expected, rtol=0, atol=2e-3)
 
-    def test_blocks_that_do_not_exist_get_nothing(self):
+    def test_missing_blocks_have_no_share(self):
         scores, there = data(1, 1, 5, 5), torch.arange(5) < 3
         sort = op.balance(scores, 6, (there[:, None] & there)[None, None])
         torch.testing.assert_close(sort[..., :3, :3], op.balance(scores[..., :3, :3], 6), rtol=0, atol=1e-14)
@@ -146,8 +146,8 @@ class TestShares:
         x = x / x.sum(-1, keepdim=True).clamp(min=1e-300)
         torch.testing.assert_close(causal_shares(scores, iterations), x, rtol=0, atol=1e-12)
 
-    def test_no_row_knows_of_later_ones(self):
-        """What a plain sum over columns does to earlier rows is shown beside it."""
+    def test_rows_do_not_depend_on_later_ones(self):
+        """In contrast to a plain sum over columns."""
         scores = data(7, 7)
         other = torch.cat([scores[:4], 3 * data(3, 7, seed=1)])
         past = torch.ones(7, 7, dtype=torch.bool).tril(-1)[None, None]
@@ -156,13 +156,13 @@ class TestShares:
         assert torch.equal(causal_shares(scores, 3)[:4], causal_shares(other, 3)[:4])
 
     def test_iterations_lead_to_the_block_before(self):
-        """As the docstring says: the shift by one is the only balanced sorting of the past."""
+        """The shift by one is the only balanced sorting of the past."""
         shares = [1 - causal_shares(data(9, 9), t).diagonal(-1)[1:].mean().item() for t in (0, 5, 50, 500)]
         assert shares[0] > 0.5
         assert all(a > 2 * b for a, b in itertools.pairwise(shares))
         assert 5 < shares[2] / shares[3] < 20
 
-    def test_noise_is_of_gumbel(self):
+    def test_noise_has_the_gumbel_distribution(self):
         torch.manual_seed(0)
         drawn = op.gumbel(torch.empty(200_000, dtype=torch.float64))
         # Mean Euler's constant, variance pi^2 / 6; within 5 standard errors.
@@ -193,7 +193,7 @@ class TestMechanism:
         ("options", "causal"), [("", True), (", iterations=0", True), ("", False), (", cut=1", False)]
     )
     def test_a_block_that_no_sequence_fills_is_as_large_as_there_are_tokens(self, causal, options, backend):
-        """It takes memory for these alone, and is the block of just as many."""
+        """It takes memory only for these, and equals a block of the same size."""
         x, real = data(2, N, 6), torch.arange(N) < torch.tensor([[N], [N - 3]])
         huge, whole = build(f"block={2**62}{options}", causal), build(f"block={N}{options}", causal)
         huge.load_state_dict(whole.state_dict())
@@ -211,9 +211,9 @@ class TestMechanism:
     @pytest.mark.parametrize("causal", [True, False])
     def test_scores_are_products_of_means(self, causal):
         module, x = build("block=4, temperature=0.3", causal), data(2, N, 6)
-        asks = torch.stack([x[:, : u + 1].mean(1) if causal else x[:, u : u + 4].mean(1) for u in range(0, N, 4)], 1)
+        means = torch.stack([x[:, : u + 1].mean(1) if causal else x[:, u : u + 4].mean(1) for u in range(0, N, 4)], 1)
         offers = torch.stack([x[:, u : u + 4].mean(1) for u in range(0, N, 4)], 1)
-        heads = [part.unflatten(-1, (2, 3)).transpose(1, 2) for part in (module.ask(asks), module.offer(offers))]
+        heads = [part.unflatten(-1, (2, 3)).transpose(1, 2) for part in (module.ask(means), module.offer(offers))]
         scores = heads[0] @ heads[1].mT / math.sqrt(3) / 0.3
         if causal:
             sort = torch.stack([torch.stack([causal_shares(s, 5) for s in row]) for row in scores])
@@ -226,7 +226,7 @@ class TestMechanism:
         torch.testing.assert_close(record["matrix"], matrix, rtol=0, atol=1e-12)
         torch.testing.assert_close(y, module.out(o.transpose(1, 2).flatten(-2)), rtol=0, atol=1e-12)
 
-    def test_later_tokens_decide_nothing(self):
+    def test_later_tokens_have_no_effect(self):
         module, x = build("block=3, iterations=4"), data(1, 41, 6)
         y = module(x)[0]
         for t in range(1, 41):
@@ -255,7 +255,7 @@ class TestMechanism:
         product = (record["matrix"] @ v).transpose(1, 2).flatten(-2)
         torch.testing.assert_close(product, seen["o"], rtol=0, atol=1e-12)
 
-    def test_noise_is_for_training_alone(self):
+    def test_noise_is_only_for_training(self):
         module, x = build(), data(2, N, 6)
         torch.manual_seed(1)
         quiet = module(x)[0]
@@ -281,11 +281,11 @@ class TestMechanism:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ("block=0", "block=0 is a number of tokens"),
-            ("iterations=-1", "iterations=-1 must not be negative"),
-            ("temperature=0.0", "temperature=0.0 divides scores"),
-            ("noise=-1.0", "noise=-1.0 must not be negative"),
-            ("cut=-1", "cut=-1 must not be negative"),
+            ("block=0", "block=0 .*at least 1"),
+            ("iterations=-1", "iterations=-1 must be positive, or 0"),
+            ("temperature=0.0", "temperature=0.0 .*positive"),
+            ("noise=-1.0", "noise=-1.0 must be positive, or 0"),
+            ("cut=-1", "cut=-1 must be positive, or 0"),
             ("cut=2", "sinkhorn has no causal form; it has: bidirectional"),
         ],
     )

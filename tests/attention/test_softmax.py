@@ -1,4 +1,4 @@
-"""Softmax attention, worked by hand; what it shares with its relatives is tested beside the ops."""
+"""Softmax attention, worked by hand; tests/ops tests the op."""
 
 import pytest
 
@@ -16,5 +16,5 @@ def test_both_directions_by_hand():
     assert read(plain("softmax", causal=False), a, -a) == pytest.approx([0.6 * a, -0.6 * a])
 
 
-def test_where_all_scores_are_equal_it_is_the_mean():
+def test_equal_scores_give_the_mean():
     assert read(plain("softmax", asking=False), 1.0, 2.0, 6.0) == [1.0, 1.5, 3.0]

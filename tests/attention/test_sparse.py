@@ -1,4 +1,4 @@
-"""Attention under any pattern: worked by hand, and what all mechanisms with a pattern keep."""
+"""Attention under any pattern: worked by hand, and properties of all mechanisms with a pattern."""
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("law", ["causal", "parallel_is_recurrent", "padding", "bidirectional"])
-def test_layers_that_take_turns_keep_the_laws(law):
-    """The examples of the battery are built as first layers."""
+def test_alternating_layers_keep_the_laws(law):
+    """The conformance checks build examples as first layers."""
     stack = "sparse_transformer(block=7, integration='interleaved'); axial(width=7)"
     row = longspan.testing.check(
         law, stack + "; sparse_transformer(block=7, integration='interleaved'); axial(width=7)"
@@ -26,7 +26,7 @@ def test_layers_that_take_turns_keep_the_laws(law):
 
 @pytest.mark.full
 @pytest.mark.parametrize("masked", [False, True])
-def test_packed_rows_do_not_meet_when_compiled_either(masked):
+def test_packed_rows_stay_separate_when_compiled(masked):
     module, x = build("local(window=5)"), data()
     given = {"segments": torch.tensor([[0] * 11 + [1] * 26, [0] * 37])}
     given |= {"mask": torch.arange(N) % 5 > 0 * torch.ones(2, 1)} if masked else {}
@@ -39,8 +39,8 @@ def test_packed_rows_do_not_meet_when_compiled_either(masked):
     "spec", ["local(window=5)", "sparse(pattern='causal & (band(3) | strided(4))')", "bigbird(block=4)"]
 )
 @pytest.mark.parametrize("used", [0, 1])
-def test_a_fresh_row_beside_a_used_one(spec, used):
-    """A prompt is read as from nothing only where no row has come further."""
+def test_a_fresh_row_in_a_batch_with_a_used_one(spec, used):
+    """A prompt is read as a whole sequence only if the state of every row is empty."""
     module, x = build(spec).double(), data(20)
     mask = torch.zeros(2, 7, dtype=torch.bool)
     mask[used] = True

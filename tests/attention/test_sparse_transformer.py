@@ -1,4 +1,4 @@
-"""Sparse transformer: strided and fixed sets equal those of the paper, and what two steps reach."""
+"""Sparse transformer: strided and fixed sets equal those of the paper, and the reach of two steps."""
 
 import pytest
 import torch
@@ -48,12 +48,12 @@ def test_two_fixed_steps_need_both_sets_in_each():
 
 @pytest.mark.parametrize("integration", ["merged", "per_head", "interleaved"])
 def test_a_block_that_covers_all_is_causal_softmax(integration):
-    """A1 is then the whole past, and of one head, it is all that there is."""
+    """A1 is then the whole past, and one head has only A1."""
     agree(build(f"sparse_transformer(block=41, integration={integration!r})", heads=1), data(), past())
 
 
 def test_with_one_set_for_all_heads_the_integrations_coincide():
-    """Of a stride of 1, merged sees the whole past, as does the head of A2; A1 is the token alone."""
+    """With stride 1, merged and the head of A2 see the whole past; A1 is only the token."""
     agree(build("sparse_transformer(block=1, integration='merged')"), data(), past())
     agree(build("sparse_transformer(block=1)"), data(), torch.stack([torch.eye(N).bool(), past()]))
     one, near = (
@@ -63,7 +63,7 @@ def test_with_one_set_for_all_heads_the_integrations_coincide():
     assert one.key_pattern.dense(N).equal(build(near, heads=1).key_pattern.dense(N))
 
 
-def test_every_summary_head_has_a_sub_block_of_its_own():
+def test_summary_heads_have_different_sub_blocks():
     sees = build("sparse_transformer(kind='fixed', block=7, summary=2)", heads=8, dim=8).key_pattern.dense(N, heads=8)
     parts = ((5, 6), (3, 4), (1, 2), (5, 6))
     for head, part in enumerate(parts):
@@ -71,7 +71,7 @@ def test_every_summary_head_has_a_sub_block_of_its_own():
         assert sees[2 * head + 1].equal(pairs(N, lambda i, j, part=part: j % 7 in part) & past())
 
 
-def test_without_direction_both_sides_are_seen():
+def test_the_bidirectional_form_sees_both_sides():
     sees = build("sparse_transformer(block=5, integration='merged')", causal=False).key_pattern.dense(N)[0]
     assert sees.equal(pairs(N, lambda i, j: abs(i - j) < 5 or (i - j) % 5 == 0))
 

@@ -22,7 +22,7 @@ def build(options="cycles=3") -> Any:
 
 
 def update(part, nodes, allowed):
-    """All nodes (M,dim) at once under a mask (M,M): norm(relu(out(softmax ...)))."""
+    """All nodes (M,dim) under a mask (M,M): norm(relu(out(softmax ...)))."""
     q, k, v = (p(nodes).unflatten(-1, (2, 3)).transpose(0, 1) for p in (part.query, part.key, part.value))
     p = (q @ k.mT * 3**-0.5).masked_fill(~allowed, -torch.inf).softmax(-1)
     return part.norm(part.out((p @ v).transpose(0, 1).flatten(-2)).relu())
@@ -69,7 +69,7 @@ def test_it_equals_dense_attention_on_the_graph(n, kind):
 
 
 @pytest.mark.parametrize("kind", ["cyclic", "truncated"])
-def test_padding_leaves_a_smaller_ring(kind):
+def test_padding_gives_a_smaller_ring(kind):
     module, x = build(f"cycles=2, kind={kind!r}"), data(2, 11, 6)
     y = module(x, mask=MASK)[0]
     for b in range(2):

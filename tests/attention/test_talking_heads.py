@@ -1,4 +1,4 @@
-"""Talking heads against loops, against softmax where nothing is mixed, and what their rows sum to."""
+"""Talking heads against loops, against softmax without mixing, and the sums of rows."""
 
 import math
 
@@ -83,14 +83,14 @@ def test_by_hand():
         module.query.weight.copy_(torch.diag(torch.tensor([0.0, math.log(3)], dtype=torch.float64)))
         module.mix_scores.copy_(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
         module.mix_weights.copy_(torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    # The second token's scores of the keys 0 and 1: none in head 0, (0, ln 3) in head 1. Swapped, weights (1/4, 3/4)
+    # The second token's scores of the keys 0 and 1: zero in head 0, (0, ln 3) in head 1. Swapped, weights (1/4, 3/4)
     # in head 0 and (1/2, 1/2) in head 1; their sum is (3/4, 5/4), their difference (-1/4, 1/4). Values are the keys.
     y, _ = module(torch.tensor([[[0.0, 0.0], [1.0, 1.0]]]).double())
     torch.testing.assert_close(y[0, 1], torch.tensor([5 / 4, 1 / 4]).double(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_heads_that_do_not_talk_are_softmax(causal):
+def test_heads_without_mixing_are_softmax(causal):
     module, x = build(torch.eye(HEADS), torch.eye(HEADS), causal=causal), data(2, 11, 6)
     other = softmax(module, causal)
     for arguments in ({}, {"mask": MASK}, {"segments": SEGMENTS}, {"context": data(2, 7, 6, seed=3)}):
@@ -132,7 +132,7 @@ def test_a_query_that_sees_nothing_gets_zero():
 
 
 def test_a_new_model_begins_near_softmax():
-    """A model gives its linear parts small weights; the mixtures are not among them."""
+    """A model initializes its linear layers with small weights, but not the mixtures."""
     torch.manual_seed(0)
     model = Decoder(
         DecoderConfig(dim=12, depth=2, heads=3, attention="talking_heads", feedforward=8, vocab=5, length=7)
@@ -142,6 +142,6 @@ def test_a_new_model_begins_near_softmax():
             assert 0 < (mixture - torch.eye(3)).abs().max() < 0.1
 
 
-def test_a_backend_that_does_not_serve_it():
+def test_an_unsupported_backend_is_refused():
     with longspan.backend("native"), pytest.raises(ValueError, match="'native'.*written-out scores"):
         build()(data(2, 5, 6))

@@ -175,7 +175,7 @@ class TestRefusals:
             ([-1, 6], r"prefix\[0\]=-1 must lie between 0 and the row's 5 real tokens"),
             (
                 [1, 2, 3],
-                r"prefix must be int64 \(2,\), so many leading real tokens of each row, not torch.int64 \(3,\)",
+                r"prefix must be int64 \(2,\), .* not torch.int64 \(3,\)",
             ),
             ([1.0, 2.0], r"prefix must be int64 \(2,\), .* not torch.float32 \(2,\)"),
         ],
@@ -191,12 +191,12 @@ class TestRefusals:
 
     def test_company(self):
         two = torch.tensor([2, 2])
-        with pytest.raises(ValueError, match="prefix= and segments= came together"):
+        with pytest.raises(ValueError, match="prefix= and segments="):
             self.module(self.x, segments=torch.zeros(2, 5, dtype=torch.long), prefix=two)
-        with pytest.raises(ValueError, match="prefix= and context= came together"):
+        with pytest.raises(ValueError, match="prefix= and context="):
             self.module(self.x, context=self.x, prefix=two)
         _, state = self.module(self.x, context=self.x)
-        with pytest.raises(ValueError, match="prefix= counts a sequence's own tokens; a state of cross attention has"):
+        with pytest.raises(ValueError, match="prefix= .* state of cross attention"):
             self.module(self.x, state, prefix=two)
         both = longspan.build("linear", 8, 2, causal=False)
         with pytest.raises(ValueError, match="a bidirectional linear sees whole sequences already; prefix= is for"):

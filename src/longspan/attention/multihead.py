@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention`` around any mechanism: torch's arguments and torch's state dict."""
+"""``nn.MultiheadAttention`` with any mechanism in place of softmax."""
 
 from typing import Any
 
@@ -16,24 +16,38 @@ PROJECTIONS = ("query", "key", "value", "out")
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """``nn.MultiheadAttention`` whose softmax is any mechanism: ``attention="softmax"`` gives torch's own outputs.
-
-    >>> import torch, longspan
-    >>> attention = longspan.MultiheadAttention(64, 4, batch_first=True, attention="linear")
-    >>> x = torch.randn(2, 100, 64)
-    >>> y, _ = attention(x, x, x, need_weights=False, is_causal=True)
-    >>> y.shape
-    torch.Size([2, 100, 64])
+    """``nn.MultiheadAttention`` with any mechanism; ``attention="softmax"`` gives the outputs of torch.
 
     Arguments, parameters (``in_proj_weight``, ``in_proj_bias``, ``out_proj``), their initial values and the state dict
-    are torch's, so weights load both ways. ``attention`` is the spec of a mechanism with query, key, value and output
-    projections of ``embed_dim`` rows each; what it learns besides (gates, decays, convolutions) is in the state dict
-    under ``attention.``. ``bias`` decides on the biases of these four projections, whatever the mechanism has alone.
+    are those of torch, so weights load in both directions. Other parameters of the mechanism, such as gates, decays and
+    convolutions, are in the state dict under ``attention.``.
 
-    Masks are torch's here, and nowhere else in longspan: True hides. ``dropout`` needs a mechanism that has the option.
-    ``add_bias_kv`` and ``add_zero_attn`` are refused.
+    Masks follow torch, and only in this class of longspan: True hides.
 
-    Raises ValueError for a spec that does not fit, and for arguments that the mechanism cannot serve.
+    Args:
+        embed_dim: Width of the query and of the output.
+        num_heads: Number of heads; it divides ``embed_dim``.
+        dropout: Probability of dropping a weight in training; needs a mechanism with a ``dropout`` option.
+        bias: Whether the four projections have biases, whatever the default of the mechanism.
+        add_bias_kv: Must be False.
+        add_zero_attn: Must be False.
+        kdim: Width of the key; default: ``embed_dim``.
+        vdim: Width of the value; default: ``embed_dim``.
+        batch_first: Whether the batch is the first axis.
+        device: Device of the parameters.
+        dtype: Dtype of the parameters.
+        attention: Spec of a mechanism with query, key, value and output projections of ``embed_dim`` rows each.
+
+    Raises:
+        ValueError: For a mechanism whose projections do not fit, and for an option that it does not support.
+
+    Example:
+        >>> import torch, longspan
+        >>> attention = longspan.MultiheadAttention(64, 4, batch_first=True, attention="linear")
+        >>> x = torch.randn(2, 100, 64)
+        >>> y, _ = attention(x, x, x, need_weights=False, is_causal=True)
+        >>> y.shape
+        torch.Size([2, 100, 64])
     """
 
     def __init__(
@@ -47,14 +61,14 @@ class MultiheadAttention(nn.MultiheadAttention):
         kdim: int | None = None,
         vdim: int | None = None,
         batch_first: bool = False,
-        device: Any = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         *,
         attention: str = "linear",
     ):
         for name, given in (("add_bias_kv", add_bias_kv), ("add_zero_attn", add_zero_attn)):
             if given:
-                raise ValueError(f"{name}=True adds a key that belongs to no token; it is not served, leave it out")
+                raise ValueError(f"{name}=True is not supported, since it adds a key without a token")
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(f"embed_dim={embed_dim} is not a multiple of num_heads={num_heads}")
         super().__init__(
@@ -71,21 +85,26 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._forms = _forms(attention, embed_dim, num_heads)
         for form in self._forms.values():
             if dropout and not hasattr(form, "dropout"):
-                raise ValueError(f"{form.name} has no weights to drop; leave dropout={dropout} out")
+                raise ValueError(f"dropout={dropout} needs a mechanism with a dropout option; {form.name} has none")
             if dropout:
-                form.dropout = dropout  # type: ignore[assignment]
-            # Cross attention brings keys and values side by side; each projection takes its part.
-            form.context_dim = self.kdim + self.vdim  # type: ignore[assignment]
+                form.dropout = dropout  # pyright: ignore[reportArgumentType]  # the stubs know tensors and modules only
+            # In cross attention the context is keys and values concatenated; each projection takes its part.
+            form.context_dim = self.kdim + self.vdim
         self.attention = next(iter(self._forms.values()))
         for name in PROJECTIONS:
             setattr(self.attention, name, _Projection(self, name))
         self.attention.to(device=device, dtype=dtype)
 
     def _reset_parameters(self) -> None:
-        self._qkv_same_embed_dim = self.in_proj_weight is not None
+        self._qkv_same_embed_dim = self._joint
         super()._reset_parameters()
-        # Or else torch's encoder layer takes our weights in evaluation and computes softmax with them itself.
+        # Otherwise the fast path of torch's encoder layer computes softmax with these weights in evaluation.
         self._qkv_same_embed_dim = False
+
+    @property
+    def _joint(self) -> bool:
+        """Whether queries, keys and values share ``in_proj_weight``, which torch sets to None otherwise."""
+        return self.in_proj_weight is not None  # pyright: ignore[reportUnnecessaryComparison]  # the stubs lack None
 
     def train(self, mode: bool = True) -> "MultiheadAttention":
         """See ``nn.Module.train``."""
@@ -104,19 +123,30 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """query (L,B,E), key (S,B,kdim), value (S,B,vdim) -> (L,B,E), and the weights (B,L,S) if asked for, else None.
+        """Attend from the query to keys and values.
 
-        With ``batch_first`` the batch is the first axis; without a batch there are two axes. Self-attention is
-        ``attention(x, x, x)`` with one and the same tensor; a mechanism without cross attention serves no other call.
+        Self-attention is ``attention(x, x, x)`` with the same tensor three times. Different tensors need a mechanism
+        with cross attention. With ``batch_first`` the batch is the first axis. Without a batch there are two axes.
 
-        key_padding_mask (B,S): True, or -inf, on padding. The output of a padded token is zero, except with softmax,
-        where it is torch's. attn_mask (L,S) or (B num_heads,L,S): True, or -inf, hides. One that hides what comes later
-        is recognised as causal, one that hides nothing as none; others are served by softmax alone. ``is_causal=True``
-        is causal with or without attn_mask. A query that sees no key gets zeros, where torch gives NaN.
-        need_weights: costs O(L S), and is served by mechanisms with an attention matrix; averaged over the heads, or
-        with ``average_attn_weights=False`` (B,num_heads,L,S). With dropout they are those before it.
+        Args:
+            query: (L,B,E), with E = ``embed_dim``.
+            key: (S,B,kdim).
+            value: (S,B,vdim).
+            key_padding_mask: (B,S), True or -inf on padding. The output of a padded token is zero; with softmax it is
+                that of torch.
+            need_weights: Return the weights, for mechanisms with an attention matrix. Costs O(L S).
+            attn_mask: (L,S) or (B num_heads,L,S), True or -inf on hidden pairs. A mask that hides exactly the later
+                keys makes the call causal; only softmax supports masks that hide other pairs. A query that sees no key
+                gets zeros, where torch gives NaN.
+            average_attn_weights: Average the weights over the heads.
+            is_causal: Causal attention, with or without ``attn_mask``.
 
-        Raises ValueError for arguments of another shape, and for what the mechanism does not serve.
+        Returns:
+            The output (L,B,E) and the weights before dropout, or None without ``need_weights``. Weights are (B,L,S), or
+            (B,num_heads,L,S) without ``average_attn_weights``.
+
+        Raises:
+            ValueError: For arguments of a wrong shape or dtype, and for what the mechanism does not support.
         """
         alone, batched = query is key and key is value, query.dim() == 3
         self._check(query, key, value)
@@ -135,16 +165,16 @@ class MultiheadAttention(nn.MultiheadAttention):
             y = self._softmax(form, query, key, value, real, causal, seen, record)
         elif seen is not None:
             raise ValueError(
-                f"{form.name} serves an attn_mask that hides what comes later, or nothing, not another one; "
-                f"mask tokens by key_padding_mask, or choose attention='softmax'"
+                f"{form.name} supports only an attn_mask that hides exactly the later keys, or nothing; mask tokens by "
+                f"key_padding_mask, or use attention='softmax'"
             )
         elif alone:
             y, _ = form(query, mask=real, record=record)
         elif "context" not in form.supported_args or causal:
-            what = "causal " if causal else "self-"
+            what = "causal" if causal else "bidirectional"
             raise ValueError(
-                f"{form.name} serves {what}attention of one sequence, attention(x, x, x) with one and the same "
-                f"tensor; here query, key and value differ"
+                f"query, key and value must be the same tensor: {form.name} has no {what} cross attention; call "
+                f"attention(x, x, x)"
             )
         else:
             y, _ = form(query, context=torch.cat([key, value], -1), context_mask=real, record=record)
@@ -156,8 +186,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested:
             raise ValueError(
-                "nested tensors are not served; build nn.TransformerEncoder with enable_nested_tensor=False, or give "
-                "padded tensors and key_padding_mask"
+                "nested tensors are not supported; build nn.TransformerEncoder with enable_nested_tensor=False, or "
+                "pass padded tensors and key_padding_mask"
             )
         given = {"query": query, "key": key, "value": value}
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
@@ -168,8 +198,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not alike:
             axes = "B, {}, {}" if self.batch_first else "{}, B, {}"
             wanted = ", ".join(f"{n} ({axes.format('L' if n == 'query' else 'S', w)})" for n, w in widths.items())
-            came = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
-            raise ValueError(f"the shapes must be {wanted}, or these without the batch B; they are {came}")
+            found = ", ".join(f"{name} {tuple(t.shape)}" for name, t in given.items())
+            raise ValueError(f"the shapes must be {wanted}, or these without the batch B, not {found}")
         check_x(self.attention, self.embed_dim, self._batch_first(query))
 
     def _batch_first(self, x: Tensor) -> Tensor:
@@ -180,31 +210,39 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _form(self, causal: bool) -> Attention:
         if causal not in self._forms:
             what = "causal" if causal else "bidirectional"
-            hint = "leave is_causal and attn_mask out" if causal else "call with is_causal=True"
+            hint = "call without is_causal and attn_mask" if causal else "call with is_causal=True"
             raise ValueError(f"{self.attention.spec} has no {what} form; {hint}")
         return self._forms[causal]
 
     def _visible(self, mask: Tensor | None, is_causal: bool, batch: int, n: int, m: int) -> tuple[bool, Tensor | None]:
-        """Whether the call is causal, and who may see whom otherwise: bool (B|1,H|1,N,M), or None for all."""
+        """Whether the call is causal; otherwise also the visible pairs, bool (B|1,H|1,N,M), or None for all."""
         if mask is None:
             return is_causal, None
         hidden = _hidden("attn_mask", mask, ((n, m), (batch * self.num_heads, n, m)))
         if torch.compiler.is_compiling():
-            # The values are not known yet.
+            # Values are unknown while a compiler traces.
             if is_causal:
                 return True, None
         elif torch.equal(hidden, torch.ones(n, m, dtype=torch.bool, device=mask.device).triu(1).expand_as(hidden)):
             return True, None
         elif is_causal:
-            raise ValueError(
-                "is_causal=True says that attn_mask hides all that comes later and nothing else; it does not"
-            )
+            raise ValueError("is_causal=True needs an attn_mask that hides exactly the later keys, or no attn_mask")
         elif not hidden.any():
             return False, None
         return False, ~hidden.view(-1, self.num_heads if hidden.dim() == 3 else 1, n, m)
 
-    def _softmax(self, form, query, key, value, real, causal, seen, record) -> Tensor:
-        """Softmax under any mask, with keys and values of any origin."""
+    def _softmax(
+        self,
+        form: Softmax,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        causal: bool,
+        seen: Tensor | None,
+        record: dict[str, Any] | None,
+    ) -> Tensor:
+        """Softmax under any mask, for self-attention and cross attention."""
         given = {"query": query, "key": key, "value": value}
         q, k, v = (split(self._project(name, t), self.num_heads) for name, t in given.items())
         if causal and (real is not None or q.shape[2] != k.shape[2]):
@@ -220,22 +258,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         return record["matrix"].mean(1) if average else record["matrix"]
 
     def _weight(self, name: str) -> Tensor:
-        """The rows that make queries, keys or values: (embed_dim, width of their input); or those of the output."""
+        """The weight of the projection ``name``: (embed_dim, width of its input)."""
         if name == "out":
             return self.out_proj.weight
-        if self.in_proj_weight is None:
+        if not self._joint:
             return {"query": self.q_proj_weight, "key": self.k_proj_weight, "value": self.v_proj_weight}[name]
         return self.in_proj_weight[self._rows(name)]
 
     def _project(self, name: str, x: Tensor) -> Tensor:
-        """x through the projection of this name, one of query, key, value and out."""
+        """Apply the projection ``name``, one of query, key, value and out."""
         if name == "out":
             return self.out_proj(x)
         if x.shape[-1] == self.kdim + self.vdim and name != "query":
             x = x[..., : self.kdim] if name == "key" else x[..., self.kdim :]
-        return F.linear(
-            x, self._weight(name), None if self.in_proj_bias is None else self.in_proj_bias[self._rows(name)]
-        )
+        bias = self.in_proj_bias
+        if bias is not None:  # pyright: ignore[reportUnnecessaryComparison]  # the stubs lack None
+            bias = bias[self._rows(name)]
+        return F.linear(x, self._weight(name), bias)
 
     def _rows(self, name: str) -> slice:
         first = PROJECTIONS.index(name) * self.embed_dim
@@ -243,11 +282,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 class _Projection(nn.Module):
-    """Stands where a mechanism has a linear map of its own; the weights are those of the module around it."""
+    """A projection of a mechanism that uses the weights of the module around it."""
 
     def __init__(self, owner: MultiheadAttention, name: str):
         super().__init__()
-        # In a tuple, since a module as an attribute would be a child.
+        # In a tuple, since a module as an attribute would become a child.
         self.owner, self.name, self.out_features = (owner,), name, owner.embed_dim
 
     @property
@@ -262,7 +301,7 @@ class _Projection(nn.Module):
 
 
 def _forms(spec: str, dim: int, heads: int) -> dict[bool, Attention]:
-    """The bidirectional and the causal form of a mechanism, those that exist, with one set of parameters."""
+    """The existing forms of a mechanism, by whether they are causal; they share their parameters."""
     forms: dict[bool, Attention] = {}
     refused: ValueError | None = None
     for causal in (False, True):
@@ -278,30 +317,30 @@ def _forms(spec: str, dim: int, heads: int) -> dict[bool, Attention]:
     for name in PROJECTIONS:
         part = getattr(first, name, None)
         if not isinstance(part, nn.Linear) or (part.in_features, part.out_features) != (dim, dim):
-            has = f"one of {part.in_features} x {part.out_features}" if isinstance(part, nn.Linear) else "none"
+            found = f"one of {part.in_features} x {part.out_features}" if isinstance(part, nn.Linear) else "none"
             raise ValueError(
-                f"attention={spec!r} does not fit torch's weights, which have a {name} projection of {dim} x {dim}; "
-                f"it has {has}"
+                f"attention={spec!r} does not fit nn.MultiheadAttention: it needs a {name} projection of "
+                f"{dim} x {dim}, but has {found}"
             )
     for other in others:
-        # The dictionaries themselves, so that whatever replaces a parameter or a module does so for both.
+        # Share the dictionaries, so that replacing a parameter or a module replaces it in both forms.
         other.__dict__.update(_parameters=first._parameters, _buffers=first._buffers, _modules=first._modules)
     return forms
 
 
 def _hidden(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Tensor:
-    """A mask of torch's as bool, True where it hides. Raises ValueError for another shape or a bias."""
+    """Convert a mask of torch to bool, True where it hides. Raises ValueError for another shape or a bias."""
     if tuple(mask.shape) not in shapes:
         raise ValueError(f"{name} must be {' or '.join(map(str, shapes))}, not {tuple(mask.shape)}")
     if mask.dtype == torch.bool:
         return mask
     if not mask.is_floating_point():
-        raise ValueError(f"{name} must be bool, True where it hides, or 0 and -inf, not {mask.dtype}")
+        raise ValueError(f"{name} must be bool, True where it hides, or floating-point 0 and -inf, not {mask.dtype}")
     hidden = mask == -torch.inf
     plain = (hidden | (mask == 0)).all()
-    said = f"{name} adds numbers to the scores; only 0 and -inf are served (alibi and others have biases of their own)"
+    message = f"{name} must contain only 0 and -inf; for a bias use a mechanism that has one, such as alibi"
     if torch.compiler.is_compiling():
-        torch._assert_async(plain, said)  # pyright: ignore
+        torch._assert_async(plain, message)  # pyright: ignore[reportPrivateImportUsage]  # no public equivalent
     elif not plain:
-        raise ValueError(said)
+        raise ValueError(message)
     return hidden

@@ -1,6 +1,6 @@
 """Performer: softmax attention estimated by positive random features."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,36 +22,40 @@ MAPS = {
 
 
 class PerformerState(NamedTuple):
-    """float32 at least; of map='relu', which has no exponents."""
+    """The state with ``map='relu'``, which has no exponents; float32 or wider."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
 
 
 class PeakState(NamedTuple):
-    """float32 at least. It belongs to the rows with which it was made: a redraw makes it meaningless."""
+    """The state of all other maps; float32 or wider. A redraw of the rows makes it invalid."""
 
     sums: Tensor  # (B,H,F,E+1) as above, divided by e^peak
     peak: Tensor  # (B,H) the largest exponent of the keys so far, -inf before the first
 
 
-class Performer(Attention):
-    r"""Softmax attention in linear time: its kernel $e^{q \cdot k / \sqrt D}$ estimated unbiased by random features.
+class Performer(Attention[PerformerState | PeakState | ContextSums]):
+    r"""Softmax attention in linear time: random features estimate its kernel $e^{q \cdot k / \sqrt D}$ without bias.
 
-    ``features``: rows m drawn for each head (0: D log D rounded up, at least D, as the theory asks for order D log D).
-    ``map``: positive, as above; hyperbolic, the same for w and -w (2 m features, less variance); trigonometric,
-    $e^{\lVert x \rVert^2 / 2} [\cos w \cdot x, \sin w \cdot x]$ (2 m features; estimates may be negative); exp,
-    $e^{w \cdot x}$, which weighs a key by $e^{\lVert k \rVert^2 / 2}$ besides; relu, $\max(w \cdot x, 0)$ of x as it
-    is, another kernel than softmax's. ``floor``: added to each feature of map='relu', so that a query has something in
-    common with every key. ``rows``: orthogonal (in blocks of D) or iid. ``radii``: their lengths, chi (of a Gaussian:
-    unbiased), sqrt (all $\sqrt D$), quantiles or midpoints (at even levels of chi); all but chi are biased low.
-    ``seed``: of the rows, together with the layer and the head. ``eps``: a denominator d becomes
-    $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$, after queries and keys are divided by their largest features (of
-    the keys so far, never of later ones), so it is relative to those. ``context_dim``: width of the context of cross
-    attention (0: dim).
+    ``features``: rows m drawn for each head (0: D log D rounded up, at least D, since the theory requires order D log
+    D). ``map``: positive, the features of the second equation; hyperbolic, the same for w and -w (2 m features, less
+    variance); trigonometric, $e^{\lVert x \rVert^2 / 2} [\cos w \cdot x, \sin w \cdot x]$ (2 m features; estimates may
+    be negative); exp, $e^{w \cdot x}$, which also weights a key by $e^{\lVert k \rVert^2 / 2}$; relu, $\max(w \cdot x,
+    0)$ of the unscaled x, a kernel other than softmax's. ``floor``: added to each feature of map='relu', so that every
+    query shares a feature with every key. ``rows``: orthogonal (in blocks of D) or iid. ``radii``: lengths of the rows:
+    chi (those of a Gaussian: unbiased), sqrt (all $\sqrt D$), quantiles or midpoints (at even levels of chi); all but
+    chi are biased low. ``seed``: seed of the rows, together with the layer and the head. ``eps``: a denominator d
+    becomes $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$. ``context_dim``: width of the context of cross attention
+    (0: dim).
 
-    The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
+    The bound ``eps`` is relative: queries and keys are first divided by their largest features, those of the keys so
+    far and never of later ones. The rows are a buffer in the ``state_dict``. Only ``redraw(step)`` changes them.
 
     Source: Choromanski et al. 2020, sections 2.2-2.4 and lemma 1; quantiles: Su 2020 (kexue.fm/archives/7921).
+
+    Raises:
+        ValueError: For an unknown map, rows or radii, features < 0, eps <= 0, a negative floor, or a floor without
+            map='relu'.
     """
 
     name, paper, cost = "performer", "2009.14794", "N D^2 log D"
@@ -99,7 +103,7 @@ class Performer(Attention):
         super().__init__(dim, heads, causal=causal)
         known(map, MAPS, "map")
         if features < 0:
-            raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for D log D")
+            raise ValueError(f"features={features} must be positive, or 0 for D log D rows")
         if map != "relu" and floor != 1e-3:
             raise ValueError(f"floor belongs to map='relu', not {map!r}")
         if floor < 0:
@@ -114,9 +118,12 @@ class Performer(Attention):
         self.register_buffer("projection", self._draw(0).to(self.out.weight))
 
     def redraw(self, step: int) -> None:
-        """Replace the rows by those of redraw number ``step``, a function of seed, layer and head; 0 are the first.
+        """Replace the rows by those of redraw ``step``, a function of step, seed, layer and head.
 
-        Call it between updates, on every process alike. States made before are of no use after.
+        Call it between updates, with the same step on every process. Earlier states cannot be continued afterwards.
+
+        Args:
+            step: Number of the redraw; 0 gives the initial rows.
         """
         self.projection.copy_(self._draw(step))
 
@@ -132,10 +139,10 @@ class Performer(Attention):
             x, w = upcast_half(split(x, self.heads)), upcast_half(self.projection)
             if self.map == "relu":
                 return random_features.generalized(x, w, floor=self.floor)
-            # Half of the scale 1 / sqrt D for queries, half for keys.
+            # Queries and keys each get the square root of the scale 1 / sqrt D.
             return MAPS[self.map](x * x.shape[-1] ** -0.25, w)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> PerformerState | PeakState:
         size, count = self.dim // self.heads, self.projection.shape[1]
         features = 2 * count if self.map in ("hyperbolic", "trigonometric") else count
         zeros = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, size + 1))
@@ -147,17 +154,17 @@ class Performer(Attention):
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: PerformerState | PeakState | ContextSums | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, PerformerState | PeakState | ContextSums | None]:
         o, state = sums.attend(
             sums.stable(_state, self.eps),
             self._parts(self.query(x)),
@@ -175,7 +182,7 @@ class Performer(Attention):
         )
         return self.out(merge(o)), state
 
-    def _project(self, x):
+    def _project(self, x: Tensor) -> tuple[random_features.Parts, Tensor]:
         return self._parts(self.key(x)), split(self.value(x), self.heads)
 
 

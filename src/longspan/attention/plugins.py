@@ -1,11 +1,11 @@
-"""Mechanisms of other packages: found by their entry points, or by importing a module that is named.
+"""Mechanisms of other packages, found by entry points or imported by module name.
 
-A package says in its ``pyproject.toml`` which module registers its mechanisms::
+A package declares in its ``pyproject.toml`` which module registers its mechanisms::
 
     [project.entry-points."longspan.attentions"]
     my_package = "my_package"
 
-Nothing of it is imported before a name is asked for that is not known, or for all names.
+The module is imported on the first lookup of an unknown name, or of all names.
 """
 
 import importlib
@@ -17,8 +17,8 @@ import warnings
 from .._utils.typecheck import format_value
 
 GROUP = "longspan.attentions"
-# What a message about an unknown mechanism adds.
-HINT = f"; one of another package needs its entry point in the group {GROUP}, or on the command line --import MODULE"
+# The end of the message about an unknown mechanism.
+HINT = f"; one of another package needs an entry point in the group {GROUP}, or --import MODULE on the command line"
 
 _brought: list[str] = []
 _lock = threading.RLock()
@@ -26,23 +26,29 @@ _loaded = False
 
 
 def load() -> None:
-    """Import what installed packages announce, once in a process; one that fails is a RuntimeWarning that names it."""
+    """Import the modules that installed packages declare, once per process.
+
+    A module that raises does not stop the others.
+
+    Warns:
+        RuntimeWarning: For a module that raises; the message has its entry point and the error.
+    """
     global _loaded
     with _lock:
         if _loaded:
             return
-        # First, since a module that is being imported may ask for names itself.
+        # Set before the imports, since an imported module may look up names.
         _loaded = True
         from importlib.metadata import entry_points
 
         for entry in entry_points(group=GROUP):
             try:
                 entry.load()
-            # Whatever is wrong with one package, the others and our own mechanisms are there.
+            # An error in one package must not hide the other mechanisms.
             except (Exception, SystemExit) as error:
                 package = f" of the package {entry.dist.name}" if entry.dist else ""
                 warnings.warn(
-                    f"the entry point {entry.name} = {entry.value!r}{package} brings no mechanisms: "
+                    f"cannot load the entry point {entry.name} = {entry.value!r}{package}: "
                     f"{type(error).__name__}: {error}",
                     RuntimeWarning,
                     stacklevel=2,
@@ -50,9 +56,13 @@ def load() -> None:
 
 
 def bring(*modules: str) -> None:
-    """Import these modules, whose classes register themselves; the current folder is looked at last.
+    """Import modules, whose classes register themselves; the current directory is searched last.
 
-    Raises ValueError where that fails: there is no such module, or it cannot be imported.
+    Args:
+        modules: Names of modules, such as ``my_package.attention``.
+
+    Raises:
+        ValueError: For an invalid name, or a module that is missing or raises.
     """
     if modules and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -70,10 +80,10 @@ def bring(*modules: str) -> None:
 
 
 def brought() -> tuple[str, ...]:
-    """The modules that ``bring`` has imported."""
+    """Return the names of the modules that ``bring`` has imported."""
     return tuple(_brought)
 
 
 def again() -> str:
-    """Python that brings the same modules in a process of its own; "" where there are none."""
+    """Return Python code that imports the same modules in another process; "" without any."""
     return f"from longspan.attention import plugins; plugins.bring(*{_brought!r}); " if _brought else ""

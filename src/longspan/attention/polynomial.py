@@ -1,6 +1,6 @@
-"""Attention with a second-degree polynomial in place of the exponential, in time that is linear in the length."""
+"""Attention with a second-degree polynomial in place of the exponential, in linear time."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -12,24 +12,27 @@ from .base import Attention
 
 
 class PolynomialState(NamedTuple):
-    """float32 at least; F = (D+1)(D+2)/2."""
+    """Sums of features of keys; float32 or wider; F = (D+1)(D+2)/2."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
 
 
-class Polynomial(Attention):
-    r"""Exact attention with $(q \cdot k / \sqrt D + c)^2$, or with $e^x$ to second order, by products of two channels.
+class Polynomial(Attention[PolynomialState | ContextSums]):
+    r"""Exact attention with weights $(q \cdot k / \sqrt D + c)^2$, or $e^x$ to second order, in linear time.
 
-    It equals ``kernel(similarity='polynomial', constant=c)`` in linear time. The features $\phi$ are all products of
-    two channels, $D^2 / 2$ of them, so that by its operations it pays from about $N = D^2$ on. It has no kernel of its
-    own: with heads of 64 channels it is no faster than fused softmax at 16384 tokens.
+    It equals ``kernel(similarity='polynomial', constant=c)``. The features $\phi$ are all products of two channels,
+    about $D^2 / 2$. By operation count it is cheaper than softmax from about $N = D^2$ tokens on. It has no native
+    kernel: with 64 channels per head it is not faster than fused softmax at 16384 tokens.
 
-    ``constant``: $c \ge 0$; with 0, a query at right angles to all keys sees nothing. ``taylor``: the exponential's
-    series instead, never below 1/2. ``channels``: of each head's queries and keys (0: as many as of values),
-    the D of these formulas; 16 in Arora et al. 2024, as the state has (D+1)(D+2)/2 rows. ``eps``: added to the
-    denominator. ``context_dim``: width of the context of cross attention (0: dim).
+    ``constant``: $c \ge 0$; with 0, a query that is orthogonal to all keys reads 0. ``taylor``: use the Taylor series
+    of the exponential, which is at least 1/2. ``channels``: channels D of each head's queries and keys (0: as many as
+    of values); Arora et al. 2024 use 16, since the state has (D+1)(D+2)/2 rows. ``eps``: added to the denominator.
+    ``context_dim``: width of the context of cross attention (0: dim).
 
-    Source: Katharopoulos et al. 2020 (2006.16236), section 3.2.1; the Taylor form is that of Arora et al. 2024.
+    Source: Katharopoulos et al. 2020 (2006.16236), section 3.2.1; the Taylor form is from Arora et al. 2024.
+
+    Raises:
+        ValueError: For a negative constant, channels or eps, or a constant with taylor=True.
     """
 
     name, paper, cost = "polynomial", "2402.18668", "N D^3"
@@ -62,11 +65,11 @@ class Polynomial(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if taylor and constant != 1.0:
-            raise ValueError(f"constant={constant} belongs to taylor=False; the Taylor form has none")
+            raise ValueError(f"constant={constant} needs taylor=False; the Taylor form has no constant")
         if constant < 0:
-            raise ValueError(f"constant={constant} must not be negative: the features would need its square root")
+            raise ValueError(f"constant={constant} must not be negative, since the features contain its square root")
         if channels < 0:
-            raise ValueError(f"channels={channels} must be positive, or 0 for as many as of values")
+            raise ValueError(f"channels={channels} must be positive, or 0 for the number of channels of the values")
         if eps < 0:
             raise ValueError(f"eps={eps} is added to the denominator and must not be negative")
         self.constant, self.taylor, self.channels, self.eps = constant, taylor, channels, eps
@@ -76,37 +79,48 @@ class Polynomial(Attention):
         self.value = nn.Linear(context_dim or dim, dim)
         self.out = nn.Linear(dim, dim)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> PolynomialState:
         size, d = self.dim // self.heads, self.query.out_features // self.heads
         return PolynomialState(
             upcast_half(self.weight_like.new_zeros(batch, self.heads, (d + 1) * (d + 2) // 2, size + 1))
         )
 
     def _scaled(self, x: Tensor) -> Tensor:
-        """Projected tokens (B,N,H*D) -> (B,H,N,D), with half of the scale 1 / sqrt D."""
+        """Projected tokens (B,N,H*D) -> (B,H,N,D), times the square root of the scale 1 / sqrt D."""
         x = upcast_half(split(x, self.heads))
         return x * x.shape[-1] ** -0.25
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: PolynomialState | ContextSums | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        record=None,
-        donate=False,
-    ):
-        q, kernel = self._scaled(self.query(x)), {"constant": self.constant, "taylor": self.taylor, "eps": self.eps}
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, PolynomialState | ContextSums | None]:
+        q = self._scaled(self.query(x))
+        kernel: dict[str, Any] = {"constant": self.constant, "taylor": self.taylor, "eps": self.eps}
 
-        def attend(q, k, v, *, before=None, **options):
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, *, before: PolynomialState | None = None, **options: Any
+        ) -> tuple[Tensor, PolynomialState]:
             o, after = op.attend(q, k, v, state=before and before.sums, **options, **kernel)
             return o, PolynomialState(after)
 
-        def matrix(q, k, allowed, *, before=None, segments=None, **_):
+        def matrix(
+            q: Tensor,
+            k: Tensor,
+            allowed: Tensor,
+            *,
+            before: PolynomialState | None = None,
+            segments: Tensor | None = None,
+            **_: Any,
+        ) -> Tensor:
             return op.matrix(q, k, allowed, state=before and before.sums, segments=segments, **kernel)
 
         form = sums.Form(attend, matrix, lambda q, found: op.read(q, found, **kernel))
@@ -127,5 +141,5 @@ class Polynomial(Attention):
         )
         return self.out(merge(o)), state
 
-    def _project(self, x):
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self._scaled(self.key(x)), split(self.value(x), self.heads)

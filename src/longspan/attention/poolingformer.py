@@ -1,4 +1,4 @@
-"""Softmax attention in a near window, and again in a far one, whose keys are pooled."""
+"""Softmax attention at two levels: a near window of single keys, then a far window of pooled keys."""
 
 from typing import NamedTuple
 
@@ -15,39 +15,42 @@ from ..states import lookback, window
 from ..states.window import Window
 from .base import Attention
 
-POOLS = {"mean": "the mean", "max": "the largest, by channel", "dynamic": "a mean whose weights the middle token gives"}
-AT_ONCE = 512  # new tokens of one call that meet the state's slots together
+POOLS = {"mean": "the mean", "max": "the largest, by channel", "dynamic": "a mean weighted by the middle token"}
+AT_ONCE = 512  # new tokens of a call that attend to the state together
 
 
 class PoolingformerState(NamedTuple):
-    """The last keys and values of the near window, the last slots of the far one, and tokens of the next."""
+    """Keys and values of the near window, slots of the far window, and tokens of the next slots."""
 
     near: Window
-    far: Window  # slots by their numbers
+    far: Window  # positions are the numbers of the slots
     keys: Tensor  # (B,H,K-1,D)
     values: Tensor  # (B,H,K-1,D)
     position: Tensor  # (B,) int64, tokens so far
 
 
-class Poolingformer(Attention):
-    r"""A near window with single keys, and from what it reads a far window with keys that are pooled: their sum.
+class Poolingformer(Attention[PoolingformerState]):
+    r"""The sum of attention in a near window and attention to pooled keys in a far window.
 
-    Attention in the near window reads $y_i$. Queries, keys and values of the second level are projections of all heads'
-    y, side by side; slot s pools the keys $k^\prime_j$ of the K tokens from s S on, and likewise the values, to
-    $\tilde k_s$ and $\tilde v_s$. A causal query sees a slot once its last token is not ahead; without any it reads
-    $z_i = 0$. In the bidirectional form the last slot holds what tokens there are. Positions count real tokens.
+    The near window reads $y_i$. The second level projects its queries, keys and values from the y of all heads. Slot s
+    pools the keys $k^\prime_j$ of the K tokens from s S on to $\tilde k_s$, and their values to $\tilde v_s$. A causal
+    query sees a slot once the slot's last token is not ahead of it. A query without a slot reads $z_i = 0$. In the
+    bidirectional form the last slot may hold fewer tokens. Positions count real tokens.
 
-    ``window``: $w_1$, and ``far_window``: $w_2$, so many tokens to each side, or to the left. ``kernel``: K.
-    ``stride``: S. ``pool``: mean; max, by channel; dynamic, a mean whose weights are a softmax over $W u$, u being the
-    key (or value) of the slot's middle token, with a W for each head.
+    ``window``: $w_1$, near tokens to the left, and to the right if bidirectional. ``far_window``: $w_2$, the same for
+    the far window. ``kernel``: K, tokens per slot. ``stride``: S, tokens between the beginnings of two slots. ``pool``:
+    mean; max, by channel; dynamic, a mean whose weights are a softmax over $W u$, where u is the key (or value) of the
+    slot's middle token and each head has its own W.
 
-    The state is a ring of $w_1 + 1$ keys and values, one of the slots in $w_2$, and the last K - 1 tokens.
+    The state is a ring of $w_1 + 1$ keys and values, a ring of the slots in $w_2$, and the last K - 1 tokens.
 
-    Source: Zhang et al. 2021, section 3. The paper pools the window of each query; here slots lie at multiples of S for
-    all, and one belongs to a window if its first token does, which differs at the window's ends. The causal form is our
-    own. Which token chooses dynamic weights, and that heads have their own, is our reading.
-    Raises ValueError for window < 0, stride < 1, kernel < stride, far_window < kernel + stride - 2, with which some
-    queries would see no slot, and an unknown pool.
+    Source: Zhang et al. 2021, section 3. The paper pools the window of each query. Here all slots begin at multiples of
+    S, and a slot belongs to a window if its first token does, so results differ at the ends of a window. The causal
+    form is ours. The choice of the token that weights the dynamic pool, and separate weights per head, are our reading.
+
+    Raises:
+        ValueError: For window < 0, stride < 1, kernel < stride, an unknown pool, or far_window < kernel + stride - 2,
+            with which some queries would see no slot.
     """
 
     name, paper, cost = "poolingformer", "2105.04371", "N (W + V / S) D"
@@ -88,7 +91,7 @@ class Poolingformer(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if not 1 <= stride <= kernel:
-            raise ValueError(f"stride={stride} must be between 1 and kernel={kernel}, so that a slot holds every token")
+            raise ValueError(f"stride={stride} must be between 1 and kernel={kernel}, so that every token is in a slot")
         if far_window < kernel + stride - 2:
             raise ValueError(f"far_window={far_window} must be at least kernel + stride - 2 = {kernel + stride - 2}")
         self.window, self.far_window, self.kernel, self.stride = window, far_window, kernel, stride
@@ -107,18 +110,28 @@ class Poolingformer(Attention):
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> PoolingformerState:
         size, like = self.dim // self.heads, self.weight_like
         near = window.empty(batch, self.heads, self.window + 1, size, like)
         far = window.empty(batch, self.heads, self.far_window // self.stride + 1, size, like)
         pending = like.new_zeros(batch, self.heads, self.kernel - 1, size)
         return PoolingformerState(near, far, pending, pending.clone(), near.position.clone())
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: PoolingformerState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, PoolingformerState | None]:
         return rows.map_sequences(self._run, x, state, mask, segments, causal=self.causal, width=self.dim)
 
-    def _run(self, x, state, real):
-        """Rows that begin with their real tokens, (B,N,dim)."""
+    def _run(
+        self, x: Tensor, state: PoolingformerState | None, real: Tensor | None
+    ) -> tuple[Tensor, PoolingformerState | None]:
+        """x (B,N,dim), real tokens first in each row."""
         if not x.numel():
             return self.out(x), state
         parts = (self.query, self.key, self.value)
@@ -129,7 +142,7 @@ class Poolingformer(Attention):
         if state is None:
             return self.out(merge(y + self._whole(q, k, v, real))), None
         lengths = torch.full_like(state.position, x.shape[1]) if real is None else real.sum(1)
-        # A prompt reads as a whole sequence does.
+        # A prompt without a mask is read as a whole sequence.
         traced = torch.compiler.is_compiling()
         first = x.shape[1] > 1 and real is None and not traced and not bool(state.position.any())
         outs = [self._whole(q, k, v, None)] if first else []
@@ -141,8 +154,8 @@ class Poolingformer(Attention):
         z = outs[0] if first else torch.cat(outs, 2)
         return self.out(merge(y + z.to(y.dtype))), state._replace(near=near)
 
-    def _whole(self, q, k, v, real):
-        """What the heads read from the slots of whole rows, of which ``real`` says which tokens there are."""
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """The far output of whole sequences (B,H,N,D); ``real`` (B,N) marks real tokens."""
         lengths = None if real is None or self.causal else real.sum(1)
         place = {"kernel": self.kernel, "stride": self.stride}
         k, there = pool.windows(k, **place, whole=self.causal, lengths=lengths)
@@ -153,13 +166,15 @@ class Poolingformer(Attention):
                 q, k, v, kernel=self.kernel, stride=self.stride, causal=self.causal, window=self.far_window
             )
         at, slots = (torch.arange(size, device=q.device)[None] for size in (q.shape[2], k.shape[2]))
-        # As many slots as a row of this length has alone.
+        # The slots that a row of this length would have alone.
         ready = (slots == 0) | ((slots - 1) * self.stride + self.kernel < lengths[:, None])
         seen = pool.visible(at, slots, **place, causal=False, window=self.far_window) & ready[:, None]
         return dense.attend(q, k, v, mask=seen[:, None])
 
-    def _go_on(self, q, k, v, state, lengths, *, read):
-        """Some tokens after those that the state tells of: what the heads read from slots, and the state with them."""
+    def _go_on(
+        self, q: Tensor, k: Tensor, v: Tensor, state: PoolingformerState, lengths: Tensor, *, read: bool
+    ) -> tuple[Tensor, PoolingformerState]:
+        """The far output of some tokens after a state, and the state after them."""
         place = {"kernel": self.kernel, "stride": self.stride}
         k, whole, keys = pool.fresh(state.keys, k, state.position, lengths, **place)
         v, _, values = pool.fresh(state.values, v, state.position, lengths, **place)
@@ -172,7 +187,7 @@ class Poolingformer(Attention):
             z = dense.attend(q.to(view.keys.dtype), view.keys, view.values, mask=seen[:, None])
         return z, PoolingformerState(state.near, far, keys, values, state.position + lengths)
 
-    def _pooled(self, tokens, there, mix):
+    def _pooled(self, tokens: Tensor, there: Tensor | None, mix: str) -> Tensor:
         """tokens (B,H,slots,K,D) -> (B,H,slots,D)."""
         if self.pool == "mean":
             return pool.mean(tokens, there)

@@ -1,9 +1,12 @@
-"""Softmax attention with residual scores: every layer adds its own to those of the layer below."""
+"""Softmax attention with residual scores: each layer adds the scores of the layer below."""
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops.isolated import Part
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, split, upcast_half
 from ..states import kv_cache
@@ -11,20 +14,22 @@ from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
-class RealFormer(Attention):
-    r"""Softmax attention that adds the scores of the layer below to its own, head by head.
+class RealFormer(Attention[KeyValues | CachedContext]):
+    r"""Softmax attention that adds the scores of the layer below to its scores, head by head.
 
-    $L^\prime$ are the scores of the next lower layer of this kind in a stack, and 0 in the first one. What goes from
-    layer to layer (``carry``) is $L$ before any mask, (B,H,N,M),
-    float32 at least: a call's N queries against the M keys that it sees, those of the state included, so that steps
-    and packed or padded rows get what one whole call gives. It is no part of the state. Memory is N M numbers per head
-    from each layer to the next, which no fused kernel spares.
+    $L^\prime$ are the scores of the next lower layer of this kind in a stack, and 0 in the first one. The ``carry``
+    from layer to layer is $L$ before any mask: (B,H,N,M), float32 or wider, a call's N queries against the M keys that
+    it sees, including those of the state. Single steps, packed rows and padded rows therefore give the outputs of one
+    whole call. The carry is not part of the state. It takes N M numbers per head from each layer to the next.
 
     ``context_dim``: width of the context of cross attention (0: dim).
 
-    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+    It materializes the scores, so it is slower than fused softmax at every length.
 
-    Source: He et al. 2020, section 3. Raises ValueError for a carry that is not of this call's tokens and keys.
+    Source: He et al. 2020, section 3.
+
+    Raises:
+        ValueError: For a carry that does not belong to the tokens and keys of the call.
     """
 
     name, paper, cost = "realformer", "2012.11747", "N^2 D"
@@ -48,22 +53,27 @@ class RealFormer(Attention):
         self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
         self.out = nn.Linear(dim, dim)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Zeros (B,1,1,1), which stand for scores of 0 against however many keys the call will see."""
+        """The carry of the first layer: zeros (B,1,1,1), which broadcast to the scores of any number of keys."""
         return upcast_half(x.new_zeros(len(x), 1, 1, 1))
 
-    def cut_carry(self, carry, segments, part):
+    def cut_carry(  # pyright: ignore[reportIncompatibleVariableOverride]  # a method where the base class has None
+        self, carry: Tensor, segments: Tensor, part: Part
+    ) -> Tensor:
         if carry.shape[1:] == (1, 1, 1):
             return part.rows(carry)
-        slots = carry.shape[3] - segments.shape[1]  # of a state, in front of the tokens; another sequence has none
+        # Columns of a state come before those of the tokens; only the first sequence of a row has them.
+        slots = carry.shape[3] - segments.shape[1]
         own = part.rows(carry)[:, :, part.start : part.stop]
         new = own[..., slots + part.start : slots + part.stop]
         return torch.cat([own[..., :slots], new], -1) if part.first else new
 
-    def join_carry(self, segments, parts, handed):
+    def join_carry(  # pyright: ignore[reportIncompatibleVariableOverride]  # a method where the base class has None
+        self, segments: Tensor, parts: list[Part], handed: list[Tensor]
+    ) -> Tensor:
         batch, n = segments.shape
         slots = handed[0].shape[3] - (parts[0].stop - parts[0].start)
         rows: list[list[Tensor]] = [[] for _ in range(batch)]
@@ -73,23 +83,23 @@ class RealFormer(Attention):
             rows[part.row].append(torch.cat([old, new], -1))
         return torch.cat([torch.cat(row, 2) for row in rows])
 
-    def _project(self, x):
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: KeyValues | CachedContext | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        carry=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        carry: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, KeyValues | CachedContext | None] | tuple[Tensor, KeyValues | CachedContext | None, Tensor]:
         q = split(self.query(x), self.heads)
         view, state = kv_cache.view(
             self._project,
@@ -108,7 +118,7 @@ class RealFormer(Attention):
         if carry is not None:
             check_carry(carry, total)
             total = total + carry
-        # The mask comes in only here: what stands for -inf, summed over layers, would overflow.
+        # The mask is applied last: the number that stands for -inf would overflow when summed over layers.
         p = scores.weights(total, allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)
@@ -116,12 +126,12 @@ class RealFormer(Attention):
         return (y, state) if carry is None else (y, state, total)
 
 
-def check_carry(carry, total: Tensor) -> None:
+def check_carry(carry: Any, total: Tensor) -> None:
     """Raise ValueError unless ``carry`` has the shape and dtype of ``total`` (B,H,N,M), or is ``init_carry``'s."""
     fits = isinstance(carry, Tensor) and carry.dtype == total.dtype
     if not fits or carry.shape not in (total.shape, torch.Size((len(total), 1, 1, 1))):
-        came = f"{carry.dtype} {tuple(carry.shape)}" if isinstance(carry, Tensor) else type(carry).__name__
+        found = f"{carry.dtype} {tuple(carry.shape)}" if isinstance(carry, Tensor) else type(carry).__name__
         raise ValueError(
-            f"carry must be the scores {total.dtype} {tuple(total.shape)} of the layer below for the same tokens, "
-            f"from states that have seen the same calls, or what init_carry gives, not {came}"
+            f"carry must be {total.dtype} {tuple(total.shape)}, the scores of the layer below for the same tokens and "
+            f"states after the same calls, or the result of init_carry, not {found}"
         )

@@ -1,7 +1,9 @@
-"""Softmax attention among tokens that random rotations put into one bucket."""
+"""Softmax attention within the buckets of random hashes (LSH attention)."""
+
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.buckets import Rule
 from ..ops.tensors import merge, split, unit, upcast_half
@@ -9,34 +11,41 @@ from ..states import buckets as states
 from ..states.buckets import Reader, Rings
 from .base import Attention
 
-# Pairs of rounds ask each other which tokens they share, so that time grows with the square of their number.
+# Largest number of rounds: each pair of rounds is compared, so time grows with the square of their number.
 ROUNDS = 256
 
 
-class Reformer(Attention):
-    r"""Each token sees a few tokens that look like it: those that share its bucket in one of several random hashes.
+class Reformer(Attention[Rings]):
+    r"""Each token sees a few similar tokens: those in its bucket in at least one of several random hashes.
 
-    Queries are keys, up to their length: $k_j = \hat q_j$, so that one projection serves both. In each of R ``rounds``
-    the hash $h_r$ puts a token into one of ``buckets`` by random rotations that never change. A bucket's tokens are cut
-    into chunks of m, the ``chunk``, and a token sees those of its own chunk and of the chunk before. A pair that
-    several rounds show counts once: the paper's log N_ij, and thus the softmax over the union of all rounds. A token
-    sees itself only where it sees no other, since its own logit is the largest of all.
+    Keys are the normalized queries, $k_j = \hat q_j$, so one projection serves both. In each of R ``rounds`` the hash
+    $h_r$ assigns a token to one of ``buckets`` by fixed random rotations. The tokens of a bucket are cut into chunks of
+    m, the ``chunk``. A token sees the tokens of its chunk and of the chunk before. A pair that is visible in several
+    rounds counts once; this is the paper's log N_ij, and it makes the softmax one over the union of all rounds. A token
+    sees itself only if it sees no other token, since its own logit is the largest.
 
-    A causal model counts chunks inside each bucket, so that what comes later moves nothing; the state is a ring of 2m
-    keys and values for each bucket and round. ``published=True`` takes the paper's chunks in their place, which are
-    cut from all tokens sorted by bucket, with the first chunk looking back at the last. That leaks, since later tokens
-    decide where a chunk begins. With chunk=8, rounds=1, buckets=16 and 64 random tokens of which the later ones change,
-    0.1 % of the outputs before these change with 1 head, 3 % with 4 and 9 % with 8. With buckets=4 it is 14, 28 and
-    40 %. With ``cross=True``, where a chunk's tokens see other buckets', it is 52, 86 and 91 %. It has no state, as no
-    step can know its chunk. A bidirectional model, which has no future to hide, always takes these chunks.
+    A causal model counts chunks within each bucket, so that later tokens change nothing. The state is a ring of 2m keys
+    and values per bucket and round. ``published=True`` takes the paper's chunks instead, which are cut from all tokens
+    sorted by bucket, and the first chunk sees the last. That leaks, since later tokens decide where a chunk begins.
+    With chunk=8, rounds=1, buckets=16 and 64 random tokens of which the later ones change, 0.1 % of the outputs before
+    these change with 1 head, 3 % with 4 and 9 % with 8. With buckets=4 it is 14, 28 and 40 %. With ``cross=True``,
+    where the tokens of a chunk see those of other buckets, it is 52, 86 and 91 %. This form has no state, since no step
+    knows its chunk. A bidirectional model always uses these chunks.
 
-    ``factor``: for many buckets two smaller hashes, of ``factor`` and of buckets / factor, $h = h_1 + f h_2$.
-    ``scale``: what $q_i \cdot \hat q_j$ is multiplied by. 1 is the authors' code (trax); other libraries divide by
-    $\sqrt D$ once more. ``seed`` and the layer draw the rotations, which are part of the weights' file.
+    ``chunk``: m, tokens per chunk. ``buckets``: buckets per round, an even number. ``rounds``: R, at most 256.
+    ``factor``: for many buckets, use two smaller hashes, of ``factor`` and of buckets / factor, $h = h_1 + f h_2$.
+    ``scale``: factor of $q_i \cdot \hat q_j$; 1 is the authors' code (trax), and other libraries also divide by $\sqrt
+    D$. ``published``: use the paper's chunks, also if causal. ``cross``: let the tokens of a chunk see those of other
+    buckets; only for the paper's chunks. ``seed``: seed of the rotations, together with the layer.
 
-    Source: Kitaev et al. 2020, section 2 and appendix A; its causal chunks are ``published=True``. Raises ValueError
-    for odd numbers of buckets, sizes below 1, more than 256 rounds, a ``factor`` that does not divide, options of the
-    published chunks without them, and for a state of these.
+    The rotations are saved with the weights.
+
+    Source: Kitaev et al. 2020, section 2 and appendix A; its causal chunks are ``published=True``.
+
+    Raises:
+        ValueError: For an odd number of buckets, sizes below 1, more than 256 rounds, a ``factor`` that does not
+            divide, ``published`` without ``causal``, ``cross`` without the paper's chunks, or a state with
+            ``published``.
     """
 
     name, paper, cost = "reformer", "2001.04451", "N log N D"
@@ -82,22 +91,20 @@ class Reformer(Attention):
             if value < 1:
                 raise ValueError(f"{option}={value} must be at least 1")
         if rounds > ROUNDS:
-            raise ValueError(
-                f"rounds={rounds} are compared with each other, pair by pair; there may be {ROUNDS} at most"
-            )
+            raise ValueError(f"rounds={rounds} must be at most {ROUNDS}, since each pair of rounds is compared")
         if buckets < 2 or buckets % 2:
-            raise ValueError(f"buckets={buckets} are directions and their opposites, so an even number is needed")
+            raise ValueError(f"buckets={buckets} must be a positive even number: directions and their opposites")
         if factor > 1 and (factor % 2 or buckets % (2 * factor)):
-            raise ValueError(f"factor={factor} must be even, and buckets={buckets} an even number of times as many")
+            raise ValueError(f"factor={factor} must be even, and buckets={buckets} a multiple of {2 * factor}")
         if published and not causal:
-            raise ValueError("published=True is for causal=True; a bidirectional reformer has the published chunks")
+            raise ValueError("published=True needs causal=True; a bidirectional form always has it")
         if cross and causal and not published:
-            raise ValueError("cross=True lets chunks hold several buckets, as only published=True does here")
+            raise ValueError("cross=True with causal=True needs published=True, where chunks contain several buckets")
         self.layer, self.chunk, self.buckets, self.rounds, self.factor = layer, chunk, buckets, rounds, factor
         self.scale, self.published, self.cross, self.seed = scale, published, cross, seed
         self.query, self.value, self.out = (nn.Linear(dim, dim) for _ in range(3))
         if published:
-            self.states = ()  # type: ignore[misc]
+            self.states = ()  # pyright: ignore[reportAttributeAccessIssue]  # none here
         parts = (buckets,) if factor == 1 else (factor, buckets // factor)
         self.parts = parts
         generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
@@ -109,7 +116,7 @@ class Reformer(Attention):
         return True
 
     def hash(self, q: torch.Tensor) -> torch.Tensor:
-        """The bucket of each token in each round: q (B,H,N,D) -> (B,H,R,N) int64. Longer or shorter q have the same."""
+        """The bucket of each token in each round: q (B,H,N,D) of any length -> (B,H,R,N) int64."""
         with torch.autocast(q.device.type, enabled=False):
             x = upcast_half(q.detach())
             turned = torch.einsum("bhnd,hdrf->bhrnf", x, upcast_half(self.rotations).to(x.dtype))
@@ -120,21 +127,31 @@ class Reformer(Attention):
         return found
 
     def reader(self) -> Reader:
-        """Who sees whom, for the op."""
+        """Options of the op: hash, buckets, rounds, visibility rule and scale."""
         whole = self.published or not self.causal
         rule = Rule(self.causal, self.chunk, whole=whole, cross=self.cross, wrap=whole, alone=True)
         return Reader(self.hash, self.buckets, self.rounds, rule, self.scale)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> Rings:
         if self.published:
             raise ValueError(
-                "published=True cuts chunks from all tokens sorted by bucket, which no step can know: there is no "
-                "state; build reformer with published=False"
+                "published=True has no state, since it cuts chunks from all tokens sorted by bucket; build with "
+                "published=False"
             )
         return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: Rings | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, Rings | None]:
         q, v = (split(part(x), self.heads) for part in (self.query, self.value))
-        given = {"mask": mask, "segments": segments, "record": record, "donate": donate}
-        o, state = states.attend(q, unit(q), v, state, self.reader(), **given)
+        o, state = states.attend(
+            q, unit(q), v, state, self.reader(), mask=mask, segments=segments, record=record, donate=donate
+        )
         return self.out(merge(o)), state

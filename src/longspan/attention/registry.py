@@ -1,4 +1,4 @@
-"""The registry that finds mechanisms by name."""
+"""Lookup of mechanisms by name."""
 
 from .._utils import spec
 from . import plugins
@@ -6,20 +6,26 @@ from .base import REGISTRY, Attention
 
 
 def list_mechanisms() -> list[str]:
-    """The registered mechanisms, sorted; those of installed packages, which announce them, are among them.
+    """Return the names of all registered mechanisms, including those of installed packages, sorted.
 
-    >>> import longspan
-    >>> "gated_deltanet" in longspan.list_mechanisms()
-    True
+    Example:
+        >>> import longspan
+        >>> "gated_deltanet" in longspan.list_mechanisms()
+        True
     """
     plugins.load()
     return sorted(REGISTRY)
 
 
 def mechanism(name: str, kind: str = "attention") -> type[Attention]:
-    """The class of a mechanism; a name that is not known is looked for in other packages first, see ``plugins``.
+    """Return the class of a mechanism; an unknown name is looked up in installed packages first.
 
-    Raises ValueError for one that nobody knows.
+    Args:
+        name: The name of the mechanism.
+        kind: What the message about an unknown name calls it.
+
+    Raises:
+        ValueError: For an unknown name.
     """
     if name not in REGISTRY:
         plugins.load()
@@ -27,10 +33,20 @@ def mechanism(name: str, kind: str = "attention") -> type[Attention]:
 
 
 def mechanism_examples(name: str) -> tuple[str, ...]:
-    """Small specs of a mechanism, for tests and benchmarks. Raises ValueError for an unknown one.
+    """Return small specs of a mechanism, for tests and benchmarks.
 
-    >>> import longspan
-    >>> longspan.mechanism_examples("local")
-    ('local(window=5)', 'local(window=3, kv_heads=1, rotary=100.0)')
+    Args:
+        name: The name of the mechanism.
+
+    Returns:
+        Specs, small enough that 29 tokens exceed every window.
+
+    Raises:
+        ValueError: For an unknown name.
+
+    Example:
+        >>> import longspan
+        >>> longspan.mechanism_examples("local")
+        ('local(window=5)', 'local(window=3, kv_heads=1, rotary=100.0)')
     """
     return mechanism(name).examples

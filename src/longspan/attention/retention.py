@@ -1,4 +1,4 @@
-"""Retention: a sum of keys and values that forgets at a fixed rate, another one in each head."""
+"""Retention: a sum of keys and values with a fixed decay rate per head."""
 
 import math
 from functools import partial
@@ -15,28 +15,36 @@ from .base import Attention
 
 
 class RetentionState(NamedTuple):
-    """float32 at least."""
+    """The state without rotary positions; float32 or wider."""
 
     sums: Tensor  # (B,H,D,E) decayed sum of k v^T
 
 
 class RetentionRotaryState(NamedTuple):
+    """The state with rotary positions; float32 or wider."""
+
     sums: Tensor  # (B,H,D,E) as above, of rotated keys
     position: Tensor  # (B,) int64, real tokens so far
 
 
-class Retention(Attention):
+class Retention(Attention[RetentionState | RetentionRotaryState]):
     """Linear attention with a fixed decay per head, rotary positions, and a norm in place of the normalizer.
 
-    The norm takes mean and variance of each head's channels away.
+    The norm removes mean and variance of each head's channels. The decay rates are the paper's for any number of heads:
+    each head remembers twice as long as the one before.
 
-    ``rotary``: base of the rotary positions of queries and keys (0: none). ``rotary_layout``: halves or
-    interleaved. ``expand_v``: width of the values as a multiple of dim; the paper doubles it. The rates are the paper's
-    for any number of heads: each head remembers twice as long as the one before it. Pairs of channels turn at rates
-    $b^{-2j/D}$ with the base b, where the authors' code spaces them from 1 to 1/base inclusive. Its rescaling of the
-    products cancels in the norm, so there is none here.
+    ``rotary``: base of the rotary positions of queries and keys (0: none). ``rotary_layout``: halves or interleaved.
+    ``expand_v``: width of the values as a multiple of dim; the paper doubles it.
 
-    Source: Sun et al. 2023 (2307.08621), eqs 5-8; initialization and no biases as in the authors' torchscale.
+    Pairs of channels rotate at rates $b^{-2j/D}$ with the base b; the authors' code spaces the rates from 1 to 1/base
+    inclusive. The authors' rescaling of the products cancels in the norm and is left out.
+
+    Source: Sun et al. 2023 (2307.08621), eqs 5-8; initialization and the lack of biases are those of the authors'
+    torchscale.
+
+    Raises:
+        ValueError: For rotary positions that do not fit the head dimension, or an ``expand_v`` that leaves each head
+            fewer than 2 value channels or a fraction of one.
     """
 
     name, paper, cost = "retention", "2307.08621", "N D^2"
@@ -69,9 +77,7 @@ class Retention(Attention):
         check_rotary(rotary, rotary_layout, dim // heads)
         self.sizes = dim // heads, expanded(dim // heads, expand_v, "expand_v")
         if self.sizes[1] < 2:
-            raise ValueError(
-                f"expand_v={expand_v} leaves each head 1 channel, of which the norm leaves 0; 2 are needed"
-            )
+            raise ValueError(f"expand_v={expand_v} leaves each head 1 value channel; the norm needs at least 2")
         width = heads * self.sizes[1]
         self.rotary, self.rotary_layout, self.expand_v = rotary, rotary_layout, expand_v
         self.log_decay = [math.log1p(-(2.0 ** (-5 - head))) for head in range(heads)]
@@ -83,13 +89,21 @@ class Retention(Attention):
             nn.init.xavier_uniform_(part.weight, gain=2**-2.5)
         nn.init.xavier_uniform_(self.out.weight)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> RetentionState | RetentionRotaryState:
         sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes))
         if not self.rotary:
             return RetentionState(sums)
         return RetentionRotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: RetentionState | RetentionRotaryState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, RetentionState | RetentionRotaryState | None]:
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         make = RetentionState
         if self.rotary:

@@ -1,6 +1,6 @@
 """Random feature attention: softmax attention over unit vectors, estimated by random features, with a forget gate."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,39 +15,46 @@ from ..states.sums import ContextSums
 from .base import Attention
 
 MAPS = {"gaussian": random_features.fourier, "arccos": random_features.generalized}
-# Of the gate's logit; e^-40 = 4e-18, so beyond it 1e12 tokens would still weigh alike. Larger ones could lose 1 - g.
+# Largest logit of the gate. As e^-40 = 4e-18, 1e12 tokens still have equal weights; beyond it 1 - g could become 0.
 MOST = 40.0
 
 
 class RFAState(NamedTuple):
+    """The state without a gate; float32 or wider."""
+
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k); float32 at least
 
 
 class GatedState(NamedTuple):
-    """float32 at least."""
+    """The state with a gate; float32 or wider."""
 
     sums: Tensor  # (B,H,F,E+1) as above, each key with its weight
     mass: Tensor  # (B,H) sum of those weights
 
 
-class RFA(Attention):
-    r"""Softmax attention over unit queries and keys in linear time, by random features, with or without a forget gate.
+class RFA(Attention[RFAState | GatedState | ContextSums]):
+    r"""Softmax attention over unit queries and keys in linear time, by random features, with an optional forget gate.
 
-    q and k are divided by their norms and multiplied by a learned vector $s_h$ for each head, an inverse temperature;
-    $\phi(q) \cdot \phi(k)$ is $e^{\hat q \cdot \hat k}$ on average, up to factors that cancel. Without ``gate`` all
-    keys weigh alike. With it, one $g_t$ for each head, key j weighs $(1 - g_j) g_{j+1} \ldots g_t$; this has an order,
-    so it is for causal attention without prefix, and the keys of a ``context`` weigh alike in any case.
+    q and k are divided by their norms and multiplied by a learned vector $s_h$ per head, an inverse temperature. The
+    mean of $\phi(q) \cdot \phi(k)$ is $e^{\hat q \cdot \hat k}$, up to factors that cancel. Without ``gate`` all keys
+    have equal weights. With it, each head has one gate $g_t$ per token, and key j has the weight $(1 - g_j) g_{j+1}
+    \ldots g_t$. The gate needs an order, so it requires causal attention without prefix. The keys of a ``context``
+    always have equal weights.
 
-    ``map``: gaussian, whose products may be negative, or arccos, $\mathrm{relu}(w \cdot \hat x)$, another kernel. Where
-    negative ones bring a denominator near zero, roundings are magnified; more features or orthogonal rows make it rare.
-    ``features``: rows w drawn for each head (0: as many as it has channels). ``rows``: iid as in the paper, or
-    orthogonal in blocks of D. ``seed``: of the rows, together with the layer and the head. ``eps``: the denominator d
-    becomes $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$; with ``gate`` it is first divided by the sum of the
-    weights, as it would vanish with them. ``context_dim``: width of the context of cross attention (0: dim).
+    ``map``: gaussian, whose products may be negative; or arccos, $\mathrm{relu}(w \cdot \hat x)$, another kernel.
+    ``gate``: learn how much each token forgets. ``features``: rows w drawn for each head (0: one per channel).
+    ``rows``: iid as in the paper, or orthogonal in blocks of D. ``seed``: seed of the rows, together with the layer and
+    the head. ``eps``: the denominator d becomes $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$; with ``gate`` it is
+    first divided by the sum of the weights, since both vanish together. ``context_dim``: width of the context of cross
+    attention (0: dim).
 
-    The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
+    If negative products bring a denominator near zero, rounding errors are magnified. More features or orthogonal rows
+    make this rare. The rows are a buffer in the ``state_dict``. Only ``redraw(step)`` changes them.
 
-    Source: Peng et al. 2021, sections 3.1 and 3.2; the arc-cosine kernel is Cho and Saul's (2009).
+    Source: Peng et al. 2021, sections 3.1 and 3.2; the arc-cosine kernel is from Cho and Saul (2009).
+
+    Raises:
+        ValueError: For an unknown map or rows, features < 0, eps <= 0, or a gate without ``causal``.
     """
 
     name, paper, cost = "rfa", "2103.02143", "N D^2"
@@ -88,11 +95,11 @@ class RFA(Attention):
         super().__init__(dim, heads, causal=causal)
         known(map, MAPS, "map")
         if gate and not causal:
-            raise ValueError("gate=True forgets in the order of the tokens; a bidirectional rfa needs gate=False")
+            raise ValueError("gate=True needs causal=True, since it forgets in the order of the tokens")
         if gate:
             self.directions, self.supported_args = ("causal",), self.supported_args - {"prefix"}
         if features < 0:
-            raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for one per channel")
+            raise ValueError(f"features={features} must be positive, or 0 for one row per channel")
         if eps <= 0:
             raise ValueError(f"eps={eps} must be positive: the denominator can vanish")
         self.layer, self.map, self.gate, self.features, self.rows = layer, map, gate, features, rows
@@ -105,9 +112,12 @@ class RFA(Attention):
         self.register_buffer("projection", self._draw(0).to(self.out.weight))
 
     def redraw(self, step: int) -> None:
-        """Replace the rows by those of redraw number ``step``, a function of seed, layer and head; 0 are the first.
+        """Replace the rows by those of redraw ``step``, a function of step, seed, layer and head.
 
-        Call it between updates, on every process alike. States made before are of no use after.
+        Call it between updates, with the same step on every process. Earlier states cannot be continued afterwards.
+
+        Args:
+            step: Number of the redraw; 0 gives the initial rows.
         """
         self.projection.copy_(self._draw(step))
 
@@ -123,28 +133,29 @@ class RFA(Attention):
             x = unit(upcast_half(split(x, self.heads))) * upcast_half(self.sigma)
             return MAPS[self.map](x, upcast_half(self.projection))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> RFAState | GatedState:
         features = self.projection.shape[1] * (2 if self.map == "gaussian" else 1)
         zeros = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, self.dim // self.heads + 1))
         return GatedState(zeros, zeros.new_zeros(zeros.shape[:2])) if self.gate else RFAState(zeros)
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: RFAState | GatedState | ContextSums | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, RFAState | GatedState | ContextSums | None]:
         q = self._parts(self.query(x))
         if self.decay is not None and context is None and not isinstance(state, ContextSums):
+            assert not isinstance(state, RFAState)
             k, v = self._project(x)
-            o, state = self._gated(self.decay(x), q, k, v, state, mask, segments, record, donate)
+            o, state = self._gated(self.decay(x), q.features(), k.features(), v, state, mask, segments, record, donate)
             return self.out(merge(o)), state
         form = sums.stable(lambda found: RFAState(found.sums), self.eps)
         o, state = sums.attend(
@@ -164,17 +175,27 @@ class RFA(Attention):
         )
         return self.out(merge(o)), state
 
-    def _project(self, x):
+    def _project(self, x: Tensor) -> tuple[random_features.Parts, Tensor]:
         return self._parts(self.key(x)), split(self.value(x), self.heads)
 
-    def _gated(self, logit, q, k, v, state, mask, segments, record, donate):
+    def _gated(
+        self,
+        logit: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: GatedState | None,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        record: dict[str, Any] | None,
+        donate: bool,
+    ) -> tuple[Tensor, GatedState | None]:
         logit = upcast_half(logit).clamp(max=MOST)  # (B,N,H)
         log_decay, write = F.logsigmoid(logit).mT, (-logit).sigmoid().mT[..., None]  # (B,H,N), (B,H,N,1)
         past, mass = (None, None) if state is None else (state.sums, state.mass[..., None, None])
-        options = {"log_decay": log_decay, "scale": 1.0, "mask": mask, "segments": segments}
-        q, k = q.features(), k.features()
+        options: dict[str, Any] = {"log_decay": log_decay, "scale": 1.0, "mask": mask, "segments": segments}
         with torch.autocast(v.device.type, enabled=False):
-            # The weights' sum by the same recurrence: all keys are 1, and so are all queries.
+            # The same recurrence sums the weights, with keys and queries of ones.
             total, mass = gated.recur(torch.ones_like(write), torch.ones_like(write), write, state=mass, **options)
             total = total.masked_fill(total == 0, 1.0)  # before the first token
             if record is not None:
@@ -186,7 +207,18 @@ class RFA(Attention):
             o = stabilized.divide(found / total, self.eps).to(v.dtype)
         return o, None if state is None else GatedState(past, mass[..., 0, 0])
 
-    def _matrix(self, q, k, log_decay, write, total, allowed, mask, segments, past):
+    def _matrix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        log_decay: Tensor,
+        write: Tensor,
+        total: Tensor,
+        allowed: Tensor,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        past: Tensor | None,
+    ) -> Tensor:
         """The weights (B,H,N,N) that the gated form gives to the keys of this call."""
         lost = log_decay if mask is None else log_decay.masked_fill(~mask[:, None], 0.0)
         lost = lost.cumsum(-1)[..., None]

@@ -1,6 +1,6 @@
-"""Softmax attention among tokens that lie near the same learned centre."""
+"""Softmax attention among the tokens of a cluster; the clusters are learned."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as distributed
@@ -16,34 +16,42 @@ from .base import Attention
 
 
 class Statistics(NamedTuple):
-    """What ``update`` takes; those of several calls may be added up."""
+    """The argument of ``Routing.update``; statistics of several calls can be added."""
 
     sums: Tensor  # (H,K,D) of the queries and keys of each cluster
     counts: Tensor  # (H,K) how many
 
 
-class Routing(Attention):
-    r"""Each token sees the last tokens of its own cluster; the clusters' centres follow the tokens.
+class Routing(Attention[Rings]):
+    r"""Each token sees the last tokens of its cluster, and the centers of the clusters follow the tokens.
 
-    Queries and keys have mean 0 and norm $\sqrt D$ (a layer norm without weights). A token belongs to the nearest of K
-    ``clusters``, by the angle to the centre $\mu_c$, and sees the last w of its members up to itself: w is the
-    ``window``. Causal queries are keys, and a token then sees itself only where it sees no other, since its own logit
-    $\sqrt D$ is the largest there is. The state is a ring of w keys and values for each cluster.
+    Queries and keys have mean 0 and norm $\sqrt D$ (a layer norm without weights). A token belongs to the cluster whose
+    center $\mu_c$ is nearest by angle. It sees the last w members of the cluster up to itself. Causal queries are also
+    the keys, and a token then sees itself only if it sees no other token, since its own logit $\sqrt D$ is the largest.
+    The state is a ring of w keys and values per cluster.
 
-    ``published=True``: as in the paper, each centre takes the w tokens nearest to it, whatever is still to come, and a
-    token reads the mean over the lists that it is in, or 0 if it is in none. In a causal model that leaks: with
+    With ``published=True``, as in the paper, each center takes the w tokens nearest to it, including later ones. A
+    token reads the mean over the lists that contain it, or 0 if there is none. In a causal model that leaks: with
     clusters=8, window=8 and 64 random tokens of which the later ones change, 36 % of the outputs before these change
-    with 1 head, 79 % with 4 and 92 % with 8. There is no state, as no step can know the lists. A bidirectional model
-    always does so, with a projection for its keys.
+    with 1 head, 79 % with 4 and 92 % with 8. This form has no state, since no step knows the lists. A bidirectional
+    model always uses it, with a separate projection for its keys.
 
-    Centres move by ``update(record)`` alone, which training calls after each step with what the step's calls have
-    counted in ``record["statistics"]``: $\mu_c$ is a mean over past members, in which a step's weigh $1 - \lambda$
-    (``decay``), as they come. Processes of a distributed training add theirs up; a cluster without members stays.
-    ``record["penalty"]``, to be added to the loss times 1e-4 or so, draws tokens to their centres. ``seed`` and the
-    layer draw the first ones.
+    Only ``update(record)`` moves the centers. Training calls it after each step with the statistics that the calls of
+    the step have counted in ``record["statistics"]``. $\mu_c$ is a moving mean over members, in which the members of a
+    step have the weight $1 - \lambda$. Processes of distributed training add their statistics; a cluster without
+    members does not move. ``record["penalty"]``, which is added to the loss times about 1e-4, pulls tokens towards
+    their centers.
 
-    Source: Roy et al. 2020, section 4.1 and algorithm 1; the centres' update as there, counted by members. Raises
-    ValueError for sizes below 1, a ``decay`` outside 0 to 1, ``published`` without ``causal``, and for a state of it.
+    ``clusters``: K, the number of clusters. ``window``: w, members that a token sees. ``published``: use the paper's
+    lists, also if causal. ``decay``: $\lambda$, weight of the old center in an update. ``seed``: seed of the first
+    centers, together with the layer.
+
+    Source: Roy et al. 2020, section 4.1 and algorithm 1. Centers are updated as there, and normalized by counts of
+    members.
+
+    Raises:
+        ValueError: For sizes below 1, a ``decay`` outside 0 <= decay < 1, ``published`` without ``causal``, or a state
+            with ``published``.
     """
 
     name, paper, cost = "routing", "2003.05997", "N (K + w) D"
@@ -63,7 +71,7 @@ class Routing(Attention):
     )
     examples = ("routing(clusters=3, window=5)", "routing(clusters=2, window=13)")
     states = (Rings,)
-    penalty = "the mean squared distance of queries and keys to their centres, by channel"
+    penalty = "the mean squared distance of queries and keys to their centers, by channel"
     statistics = "the members of each cluster, and their number"
 
     sums: Tensor  # (H,K,D)
@@ -87,15 +95,13 @@ class Routing(Attention):
             if value < 1:
                 raise ValueError(f"{option}={value} must be at least 1")
         if not 0 <= decay < 1:
-            raise ValueError(
-                f"decay={decay} is the share of a centre that a step leaves; it must lie in 0 <= decay < 1"
-            )
+            raise ValueError(f"decay={decay} must satisfy 0 <= decay < 1")
         if published and not causal:
-            raise ValueError("published=True is for causal=True; a bidirectional routing has the published lists")
+            raise ValueError("published=True needs causal=True; a bidirectional routing always has the published lists")
         self.layer, self.clusters, self.window, self.published = layer, clusters, window, published
         self.decay, self.seed = decay, seed
         if published:
-            self.states = ()  # type: ignore[misc]
+            self.states = ()  # pyright: ignore[reportAttributeAccessIssue]  # none here
         self.query, self.value, self.out = (nn.Linear(dim, dim) for _ in range(3))
         if not causal:
             self.key = nn.Linear(dim, dim)
@@ -107,42 +113,46 @@ class Routing(Attention):
     def _normal(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:])
 
-    def centres(self) -> Tensor:
-        """The clusters' centres (H,K,D), float32 at least."""
+    def centers(self) -> Tensor:
+        """The centers of the clusters (H,K,D), float32 or wider."""
         return upcast_half(self.sums) / upcast_half(self.counts)[..., None]
 
     def scores(self, x: Tensor) -> Tensor:
-        """The cosine of the angle to each centre, up to the length of x (B,H,N,D) -> (B,H,N,K)."""
+        """The cosine similarity to each center, times the norm of the token: x (B,H,N,D) -> (B,H,N,K)."""
         with torch.autocast(x.device.type, enabled=False):
-            x, towards = upcast_half(x.detach()), F.normalize(self.centres(), dim=-1)
+            x, towards = upcast_half(x.detach()), F.normalize(self.centers(), dim=-1)
             return x @ towards.to(x.dtype).mT
 
     def nearest(self, x: Tensor) -> Tensor:
         """The cluster of each token: x (B,H,N,D) -> (B,H,N) int64."""
         return self.scores(x).argmax(-1)
 
-    def update(self, record: dict) -> None:
-        """Move the centres by ``record["statistics"]``, on every process of a distributed training alike.
+    def update(self, record: dict[str, Any]) -> None:
+        """Move the centers by ``record["statistics"]``; call it after the optimizer's step.
 
-        Call it after the optimizer's step, once for all its calls, whose statistics are added up. Raises ValueError
-        where the record has none.
+        Args:
+            record: A record whose ``statistics`` are the sum over all calls of the step. Every process of a distributed
+                training must call; statistics are added across processes.
+
+        Raises:
+            ValueError: For a record without statistics.
         """
         if record.get("statistics") is None:
-            raise ValueError("the record has no statistics; ask a call for them: record={'statistics': None}")
+            raise ValueError("the record has no statistics; call the attention with record={'statistics': None}")
         found = Statistics(*(t.clone() for t in record["statistics"]))
         if distributed.is_available() and distributed.is_initialized():
             for t in found:
                 distributed.all_reduce(t)
-        # A cluster without members would come nearer to 0 / 0 with every step.
+        # With every step, a cluster without members would come nearer to 0 / 0.
         some = found.counts > 0
         for old, new in ((self.counts, found.counts), (self.sums, found.sums)):
             moved = self.decay * upcast_half(old) + (1 - self.decay) * new
             old.copy_(torch.where(some.view(*some.shape, *(1,) * (old.dim() - 2)), moved, old))
 
-    def _count(self, record, tokens: tuple[Tensor, ...], mask) -> None:
-        """Write what the record asks for: tokens (B,H,N,D), queries and, if they are others, keys; mask (B,N)."""
-        centres, each = self.centres(), []
-        loss, sums, counts = 0.0, torch.zeros_like(centres), torch.zeros_like(centres[..., 0])
+    def _count(self, record: dict[str, Any], tokens: tuple[Tensor, ...], mask: Tensor | None) -> None:
+        """Fill in ``penalty`` and ``statistics``: queries, and keys if they differ, (B,H,N,D); mask (B,N)."""
+        centers, each = self.centers(), []
+        loss, sums, counts = 0.0, torch.zeros_like(centers), torch.zeros_like(centers[..., 0])
         for x in map(upcast_half, tokens):
             real = torch.ones_like(x[:, 0, :, 0]) if mask is None else mask.to(x.dtype)
             x, real = x.transpose(0, 1).flatten(1, 2), real.flatten().expand(self.heads, -1)  # (H,BN,D), (H,BN)
@@ -150,7 +160,7 @@ class Routing(Attention):
             at = near[..., None].expand_as(x)
             sums.scatter_add_(1, at, x.detach() * real[..., None])
             counts.scatter_add_(1, near, real)
-            apart = (x - centres.to(x.dtype).gather(1, at)).square().mean(-1)
+            apart = (x - centers.to(x.dtype).gather(1, at)).square().mean(-1)
             loss = loss + (apart * real).sum() / (self.heads * real[0].sum()).clamp(min=1)
             each.append(x)
         if "penalty" in record:
@@ -159,40 +169,52 @@ class Routing(Attention):
             record["statistics"] = Statistics(sums / len(each), counts / len(each))
 
     def reader(self) -> Reader:
-        """Who sees whom, for the op."""
+        """Options of the op: hash, buckets, rounds, visibility rule and scale."""
         rule = Rule(window=self.window, alone=True)
         scale = (self.dim // self.heads) ** -0.5
         return Reader(lambda q: self.nearest(q)[:, :, None], self.clusters, 1, rule, scale)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> Rings:
         if self.published:
             raise ValueError(
-                "published=True lets each centre choose among all tokens, which no step can know: there is no state; "
-                "build routing with published=False"
+                "published=True has no state, since each center selects among all tokens; build routing with "
+                "published=False"
             )
         return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: Rings | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, Rings | None]:
         q, v = self._normal(split(self.query(x), self.heads)), split(self.value(x), self.heads)
         k = q if self.causal else self._normal(split(self.key(x), self.heads))
         if record is not None and not record.keys().isdisjoint(("penalty", "statistics")):
             self._count(record, (q,) if self.causal else (q, k), mask)
-        told = record if record and "matrix" in record else None
+        matrix = record if record and "matrix" in record else None
         if self.causal and not self.published:
-            given = {"mask": mask, "segments": segments, "record": told, "donate": donate}
-            o, state = states.attend(q, k, v, state, self.reader(), **given)
+            o, state = states.attend(
+                q, k, v, state, self.reader(), mask=mask, segments=segments, record=matrix, donate=donate
+            )
             return self.out(merge(o)), state
-        if told is not None:
-            weights = lambda q, k: lists.matrix(q, k, *self._lists(q, k), causal=self.causal)  # noqa: E731
-            states.record_matrix(q, k, v, weights, mask, segments, told)
+        if matrix is not None:
+            states.record_matrix(q, k, v, self._weights, mask, segments, matrix)
         apart = x.numel() and not (mask is None and segments is None)
         o = ragged(q, k, v, self._listed, mask, segments, exact=True) if apart else self._listed(q, k, v)
         return self.out(merge(o)), None
 
     def _lists(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The lists of queries and of keys that each centre takes, (B,H,K,w)."""
-        asks = lists.members(self.scores(q).mT, self.window)
-        return asks, asks if self.causal else lists.members(self.scores(k).mT, self.window)
+        """The w queries and the w keys that each center takes: indices (B,H,K,w)."""
+        queries = lists.members(self.scores(q).mT, self.window)
+        return queries, queries if self.causal else lists.members(self.scores(k).mT, self.window)
+
+    def _weights(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return lists.matrix(q, k, *self._lists(q, k), causal=self.causal)
 
     def _listed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return lists.attend(q, k, v, *self._lists(q, k), causal=self.causal)

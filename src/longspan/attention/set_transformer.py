@@ -1,4 +1,4 @@
-"""Attention through a few learned points, which read the whole set before its elements read them."""
+"""Attention through a few learned points: the points read the whole set, then its elements read the points."""
 
 from typing import NamedTuple
 
@@ -10,25 +10,28 @@ from .base import Attention
 
 
 class InducedContext(NamedTuple):
-    """All that queries need of a context, whatever its length."""
+    """Everything that queries need of a context of any length."""
 
-    points: Tensor  # (B,points,dim) what the inducing points have read
+    points: Tensor  # (B,points,dim) outputs of the inducing points
 
 
-class SetTransformer(Attention):
-    r"""Learned points read all tokens, and the tokens read the points: two softmaxes over few pairs each.
+class SetTransformer(Attention[InducedContext]):
+    r"""Learned points read all tokens, then the tokens read the points: two small softmax attentions.
 
-    It is the induced set attention block; ``longspan.ISAB`` is the same outside of stacks, with ``MAB``, ``SAB`` and
-    ``PMA`` beside it. $\mathrm{attend}(X, Y)$ is softmax attention with heads, of the queries of X over keys and values
-    of Y, with an output projection; both blocks have projections of their own. Residual paths, norms and the network
-    belong to the block, so y is what comes out of it.
+    It is the induced set attention block. ``longspan.ISAB`` is the same block outside of stacks, next to ``MAB``,
+    ``SAB`` and ``PMA``. $\mathrm{attend}(X, Y)$ is multi-head softmax attention with output projection, with queries
+    from X and keys and values from Y. Each of the two blocks has its own projections. Residual paths, norms and the
+    network are part of the block, whose output is y.
 
-    ``points``: m, rows of I, the inducing points. ``norm``: layer normalization; without it, norm is left out.
+    ``points``: m, rows of I, the inducing points. ``norm``: use layer normalization; without it, norm is the identity.
 
-    Order plays no part. The points read everything, so there is no causal form. What they have read of a context is the
-    state of cross attention.
+    The order of the tokens has no effect. The points read everything, so there is no causal form. The state of cross
+    attention holds what the points have read.
 
-    Source: Lee et al. 2019, eqs 6, 7, 9 and 10. Raises ValueError for points < 1.
+    Source: Lee et al. 2019, eqs 6, 7, 9 and 10.
+
+    Raises:
+        ValueError: For points < 1.
     """
 
     name, paper, cost = "set_transformer", "1810.00825", "N m D"
@@ -51,7 +54,16 @@ class SetTransformer(Attention):
         self.points, self.norm = points, norm
         self.block = ISAB(dim, heads, points=points, norm=norm)
 
-    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None):
+    def attend(
+        self,
+        x: Tensor,
+        state: InducedContext | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+    ) -> tuple[Tensor, InducedContext | None]:
         if context is not None:
             state = InducedContext(self.block.induce(context, context_mask))
         if state is not None:

@@ -1,7 +1,9 @@
-"""Softmax attention to one's own block and to a block that a learned, soft sorting puts beside it."""
+"""Softmax attention to the own block and to a block selected by a learned, soft sorting."""
+
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops import rows
 from ..ops.compress import sinkhorn as op
@@ -11,29 +13,33 @@ from ..states.sorted_blocks import SortedBlocks
 from .base import Attention
 
 
-class Sinkhorn(Attention):
-    r"""Each token reads its own block, and beside it one of all other blocks that a learned sorting has put there.
+class Sinkhorn(Attention[SortedBlocks]):
+    r"""Each token reads its block, and a mixture of other blocks that a learned sorting assigns to it.
 
-    Blocks $B_u$ have b tokens, the last what is left. A small network scores how much block u wants block v, by means
-    of their tokens; Sinkhorn's normalization makes shares Z of the scores, in the limit a permutation; $k^\prime_{ul}$
-    is place l of all blocks, mixed by $Z_u$. Own and sorted keys share one softmax. Of the last block, places that it
-    lacks weigh what the other blocks' shares are.
+    Blocks $B_u$ have b tokens; the last block may have fewer. A small network scores each block v for block u, from the
+    means of their tokens. Sinkhorn's normalization turns the scores into shares Z, in the limit a permutation.
+    $k^\prime_{ul}$ is place l of all blocks, mixed by $Z_u$. Own and sorted keys share one softmax. A place that the
+    last block lacks is a mean over the other blocks, weighted by their total share.
 
-    Causal: block u asks by the mean of the tokens up to its first one and mixes whole blocks v < u alone, and the sum
-    of a column is over the rows up to u; block 0 reads itself alone. The only balanced such Z is the shift by one
-    block, and iterations lead towards it: what other blocks get falls like 1 / ``iterations``, so take few, or 0 for a
-    plain softmax over blocks. The state has every token, without bound, and a step costs O(N D).
+    In the causal form block u is scored by the mean of the tokens up to its first one. It mixes only whole blocks v <
+    u, and the sum of a column is over the rows up to u. Block 0 reads only itself. The only balanced Z of this kind is
+    the shift by one block, and iterations lead towards it: the shares of other blocks fall like 1 / ``iterations``. Use
+    few iterations, or 0 for a plain softmax over blocks. The state has every token, so it grows without bound, and a
+    step costs O(N D).
 
-    ``block``: b. ``iterations``: of rows and columns; rows once more at the end. ``temperature``: $\tau$. ``noise``:
-    how much Gumbel noise g scores get while training, 0: none; there is none in evaluation. ``cut``: SortCut; every
-    token reads the first so many sorted blocks, and no own one; bidirectional only. 0: not.
+    ``block``: b, tokens per block. ``iterations``: normalizations of rows and columns; rows are normalized once more at
+    the end. ``temperature``: $\tau$. ``noise``: factor of the Gumbel noise g of the scores in training (0: none);
+    evaluation has none. ``cut``: SortCut: every token reads only the first ``cut`` sorted blocks and not its own;
+    bidirectional only (0: no cut).
 
-    The paper sums tokens where this takes means, so that scores do not grow with the length, and scores by a layer with
-    one output per block, which fixes the length; these are products. It adds the two products of queries with
-    keys where this has the keys side by side, which alone makes an identical sorting local attention.
+    The paper sums tokens; here they are averaged, so that scores do not grow with the length. The paper scores by a
+    layer with one output per block, which fixes the length; here scores are products. The paper adds the products of
+    queries with both kinds of keys; here the keys share one softmax, so that an identity sorting gives local attention.
 
-    Source: Tay et al. 2020, sections 3.1 (sorting), 3.3 (causal), 3.4 (SortCut). Raises ValueError for block < 1,
-    iterations < 0, temperature <= 0, noise < 0, cut < 0, and a cut that is causal.
+    Source: Tay et al. 2020, sections 3.1 (sorting), 3.3 (causal), 3.4 (SortCut).
+
+    Raises:
+        ValueError: For block < 1, iterations < 0, temperature <= 0, noise < 0, cut < 0, or a cut with ``causal``.
     """
 
     name, paper, cost = "sinkhorn", "2002.11296", "N^2 D / b + N b D"
@@ -70,12 +76,12 @@ class Sinkhorn(Attention):
             self.directions = ("bidirectional",)
         super().__init__(dim, heads, causal=causal)
         if block < 1:
-            raise ValueError(f"block={block} is a number of tokens; it must be at least 1")
+            raise ValueError(f"block={block} is the number of tokens per block and must be at least 1")
         for option, value in (("iterations", iterations), ("noise", noise), ("cut", cut)):
             if value < 0:
-                raise ValueError(f"{option}={value} must not be negative; 0 for none")
+                raise ValueError(f"{option}={value} must be positive, or 0 for none")
         if temperature <= 0:
-            raise ValueError(f"temperature={temperature} divides scores; it must be positive")
+            raise ValueError(f"temperature={temperature} divides the scores and must be positive")
         self.block, self.iterations, self.temperature = block, iterations, temperature
         self.noise, self.cut = noise, cut
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
@@ -86,15 +92,24 @@ class Sinkhorn(Attention):
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> SortedBlocks:
         return sorted_blocks.empty(
             batch, self.heads, capacity, self.dim // self.heads, self.iterations, self.weight_like
         )
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: SortedBlocks | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, SortedBlocks | None]:
         donate = donate and segments is None
         if record is not None:
-            # What the heads read is linear in the values: of unit vectors, one per column, it is the matrix.
+            # The output is linear in the values, so the output for unit vectors, one per column, is the matrix.
             kept = 0 if state is None else state.past.keys.shape[2]
             units = torch.eye(kept + x.shape[1], dtype=x.dtype, device=x.device)
             before = state
@@ -107,8 +122,8 @@ class Sinkhorn(Attention):
         o, state = self._read(x, self.value(x), state, mask, segments, donate)
         return self.out(o.to(x.dtype)), state
 
-    def _allowed(self, x, state, mask, segments):
-        """Which columns a token may weigh: all real tokens, or all so far; bool (B|1,1,N,M)."""
+    def _allowed(self, x: Tensor, state: SortedBlocks | None, mask: Tensor | None, segments: Tensor | None) -> Tensor:
+        """The columns of the matrix: all real tokens, or all so far if causal; bool (B|1,1,N,M)."""
         allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
         if state is None:
             return allowed
@@ -118,10 +133,18 @@ class Sinkhorn(Attention):
             old = old & (segments == segments[:, :1])[:, None, :, None]
         return torch.cat([old, allowed.expand(len(x), -1, -1, -1)], -1)
 
-    def _read(self, x, v, state, mask, segments, donate):
-        """x (B,N,dim), v (B,N,H*E) -> what the heads read, (B,N,H*E) in float32 at least, and the state."""
+    def _read(
+        self,
+        x: Tensor,
+        v: Tensor,
+        state: SortedBlocks | None,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        donate: bool,
+    ) -> tuple[Tensor, SortedBlocks | None]:
+        """x (B,N,dim), v (B,N,H*E) -> output (B,N,H*E) in float32 or wider, and the state."""
 
-        def run(both, state, real):
+        def run(both: Tensor, state: SortedBlocks | None, real: Tensor | None) -> tuple[Tensor, SortedBlocks | None]:
             x, v = both.split([self.dim, both.shape[-1] - self.dim], -1)
             q, k, v = (split(part, self.heads) for part in (self.query(x), self.key(x), v))
             with torch.autocast(x.device.type, enabled=False):
@@ -133,8 +156,10 @@ class Sinkhorn(Attention):
             return upcast_half(v), state
         return rows.split_packed(run, torch.cat([x, v.to(x.dtype)], -1), state, mask, segments)
 
-    def _whole(self, x, q, k, v, state, real, donate):
-        """Both directions: x (B,N,dim), q, k (B,H,N,D), v (B,H,N,E), of which the ``real`` (B,N) ones come first."""
+    def _whole(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: SortedBlocks | None, real: Tensor | None, donate: bool
+    ) -> tuple[Tensor, SortedBlocks | None]:
+        """Bidirectional: x (B,N,dim), q, k (B,H,N,D), v (B,H,N,E), real tokens first; ``real`` (B,N) marks them."""
         n = x.shape[1]
         block = min(self.block, n)
         count = torch.full_like(x[:, 0, 0], n, dtype=torch.long) if real is None else real.sum(1)
@@ -145,12 +170,13 @@ class Sinkhorn(Attention):
         sort = op.balance(self._scores(means, self._part(self.offer, means)), self.iterations, allowed)
         return op.attend(q, k, v, sort, block, total=count, cut=self.cut), state
 
-    def _past(self, x, q, k, v, state, real, donate):
-        """Causal: the same after what the state has, and the state after it."""
-        block, start, before = self.block, None, state
-        if state is None:
-            before = self.start(x.shape[0], 0)
-        else:
+    def _past(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, state: SortedBlocks | None, real: Tensor | None, donate: bool
+    ) -> tuple[Tensor, SortedBlocks | None]:
+        """Causal: the output after the tokens of the state, and the next state."""
+        block, start, past = self.block, None, None
+        before = self.start(x.shape[0], 0) if state is None else state
+        if state is not None:
             start = state.past.length
             view, past = kv_cache.extend(state.past, k, v, mask=real, donate=donate)
             k, v = view.keys, view.values
@@ -161,15 +187,15 @@ class Sinkhorn(Attention):
         allowed = torch.arange(blocks, device=x.device) < call.numbers[:, None, :, None]
         sort, sums = op.balance_causal(self._scores(call.queries, offers), earlier, allowed)
         o = op.attend(q, k, v, sort, block, start=start, causal=True)
-        return o, state and sorted_blocks.after(state, past, call, offers, sums, x, block)
+        return o, None if past is None else sorted_blocks.after(before, past, call, offers, sums, x, block)
 
-    def _scores(self, asks, offers):
-        """Means (B,U,dim) that ask, offers (B,H,V,D) -> (B,H,U,V) over the temperature, with noise while training."""
-        scores = self._part(self.ask, asks) @ offers.mT * offers.shape[-1] ** -0.5
+    def _scores(self, means: Tensor, offers: Tensor) -> Tensor:
+        """Scores over the temperature, with noise in training: means (B,U,dim), offers (B,H,V,D) -> (B,H,U,V)."""
+        scores = self._part(self.ask, means) @ offers.mT * offers.shape[-1] ** -0.5
         if self.training and self.noise:
             scores = scores + self.noise * op.gumbel(scores)
         return scores / self.temperature
 
-    def _part(self, network, means):
-        """Heads (B,H,U,D) of a network's outputs for means (B,U,dim), float32 at least."""
+    def _part(self, network: nn.Module, means: Tensor) -> Tensor:
+        """Outputs (B,H,U,D) of a network for means (B,U,dim), float32 or wider."""
         return split(upcast_half(network(means.to(self.weight_like.dtype))), self.heads)

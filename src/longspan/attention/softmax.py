@@ -1,26 +1,31 @@
-"""Softmax attention with keys and values kept: the transformer's own, and the baseline of all others."""
+"""Softmax attention with a KV cache: standard transformer attention, and the baseline for all other mechanisms."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from ..modules.rotary import check_rotary, rotate
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
 from ..states import kv_cache
-from ..states.kv_cache import CachedContext, KeyValues
+from ..states.kv_cache import CachedContext, CacheView, KeyValues
 from .base import Attention
 
 
-class Softmax(Attention):
-    """Softmax over all keys: exact, quadratic in the length, with a state of keys and values that grows.
+class Softmax(Attention[KeyValues | CachedContext]):
+    """Softmax over all keys: exact, quadratic in the length, with a KV cache as its state.
 
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
     ``dropout``: probability of dropping a weight in training. ``rotary``: base of rotary positions (0: none).
-    ``rotary_layout``: halves or interleaved.
-    ``context_dim``: width of the context of cross attention (0: dim).
+    ``rotary_layout``: halves or interleaved. ``context_dim``: width of the context of cross attention (0: dim).
 
-    Its RNN form keeps every key and value ("stateful softmax" in Katharopoulos et al. 2020, appendix C.1).
+    The recurrent form keeps every key and value ("stateful softmax" in Katharopoulos et al. 2020, appendix C.1).
 
     Source: Vaswani et al. 2017, section 3.2; shared key heads as in Ainslie et al. 2023 (2305.13245).
+
+    Raises:
+        ValueError: For ``kv_heads`` that do not divide heads, dropout outside [0, 1), or rotary positions that do not
+            fit the head dimension.
     """
 
     name, paper, cost = "softmax", "1706.03762", "N^2 D"
@@ -70,22 +75,22 @@ class Softmax(Attention):
         self.key, self.value = (nn.Linear(context_dim or dim, width) for _ in range(2))
         self.out = nn.Linear(dim, dim)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: KeyValues | CachedContext | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, KeyValues | CachedContext | None]:
         q = split(self.query(x), self.heads)
         if context is not None:
             state = self._project(context, context_mask)
@@ -102,13 +107,22 @@ class Softmax(Attention):
             view, state = kv_cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
         return self.read(q, view, record), state
 
-    def _project(self, context, mask):
+    def _project(self, context: Tensor, mask: Tensor | None) -> CachedContext:
         if self.rotary:
-            raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
+            raise ValueError("rotary positions relate tokens of one sequence; context= needs rotary=0.0")
         return kv_cache.of_context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
 
-    def read(self, q, view, record):
-        """q (B,H,N,D), what it may see, a dict or None -> y (B,N,dim)."""
+    def read(self, q: Tensor, view: CacheView, record: dict[str, Any] | None) -> Tensor:
+        """Attend to what the view shows.
+
+        Args:
+            q: (B,H,N,D) queries.
+            view: Keys, values and mask.
+            record: Gets ``mask``, ``matrix`` and ``lse``, each O(N M), unless it is None.
+
+        Returns:
+            The output (B,N,dim), after the output projection.
+        """
         q = q.to(view.keys.dtype)
         if record is not None:
             matrix, lse = dense.weights(q, view.keys, mask=view.mask, causal=view.causal)

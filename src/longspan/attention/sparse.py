@@ -1,26 +1,34 @@
-"""Softmax attention under any pattern of the algebra."""
+"""Softmax attention under any pattern of ``longspan.patterns``."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from .. import patterns
 from ..modules.rotary import check_rotary, rotate
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern
 from ..states import lookback
+from ..states.kv_cache import KeyValues
+from ..states.window import Window
 from .base import Attention
 
 
-class Sparse(Attention):
-    """Each query sees the keys that a pattern allows, such as ``band(256) | globals(4)``: time by keys, not by pairs.
+class Sparse(Attention[Window | KeyValues]):
+    """Each query sees the keys that a pattern allows, such as ``band(256) | globals(4)``, in time linear in those.
 
-    ``pattern``: an expression of ``longspan.patterns``, intersected with ``causal`` where the attention is causal.
+    ``pattern``: an expression of ``longspan.patterns``, intersected with ``causal`` if the attention is causal.
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
     ``rotary``: base of rotary positions (0: none). ``rotary_layout``: halves or interleaved.
 
-    Its state is a ring of the last keys and values where the pattern has a look-back, else all of them.
+    The state is a ring of the last keys and values if the look-back of the pattern is bounded, otherwise a KV cache.
 
     Source: Child et al. 2019 (1904.10509), section 4, for attention over index sets; Ainslie et al. 2023 (2305.13245)
     for shared key heads.
+
+    Raises:
+        ValueError: For an invalid pattern, ``kv_heads`` that do not divide heads, or rotary positions that do not fit
+            the head dimension.
     """
 
     name, paper, cost = "sparse", "1904.10509", "N W D"
@@ -62,17 +70,28 @@ class Sparse(Attention):
         check_rotary(rotary, rotary_layout, dim // heads)
         self.layer, self.pattern, self.kv_heads = layer, pattern, kv_heads
         self.rotary, self.rotary_layout = rotary, rotary_layout
-        self.key_pattern: Pattern = patterns.parse(pattern) & patterns.causal() if causal else patterns.parse(pattern)
+        allowed = patterns.parse(pattern)
+        allowed = allowed & patterns.causal() if causal else allowed
+        self.key_pattern: Pattern = allowed  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
         self.groups = groups
         width = dim // heads * groups
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(dim, width) for _ in range(2))
         self.out = nn.Linear(dim, dim)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> Window | KeyValues:
         return lookback.empty(self.key_pattern, batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: Window | KeyValues | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, Window | KeyValues | None]:
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
         if self.rotary:
             before = None if state is None else state.position if isinstance(state, lookback.Window) else state.length

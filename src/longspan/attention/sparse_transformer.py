@@ -1,31 +1,41 @@
-"""Softmax attention in two sparse steps: near keys, and summaries from which all others are reached."""
+"""Softmax attention in two sparse steps: near keys, and summary keys through which all others are reached."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from .. import patterns
 from .._utils.spec import known
 from ..ops.tensors import merge, split
 from ..patterns import Pattern
 from ..states import lookback
+from ..states.kv_cache import KeyValues
+from ..states.window import Window
 from .base import Attention
 
 
-class SparseTransformer(Attention):
-    r"""Each query sees near keys or every ``block``-th one, so that two steps reach the whole past.
+class SparseTransformer(Attention[Window | KeyValues]):
+    r"""Each query sees near keys or every ``block``-th key, so that two steps reach the whole past.
 
-    $P_i$ is made of the sets $A_1$ and $A_2$ of the keys $j \le i$. ``block``: l. ``summary``: c, for the ``kind``
-    fixed. ``integration``: ``interleaved`` gives A1 to even layers and A2 to odd ones; ``merged`` gives every head the
-    union; ``per_head`` gives A1 to even heads and A2 to odd ones, of which, when fixed, each takes another sub-block of
-    c summary keys, the last one first, and the last again when all l // c are taken. ``summary`` is for ``fixed``
-    alone. Where fixed A2 stands alone, the tokens before its first key see nothing and read 0.
+    $P_i$ is made of the sets $A_1$ and $A_2$ of the keys $j \le i$.
 
-    A bidirectional one, which is not in the paper, sees ``|i - j| < l`` for i - j < l, and A2 to both sides. Its state
-    is a ring of l keys and values in the layers of A1 alone, else all of them. Time is $N^{1.5} D$ where l is about
-    $\sqrt N$.
+    ``kind``: strided or fixed. ``block``: l. ``summary``: c, for kind='fixed' only. ``integration``: interleaved gives
+    A1 to even layers and A2 to odd ones; merged gives every head the union; per_head gives A1 to even heads and A2 to
+    odd ones.
 
-    Source: Child et al. 2019, sections 4.3 (the sets) and 5.1 (their integration); l keys in strided A1 are the
-    authors' code, the paper's formula has one more. Raises ValueError for an unknown kind or integration, and for a
-    ``summary`` that nothing reads.
+    With kind='fixed' and per_head, each odd head takes another sub-block of c summary keys, beginning with the last one
+    and starting over after l // c heads. If a head has only the fixed A2, the tokens before its first key see nothing
+    and read 0.
+
+    The bidirectional form, which is not in the paper, sees ``|i - j| < l`` in place of i - j < l, and A2 in both
+    directions. The state is a ring of l keys and values in layers that have only A1, otherwise a KV cache. Time is
+    $N^{1.5} D$ if l is about $\sqrt N$.
+
+    Source: Child et al. 2019, sections 4.3 (the sets) and 5.1 (their integration). The l keys of strided A1 follow the
+    authors' code; the paper's formula has one more.
+
+    Raises:
+        ValueError: For an unknown kind or integration, or a ``summary`` with kind='strided'.
     """
 
     name, paper, cost = "sparse_transformer", "1904.10509", "N^2 D / l"
@@ -75,13 +85,23 @@ class SparseTransformer(Attention):
             case _:
                 own = (steps(kind, block, summary, head // 2)[head % 2] for head in range(heads))
                 sees = patterns.by_head(*own)
-        self.key_pattern: Pattern = sees & patterns.causal() if causal else sees
+        sees = sees & patterns.causal() if causal else sees
+        self.key_pattern: Pattern = sees  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> Window | KeyValues:
         return lookback.empty(self.key_pattern, batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: Window | KeyValues | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, Window | KeyValues | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         o, state = lookback.attend(
             q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate

@@ -1,4 +1,4 @@
-"""The mechanisms that a stack spec names, and the options of each."""
+"""The mechanisms in the spec of a stack, and their options."""
 
 import inspect
 from collections.abc import Callable
@@ -11,12 +11,17 @@ from .registry import mechanism
 
 
 def parts(text: str) -> list[tuple[str, type[Attention]]]:
-    """The distinct specs of a stack, each with its class; nothing is built.
+    """Return the distinct specs of a stack, each with its class, without building modules.
 
-    Raises ValueError for an unknown mechanism or option.
+    Args:
+        text: The spec of a stack, such as ``"linear; softmax"``.
 
-    >>> [(text, cls.__name__) for text, cls in parts("linear; softmax(kv_heads=1); linear")]
-    [('linear', 'Linear'), ('softmax(kv_heads=1)', 'Softmax')]
+    Raises:
+        ValueError: For an unknown mechanism or option.
+
+    Example:
+        >>> [(text, cls.__name__) for text, cls in parts("linear; softmax(kv_heads=1); linear")]
+        [('linear', 'Linear'), ('softmax(kv_heads=1)', 'Softmax')]
     """
 
     def maker(cls: type[Attention]) -> Callable[..., type[Attention]]:
@@ -28,8 +33,8 @@ def parts(text: str) -> list[tuple[str, type[Attention]]]:
                     parts(value)
             return cls
 
-        # ``inspect.signature`` reads it; the type of functions does not declare it.
-        found.__signature__ = takes  # type: ignore[attr-defined]
+        # Read by ``inspect.signature``.
+        found.__signature__ = takes  # pyright: ignore[reportFunctionMemberAccess]  # functions accept attributes
         return found
 
     specs = list(dict.fromkeys(spec.split(text)))

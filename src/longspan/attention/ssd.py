@@ -15,24 +15,28 @@ from .base import Attention
 
 
 class SSDState(NamedTuple):
-    """float32 at least."""
+    """Sums of keys and values, and inputs of the convolution; float32 or wider."""
 
     sums: Tensor  # (B,H,channels,E) decayed sum of B_t (dt_t x_t)^T
-    recent: Tensor  # (B,convolution-1,channels) its last inputs; (B,0,channels) where there is none
+    recent: Tensor  # (B,convolution-1,channels) last inputs of the convolution; (B,0,channels) without one
 
 
-class SSD(Attention):
-    r"""The core of Mamba-2: keys and values forget at a rate per head that grows with the token's step size.
+class SSD(Attention[SSDState]):
+    r"""The core of Mamba-2: keys and values decay at a rate per head that grows with the token's step size.
 
-    $A < 0$, the step size $\Delta_t > 0$ and the skip $d_h$ are numbers per head. u, B and C are silu of a short
-    convolution of projections of the input x; they play the parts of ``value``, ``key`` and ``query``. The norm is RMS.
+    $A < 0$, the step size $\Delta_t > 0$ and the skip $d_h$ are numbers per head. u, B and C correspond to ``value``,
+    ``key`` and ``query``: they are silu of a short convolution of projections of x. The norm is RMS.
 
     ``channels``: size of B and C, Mamba's d_state. ``key_heads``: pairs of B and C, each shared by heads / key_heads
-    heads that follow each other; the norm is taken over the channels of those. ``expand_v``: width of u as a multiple
-    of dim. ``convolution``: how many tokens it sees, the token's own included (0: there is none).
+    consecutive heads, over whose channels the norm is taken. ``expand_v``: width of u as a multiple of dim.
+    ``convolution``: width of the short convolution, including the token itself (0: none).
 
     Source: Dao and Gu 2024 (2405.21060), sections 6 and 7; defaults and initialization (A uniform in -16 ... -1,
     $\Delta$ log-uniform in 0.001 ... 0.1, $d_h = 1$) as in the authors' Mamba2 module.
+
+    Raises:
+        ValueError: For channels < 1, ``key_heads`` that do not divide heads, convolution = 1, or an ``expand_v`` that
+            leaves each head a fraction of a channel.
     """
 
     name, paper, cost = "ssd", "2405.21060", "N D^2"
@@ -63,7 +67,7 @@ class SSD(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if channels < 1:
-            raise ValueError(f"channels={channels} of B and C can hold nothing; at least 1 is needed")
+            raise ValueError(f"channels={channels} of B and C must be at least 1")
         if key_heads < 1 or heads % key_heads:
             raise ValueError(f"key_heads={key_heads} must divide heads={heads}")
         self.channels, self.key_heads, self.expand_v, self.convolution = channels, key_heads, expand_v, convolution
@@ -80,18 +84,27 @@ class SSD(Attention):
         self.skip, self.scale = nn.Parameter(torch.ones(heads)), nn.Parameter(torch.ones(width))
         self.out = nn.Linear(width, dim, bias=False)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> SSDState:
         like = self.weight_like
         sums = like.new_zeros(batch, self.heads, self.channels, self.size)
         none = like.new_zeros(batch, 0, sum(self.widths))
         return SSDState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: SSDState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, SSDState | None]:
         sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.value(x), self.key(x), self.query(x)], -1)
         if self.mix is not None:
-            given = {"mask": mask, "segments": segments, "donate": donate}
-            mixed, recent = self.mix(mixed, recent, bias=self.shift, activation="silu", **given)
+            mixed, recent = self.mix(
+                mixed, recent, bias=self.shift, activation="silu", mask=mask, segments=segments, donate=donate
+            )
         else:
             mixed = F.silu(mixed + self.shift)
         v, k, q = (upcast_half(part) for part in mixed.split(self.widths, -1))

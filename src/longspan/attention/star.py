@@ -1,4 +1,4 @@
-"""Attention on a ring of tokens around one relay, which carries what is far apart."""
+"""Attention on a ring of tokens around one relay, which connects distant tokens."""
 
 import torch
 from torch import Tensor, nn
@@ -9,24 +9,28 @@ from ..ops.tensors import merge, positions, split, upcast_half
 from .base import Attention
 
 BOUNDARIES = {
-    "cyclic": "the last token is the first one's neighbor",
-    "truncated": "the first and last have one neighbor",
+    "cyclic": "the last token is a neighbor of the first",
+    "truncated": "the first and the last token have one neighbor",
 }
 
 
 class Star(Attention):
-    r"""Each token sees its two neighbors, its own input and one relay that sees all tokens; several times in a row.
+    r"""Each token sees its two neighbors, its input and one relay that sees all tokens, in several cycles.
 
-    A cycle updates all tokens h at once, then the relay s with the new ones; $\mathrm{attend}(a; b_1, \ldots)$ is
-    softmax attention with heads, of the query of a over keys and values of the b. y is h after the last of the
-    ``cycles``, whose relay is therefore not computed. Each cycle has weights of its own, each of its attentions
-    projections of its own.
+    A cycle updates all tokens h together, then the relay s from the new tokens. $\mathrm{attend}(a; b_1, \ldots)$ is
+    multi-head softmax attention, with the query of a and keys and values of the b. y is h after the last cycle, whose
+    relay is not computed. Each cycle has separate weights, and each of its attentions separate projections.
 
-    ``kind``: cyclic, the tokens form a ring, so that rolling the input rolls the output; truncated, the ends have one
-    neighbor. A neighbor that is the token itself, or the other neighbor (N = 1, 2), is seen once. Neighbors are
-    those among real tokens. Attention is float32 at least.
+    ``cycles``: the number of cycles. ``kind``: cyclic, where the tokens form a ring, so that rolling the input rolls
+    the output; or truncated, where the ends have one neighbor.
 
-    Source: Guo et al. 2019, section 3, algorithm 1. Raises ValueError for cycles < 1 and an unknown kind.
+    A neighbor that is the token itself or the other neighbor (N = 1, 2) is seen once. Neighbors are real tokens.
+    Attention is float32 or wider.
+
+    Source: Guo et al. 2019, section 3, algorithm 1.
+
+    Raises:
+        ValueError: For cycles outside 1 to 1000, or an unknown kind.
     """
 
     name, paper, cost = "star", "1902.09113", "N D"
@@ -49,7 +53,7 @@ class Star(Attention):
     def __init__(self, dim: int, heads: int, *, causal: bool = False, cycles: int = 2, kind: str = "cyclic"):
         super().__init__(dim, heads, causal=causal)
         if not 1 <= cycles <= 1000:
-            raise ValueError(f"cycles={cycles} must be from 1 to 1000, since each has weights of its own")
+            raise ValueError(f"cycles={cycles} must be from 1 to 1000, since each has separate weights")
         self.cycles, self.kind = cycles, known(kind, BOUNDARIES, "kind of ring")
         self.rings = nn.ModuleList(_Part(dim, heads) for _ in range(cycles))
         self.relays = nn.ModuleList(_Part(dim, heads) for _ in range(cycles - 1))
@@ -58,11 +62,11 @@ class Star(Attention):
     def positional(self) -> bool:
         return True
 
-    def attend(self, x, state, *, mask=None):
+    def attend(self, x: Tensor, state: None, *, mask: Tensor | None = None) -> tuple[Tensor, None]:
         select_backend("attention on a star")
         order = None
         if mask is not None:
-            # Real tokens side by side, in their order, before the others.
+            # Real tokens first, in their order.
             order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             x = x.gather(1, order[..., None].expand_as(x))
         _, count = positions(x, mask=mask)
@@ -70,7 +74,7 @@ class Star(Attention):
         real = at < count[:, None]  # (B,N)
         before, after = self._neighbors(at, count[:, None])
         there = torch.stack([before >= 0, real, after >= 0, real, real], -1)  # (B,N,5)
-        # Where to find them among tokens, inputs and relay, side by side.
+        # Their indices in the concatenation of tokens, inputs and relay.
         own, n = at.expand_as(before), x.shape[1]
         place = torch.stack([before, own, after, n + own, torch.full_like(own, 2 * n)], -1).clamp(min=0)
         everything, some = torch.arange(n + 1, device=x.device)[None, None], nn.functional.pad(real, (1, 0), value=True)
@@ -83,7 +87,7 @@ class Star(Attention):
         return h if order is None else torch.zeros_like(h).scatter(1, order[..., None].expand_as(h), h), state
 
     def _neighbors(self, at: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions (B,N) of the tokens before and after each; -1 where there is none that is not seen anyway."""
+        """Positions (B,N) of the tokens before and after each; -1 if there is none or it is seen already."""
         before, after = (at - 1).expand(len(count), -1), torch.where(at + 1 < count, at + 1, -1)
         if self.kind == "truncated":
             return before, after
@@ -93,7 +97,7 @@ class Star(Attention):
 
 
 class _Part(nn.Module):
-    """norm(relu(out(attention))) of each query over keys of its own."""
+    """norm(relu(out(attention))), where each query has its own list of keys."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -102,7 +106,7 @@ class _Part(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor, nodes: Tensor, place: Tensor, there: Tensor) -> Tensor:
-        """x (B,N,dim), nodes (B,T,dim), which of them each reads (B|1,N,M), there bool (B,N,M) -> (B,N,dim)."""
+        """x (B,N,dim), nodes (B,T,dim), place (B|1,N,M) the nodes of each query, there bool (B,N,M) -> (B,N,dim)."""
         q = split(upcast_half(self.query(x)), self.heads)[..., None, :]  # (B,H,N,1,D)
         k, v = (_take(split(upcast_half(part(nodes)), self.heads), place) for part in (self.key, self.value))
         logits = (q * k).sum(-1) * q.shape[-1] ** -0.5  # (B,H,N,M)

@@ -1,6 +1,6 @@
-"""Attention without queries and keys: scores from the token alone, or the same for every input, or sums of such."""
+"""Attention without queries and keys: scores from the token alone, the same for every input, or sums of both."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,36 +18,42 @@ MATRIX_KINDS = {
     "random": "a learned matrix",
     "factored_dense": "products of the outputs of two smaller networks",
     "factored_random": "a learned matrix of low rank",
-    "dot": "products of queries and keys, beside others",
+    "dot": "products of queries and keys, in a mixture with other kinds",
 }
 
 
 class SynthesizerState(NamedTuple):
-    """Slot j of a row holds the value of its j-th real token, so slots are positions."""
+    """Values of all tokens so far; slot j of a row holds the value of its j-th real token."""
 
     values: Tensor  # (B,H,capacity,E)
     length: Tensor  # (B,) int64, slots in use
 
 
-class Synthesizer(Attention):
-    r"""Softmax over scores synthesized from the query's token alone, learned outright, or a mixture of several.
+class Synthesizer(Attention[SynthesizerState | KeyValues]):
+    r"""Softmax over scores that are computed from the query's token alone, learned directly, or a mixture of several.
 
-    i and j are positions: real tokens before. ``kind``: dense, one score per position by a network; factored_dense,
-    products of the outputs of two such networks a and b, of $A = \lceil \sqrt{n} \rceil$ and $\lceil n / A \rceil$
-    outputs, n the length; random, a learned matrix per head, whatever the input; factored_random, one of low rank.
-    ``length``: most tokens of a sequence, a size of the weights; random has $n^2$ of them per head. ``rank``:
-    columns of $R_1$ and $R_2$, for factored_random.
+    i and j are positions, which count real tokens.
 
-    Different kinds joined by + are a mixture, with one learned number w per kind, all equal at first. It may also have
-    dot, $q_i \cdot k_j / \sqrt D$, the scores of softmax attention.
+    ``kind``: dense, one score per position by a network; factored_dense, products of the outputs of two such networks a
+    and b with $A = \lceil \sqrt{n} \rceil$ and $\lceil n / A \rceil$ outputs for the length n; random, a learned matrix
+    per head that is independent of the input; factored_random, one of low rank. ``length``: largest number of tokens of
+    a sequence, which is a size of the weights; random has $n^2$ weights per head. ``rank``: columns of $R_1$ and $R_2$,
+    for factored_random.
 
-    Only the rows and columns that a sequence reaches are used, and the softmax is over them, so a shorter sequence is
-    the beginning of a longer one. The state is the values so far, and the keys where there is dot.
+    Different kinds joined by + are a mixture, with one learned number w per kind, all equal at first. A mixture may
+    include dot, $q_i \cdot k_j / \sqrt D$, the scores of softmax attention.
 
-    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+    Only the rows and columns that a sequence reaches are used, and the softmax is over them, so a shorter sequence
+    gives the beginning of the output of a longer one. The state holds the values so far, and the keys if the mixture
+    includes dot.
 
-    Source: Tay et al. 2020, section 3, which wants the alpha to be learned and to sum to one. Raises ValueError for a
-    sequence of more than ``length`` tokens, for dot alone and for a kind that comes twice.
+    It materializes the scores, so it is slower than fused softmax at every length.
+
+    Source: Tay et al. 2020, section 3, which requires the alpha to be learned and to sum to one.
+
+    Raises:
+        ValueError: For an unknown or repeated kind, dot alone, length < 1, rank < 1, a rank without factored_random, or
+            a sequence of more than ``length`` tokens.
     """
 
     name, paper, cost = "synthesizer", "2005.00743", "N^2 D"
@@ -80,22 +86,24 @@ class Synthesizer(Attention):
         for part in kinds:
             known(part, MATRIX_KINDS, "kind of scores")
         if kinds == ["dot"]:
-            raise ValueError("kind='dot' alone is softmax attention, which is 'softmax'; here it is one of several")
+            raise ValueError("kind='dot' alone is softmax attention; use 'softmax', or add another kind with +")
         if len(set(kinds)) < len(kinds):
-            raise ValueError(f"kind={kind!r} has the same scores twice; each kind may be in a mixture once")
+            raise ValueError(f"kind={kind!r} has the same kind twice")
         if length < 1:
-            raise ValueError(f"length={length} is the most tokens of a sequence; it must be positive")
+            raise ValueError(f"length={length} is the largest number of tokens and must be positive")
         if "factored_random" not in kinds and rank != 8:
             raise ValueError(f"rank belongs to kind='factored_random', not {kind!r}")
         if rank < 1:
-            raise ValueError(f"rank={rank} is a number of columns; it must be positive")
+            raise ValueError(f"rank={rank} must be positive")
         self.kind, self.length, self.rank, self.kinds = kind, length, rank, kinds
-        self.states = (KeyValues if "dot" in kinds else SynthesizerState,)  # type: ignore[misc]
+        own = KeyValues if "dot" in kinds else SynthesizerState
+        self.states = (own,)  # pyright: ignore[reportAttributeAccessIssue]  # per instance
         size, tile = dim // heads, ceil_sqrt(length)
-        # The networks: that of dense is the first, those of factored_dense are the last two.
+        # Networks: dense has the first one, factored_dense the last two.
         sizes = [length] if "dense" in kinds else []
         sizes += [tile, -(-length // tile)] if "factored_dense" in kinds else []
-        # Scores of standard normal x: deviation 1 (random, factored_random), 0.58 (dense), 0.35 (factored_dense).
+        # Standard deviation of the scores of standard normal x: 1 (random, factored_random), 0.58 (dense), 0.35
+        # (factored_dense).
         self.hidden = nn.ModuleList(nn.Linear(dim, dim) for _ in sizes)
         self.outputs = nn.ParameterList(torch.randn(heads, size, n) * (2 / size) ** 0.5 for n in sizes)
         self.offsets = nn.ParameterList(torch.zeros(heads, 1, n) for n in sizes)
@@ -113,17 +121,27 @@ class Synthesizer(Attention):
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> SynthesizerState | KeyValues:
         room, size = min(capacity, self.length), self.dim // self.heads
         kept = kv_cache.empty(batch, self.heads, room, size, self.weight_like)
         return kept if "dot" in self.kinds else SynthesizerState(kept.values, kept.length)
 
-    def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: SynthesizerState | KeyValues | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, SynthesizerState | KeyValues | None]:
         v = split(self.value(x), self.heads)
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
-        # Without dot, the cache of keys and values has keys of no channels.
+        # Without dot, the keys of the cache have 0 channels.
         k = split(self.key(x), self.heads) if "dot" in self.kinds else v[..., :0]
-        arguments = {"mask": mask, "segments": segments, "prefix": prefix}
+        arguments: dict[str, Tensor | None] = {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
             view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
@@ -132,7 +150,7 @@ class Synthesizer(Attention):
             view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
         allowed = view.allowed(x.shape[1])
         places = scores.key_positions(at, view.values.shape[2], kept=state is not None, packed=segments is not None)
-        # What nobody sees may be anywhere, also beyond the tables.
+        # Invisible keys may have positions beyond the tables.
         places = places.masked_fill(~allowed.any(-2)[:, 0], 0)
         self._check(places)
         at = at if mask is None else at.masked_fill(~mask, 0)
@@ -142,17 +160,17 @@ class Synthesizer(Attention):
         y = self.out(merge(similarity.attend(p, view.values)))
         return y, state if state is None or "dot" in self.kinds else SynthesizerState(state.values, state.length)
 
-    def _check(self, places):
+    def _check(self, places: Tensor) -> None:
         if torch.compiler.is_compiling() or not places.numel():
-            return  # compiled, a position beyond the tables is an error of the look-up
+            return  # in compiled code, the look-up of a position beyond the tables raises
         if (last := int(places.max())) >= self.length:
             raise ValueError(
-                f"position {last} is beyond the {self.length} that this synthesizer has scores for; "
-                f"shorten the sequence, or train with a larger length="
+                f"position {last} is beyond length={self.length} of this synthesizer; shorten the sequence, or train "
+                f"with a larger length="
             )
 
-    def _mixed(self, x, k, at, places):
-        """x (B,N,dim), keys (B,H,M,D), positions of queries (B,N) and keys (B,M) -> (B,H,N,M), float32 at least."""
+    def _mixed(self, x: Tensor, k: Tensor, at: Tensor, places: Tensor) -> Tensor:
+        """Mix the scores of queries at (B,N) and keys at (B,M): (B,H,N,M), float32 or wider."""
         found = [self._scores(kind, x, k, at, places) for kind in self.kinds]
         if len(found) == 1:
             return found[0]
@@ -162,8 +180,8 @@ class Synthesizer(Attention):
             mixed = mixed + share * part
         return mixed
 
-    def _scores(self, kind, x, k, at, places):
-        # Positions are smaller than the number of keys, so no other columns can be asked for.
+    def _scores(self, kind: str, x: Tensor, k: Tensor, at: Tensor, places: Tensor) -> Tensor:
+        # Positions are smaller than the number of keys, so only these columns are needed.
         keys = min(places.shape[1], self.length)
         match kind:
             case "dot":
@@ -180,17 +198,17 @@ class Synthesizer(Attention):
                 found = _pick((b[..., :, None] * a[..., None, :]).flatten(-2)[..., :keys], places)
         return upcast_half(found)
 
-    def _network(self, x, i, n):
-        """The first n outputs of network i for each token: x (B,N,dim) -> (B,H,N,n)."""
+    def _network(self, x: Tensor, i: int, n: int) -> Tensor:
+        """The first n outputs of network i for x (B,N,dim): (B,H,N,n)."""
         hidden = split(F.relu(self.hidden[i](x)), self.heads)
         return upcast_half(hidden @ self.outputs[i][..., :n] + self.offsets[i][..., :n])
 
 
-def _pick(outputs, places):
-    """outputs (B,H,N,L), places (B,M) -> (B,H,N,M)."""
+def _pick(outputs: Tensor, places: Tensor) -> Tensor:
+    """Select columns: outputs (B,H,N,L), places (B,M) -> (B,H,N,M)."""
     return outputs.gather(-1, places[:, None, None, :].expand(*outputs.shape[:3], -1))
 
 
 def ceil_sqrt(n: int) -> int:
-    """The smallest whole number whose square is at least n."""
+    """The smallest integer whose square is at least n."""
     return next(root for root in range(int(n**0.5), n + 1) if root * root >= n)

@@ -1,4 +1,6 @@
-"""Softmax attention whose heads talk: each one's scores and weights are mixtures of all heads'."""
+"""Softmax attention whose heads exchange scores and weights: each head uses mixtures of those of all heads."""
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +12,18 @@ from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
-class TalkingHeads(Attention):
+class TalkingHeads(Attention[KeyValues | CachedContext]):
     """Softmax attention whose heads mix their scores before the softmax, and their weights after it.
 
-    The mixtures $P$ and $Q$ are (H,H), ``mix_scores`` and ``mix_weights``; they begin near the identity, which is
-    softmax attention. A row of $U$ sums to one only where the columns of $Q$ do, and may be negative. Masks hold in the
-    softmax, so a key that a query may not see has no part in any head.
+    The mixtures $P$ and $Q$ are (H,H), ``mix_scores`` and ``mix_weights``. They start near the identity, which is
+    softmax attention. A row of $U$ sums to one only if the columns of $Q$ do, and it may have negative entries. Masks
+    apply in the softmax, so a masked key contributes to no head.
 
     ``context_dim``: width of the context of cross attention (0: dim).
 
-    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+    It materializes the scores, so it is slower than fused softmax at every length.
 
-    Source: Shazeer et al. 2020, section 4, with as many heads of keys, of softmax and of values.
+    Source: Shazeer et al. 2020, section 4, with the same number of heads for keys, softmax and values.
     """
 
     name, paper, cost = "talking_heads", "2003.02436", "N^2 (D + H)"
@@ -44,30 +46,31 @@ class TalkingHeads(Attention):
         self.query = nn.Linear(dim, dim)
         self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
         self.out = nn.Linear(dim, dim)
-        # Plain parameters: a model gives each nn.Linear small weights, and small mixtures would silence all heads.
+        # Plain parameters: a model initializes each nn.Linear with small weights, and small mixtures would shrink all
+        # heads.
         self.mix_scores, self.mix_weights = (
             nn.Parameter(torch.eye(heads) + 0.02 * torch.randn(heads, heads)) for _ in range(2)
         )
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def _project(self, x):
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: KeyValues | CachedContext | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, KeyValues | CachedContext | None]:
         q = split(self.query(x), self.heads)
         view, state = kv_cache.view(
             self._project,
@@ -83,7 +86,7 @@ class TalkingHeads(Attention):
         )
         allowed = view.allowed(q.shape[2])
         mixed = mix(scores.products(q, view.keys), self.mix_scores)
-        # The mask comes after the mixture, which would make inf or NaN of -inf: its numbers are of both signs.
+        # The mask comes after the mixture, whose entries of both signs would turn -inf into inf or NaN.
         u = mix(scores.weights(mixed, allowed), self.mix_weights)
         if record is not None:
             record.update(mask=allowed, matrix=u)
@@ -91,6 +94,6 @@ class TalkingHeads(Attention):
 
 
 def mix(x: Tensor, mixture: Tensor) -> Tensor:
-    """x (B,H,N,M), mixture (H,G) -> (B,G,N,M): each new head a sum of the old ones, in x's dtype."""
+    """Mix heads: x (B,H,N,M), mixture (H,G) -> (B,G,N,M) in the dtype of x."""
     with torch.autocast(x.device.type, enabled=False):
         return torch.einsum("bhnm,hg->bgnm", x, mixture.to(x.dtype))

@@ -1,7 +1,9 @@
 """Softmax attention by content and distance, over a memory of the inputs of earlier calls."""
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import patterns
 from ..ops import rows
@@ -9,30 +11,35 @@ from ..ops.softmax import relative
 from ..ops.tensors import merge, positions
 from ..patterns import Pattern
 from ..states import memory as memories
-from ..states.memory import Memory
+from ..states.memory import Memory, MemoryCall
 from .base import Attention
 
 
-class TransformerXL(Attention):
-    r"""Softmax attention by content and distance over the last tokens, of which a state keeps the inputs.
+class TransformerXL(Attention[Memory]):
+    """Softmax attention by content and distance over the last tokens; the state keeps their inputs.
 
-    Keys and values are projected anew in each call from the inputs that the state keeps, as they came into this layer.
-    Their weights learn from the memory, and the tokens of earlier calls do not: gradients stop between calls.
+    Each call projects keys and values anew from the inputs that the state keeps, as they entered this layer. The
+    weights learn from the memory. Gradients stop between calls, so earlier calls get none.
 
-    ``memory``: m, how many earlier tokens a query sees. ``same_length``: each query sees m of them. False is the form
-    of the training: sequences are cut from their first token on into segments of ``segment`` tokens, and a query sees
-    those before it in its own segment, and m tokens before that. A call per segment is the published training, and the
-    answer is the same however a sequence is cut into calls. ``clamp``: the largest distance that is told apart (0: all
-    are). ``stop_gradient=False`` lets gradients through the state, to its first token; calls then keep their graphs.
+    ``memory``: m, earlier tokens that a query sees. ``same_length``: whether each query sees exactly m of them; False
+    is the training form. ``segment``: s, tokens per segment, for same_length=False only. ``clamp``: largest distance
+    that is distinguished (0: no limit). ``stop_gradient``: False lets gradients through the state to its first token;
+    calls then keep their graphs.
 
-    The bidirectional form sees m tokens on either side, at distances of both signs. $r_d$ is the sinusoid of d in dim
-    channels; u and v are each layer's own. Distances count real tokens. The state is the last m inputs, with segments
-    $m + s - 1$.
+    With same_length=False, sequences are cut into segments from their first token on. A query sees the earlier tokens
+    of its segment, and m tokens before the segment. One call per segment is the published training, and any other cut
+    into calls gives the same output.
 
-    Source: Dai et al. 2019, sections 3.2 and 3.3; same_length and clamp are of its evaluation, in the authors' code,
-    where all sines of r come before the cosines: a permutation of the columns of $W_r$. Raises ValueError for memory <
-    1, clamp < 0, a ``segment`` with same_length or none without, and, for a bidirectional form, segments and
-    stop_gradient=False, which it has no use for.
+    The bidirectional form sees m tokens on either side, with distances of both signs. $r_d$ is the sinusoid of d in dim
+    channels. Each layer has its own u and v. Distances count real tokens. The state holds the last m inputs, or $m + s
+    - 1$ with segments.
+
+    Source: Dai et al. 2019, sections 3.2 and 3.3. same_length and clamp come from the evaluation of the authors' code.
+    There all sines of r precede the cosines, which permutes the columns of $W_r$.
+
+    Raises:
+        ValueError: For memory < 1, clamp < 0, a ``segment`` with same_length=True, no ``segment`` with
+            same_length=False, or, if bidirectional, segments or stop_gradient=False.
     """
 
     name, paper, cost = "transformer_xl", "1901.02860", "N m D"
@@ -54,7 +61,9 @@ class TransformerXL(Attention):
         "transformer_xl(memory=7, clamp=3)",
         "transformer_xl(memory=4, same_length=False, segment=3, stop_gradient=False)",
     )
-    exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins")
+    exempt = dict.fromkeys(
+        ("gradients", "blocks"), "a state carries no gradient, so gradients stop at the beginning of a call"
+    )
     states, native_positions = (Memory,), "relative"
     no_decay = ("u", "v")
 
@@ -72,32 +81,42 @@ class TransformerXL(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if memory < 1:
-            raise ValueError(f"memory={memory} is a number of tokens; it must be at least 1")
+            raise ValueError(f"memory={memory} is the number of tokens and must be at least 1")
         if clamp < 0:
-            raise ValueError(f"clamp={clamp} is the largest distance told apart; it must be positive, or 0 for all")
+            raise ValueError(f"clamp={clamp} must be a positive distance, or 0 for no limit")
         if same_length and segment:
-            raise ValueError(f"segment={segment} belongs to same_length=False; with same_length=True there are none")
+            raise ValueError(f"segment={segment} needs same_length=False; with same_length=True there are no segments")
         if not same_length and segment < 1:
-            raise ValueError(f"segment={segment} is a number of tokens; same_length=False needs at least 1")
+            raise ValueError(f"segment={segment} must be at least 1 token with same_length=False")
         if not causal and (segment or not stop_gradient):
-            raise ValueError("segments and stop_gradient=False are about states, which no bidirectional form has")
+            raise ValueError("segment= and stop_gradient=False apply to states, and a bidirectional form has no state")
         if segment or not stop_gradient:
             self.directions = ("causal",)
         if not stop_gradient:
-            self.exempt = {}  # type: ignore[misc]
+            self.exempt = {}  # pyright: ignore[reportAttributeAccessIssue]  # gradients pass, so all laws hold
         self.memory, self.same_length, self.segment, self.clamp = memory, same_length, segment, clamp
         self.stop_gradient, self.slots = stop_gradient, memory + max(segment - 1, 0)
-        alike = patterns.band(memory, right=0 if causal else memory)
-        self.key_pattern: Pattern = patterns.local1d(segment, memory) & patterns.causal() if segment else alike
+        pattern = patterns.band(memory, right=0 if causal else memory)
+        pattern = patterns.local1d(segment, memory) & patterns.causal() if segment else pattern
+        self.key_pattern: Pattern = pattern  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
         self.query, self.key, self.value, self.distance, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(5))
         self.u, self.v = (nn.Parameter(0.02 * torch.randn(heads, dim // heads)) for _ in range(2))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> Memory:
         return memories.empty(batch, self.slots, self.dim, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: Memory | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, Memory | None]:
         call = memories.begin(x, state, mask, segments, stop=self.stop_gradient)
-        # Of what came before, a document's own tokens alone.
+        # Of the earlier tokens, a query sees only those of its document.
         far, near = call.at.clamp(max=self.memory), None
         if self.segment:
             far = call.at.minimum(self.memory + call.at % self.segment)
@@ -118,12 +137,12 @@ class TransformerXL(Attention):
         return self.out(rows.scatter_back(mask, merge(view.after(o)))), state
 
 
-def _behind(call):
-    """How many real tokens come after each in its own document, (B,N)."""
+def _behind(call: MemoryCall) -> Tensor:
+    """The number of real tokens after each in its document, (B,N)."""
     n = call.at.shape[1]
     own = torch.zeros_like(call.at) if call.segments is None else call.segments
     if call.mask is not None:
-        # Those that are not real stand last; they are a document of their own, with an id that no other has.
+        # Masked tokens come last, as a separate document with a unique id.
         last = torch.arange(n, device=own.device) >= call.mask.sum(1, keepdim=True)
         own = own.masked_fill(last, torch.iinfo(torch.int64).min)
     return positions(call.at, segments=own.flip(1))[0].flip(1)

@@ -1,4 +1,4 @@
-"""The arguments of a call, checked once: what came, what would be right."""
+"""Validation of the arguments of a call."""
 
 from collections.abc import Iterable, Iterator
 from enum import Enum
@@ -15,20 +15,20 @@ from ..ops.prefix import inside
 from ..states.counters import check_counts
 from ..states.utils import tensors
 
-# What a record can be asked for; all but those of OWN cost O(N M). Each of OWN is there where the class says so.
+# Keys of a record. All but those of OWN cost O(N M); OWN maps each to the class attribute that enables it.
 RECORDED = ("matrix", "mask", "lse", "carried", "penalty", "statistics", "log_prob")
 OWN = {"penalty": "penalty", "statistics": "statistics", "log_prob": "samples"}
 
 
 class Trusted(Enum):
-    """What a caller that is part of this library has done for the attentions that it calls."""
+    """What a caller inside this library guarantees to the attentions that it calls."""
 
-    CHECKED = "the arguments have been checked, and are in the form that ``checked_arguments`` returns"
-    ISOLATED = "that, and packed sequences are kept apart, so that NaN and infinity stay in theirs"
+    CHECKED = "the arguments are validated, in the form that ``checked_arguments`` returns"
+    ISOLATED = "also, packed sequences are separated, so that NaN and infinity stay in their sequence"
 
 
 class Contract(Protocol):
-    """The facts of an attention that decide which arguments a call may have."""
+    """The properties of an attention that decide which arguments a call may have."""
 
     name: ClassVar[str]
     dim: int
@@ -45,11 +45,21 @@ class Contract(Protocol):
 
 
 def checked_arguments(attention: Contract, x: Tensor, state: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of one call in the form that ``_forward`` takes.
+    """Validate the arguments of a call, and return them in the form that ``attend`` expects.
 
-    ``segments`` get the ids of real neighbors at masked tokens, ``prefix`` becomes bool (B,N), and masked tokens of
-    ``context`` become zeros. Raises ValueError for an argument of a wrong kind or shape, or one that this attention
-    does not support.
+    Args:
+        attention: The attention.
+        x: (B,N,dim) input.
+        state: A state, or None.
+        given: The other arguments of the call that are not None, by name.
+
+    Returns:
+        The arguments by name. ``segments`` have the ids of real neighbors at masked tokens, ``prefix`` is bool (B,N),
+        and
+        masked tokens of ``context`` are zero.
+
+    Raises:
+        ValueError: For an argument of a wrong type, shape or value, or one that the attention does not support.
     """
     refuse_tracing()
     check_x(attention, attention.dim, x)
@@ -61,22 +71,22 @@ def checked_arguments(attention: Contract, x: Tensor, state: Any, given: dict[st
             check_mask("context_mask", seen, tuple(context.shape[:2]))
             found["context"] = context.masked_fill(~seen[..., None], 0.0)
     elif "context_mask" in given:
-        raise ValueError("context_mask= came without context=; a state of cross attention keeps its own mask")
+        raise ValueError("context_mask= needs context=; a state of cross attention includes its mask")
     if "record" in given:
         check_record(given["record"])
     if state is not None:
         check_state(attention, state, x)
         if isinstance(state, attention.contexts):
-            for name, what in {"segments": "packs", "prefix": "counts"}.items():
+            for name in ("segments", "prefix"):
                 if name in given:
-                    raise ValueError(f"{name}= {what} a sequence's own tokens; a state of cross attention has none")
+                    raise ValueError(f"{name}= does not apply to a state of cross attention")
     if "donate" in given:
         check_donated(x, state, attention)
     return found
 
 
 def check_supported(attention: Contract, given: Iterable[str]) -> None:
-    """Raise ValueError for an argument that this attention does not support."""
+    """Raise ValueError for an argument that the attention does not support."""
     for name in given:
         if name not in attention.supported_args:
             raise ValueError(
@@ -85,10 +95,18 @@ def check_supported(attention: Contract, given: Iterable[str]) -> None:
 
 
 def check_tokens(attention: Contract, x: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
-    """``segments`` and ``prefix`` of ``given`` in the form that ``_forward`` takes, for any attention of a stack.
+    """Validate mask, ``segments`` and ``prefix``, and return the latter two in the form that ``attend`` expects.
 
-    Raises ValueError for them, or a mask, of a wrong kind or shape. Values, for which a device is waited for, are
-    looked at here alone.
+    This is the only place that reads values, which waits for the device. The result is valid for every attention of a
+    stack.
+
+    Args:
+        attention: The attention.
+        x: (B,N,dim) input.
+        given: The arguments by name.
+
+    Raises:
+        ValueError: For one of a wrong type, shape or value.
     """
     found: dict[str, Tensor] = {}
     shape, mask = (x.shape[0], x.shape[1]), given.get("mask")
@@ -105,29 +123,29 @@ def check_tokens(attention: Contract, x: Tensor, given: dict[str, Any]) -> dict[
 
 
 def check_record(record: Any) -> None:
-    """Raise ValueError unless ``record`` is a dict that is empty or names what a call can tell."""
+    """Raise ValueError unless ``record`` is a dict whose keys, if any, can be recorded."""
     if not isinstance(record, dict):
         raise ValueError(f"record must be a dict to write into, not {type(record).__name__}")
     for name in record:
         known(str(name), dict.fromkeys(RECORDED), "entry of a record")
 
 
-def requested_outputs(attention: Contract, record: dict) -> dict[str, Any]:
-    """The record that ``attend`` gets, with those of the keys "matrix" and of OWN that it can fill in."""
+def requested_outputs(attention: Contract, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record for ``attend``: the keys ``"matrix"`` and those of OWN that are wanted and available."""
     names = record or RECORDED
     whole = {"matrix": None} if any(name not in OWN for name in names) else {}
     return whole | {name: None for name, fact in OWN.items() if getattr(attention, fact) and name in names}
 
 
-def fill_record(record: dict, told: dict) -> None:
-    """Fill in what was told, all of it or what the record names."""
-    found = {name: told[name] for name in record or told if told.get(name) is not None}
+def fill_record(record: dict[str, Any], recorded: dict[str, Any]) -> None:
+    """Copy recorded values to ``record``: those of its keys, or all if it is empty."""
+    found = {name: recorded[name] for name in record or recorded if recorded.get(name) is not None}
     record.clear()
     record.update(found)
 
 
-def check_x(module: nn.Module | Contract, dim: int, x: Tensor) -> None:
-    """Raise ValueError unless x is (B, N, dim) in the dtype of the module's weights (any under autocast)."""
+def check_x(module: nn.Module | Contract, dim: int, x: object) -> None:
+    """Raise ValueError unless x is (B,N,dim) in the dtype of the weights (any floating point under autocast)."""
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != dim or not x.is_floating_point():
         raise ValueError(f"x must be floating-point (B, N, {dim}), not {describe(x)}")
     weight = weight_of(module)
@@ -136,10 +154,9 @@ def check_x(module: nn.Module | Contract, dim: int, x: Tensor) -> None:
 
 
 def weight_of(module: nn.Module | Contract) -> Tensor | None:
-    """Some floating-point parameter, found quickly: a token step cannot afford the walk of ``parameters()``.
+    """Return a floating-point parameter of a module, or None if all weights are quantized.
 
-    None where there is none, as in a module whose weights are quantized: its linear maps keep theirs packed, or as
-    integers.
+    It looks at direct children first, since walking all parameters would slow down single-token steps.
     """
     for part in module._modules.values():
         weight = getattr(part, "weight", None)
@@ -150,7 +167,7 @@ def weight_of(module: nn.Module | Contract) -> Tensor | None:
 
 def _check_order(segments: Tensor, real: Tensor, mask: Tensor | None) -> None:
     if torch.compiler.is_compiling():
-        return  # the values are not known yet
+        return  # values are unknown while a compiler traces
     falls = segments < real.cummax(1).values
     if mask is not None:
         falls = falls & mask
@@ -158,19 +175,19 @@ def _check_order(segments: Tensor, real: Tensor, mask: Tensor | None) -> None:
         raise ValueError(f"segments must never decrease along a row; row {int(falls.any(1).nonzero()[0])} does")
 
 
-def _check_prefix(attention: Contract, prefix: Tensor, given: dict[str, Any], shape: tuple[int, int]) -> None:
+def _check_prefix(attention: Contract, prefix: object, given: dict[str, Any], shape: tuple[int, int]) -> None:
     batch, n = shape
     if not isinstance(prefix, Tensor) or prefix.dtype != torch.int64 or tuple(prefix.shape) != (batch,):
         raise ValueError(
-            f"prefix must be int64 {(batch,)}, so many leading real tokens of each row, not {describe(prefix)}"
+            f"prefix must be int64 {(batch,)}, the number of leading real tokens per row, not {describe(prefix)}"
         )
     if not attention.causal:
         raise ValueError(f"a bidirectional {attention.name} sees whole sequences already; prefix= is for causal=True")
     for other in ("segments", "context"):
         if other in given:
-            raise ValueError(f"prefix= and {other}= came together; a prefix is the beginning of one sequence's own row")
+            raise ValueError(f"prefix= and {other}= cannot be combined; a prefix begins a row of one sequence")
     if torch.compiler.is_compiling():
-        return  # the values are not known yet
+        return  # values are unknown while a compiler traces
     mask = given.get("mask")
     real = torch.full_like(prefix, n) if mask is None else mask.sum(1)
     if (odd := (prefix < 0) | (prefix > real)).any():
@@ -180,28 +197,27 @@ def _check_prefix(attention: Contract, prefix: Tensor, given: dict[str, Any], sh
         )
 
 
-def _check_context(attention: Contract, context: Tensor, x: Tensor, state: Any, given: dict[str, Any]) -> None:
+def _check_context(attention: Contract, context: object, x: Tensor, state: Any, given: dict[str, Any]) -> None:
     if state is not None:
-        raise ValueError("context= and state came together; the state of cross attention already keeps its context")
+        raise ValueError("context= and state cannot be combined; a state of cross attention includes its context")
     if "segments" in given:
-        raise ValueError("segments= packs one sequence's own tokens; with context= give each sequence a row of its own")
+        raise ValueError("segments= and context= cannot be combined; put each sequence in a separate row")
     width = getattr(attention, "context_dim", 0) or attention.dim
     if not isinstance(context, Tensor) or context.dim() != 3 or len(context) != len(x) or context.shape[-1] != width:
         raise ValueError(f"context must be ({len(x)}, M, {width}), not {describe(context)}")
     if context.dtype != x.dtype:
-        raise ValueError(f"context is {context.dtype} and x is {x.dtype}; they must agree")
+        raise ValueError(f"context is {context.dtype} and x is {x.dtype}; they must have the same dtype")
 
 
 def check_state(attention: Contract, state: Any, x: Tensor) -> None:
-    """Raise ValueError unless ``state`` is one of this attention's, for the rows of x (B,N,dim), on x's device.
+    """Raise ValueError unless ``state`` belongs to this attention, for the rows of x (B,N,dim), on the device of x.
 
-    It is looked at in every call, also where this attention has returned it: the caller holds it, and tensors may have
-    been changed, resized or freed in between.
+    Every call checks its state, since the caller may have changed, resized or freed its tensors.
     """
     if not isinstance(state, attention.states + attention.contexts):
         raise ValueError(
             f"{attention.name} cannot continue {_kind(state)}; its states are "
-            f"{', '.join(_kind(kind) for kind in attention.states + attention.contexts)}, made by init_state or a call"
+            f"{', '.join(_kind(kind) for kind in attention.states + attention.contexts)}, from init_state or a call"
         )
     leaves, batch = tensors(state), x.shape[0]
     check_stored("the state", *leaves)
@@ -213,33 +229,33 @@ def check_state(attention: Contract, state: Any, x: Tensor) -> None:
     if isinstance(state, attention.contexts):
         return
     if not attention.causal:
-        raise ValueError(f"a bidirectional {attention.name} sees whole sequences; it continues states of context= only")
+        raise ValueError(f"a bidirectional {attention.name} sees whole sequences; it accepts only states of context=")
     expected = _parts(attention)
     if len(leaves) != len(expected):
         raise ValueError(
-            f"{attention.name} cannot continue {_kind(state)}, a state of {len(leaves)} tensors: with these options "
-            f"its own has {len(expected)}; init_state makes one"
+            f"{attention.name} cannot continue {_kind(state)} with {len(leaves)} tensors: with these options its state "
+            f"has {len(expected)}; init_state returns one"
         )
     for leaf, (shape, dtype) in zip(leaves, expected, strict=True):
         if leaf.shape[:1] != (batch,) or (leaf.shape[1:] != shape and not _grown(leaf.shape[1:], shape)):
             raise ValueError(
-                f"state has a part of shape {tuple(leaf.shape)} where {attention.name} with dim={attention.dim}, "
-                f"heads={attention.heads} has {(batch, *shape)}; it belongs to an attention of another size"
+                f"state has a tensor of shape {tuple(leaf.shape)}, but {attention.name} with dim={attention.dim}, "
+                f"heads={attention.heads} needs {(batch, *shape)}; use a state of an attention of the same size"
             )
-        # Numbers may have another precision, after autocast for instance; what counts or chooses may not.
+        # Floating-point precision may differ, for example after autocast; integers and booleans may not.
         if leaf.dtype != dtype and not (leaf.is_floating_point() and dtype.is_floating_point):
-            raise ValueError(f"state has a part of {leaf.dtype} where {attention.name} has {dtype}")
+            raise ValueError(f"state has a tensor of {leaf.dtype}, but {attention.name} needs {dtype}")
         if dtype == torch.int64 and leaf.dim() == 1:
             check_counts("counter", leaf)
 
 
 def _grown(shape: torch.Size, expected: torch.Size) -> bool:
-    """Whether a part has this shape, where a dimension that starts at zero grows."""
+    """Whether a tensor has the expected shape, where a dimension that starts at zero may grow."""
     return len(shape) == len(expected) and all(e in (0, s) for s, e in zip(shape, expected, strict=True))
 
 
 def _parts(attention: Contract) -> list[tuple[torch.Size, torch.dtype]]:
-    """Shape of one row and dtype of each part of a new state."""
+    """Shape without the batch, and dtype, of each tensor of a new state."""
     found = attention.__dict__.get("_state_parts")
     if found is None:
         found = [(leaf.shape[1:], leaf.dtype) for leaf in tensors(attention.state_sizes())]
@@ -248,9 +264,9 @@ def _parts(attention: Contract) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def check_donated(x: Tensor, state: Any, module: nn.Module | Contract) -> None:
-    """Raise ValueError where a state cannot be given away by a call with x to this module."""
+    """Raise ValueError unless a call with x may overwrite ``state``."""
     if state is None:
-        raise ValueError("donate=True gives a state away, but no state came")
+        raise ValueError("donate=True needs a state")
     leaves = tensors(state)
     for leaf in leaves:
         check_donation(leaf, x=x)
@@ -261,7 +277,7 @@ def check_donated(x: Tensor, state: Any, module: nn.Module | Contract) -> None:
 
 
 def real_segments(segments: Tensor, mask: Tensor | None) -> Tensor:
-    """Ids (B,N) with those of masked tokens replaced by their neighbors', since a masked token does not exist."""
+    """Return ids (B,N) in which masked tokens have the id of a real neighbor."""
     if mask is None or not segments.shape[1]:
         return segments
     limits = torch.iinfo(torch.int64)
