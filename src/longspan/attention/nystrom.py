@@ -16,7 +16,7 @@ from .base import Attention
 
 
 class Nystrom(Attention):
-    r"""Softmax attention approximated through landmarks, the means of segments of queries and keys (Nyström's method).
+    r"""Softmax attention through landmarks, the means of segments of queries and keys (Nyström's method).
 
     ``landmarks``: m, the number of segments of a sequence; a sequence of fewer tokens has one landmark per token.
     ``iterations``: steps of the iteration towards the pseudo-inverse $A^+$; 0: the exact one, by a singular value

@@ -35,7 +35,9 @@ class PeakState(NamedTuple):
 
 
 class Performer(Attention[PerformerState | PeakState | ContextSums]):
-    r"""Softmax attention in linear time: random features estimate its kernel $e^{q \cdot k / \sqrt D}$ without bias.
+    r"""Softmax attention in linear time: random features estimate its kernel without bias.
+
+    The kernel is $e^{q \cdot k / \sqrt D}$.
 
     ``features``: rows m drawn for each head (0: D log D rounded up, at least D, since the theory requires order D log
     D). ``map``: positive, the features of the second equation; hyperbolic, the same for w and -w (2 m features, less

@@ -18,11 +18,12 @@ class PolynomialState(NamedTuple):
 
 
 class Polynomial(Attention[PolynomialState | ContextSums]):
-    r"""Exact attention with weights $(q \cdot k / \sqrt D + c)^2$, or $e^x$ to second order, in linear time.
+    r"""Exact attention with polynomial weights, or $e^x$ to second order, in linear time.
 
-    It equals ``kernel(similarity='polynomial', constant=c)``. The features $\phi$ are all products of two channels,
-    about $D^2 / 2$. By operation count it is cheaper than softmax from about $N = D^2$ tokens on. It has no native
-    kernel: with 64 channels per head it is not faster than fused softmax at 16384 tokens.
+    The weights are $(q \cdot k / \sqrt D + c)^2$, as in ``kernel(similarity='polynomial', constant=c)``. The features
+    $\phi$ are all products of two channels, about $D^2 / 2$. By operation count it is cheaper than softmax from about
+    $N = D^2$ tokens on. It has no native kernel: with 64 channels per head it is not faster than fused softmax at 16384
+    tokens.
 
     ``constant``: $c \ge 0$; with 0, a query that is orthogonal to all keys reads 0. ``taylor``: use the Taylor series
     of the exponential, which is at least 1/2. ``channels``: channels D of each head's queries and keys (0: as many as

@@ -28,7 +28,7 @@ class RetentionRotaryState(NamedTuple):
 
 
 class Retention(Attention[RetentionState | RetentionRotaryState]):
-    """Linear attention with a fixed decay per head, rotary positions, and a norm in place of the normalizer.
+    """Linear attention with a fixed decay per head, rotary positions, and a norm as the normalizer.
 
     The norm removes mean and variance of each head's channels. The decay rates are the paper's for any number of heads:
     each head remembers twice as long as the one before.

@@ -33,7 +33,7 @@ class GatedState(NamedTuple):
 
 
 class RFA(Attention[RFAState | GatedState | ContextSums]):
-    r"""Softmax attention over unit queries and keys in linear time, by random features, with an optional forget gate.
+    r"""Softmax attention over unit vectors by random features, with an optional forget gate.
 
     q and k are divided by their norms and multiplied by a learned vector $s_h$ per head, an inverse temperature. The
     mean of $\phi(q) \cdot \phi(k)$ is $e^{\hat q \cdot \hat k}$, up to factors that cancel. Without ``gate`` all keys

@@ -28,9 +28,9 @@ class Sinkhorn(Attention[SortedBlocks]):
     step costs O(N D).
 
     ``block``: b, tokens per block. ``iterations``: normalizations of rows and columns; rows are normalized once more at
-    the end. ``temperature``: $\tau$. ``noise``: factor of the Gumbel noise g of the scores in training (0: none);
-    evaluation has none. ``cut``: SortCut: every token reads only the first ``cut`` sorted blocks and not its own;
-    bidirectional only (0: no cut).
+    the end. ``temperature``: $\tau$, which divides the scores. ``noise``: factor of the Gumbel noise g of the scores in
+    training (0: none); evaluation has none. ``cut``: SortCut: every token reads only the first ``cut`` sorted blocks
+    and not its own; bidirectional only (0: no cut).
 
     The paper sums tokens; here they are averaged, so that scores do not grow with the length. The paper scores by a
     layer with one output per block, which fixes the length; here scores are products. The paper adds the products of

@@ -15,7 +15,9 @@ from .base import Attention
 
 
 class Sparse(Attention[Window | KeyValues]):
-    """Each query sees the keys that a pattern allows, such as ``band(256) | globals(4)``, in time linear in those.
+    """Each query sees the keys that a pattern allows, such as ``band(256) | globals(4)``.
+
+    Time grows with the visible pairs.
 
     ``pattern``: an expression of ``longspan.patterns``, intersected with ``causal`` if the attention is causal.
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).

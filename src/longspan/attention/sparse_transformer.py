@@ -19,9 +19,9 @@ class SparseTransformer(Attention[Window | KeyValues]):
 
     $P_i$ is made of the sets $A_1$ and $A_2$ of the keys $j \le i$.
 
-    ``kind``: strided or fixed. ``block``: l. ``summary``: c, for kind='fixed' only. ``integration``: interleaved gives
-    A1 to even layers and A2 to odd ones; merged gives every head the union; per_head gives A1 to even heads and A2 to
-    odd ones.
+    ``kind``: strided or fixed. ``block``: l, the stride, or the size of the fixed blocks. ``summary``: c, summary keys
+    per fixed block. ``integration``: interleaved gives A1 to even layers and A2 to odd ones; merged gives every head
+    the union; per_head gives A1 to even heads and A2 to odd ones.
 
     With kind='fixed' and per_head, each odd head takes another sub-block of c summary keys, beginning with the last one
     and starting over after l // c heads. If a head has only the fixed A2, the tokens before its first key see nothing

@@ -22,7 +22,7 @@ class SSDState(NamedTuple):
 
 
 class SSD(Attention[SSDState]):
-    r"""The core of Mamba-2: keys and values decay at a rate per head that grows with the token's step size.
+    r"""The core of Mamba-2: keys and values decay at a rate per head, scaled by the token's step size.
 
     $A < 0$, the step size $\Delta_t > 0$ and the skip $d_h$ are numbers per head. u, B and C correspond to ``value``,
     ``key`` and ``query``: they are silu of a short convolution of projections of x. The norm is RMS.

@@ -30,7 +30,7 @@ class SynthesizerState(NamedTuple):
 
 
 class Synthesizer(Attention[SynthesizerState | KeyValues]):
-    r"""Softmax over scores that are computed from the query's token alone, learned directly, or a mixture of several.
+    r"""Softmax over scores from the query's token alone, over learned scores, or over a mixture.
 
     i and j are positions, which count real tokens.
 
