@@ -297,7 +297,7 @@ class TestArguments:
             self.linear(self.x, state, segments=torch.zeros(2, 5, dtype=torch.long))
         with pytest.raises(ValueError, match="segments= and context="):
             self.linear(self.x, context=self.x, segments=torch.zeros(2, 5, dtype=torch.long))
-        with pytest.raises(ValueError, match="context= needs rotary=0.0"):
+        with pytest.raises(ValueError, match="rotary positions relate tokens of one sequence"):
             longspan.build("linear(rotary=10.0)", 8, 2)(self.x, context=self.x)
 
     def test_ids_of_masked_tokens_do_not_matter(self):
