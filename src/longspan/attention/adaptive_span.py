@@ -1,6 +1,7 @@
-"""Softmax attention over a window whose length every head learns."""
+"""Softmax attention over a window whose length each head learns."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,27 +13,27 @@ from ..states.window import Window
 from .base import Attention
 
 
-class AdaptiveSpan(Attention):
-    r"""Each head learns how far back it looks: the weights of farther keys fall to zero along a ramp.
+class AdaptiveSpan(Attention[Window]):
+    r"""Softmax attention over a span that each head learns, with a soft mask at the far end of the span.
 
-    The soft mask m leaves full weight up to the span z, and exactly none from z + R on. Positions count real tokens.
-    The token itself is seen, with m = 1; the paper's sum leaves it out.
+    The soft mask m is 1 up to a distance of z, falls linearly over R tokens, and is 0 from z + R on. Positions count
+    real tokens. A token sees itself, with m = 1; the paper's sum excludes it.
 
-    ``span``: S, the longest span. ``ramp``: R, over how many tokens weights fall. ``initial``: the span z, in tokens,
-    that heads begin with. ``dynamic``: every token chooses its own span for each head; otherwise z is one number per
-    head, learned as f, the ``fraction`` of S.
+    ``span``: S, the largest span in tokens. ``ramp``: R, the width of the soft mask's slope in tokens. ``initial``: the
+    span z of all heads at initialization, in tokens. ``dynamic``: each token computes its span for each head from its
+    input, instead of one learned span per head.
 
-    A fraction outside 0 to 1 counts as 0 or 1. Its gradient is that of the span there, as if nothing was clamped, so
-    that gradients of parts of a batch add up to that of the batch. Training clamps the fraction itself after each
-    optimizer step, as the paper's code does; a training loop of your own calls ``project()`` there.
+    Without ``dynamic``, the learned parameter is f, the ``fraction`` of S. A fraction outside 0 to 1 counts as 0 or 1.
+    Its gradient ignores this clamp, so that the gradients of the parts of a batch add up to that of the batch. Training
+    clamps the fraction after each optimizer step, as the paper's code does. In your own training loop, call
+    ``project()`` after each step.
 
-    ``record["penalty"]`` is the mean span, to be added to the loss times some small factor (``run.penalty`` of a
-    training); ``spans(x)`` gives the spans. Keys that no head sees are not read. The state is a ring of the last
-    $\max \lceil z + R \rceil$ keys and values, S + R of them if ``dynamic``; it serves as long as the spans do not
-    outgrow it.
+    ``record["penalty"]`` is the mean span. Add it to the loss with a small factor (``run.penalty`` in a training).
+    ``spans(x)`` returns the spans. Keys beyond the span of all heads are not read. The state is a ring of the last
+    $\max \lceil z + R \rceil$ keys and values, or S + R if ``dynamic``. It is valid until the spans outgrow it.
 
     Source: Sukhbaatar et al. 2019, section 3, eqs 3-4. Raises ValueError for span < 1, ramp < 1, an ``initial`` span
-    outside 0 to S or beside ``dynamic``, and for a state whose ring is smaller than the spans have become since.
+    outside 0 to S or together with ``dynamic``, and for a state whose ring is smaller than the current spans.
     """
 
     name, paper, cost = "adaptive_span", "1905.07799", "N W D"
@@ -70,7 +71,7 @@ class AdaptiveSpan(Attention):
         if not 0 <= initial <= span:
             raise ValueError(f"initial={initial} is a span in tokens; it must lie between 0 and span={span}")
         if dynamic and initial:
-            raise ValueError(f"initial={initial} belongs to dynamic=False; a dynamic span begins where its tokens say")
+            raise ValueError(f"initial={initial} needs dynamic=False; with dynamic=True the spans depend on the tokens")
         self.span, self.ramp, self.initial, self.dynamic = span, ramp, initial, dynamic
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         if dynamic:
@@ -79,62 +80,78 @@ class AdaptiveSpan(Attention):
             self.fraction = nn.Parameter(torch.full((heads,), initial / span))
 
     def spans(self, x: Tensor) -> Tensor:
-        """z in tokens, that of each head and query: x (B,N,dim) -> (B,H,N), float32 at least."""
+        """Return the span z of each head and query, in tokens.
+
+        Args:
+            x: (B,N,dim) input.
+
+        Returns:
+            (B,H,N), in float32 or better.
+        """
         if self.dynamic:
             return self.span * upcast_half(self.extent(x)).mT.sigmoid()
         return self._fixed()[:, 0].expand(len(x), -1, x.shape[1])
 
     def _fixed(self) -> Tensor:
-        """z of each head, (H,1,1): that of the fraction in [0, 1], with the derivative of the fraction itself."""
+        """z of each head (H,1,1): the value of the clamped fraction, with the gradient of the fraction itself."""
         f = upcast_half(self.fraction)
         return self.span * (f.detach().clamp(0, 1) + (f - f.detach()))[:, None, None]
 
     @torch.no_grad()
-    def project(self):
+    def project(self) -> None:
         """Clamp the fractions to [0, 1]."""
         if not self.dynamic:
             self.fraction.clamp_(0, 1)
 
     def keys_seen(self) -> int:
-        """How many keys the widest head sees: max ceil(z + R), at most S + R."""
-        # A compiled graph has no size that depends on weights; what is beyond the spans weighs nothing in it.
+        """Return the number of keys that the widest head sees: max ceil(z + R), at most S + R."""
+        # In a compiled graph sizes cannot depend on weights; keys beyond the spans get weight 0 there.
         if self.dynamic or torch.compiler.is_compiling():
             return self.span + self.ramp
         try:
             return math.ceil(self._fixed().max().item() + self.ramp)
-        except RuntimeError:  # tensors without numbers, of which only the sizes are asked
+        except RuntimeError:  # fake and meta tensors have sizes, but no values
             return self.span + self.ramp
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> Window:
         return self._ring(batch, self.keys_seen())
 
-    def init_trainable_state(self, batch):
+    def init_trainable_state(self, batch: int) -> Window:
         return self._ring(batch, self.span + self.ramp)
 
-    def state_sizes(self):
+    def state_sizes(self) -> Window:
         return self._ring(1, 0)
 
-    def _ring(self, batch, slots):
+    def _ring(self, batch: int, slots: int) -> Window:
         empty = self.weight_like.new_zeros(batch, self.heads, slots, self.dim // self.heads)
         position = torch.zeros(batch, dtype=torch.long, device=empty.device)
         return Window(self._wider(empty, 0.0), empty.clone(), position)
 
-    def _wider(self, x, channel):
-        """(B,H,N,D) -> (B,H,N,D+1) if ``dynamic``, with that number, or those (B,H,N,1), as the last channel."""
+    def _wider(self, x: Tensor, channel: Tensor | float) -> Tensor:
+        """Append a channel, a number or (B,H,N,1), if ``dynamic``: (B,H,N,D) -> (B,H,N,D+1)."""
         if not self.dynamic:
             return x
         last = channel.to(x.dtype) if isinstance(channel, Tensor) else torch.full_like(x[..., :1], channel)
         return torch.cat([x, last], -1)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: Window | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, Window | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         seen = self.keys_seen()
         if state is not None and not torch.compiler.is_compiling() and state.keys.shape[2] < seen:
             raise ValueError(
-                f"the state keeps {state.keys.shape[2]} keys and the spans have grown to {seen}; start anew"
+                f"the state keeps {state.keys.shape[2]} keys, and the spans have grown to {seen}; start a new state"
             )
         bias = _Ramp(self.span, self.ramp, None if self.dynamic else self._fixed())
-        # A query takes the logit of its span along, in a channel where all keys are zero.
+        # The logit of the span is an additional channel of the query; all keys are 0 in this channel.
         q, k = self._wider(q, self.extent(x).mT[..., None] if self.dynamic else 0.0), self._wider(k, 0.0)
         o, state = lookback.attend(
             q,
@@ -157,7 +174,7 @@ class AdaptiveSpan(Attention):
 
 
 class _Ramp:
-    """log m, to be added to the logits; of one span per head (H,1,1), or of those in the queries' last channel."""
+    """log m, added to the logits: of one span per head (H,1,1), or of the spans in the last channel of the queries."""
 
     def __init__(self, span: int, ramp: int, spans: Tensor | None):
         self.span, self.ramp, self.spans = span, ramp, spans
@@ -165,5 +182,5 @@ class _Ramp:
     def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
         z = self.span * upcast_half(q_tile[..., -1:]).sigmoid() if self.spans is None else self.spans
         m = ((self.ramp + z - (i[:, None] - j[None])) / self.ramp).clamp(0, 1)
-        # log 0 has no gradient that one could multiply by a weight of zero, so it is never taken.
+        # log 0 has an infinite gradient, which is NaN times a weight of 0; so it is never computed.
         return m.masked_fill(m == 0, 1.0).log().masked_fill(m == 0, -torch.inf)

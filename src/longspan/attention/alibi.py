@@ -1,7 +1,9 @@
-"""Softmax attention that forgets with distance at a fixed rate per head, in place of positions."""
+"""ALiBi: softmax attention with a bias that falls linearly with distance, in place of positions."""
+
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, positions, split
@@ -10,17 +12,17 @@ from ..states.kv_cache import KeyValues
 from .base import Attention
 
 
-class Alibi(Attention):
-    """Softmax attention whose scores fall with the distance of the key, at a fixed slope per head.
+class Alibi(Attention[KeyValues]):
+    """Softmax attention with a penalty that is linear in the distance, with a fixed slope per head.
 
-    Positions i and j count real tokens. The slopes m are these where the number of heads is a power of two; any other
-    number of heads takes those of the next lower power of two, and then every second one of the next higher. It stands
-    in for positions added to the tokens, also on sequences longer than those of training. The bias is float32 at least.
+    Positions i and j count real tokens. The formula of the slopes m holds for a power of two of heads. Another number
+    of heads takes the slopes of the next lower power of two, then every second slope of the next higher one.
 
-    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+    The bias replaces position embeddings, and works on sequences longer than those of training. It is computed in
+    float32 or better. The scores are materialized, so this is slower than fused softmax at every length.
 
     Source: Press et al. 2021, section 3; the slopes of other numbers of heads are those of its authors' code. The paper
-    has the causal form only; ``|i - j|`` is its continuation to both sides.
+    has the causal form only; ``|i - j|`` extends it to both directions.
     """
 
     name, paper, cost = "alibi", "2108.12409", "N^2 D"
@@ -46,13 +48,24 @@ class Alibi(Attention):
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: KeyValues | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, KeyValues | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
-        kept, arguments = state is not None, {"mask": mask, "segments": segments, "prefix": prefix}
+        kept = state is not None
+        arguments: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
             view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
@@ -60,7 +73,7 @@ class Alibi(Attention):
         allowed, products = view.allowed(q.shape[2]), scores.products(q, view.keys)
         places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         distance = (at[:, :, None] - places[:, None, :]).abs().to(products.dtype)  # (B,N,M)
-        # Computed here and not kept: a buffer would be rounded where the weights are half precision.
+        # Not a buffer, which would be rounded with half-precision weights.
         m = torch.tensor(slopes(self.heads), dtype=products.dtype, device=x.device)
         p = scores.weights(products - m[:, None, None] * distance[:, None], allowed)
         if record is not None:
@@ -69,7 +82,7 @@ class Alibi(Attention):
 
 
 def slopes(heads: int) -> list[float]:
-    """m_h of each head; see the class.
+    """Return the slope m_h of each head.
 
     >>> slopes(2), slopes(3)
     ([0.0625, 0.00390625], [0.0625, 0.00390625, 0.25])

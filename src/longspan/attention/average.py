@@ -1,4 +1,4 @@
-"""The average attention network: every token reads the plain mean of what came before it."""
+"""The average attention network: each token reads the mean of all tokens so far."""
 
 from typing import NamedTuple
 
@@ -12,18 +12,21 @@ from .base import Attention
 
 
 class AverageState(NamedTuple):
-    total: Tensor  # (B,dim) sum of the inputs so far, float32 at least
-    count: Tensor  # (B,) int64, how many there were
+    """The sum and the number of the inputs so far."""
+
+    total: Tensor  # (B,dim), in float32 or better
+    count: Tensor  # (B,) int64  # pyright: ignore[reportIncompatibleMethodOverride] hides tuple.count
 
 
-class Average(Attention):
-    """Every token reads the mean of all inputs so far, whatever it asks for, and gates decide what it keeps of both.
+class Average(Attention[AverageState]):
+    """Each token reads the mean of all inputs so far, through a feed-forward network and two gates.
 
     $i_t$ and $f_t$ are the input and the forget gate.
 
-    ``inner``: hidden width of the network, two layers with relu (0: 4 dim). Heads play no part, as the mean of a head
-    is a part of the mean; their number is taken so that the mechanism fits where others do. Nothing is asked for,
-    so there is no query, key or value to project.
+    ``inner``: the hidden width of the feed-forward network, two layers with relu (0: 4 dim).
+
+    The weights do not depend on the content, so there are no queries, keys or values. ``heads`` has no effect, since
+    the mean is taken channel by channel; the argument exists for a common signature.
 
     Source: Zhang et al. 2018 (1805.00631), eqs 1-3; residual and norm (eq. 4) belong to the block around it.
     """
@@ -50,17 +53,25 @@ class Average(Attention):
         self.gates = nn.Linear(2 * dim, 2 * dim)
         self.feedforward = FeedForward(dim, inner or 4 * dim, "relu")
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> AverageState:
         like = self.weight_like
         count = torch.zeros(batch, dtype=torch.long, device=like.device)
         return AverageState(upcast_half(like.new_zeros(batch, self.dim)), count)
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: AverageState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, AverageState | None]:
         before = self.start(x.shape[0], 0) if state is None else state
         wide = x.to(before.total.dtype)[:, None]  # (B,1,N,dim)
         ones = torch.ones_like(wide[..., :1])
         real = torch.ones_like(ones) if mask is None else mask[:, None, :, None].to(ones)
-        # A mean is linear attention with one feature that is always 1.
+        # The mean is linear attention with a single feature that is 1 for every token.
         with torch.autocast(x.device.type, enabled=False):
             total, sums = recurrence.scan(
                 ones, real, wide, before.total[:, None, None], segments=segments, donate=donate

@@ -1,4 +1,4 @@
-"""The contract that every attention keeps, and the registry that finds it by name."""
+"""The base class of all attention mechanisms, and the registry of their names."""
 
 import functools
 import inspect
@@ -20,10 +20,10 @@ from .validation import Trusted
 
 REGISTRY: dict[str, type["Attention"]] = {}
 
-# Given by the stack, never by a spec.
+# Set by the stack, never by a spec.
 PLACE = ("dim", "heads", "causal", "layer", "depth")
 
-# What a mechanism's ``attend`` may ask for, besides x and state.
+# The keyword arguments that a mechanism's ``attend`` may have.
 ARGUMENTS = ("mask", "segments", "prefix", "context", "context_mask", "carry", "record", "donate")
 
 
@@ -32,86 +32,94 @@ S = TypeVar("S", bound=tuple[Any, ...], default=Any)
 
 
 class Attention(nn.Module, Generic[S]):
-    """``y, state = attention(x, state)``: a whole sequence, a segment or a single token, in one signature.
+    """``y, state = attention(x, state)``: the base class of all attention mechanisms.
+
+    One signature serves a whole sequence, a part of one, and a single token.
 
     >>> import torch, longspan
     >>> attention = longspan.build("linear", dim=8, heads=2)
     >>> x = torch.randn(1, 5, 8)
-    >>> y, _ = attention(x)  # all at once
+    >>> y, _ = attention(x)  # the whole sequence
     >>> state = attention.init_state(1)
-    >>> for token in x.split(1, dim=1):  # or one by one
+    >>> for token in x.split(1, dim=1):  # or token by token
     ...     last, state = attention(token, state)
     >>> torch.allclose(last, y[:, 4:], atol=1e-6)
     True
 
-    A mechanism is one file with one final subclass: the facts below, ``__init__`` whose keyword-only options are the
-    config (each kept as an attribute of the same name, and checked against its annotation whoever builds it), ``start``
-    and ``attend``. Having a ``name`` registers it.
+    A mechanism is one file with one final subclass. A subclass with a ``name`` is registered. It defines:
 
-    ``attend(self, x, state, *, ...)`` names those of ``mask, segments, prefix, context, context_mask, carry, record,
-    donate`` that it supports and returns ``(y, state)``, with ``carry`` ``(y, state, carry)``; it is only called with
-    arguments that have been checked, and a call with an argument that it does not name has been refused. ``prefix``
-    reaches it as bool (B,N), True on the tokens that see each other; see ``ops.prefix``. ``record`` reaches it only
-    where there is something to tell, as a dict that has the keys ``"matrix"``, ``"penalty"``, ``"statistics"`` and
-    ``"log_prob"`` where they are wanted; a mechanism that has none of the last three fills in ``matrix`` and ``mask``
-    whenever it comes.
+    * the class attributes below;
+    * ``__init__``. Its keyword-only options are the config. Each option is stored as an attribute of the same name and
+      checked against its annotation;
+    * ``start(self, batch, capacity)``, which returns the state before the first token;
+    * ``attend(self, x, state, *, ...)``, which computes the output.
+
+    ``attend`` names the arguments that it supports: any of ``mask``, ``segments``, ``prefix``, ``context``,
+    ``context_mask``, ``carry``, ``record`` and ``donate``. It returns ``(y, state)``, or ``(y, state, carry)`` if it
+    gets a ``carry``. ``forward`` checks all arguments and rejects those that ``attend`` does not name. Two arguments
+    differ from those of ``forward``:
+
+    * ``prefix`` is bool (B,N), True on the tokens that see each other; see ``ops.prefix``;
+    * ``record`` is a dict with one key per requested output: ``"matrix"``, ``"penalty"``, ``"statistics"`` or
+      ``"log_prob"``. A mechanism without the last three fills in ``matrix`` and ``mask`` whenever it gets a dict.
     """
 
     name: ClassVar[str]
-    """how specs call it"""
+    """the name in specs"""
     paper: ClassVar[str]
     """arXiv number"""
     citation: ClassVar[tuple[str, str, int]]
     """authors in BibTeX form, title, year"""
     cost: ClassVar[str]
-    """time for one sequence, in N (tokens) and D (head size)"""
+    """time for one sequence, in N (tokens) and D (head dimension)"""
     family: ClassVar[str] = "others"
-    """one of ``FAMILIES``, the page that tells of it"""
+    """a key of ``FAMILIES``: the page that describes the mechanism"""
     equations: ClassVar[tuple[str, ...]] = ()
-    """what it computes, one line of LaTeX each: typeset on the pages, in Unicode in a terminal (``notation.text``)"""
+    """the definition, one line of LaTeX each: typeset in the documentation, Unicode in a terminal"""
     examples: ClassVar[tuple[str, ...]] = ()
-    """specs small enough that 29 tokens leave any window; default: the bare name"""
-    exempt: ClassVar[dict[str, str]] = {}
-    """law -> why it cannot hold; strict: a law that holds after all must not be listed"""
+    """specs for tests, with windows shorter than 29 tokens; default: the name without options"""
+    exempt: Mapping[str, str] = {}
+    """conformance checks that cannot hold, each with the reason; a check that passes must not be listed"""
     directions: tuple[str, ...] = ("causal", "bidirectional")
-    """the forms that exist; an instance whose options rule one out has fewer"""
+    """the supported forms; an instance has fewer if its options rule one out"""
     has_layer_carry: ClassVar[bool] = False
-    """takes and returns ``carry``, something handed from layer to layer; see ``cut_carry``"""
+    """whether calls take and return ``carry``, a value passed from layer to layer; see ``cut_carry``"""
     no_decay: ClassVar[tuple[str, ...]] = ()
-    """its own parameters of two dimensions or more that weight decay leaves alone, such as decays, scales and learned
-    positions; vectors, biases and embeddings are never decayed, see ``train.parameter_groups``"""
+    """parameters of at least two dimensions without weight decay, such as decays, scales and learned positions.
+    Vectors, biases and embeddings have no weight decay in any case; see ``train.parameter_groups``"""
     penalty: ClassVar[str] = ""
-    """what ``record["penalty"]``, a loss of the mechanism's own, measures, in words; "" where there is none"""
+    """description of ``record["penalty"]``, an auxiliary loss; "" if there is none"""
     samples: ClassVar[bool] = False
-    """draws in training what it reads, and tells ``record["log_prob"]`` (B,), the log of the draws' probability"""
+    """whether training samples what a query reads; ``record["log_prob"]`` (B,) is the log probability of the samples"""
     statistics: ClassVar[str] = ""
-    """what ``record["statistics"]``, by which ``update`` moves buffers, counts, in words; "" where there is none"""
+    """description of ``record["statistics"]``, from which ``update`` moves buffers; "" if there are none"""
     native_positions: ClassVar[str] = ""
-    """the positions of a model, ``relative`` or ``alibi``, that it has of its own"""
+    """the model positions that the mechanism computes itself: ``relative`` or ``alibi``; "" for none"""
     replaces: ClassVar[str] = ""
-    """the mechanism in whose place it is built where a model has these positions"""
-    states: ClassVar[tuple[type, ...]] = ()
-    """the NamedTuples that its calls take and return; those of cross attention are also in ``contexts``"""
+    """the mechanism that this one replaces in a model with these positions"""
+    states: tuple[type, ...] = ()
+    """the NamedTuples that self-attention takes and returns as state"""
     contexts: ClassVar[tuple[type, ...]] = ()
+    """the NamedTuples that cross attention takes and returns as state"""
 
     key_pattern: Pattern | None = None
-    """which keys each query may see, where that is a pattern; an instance has its own"""
+    """the keys that each query may see, if a pattern describes them; set by an instance"""
     max_lookahead: int | None = None
-    """how far ahead a bidirectional query surely reads, where that is bounded and ``key_pattern`` is None"""
+    """upper bound of the look-ahead of a bidirectional query without a ``key_pattern``; None: no bound"""
     num_prefix_tokens: int = 0
-    """how many tokens, of a layer's own, ``key_pattern`` counts before those of the input"""
+    """the number of learned tokens that ``key_pattern`` counts before the tokens of the input"""
 
     apart: bool = False
-    """``attend`` computes packed sequences one by one, so that no NaN or infinity of one can reach another"""
+    """whether ``attend`` computes packed sequences separately, so that NaN and infinity stay in their sequence"""
     cut_carry: Callable[[Any, Tensor, Part], Any] | None = None
-    """what one packed sequence gets of a carry, of the call's segments; without it, ``apart`` must be true"""
+    """cut the part of one packed sequence out of a carry: (carry, segments, part); None requires ``apart``"""
     join_carry: Callable[[Tensor, list[Part], list[Any]], Any] | None = None
-    """what all packed sequences of a call hand on, from what each hands on: the inverse of ``cut_carry``"""
+    """join the carries of all packed sequences: (segments, parts, carries); the inverse of ``cut_carry``"""
 
     supported_args: frozenset[str] = frozenset()
-    """the arguments that ``attend`` names; filled in by the class statement; an instance may take fewer"""
+    """the arguments that ``attend`` names, set when the class is defined; an instance may support fewer"""
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
             return
@@ -120,17 +128,17 @@ class Attention(nn.Module, Generic[S]):
             raise ValueError(f"two attentions are named {cls.name!r}: {first}, {cls.__qualname__}")
         missing = [fact for fact in ("paper", "citation", "cost") if not hasattr(cls, fact)]
         bare = [name for name, p in inspect.signature(cls.__init__).parameters.items() if p.annotation is p.empty]
-        missing += [f"an annotation of {name}, which says what a spec may set" for name in bare if name != "self"]
+        missing += [f"an annotation of {name}, for the values that a spec may set" for name in bare if name != "self"]
         if not (cls.__dict__.get("__doc__") or "").strip():
-            missing.append("a docstring, whose first line is its row in the docs")
+            missing.append("a docstring, whose first line is its row in the documentation")
         if missing:
             raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
         cls.examples = cls.__dict__.get("examples") or (cls.name,)
         spec.known(cls.family, FAMILIES, "family of mechanisms")
-        asked = list(inspect.signature(cls.attend).parameters)[3:]
-        for argument in asked:
+        supported = list(inspect.signature(cls.attend).parameters)[3:]
+        for argument in supported:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
-        cls.supported_args = frozenset(asked)
+        cls.supported_args = frozenset(supported)
         cls.__init__ = typecheck.with_checked_types(cls.__init__, cls.name)
         REGISTRY[cls.name] = cls
 
@@ -147,54 +155,74 @@ class Attention(nn.Module, Generic[S]):
 
     @property
     def weight_like(self) -> Tensor:
-        """An empty tensor with dtype and device of the weights, for ``start``: ``self.weight_like.new_zeros(...)``.
+        """An empty tensor in the dtype and on the device of the weights.
 
-        No weight by name, since quantization or an adapter may have put another module in the place of a linear map.
-        Where nothing of floating point is left it is float32 on the CPU, which is what torch's quantized maps take.
+        ``start`` creates states from it: ``self.weight_like.new_zeros(...)``. It is float32 on the CPU if no weight has
+        a floating-point dtype, as torch's quantized layers require.
         """
+        # Looked up in all modules: quantization or an adapter may have replaced any linear layer.
         weight = validation.weight_of(self)
         if weight is None:
             return torch.empty(0, dtype=torch.float32)
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def start(self, batch: int, capacity: int) -> S:
-        """The state before the first token; ``capacity`` is the number of tokens to make room for, where it grows.
+        """Return the state before the first token. Each mechanism with a state defines it.
 
-        Its tensors take dtype and device from ``self.weight_like``.
+        Args:
+            batch: the number of sequences.
+            capacity: the number of tokens to allocate in a state that grows.
+
+        Returns:
+            The state, in dtype and on device of ``self.weight_like``.
         """
-        # Abstract: every mechanism defines it. A bidirectional one never needs it, so it is no error to lack it.
+        # Not an abstract method: a bidirectional mechanism needs no state.
         raise NotImplementedError(f"{type(self).__name__} defines no start")
 
     def attend(self, x: Tensor, state: Any) -> tuple[Any, ...]:
-        """The mechanism itself; see the class."""
-        # Abstract: every mechanism defines it.
+        """Compute the mechanism on checked arguments. Each mechanism defines it; see the class."""
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Any:
-        """The ``carry`` of the first layer of a stack: x (B,N,dim), mask (B,N). Only with ``has_layer_carry``."""
-        raise ValueError(f"{self.name} hands nothing from layer to layer, so it has no first carry")
+        """Return the ``carry`` that the first layer of a stack takes.
+
+        Args:
+            x: (B,N,dim) the input of the layer.
+            mask: (B,N) bool, True on real tokens.
+
+        Raises:
+            ValueError: for a mechanism without ``has_layer_carry``.
+        """
+        raise ValueError(f"{self.name} has no carry: it passes no value from layer to layer")
 
     def init_state(self, batch: int, capacity: int | None = None) -> S:
-        """The state before the first token, for ``batch`` sequences.
+        """Return the state before the first token.
 
-        ``capacity``: tokens to make room for in a state that grows (keys and values); other states have one size.
-        Raises ValueError for a bidirectional attention, which sees whole sequences only.
+        Args:
+            batch: the number of sequences.
+            capacity: the number of tokens to allocate in a state that grows (keys and values); other states ignore it.
+
+        Returns:
+            The state, a NamedTuple of tensors, batch first.
+
+        Raises:
+            ValueError: for a bidirectional attention, which has no recurrent state, and for negative numbers.
         """
         if not self.causal:
             raise ValueError(
-                f"a bidirectional {self.name} sees whole sequences and has no recurrent state; "
-                f"build it with causal=True, or call it with context= and keep the state that it returns"
+                f"a bidirectional {self.name} reads whole sequences and has no recurrent state; "
+                f"build it with causal=True, or call it with context= and keep the returned state"
             )
         if batch < 0 or (capacity or 0) < 0:
             raise ValueError(f"batch={batch} and capacity={capacity} must not be negative")
         return self.start(batch, capacity or 0)
 
     def init_trainable_state(self, batch: int) -> S:
-        """``init_state`` for calls between which training moves the weights: it serves whatever they become."""
+        """Return ``init_state`` in a size that stays valid while training changes the weights."""
         return self.init_state(batch)
 
     def state_sizes(self) -> S:
-        """A state of one row, with which those of a call are compared; what has no entries may have any number."""
+        """Return a state of one row, for checks of shapes; an axis of size 0 stands for any size."""
         return self.start(1, 0)
 
     @overload
@@ -275,8 +303,8 @@ class Attention(nn.Module, Generic[S]):
             ValueError: an argument has a wrong rank, shape, dtype or value, is not supported by the mechanism, or does
                 not go with another one.
         """
-        # ``_trusted``: a stack has checked its arguments once for all layers. A keyword, and not a second method, since
-        # ``__call__`` runs hooks, by which profilers and sharding (FSDP) see each layer.
+        # ``_trusted``: a stack has checked its arguments once for all layers. It is a keyword and not a second method,
+        # since ``__call__`` runs the hooks of profilers and sharding (FSDP).
         if unknown:
             refuse(self.name, unknown, ("x", "state", *ARGUMENTS))
         given: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "context": context}
@@ -285,13 +313,14 @@ class Attention(nn.Module, Generic[S]):
         if _trusted is None:
             given = validation.checked_arguments(self, x, state, given)
         if state is not None and 0 in x.shape:
-            # Nothing is read. The state is a copy, since one of the two may be given away later.
+            # Without tokens the state stays the same. It is copied, since a later call may donate one of the two.
             validation.fill_record({} if record is None else record, {})
             return x.clone(), state if donate else clone(state), *([] if carry is None else [carry])
+        requested: dict[str, Any] = {}
         if record is not None:
             requested = validation.requested_outputs(self, given.pop("record"))
             given |= {"record": requested} if requested else {}
-        # Zeros before as well as after: a weight of 0 does not hide NaN or infinity, neither in sums nor in gradients.
+        # Masked tokens are zeroed before and after: a weight of 0 would let NaN and infinity into sums and gradients.
         absent = None if mask is None else ~mask[..., None]
         x = x if absent is None else x.masked_fill(absent, 0.0)
         packed = segments is not None and _trusted is not Trusted.ISOLATED
@@ -301,57 +330,61 @@ class Attention(nn.Module, Generic[S]):
         return y if absent is None else y.masked_fill(absent, 0.0), *rest
 
     if TYPE_CHECKING:
-        # What ``nn.Module`` leaves untyped: a call takes and returns what ``forward`` does.
-        __call__ = forward  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride]
+        # ``nn.Module`` leaves ``__call__`` untyped. It has the signature of ``forward``.
+        __call__ = forward  # pyright: ignore[reportAssignmentType, reportIncompatibleVariableOverride] see above
 
     def _attend_packed(self, x: Tensor, state: Any, given: dict[str, Any]) -> tuple[Any, ...]:
-        """``attend`` with ``segments`` among the arguments: NaN and infinity stay in the sequence that holds them."""
+        """``attend`` with segments, such that NaN and infinity stay in their packed sequence."""
         segments, mask, carry = given["segments"], given.get("mask"), given.get("carry")
         if self.apart or (carry is not None and self.cut_carry is None):
             return self.attend(x, state, **given)
-        # The state may be needed once more, so it is not given away.
+        # The state may be read again, so it is not donated.
         given = {name: value for name, value in given.items() if name not in ("carry", "donate")}
 
-        def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple:
+        def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Any, ...]:
             more = {} if carry is None else {"carry": carry}
             if part is None:
                 y, *rest = self.attend(tokens[0], state, **given, **more)
                 return (y if mask is None else y.masked_fill(~mask[..., None], 0.0)), *rest
             if carry is not None and self.cut_carry is not None:
                 more = {"carry": self.cut_carry(carry, segments, part)}
-            # Still packed, if alone: states, and what is handed on, are laid out as they are in packed rows.
+            # A single sequence keeps its segments, so that states and carries have the layout of packed rows.
             own = {name: part.cut(given[name]) for name in ("segments", "mask") if name in given}
             return self.attend(tokens[0], state, **own, **more)
 
-        def join(parts: list[Part], handed: list[Any]) -> Any:
-            return self.join_carry and self.join_carry(segments, parts, handed)
+        def join(parts: list[Part], carries: list[Any]) -> Any:
+            return self.join_carry and self.join_carry(segments, parts, carries)
 
         how = Packed(run, segments, 1, lambda: self.start(1, 0), join, causal=self.causal)
-        # A loss of the mechanism's own has gradients of which its outputs do not tell.
+        # An auxiliary loss has gradients that do not flow through the outputs.
         return isolated(how, [x], state, carry, gradients="record" not in given)
 
-    def update(self, record: dict) -> None:
-        """Move the buffers that no gradient moves by ``record["statistics"]``; training does so after each step.
+    def update(self, record: dict[str, Any]) -> None:
+        """Update the buffers that are learned without gradients. Training calls it after each step.
 
-        Statistics are tensors, those of several calls added up. Raises ValueError for a mechanism without them.
+        Args:
+            record: its ``"statistics"`` are tensors, summed over the calls of the step.
+
+        Raises:
+            ValueError: for a mechanism without ``statistics``.
         """
-        raise ValueError(f"{self.name} has no statistics: gradients alone move what it learns")
+        raise ValueError(f"{self.name} has no statistics: it learns from gradients alone")
 
     def project(self) -> None:
-        """Move parameters back into their range, in place; training does so after each optimizer step.
+        """Clamp parameters to their range, in place. Training calls it after each optimizer step.
 
-        For a mechanism whose parameters have a range, such as the spans of ``adaptive_span``. No gradient depends on
-        the range, so that gradients of a batch are the mean of those of its parts. Others do nothing here.
+        It has an effect on mechanisms with bounded parameters, such as the spans of ``adaptive_span``. Gradients ignore
+        the range, so that the gradient of a batch is the mean over its parts.
         """
 
     @property
     def positional(self) -> bool:
-        """Whether outputs depend on the order of the keys (beyond causality)."""
+        """Whether outputs depend on the order of the keys, apart from causality."""
         return bool(getattr(self, "rotary", 0.0)) or self.key_pattern is not None
 
     @property
     def spec(self) -> str:
-        """The spec that builds this attention again: its name and the options that differ from their defaults."""
+        """The spec that rebuilds this attention: its name, and the options that differ from their defaults."""
         changed = []
         for at, (name, p) in enumerate(own_options(type(self)).items()):
             if (value := getattr(self, name)) != p.default:
@@ -361,10 +394,11 @@ class Attention(nn.Module, Generic[S]):
         return self.name + (f"({', '.join(changed)})" if changed else "")
 
     def extra_repr(self) -> str:
+        """Return the spec, dim, heads and causal, for ``repr``."""
         return f"{self.spec}, dim={self.dim}, heads={self.heads}, causal={self.causal}"
 
 
 @functools.cache
 def own_options(cls: type[Attention]) -> Mapping[str, inspect.Parameter]:
-    """The options of a mechanism: the keyword-only parameters of its ``__init__`` that a spec may set."""
+    """Return the options of a mechanism: the keyword-only parameters of ``__init__`` that a spec may set."""
     return {name: p for name, p in spec.options(cls.__init__).items() if name not in PLACE}

@@ -1,6 +1,9 @@
-"""A causal mechanism read in both directions, for encoders."""
+"""A causal mechanism run in both directions, for encoders."""
+
+from typing import Never
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._utils import spec
@@ -9,16 +12,16 @@ from .build import make
 from .registry import mechanism
 from .validation import Trusted
 
-# Facts of mechanisms that return more than outputs, in words.
+# Attributes of mechanisms that return more than outputs, with a description.
 _PASSED_ON = {
     "has_layer_carry": "a carry for the next layer",
     "penalty": "a loss",
     "samples": "the log probability of what it draws",
-    "statistics": "statistics by which its buffers move",
+    "statistics": "statistics that update its buffers",
 }
 
 
-class Bidirectional(Attention):
+class Bidirectional(Attention[Never]):
     r"""Adds the outputs of a causal mechanism over the sequence and over the reversed sequence.
 
     f and g return the output of a causal mechanism for its last token: f reads the tokens up to t, g reads them from
@@ -85,7 +88,9 @@ class Bidirectional(Attention):
         """Always True: each direction is causal, so that reordering the tokens changes the outputs."""
         return True
 
-    def attend(self, x, state, *, mask=None, segments=None):
+    def attend(
+        self, x: Tensor, state: None, *, mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         # This call's arguments have been checked, and its packed sequences are kept apart.
         y, _ = self.forwards(x, mask=mask, segments=segments, _trusted=Trusted.ISOLATED)
         turned = {

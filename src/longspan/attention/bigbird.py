@@ -1,25 +1,31 @@
-"""Softmax attention by blocks: a window around each, some that see and are seen by all, and some at random."""
+"""BigBird: block-sparse softmax attention with a window, global blocks and random blocks."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from .. import patterns
 from ..ops.tensors import merge, split
 from ..patterns import Pattern
 from ..states import lookback
+from ..states.kv_cache import KeyValues
+from ..states.window import Window
 from .base import Attention
 
 
-class BigBird(Attention):
-    r"""Each block of queries sees the blocks around it, the first ones, and a few drawn at random.
+class BigBird(Attention[Window | KeyValues]):
+    r"""Each block of queries sees the blocks around it, the first blocks, and a few random blocks.
 
-    ``block``: tokens b of a block. ``window``: w blocks around the query's own block u. ``globals``: so many first
-    blocks g see everything, and all see them. ``random``: so many different blocks $R_u$ are drawn from 0 to u, anew
-    for each u, head and layer. ``seed``: of these draws. A block counts once, since
-    the keys are a set. A causal one sees the keys $j \le i$ of that set.
+    ``block``: b, the tokens per block. ``window``: w, the number of blocks of the window, with the query's own block u
+    in the middle. ``globals``: g, the number of first blocks that see all blocks and are seen by all. ``random``: the
+    number of different random blocks $R_u$, drawn from 0 to u for each u, head and layer. ``seed``: the seed of the
+    random blocks.
 
-    What a query sees never depends on the length. So the last block, global in the paper, is not so here, and random
-    blocks are the past's in both directions; they may fall into the window, where they add nothing. Its state is a
-    ring of keys and values where there are neither random nor global blocks, else all of them.
+    The keys are a set: a block that is chosen twice counts once. A causal layer sees the keys $j \le i$ of the set.
+
+    The keys of a query do not depend on the length of the sequence. For this reason the last block is not global, other
+    than in the paper, and random blocks come from the past in both forms. They may fall into the window, where they
+    have no effect. The state is a ring of keys and values without random and global blocks, else all keys and values.
 
     Source: Zaheer et al. 2020, section 2 and appendix D; the paper has the bidirectional form only. Raises ValueError
     for a window that is not odd, and for negative numbers of blocks.
@@ -57,9 +63,9 @@ class BigBird(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if window < 1 or window % 2 == 0:
-            raise ValueError(f"window={window} blocks have the query's own in their middle, so window must be odd")
+            raise ValueError(f"window={window} must be odd and positive: the query's own block is in the middle")
         if block < 1:
-            raise ValueError(f"block={block} must be a whole number of at least 1: tokens of a block")
+            raise ValueError(f"block={block} must be at least 1: it is the number of tokens per block")
         if globals < 0 or random < 0:
             raise ValueError(f"globals={globals} and random={random} are numbers of blocks and must not be negative")
         self.layer, self.block, self.window, self.globals = layer, block, window, globals
@@ -70,13 +76,22 @@ class BigBird(Attention):
             sees |= patterns.globals(globals * block)
         if random:
             sees |= patterns.random(random, seed, block)
-        self.key_pattern: Pattern = sees & patterns.causal() if causal else sees
+        self.key_pattern: Pattern = sees & patterns.causal() if causal else sees  # pyright: ignore[reportIncompatibleVariableOverride] never None here
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> Window | KeyValues:
         return lookback.empty(self.key_pattern, batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: Window | KeyValues | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, Window | KeyValues | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         o, state = lookback.attend(
             q,

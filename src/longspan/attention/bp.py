@@ -1,31 +1,32 @@
-"""Softmax attention over a binary tree: near tokens one by one, far ones in spans that grow with the distance."""
+"""BP-Transformer: softmax attention over a binary tree, in spans that grow with the distance."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.softmax import tree
 from ..ops.tensors import merge, positions, split, upcast_half
 from .base import Attention
 
 
-class BinaryPartition(Attention):
-    """Each token reads its neighbors one by one and farther ones in larger and larger spans of a binary tree.
+class BinaryPartition(Attention[tree.Nodes]):
+    """Each token reads near tokens one by one, and farther ones in growing spans of a binary tree.
 
-    A node u is span m of level l, positions counting real tokens. Beside itself a token reads, in $T_i$, on each level
-    and side, ``k`` nodes, outward from where the level below has ended, so that all tokens are in exactly one of its
-    nodes; the causal form reads the left side alone. In the bidirectional form spans at the end hold what tokens there
-    are, so that this is so for any length.
+    A node u is span m of level l. Positions count real tokens. A token reads itself and, on each level and side, ``k``
+    nodes, which start where the level below ends. These nodes $T_i$ cover every token exactly once. The causal form
+    reads the left side only. In the bidirectional form the spans at the end may be incomplete, for any length.
 
-    A node's key and value are those of its tokens, weighted by the attention $a_u$ of the span over them, with a query
-    $g_h$ that is learned, one per head. There is a learned r for each kind of edge: level, side and place among the k;
-    ``levels``: from how many levels on they share theirs. Everything is float32 at least.
+    The key and value of a node are the weighted means of those of its tokens. The weights $a_u$ are a softmax with a
+    learned query $g_h$ per head. A vector r is learned for each kind of edge: level, side and place among the k. All
+    computations are in float32 or better.
 
-    In the paper, nodes also keep what they have read from layer to layer; here each layer makes them anew, as its
-    first one does. Since such nodes are sums of smaller ones, the state is the last 2 k of each of 24 levels, and a
-    step costs O(k log N).
+    ``k``: the number of nodes per level and side. ``levels``: the number of levels with separate edge vectors; higher
+    levels share those of the last one.
 
-    Each query's nodes are gathered in torch, level by level, and their gradients scattered: training is slower than
-    with fused softmax even at 16384 tokens.
+    The paper updates the nodes from layer to layer; here each layer computes them from its tokens, like the first layer
+    of the paper. The state is the last 2 k nodes of each of 24 levels, and a step costs O(k log N).
+
+    Nodes are gathered in torch level by level, and their gradients scattered. Training is slower than fused softmax
+    even at 16384 tokens.
 
     Source: Ye et al. 2019, sections 3.1-3.3. Raises ValueError for k < 1 or levels < 1, and for more
     than $2^{24}$ tokens with a state.
@@ -64,15 +65,23 @@ class BinaryPartition(Attention):
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> tree.Nodes:
         return tree.empty(batch, self.heads, self.k, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: tree.Nodes | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, tree.Nodes | None]:
         if segments is not None and x.numel():
             return self._packed(x, state, mask, segments, donate)
         order = None
         if mask is not None:
-            # Real tokens side by side, in their order, before the others.
+            # Real tokens first, in their order.
             order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             x = x.gather(1, order[..., None].expand_as(x))
         _, lengths = positions(x, mask=mask)
@@ -85,14 +94,16 @@ class BinaryPartition(Attention):
         y = self.out(merge(o).to(x.dtype))
         if order is not None:
             y = torch.zeros_like(y).scatter(1, order[..., None].expand_as(y), y)
-        return y, None if after is None else _written(state, after, donate)
+        return y, None if after is None or state is None else _written(state, after, donate)
 
-    def _packed(self, x, state, mask, segments, donate):
-        """Each packed sequence as a row of its own: the first goes on with the state, the last leaves its nodes."""
+    def _packed(
+        self, x: Tensor, state: tree.Nodes | None, mask: Tensor | None, segments: Tensor, donate: bool
+    ) -> tuple[Tensor, tree.Nodes | None]:
+        """``attend`` with each packed sequence in a separate row."""
         tokens = torch.arange(x.shape[1], device=x.device).expand_as(segments)
         border = torch.ones_like(segments, dtype=torch.bool)
         border[:, 1:] = segments[:, 1:] != segments[:, :-1]
-        row = border.flatten().cumsum(0).view_as(segments) - 1  # (B,N), counted through the batch
+        row = border.flatten().cumsum(0).view_as(segments) - 1  # (B,N), counted over the whole batch
         place = tokens - torch.where(border, tokens, 0).cummax(1).values
         rows, longest = int(row[-1, -1]) + 1, int(place.max()) + 1
         real = torch.zeros(rows, longest, dtype=torch.bool, device=x.device)
@@ -109,7 +120,7 @@ class BinaryPartition(Attention):
 
 
 def _written(state: tree.Nodes, after: tree.Nodes, donate: bool) -> tree.Nodes:
-    """What comes after, in the memory of the state that was given away."""
+    """The new nodes, written into the memory of a donated state."""
     if not donate or torch.compiler.is_compiling():
         return after
     return tree.Nodes(*(old.copy_(new) for old, new in zip(state, after, strict=True)))

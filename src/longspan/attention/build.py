@@ -1,4 +1,4 @@
-"""Build an attention from a spec."""
+"""Build an attention layer from a spec."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ from .registry import list_mechanisms, mechanism
 
 
 def signature(cls: type[Attention]) -> inspect.Signature:
-    """The options of a mechanism by keyword, and its first by position too where that is a nested spec."""
+    """Return the options of a mechanism by keyword; a first option that is a nested spec may be positional."""
     found = list(own_options(cls).values())
     if found and found[0].annotation is spec.Spec:
         found[0] = found[0].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -24,23 +24,34 @@ def signature(cls: type[Attention]) -> inspect.Signature:
 def build(
     text: str, dim: int, heads: int, *, causal: bool = True, layer: int = 0, depth: int = 1, positions: str = "none"
 ) -> Attention:
-    """Build an attention from its spec, such as ``linear`` or ``local(window=64)``.
+    """Build an attention layer from its spec, such as ``linear`` or ``local(window=64)``.
 
     >>> import longspan
     >>> attention = longspan.build("linear(feature_map='relu')", dim=64, heads=4)
     >>> attention.spec, attention.causal
     ("linear(feature_map='relu')", True)
 
-    ``dim`` is the width of x, ``heads`` divides it; ``layer`` of ``depth`` is its place in a stack, for mechanisms that
-    depend on it; ``positions`` are those of a model, see ``longspan.modules.positions``: ``rotary`` where the spec
-    itself gives none, and with ``alibi`` and ``relative`` softmax is the mechanism of that name.
+    ``positions="rotary"`` sets the option ``rotary`` unless the spec sets it. With ``alibi`` and ``relative``,
+    ``softmax`` becomes the mechanism of that name:
 
     >>> longspan.build("softmax", dim=64, heads=4, positions="relative(clamp=100)").spec
     'relative(clamp=100)'
 
-    Raises ValueError for an unknown mechanism or option, naming the known ones, for values that do not fit, for
-    positions that the mechanism is not exact for, naming those that are, and where its weights would take more memory
-    than this machine has.
+    Args:
+        text: the spec: the name of a mechanism, and options in parentheses.
+        dim: the width of x.
+        heads: the number of heads; it divides ``dim``.
+        causal: whether a query sees only keys up to its own position.
+        layer: the index of the layer in its stack, for mechanisms that depend on it.
+        depth: the number of layers of the stack.
+        positions: the positions of the model; see ``longspan.modules.positions``.
+
+    Returns:
+        The layer, with freshly initialized weights.
+
+    Raises:
+        ValueError: for an unknown mechanism or option, for invalid values, for positions that the mechanism does not
+            support, and for weights that do not fit into the memory of this machine.
     """
     made = functools.partial(make, text, dim, heads, causal=causal, layer=layer, depth=depth, positions=positions)
     if model_memory.allocates_on_cpu():
@@ -51,13 +62,13 @@ def build(
 
 
 def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: int, positions: str) -> Attention:
-    """``build`` without a look at the memory that it takes."""
+    """``build`` without the check of memory."""
     placed = parse(positions)
-    if isinstance(text, str) and ";" in text:
+    if ";" in str(text):
         raise ValueError(
-            f"{typecheck.format_value(text)} is a stack, and build makes one attention; a stack is built by a model: "
-            f"Decoder(DecoderConfig(attention={typecheck.format_value(text)})), or Stack(StackConfig(...)) without "
-            "embeddings"
+            f"{typecheck.format_value(text)} is a stack, and build returns a single layer; build a stack with "
+            f"Decoder(DecoderConfig(attention={typecheck.format_value(text)})), or with Stack(StackConfig(...)) for "
+            "one without embeddings"
         )
 
     def maker(cls: type[Attention]) -> Callable[..., Attention]:
@@ -65,51 +76,54 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
 
         def made(*args: Any, **options: Any) -> Attention:
             kind, options = _placed(cls, placed, takes.bind(*args, **options).arguments)
-            place, taken = {"causal": causal, "layer": layer, "depth": depth}, spec.options(kind.__init__)
+            place: dict[str, Any] = {"causal": causal, "layer": layer, "depth": depth}
+            taken = spec.options(kind.__init__)
             return kind(dim, heads, **options, **{name: value for name, value in place.items() if name in taken})
 
-        # ``inspect.signature`` reads it; the type of functions does not declare it.
-        made.__signature__ = takes  # type: ignore[attr-defined]
+        made.__signature__ = takes  # pyright: ignore[reportFunctionMemberAccess] read by inspect.signature
         return made
 
     if name := spec.head(text):
         mechanism(name, "name")
     built = spec.parse(text, {name: maker(cls) for name, cls in REGISTRY.items()})
     if not isinstance(built, Attention):
-        raise ValueError(f"{text!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
+        raise ValueError(f"{text!r} is not an attention mechanism; known: {', '.join(sorted(REGISTRY))}")
     return built
 
 
 def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) -> tuple[type[Attention], dict[str, Any]]:
-    """The class to build for a mechanism in a model with these positions, and its options.
+    """Return the class to build in a model with these positions, and its options.
 
-    Raises ValueError where neither is exact for them.
+    Raises ValueError if the mechanism does not support the positions.
     """
     given = placed.options()
     if placed.kind not in MISSING:
         return cls, options
     if placed.kind == "rotary":
         kind = cls if "rotary" in own_options(cls) else None
-        # A base of the spec's own comes with its own layout.
+        # A spec that sets the base sets the layout, too.
         given = {} if "rotary" in options else given
     else:
-        alike = [one for one in REGISTRY.values() if one.native_positions == placed.kind]
-        kind = next((one for one in alike if cls.name in (one.name, one.replaces)), None)
+        native = [one for one in REGISTRY.values() if one.native_positions == placed.kind]
+        kind = next((one for one in native if cls.name in (one.name, one.replaces)), None)
     if kind is None:
         able = ", ".join(name for name in list_mechanisms() if _able(REGISTRY[name], placed.kind))
         raise ValueError(
-            f"{cls.name} has no {placed.kind} positions: {MISSING[placed.kind]}; {able} have them, and any mechanism "
-            f"goes with none, sinusoidal or learned: positions=, of a training --model.positions"
+            f"{cls.name} has no {placed.kind} positions: {MISSING[placed.kind]}. Mechanisms with {placed.kind} "
+            f"positions: {able}. All mechanisms support positions= none, sinusoidal and learned "
+            f"(--model.positions in a training)"
         )
     given |= options
     if odd := [name for name in given if name not in (known := own_options(kind))]:
-        said = f"whose options are {', '.join(known) or 'none'}; not {odd[0]}"
-        raise ValueError(f"{cls.name} with {placed.kind} positions is {kind.name}, {said}")
+        raise ValueError(
+            f"{cls.name} with {placed.kind} positions is {kind.name}, which has no option {odd[0]!r}; "
+            f"it has {', '.join(known) or 'no options'}"
+        )
     return kind, given
 
 
 def _able(cls: type[Attention], kind: str) -> bool:
-    """Whether a mechanism has positions of this kind, be it as itself or as another one."""
+    """Whether a mechanism, or the one that replaces it, has positions of this kind."""
     if kind == "rotary":
         return "rotary" in own_options(cls)
     return any(one.native_positions == kind and cls.name in (one.name, one.replaces) for one in REGISTRY.values())

@@ -1,4 +1,4 @@
-"""BibTeX entries of the papers behind mechanisms."""
+"""BibTeX entries of the papers of mechanisms."""
 
 import re
 import unicodedata
@@ -7,10 +7,10 @@ from . import Attention
 
 
 def bibtex(cls: type[Attention]) -> str:
-    """The paper as a BibTeX entry."""
+    """Return the paper of a mechanism as a BibTeX entry."""
     authors, title, year = cls.citation
     family = _letters(re.split(r",| and ", authors)[0])
-    # The first word of the title that is no article or preposition.
+    # The first word of more than three letters, which skips articles and most prepositions.
     word = next((w for w in map(_letters, title.split()) if len(w) > 3), _letters(title))
     fields = {
         "author": f"{{{authors}}}",

@@ -1,7 +1,8 @@
-"""Softmax attention of a few clusters of queries instead of each query."""
+"""Clustered attention: softmax attention of clusters of queries instead of single queries."""
 
-import torch
-from torch import nn
+from typing import Any, Never
+
+from torch import Tensor, nn
 
 from ..ops.compress import prototypes
 from ..ops.linear.random_features import projection
@@ -9,23 +10,24 @@ from ..ops.tensors import merge, split
 from .base import Attention
 
 
-class Clustered(Attention):
-    r"""Queries that point the same way read the same: what the mean query of their cluster reads, by softmax.
+class Clustered(Attention[Never]):
+    r"""Softmax attention of the mean query of each cluster; all queries of a cluster get the same output.
 
-    Clusters are found in each row and head on their own by Lloyd's algorithm on hashes: bit b of a query tells on which
-    side of the random plane $a_b$ it is. ``clusters``: C. ``bits``: planes, which ``iterations`` steps of Lloyd's then
-    compare by Hamming distance. The planes are those of the layer, the first centroids hashes of real tokens, so that
-    nothing is random. Where a sequence has no more than C tokens, each is a cluster of its own, and this is softmax
-    attention.
+    Lloyd's algorithm clusters the queries of each row and head by their hashes, in Hamming distance. Bit b of a hash is
+    the side of the random plane $a_b$ that the query is on. The planes are fixed for a layer, and the first centroids
+    are hashes of real tokens, so that the result is deterministic. In a sequence of at most C tokens each token is a
+    separate cluster, and the output is that of softmax attention.
 
-    The mean mixes queries of all positions, so there is no causal form. A token's output depends on the others'
-    queries, not on their keys and values alone, so there is no cross attention either: queries that read a context in
-    several calls would read otherwise than in one.
+    ``clusters``: C, the number of clusters. ``bits``: the number of planes, at most 63. ``iterations``: the number of
+    steps of Lloyd's algorithm.
 
-    ``record`` also gets ``groups`` (B,H,N) int64, the clusters, C for a masked token.
+    There is no causal form, since a cluster mixes queries of all positions. There is no cross attention, since the
+    output of a query depends on the other queries of the call.
 
-    Source: Vyas et al. 2020, sections 3.1 and 3.2; sizes as in the authors' code, of which the first centroids are
-    random tokens. Raises ValueError for clusters or iterations < 1 and for bits that are not 1 to 63.
+    ``record`` also gets ``groups`` (B,H,N) int64: the cluster of each token, C for a masked token.
+
+    Source: Vyas et al. 2020, sections 3.1 and 3.2; sizes as in the authors' code, where the first centroids are
+    random tokens. Raises ValueError for clusters or iterations < 1 and for bits outside 1 to 63.
     """
 
     name, paper, cost = "clustered", "2007.04825", "N C D"
@@ -43,7 +45,7 @@ class Clustered(Attention):
     )
     examples = ("clustered(clusters=3, bits=17, iterations=4)",)
     directions = ("bidirectional",)
-    planes: torch.Tensor  # (bits,D+1)
+    planes: Tensor  # (bits,D+1)
 
     def __init__(
         self,
@@ -63,7 +65,15 @@ class Clustered(Attention):
         planes = projection(bits, dim // heads + 1, rows="iid", layer=layer)
         self.register_buffer("planes", planes.to(self.out.weight))
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None):
+    def attend(
+        self,
+        x: Tensor,
+        state: None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         reader = prototypes.Reader(self.planes, self.clusters, self.iterations)
         if record is not None:

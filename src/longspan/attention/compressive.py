@@ -1,6 +1,7 @@
-"""Softmax attention over a memory of inputs, and a second memory in which each entry stands for several older ones."""
+"""Compressive transformer: a memory of inputs, and a second memory of compressed older inputs."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,36 +12,40 @@ from ..ops import rows
 from ..ops.softmax import relative, scores, similarity
 from ..ops.softmax.relative import Older
 from ..ops.tensors import merge, split, upcast_half
-from ..ops.token_runs import find, gone, left, newest, windows
+from ..ops.token_runs import Runs, find, gone, left, newest, windows
 from ..patterns.numbers import whole
 from ..states import memory as memories
-from ..states.memory import Memory
+from ..states.memory import Memory, MemoryCall
 from .base import Attention
 
-POOLS = {"mean": "of each channel", "max": "of each channel", "convolution": "a linear map of all their channels"}
+POOLS = {"mean": "the mean of each channel", "max": "the maximum of each channel", "convolution": "a linear map"}
 
 
 class CompressiveState(NamedTuple):
+    """The memory of inputs, and the memory of compressed entries."""
+
     memory: Memory  # of m + c - 1 inputs
-    entries: Tensor  # (B,k,dim) the newest in the last slot
+    entries: Tensor  # (B,k,dim), the newest in the last slot
 
 
-class Compressive(Attention):
-    r"""Softmax attention by content and distance over a memory, whose old tokens are compressed, c into one.
+class Compressive(Attention[CompressiveState]):
+    r"""Softmax attention by content and distance over a memory whose old tokens are compressed, c into one.
 
-    Tokens are counted from the first, in runs of c. For a query, a run that lies more than m tokens before it is one
-    entry of the second memory, so that it sees the last m to $m + c - 1$ tokens, and the last k entries before them.
-    Like this, any cut of a sequence into calls gives one answer; the paper compresses at the end of each segment. An
-    entry counts as one token of distance, as where the two memories stand side by side. The rest is as in
-    ``transformer_xl``; c = 1 with the mean is that, of a memory of m + k.
+    Tokens are grouped into runs of c from the beginning of the sequence. A run that lies more than m tokens before a
+    query is one entry of the compressed memory. A query sees the last m to $m + c - 1$ tokens, and the k entries before
+    them. So the output does not depend on how a sequence is split into calls; the paper compresses at the end of each
+    segment. An entry counts as one token of distance. All else is as in ``transformer_xl``: with c = 1 and the mean,
+    this is ``transformer_xl`` with a memory of m + k.
 
-    ``memory``: m. ``compressed``: k. ``rate``: c. ``pool``: mean, max or convolution, a map of kernel and stride c.
-    ``stop_gradient=False`` lets gradients through the state and the entries: then the task teaches the convolution.
+    ``memory``: m, the number of uncompressed tokens. ``compressed``: k, the number of compressed entries. ``rate``: c,
+    the tokens per entry. ``pool``: mean, max or convolution (a linear map with kernel and stride c).
+    ``stop_gradient``: whether to stop gradients through the state and the entries; without it, the task trains the
+    convolution.
 
-    ``record["penalty"]`` is the attention-reconstruction loss: the mean squared difference between what queries read,
-    by content alone, of the tokens that their segment has seen leave the memory, and of their entries. A segment is m
-    tokens of the call. It gives gradients to the convolution alone, whose only teacher it is: from the outputs the
-    convolution gets gradients of zero.
+    ``record["penalty"]`` is the attention-reconstruction loss. A segment is m tokens of the call. The loss compares,
+    by content alone, what queries read of the tokens that leave the memory within their segment with what they read of
+    the compressed entries, as a mean squared difference. With ``stop_gradient`` the convolution learns from this loss
+    alone, and the outputs give it gradients of zero.
 
     Source: Rae et al. 2020, section 3 and algorithms 1 and 2. Raises ValueError for an unknown pool, and for memory,
     compressed or rate below 1 or above 2^30 - 1.
@@ -66,10 +71,10 @@ class Compressive(Attention):
         "compressive(memory=4, compressed=2, rate=3, pool='max')",
     )
     directions, states, native_positions = ("causal",), (CompressiveState,), "relative"
-    penalty = "what attention to the memory's old tokens loses by their compression"
-    exempt = dict.fromkeys(("gradients", "blocks"), "a state holds no gradient, so these end where a call begins") | {
-        "attention_matrix": "an entry of the second memory stands for several tokens, and its value for none of theirs"
-    }
+    penalty = "the change of attention to old tokens by their compression"
+    exempt = dict.fromkeys(
+        ("gradients", "blocks"), "a state holds no gradient, so gradients end at the start of a call"
+    ) | {"attention_matrix": "a compressed entry stands for several tokens, and its value is none of theirs"}
     no_decay = ("u", "v")
 
     def __init__(
@@ -90,7 +95,7 @@ class Compressive(Attention):
         self.memory, self.compressed, self.rate = memory, compressed, rate
         self.pool, self.stop_gradient, self.slots = known(pool, POOLS, "pool"), stop_gradient, memory + rate - 1
         if not stop_gradient:
-            self.exempt = {"attention_matrix": type(self).exempt["attention_matrix"]}  # type: ignore[misc]
+            self.exempt = {"attention_matrix": type(self).exempt["attention_matrix"]}
         self.query, self.key, self.value, self.distance, self.out = (nn.Linear(dim, dim, bias=False) for _ in range(5))
         self.u, self.v = (nn.Parameter(0.02 * torch.randn(heads, dim // heads)) for _ in range(2))
         if pool == "convolution":
@@ -100,11 +105,20 @@ class Compressive(Attention):
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> CompressiveState:
         memory = memories.empty(batch, self.slots, self.dim, self.weight_like)
         return CompressiveState(memory, self.weight_like.new_zeros(batch, self.compressed, self.dim))
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: CompressiveState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, CompressiveState | None]:
         stop, memory = self.stop_gradient, None if state is None else state.memory
         call, query = memories.begin(x, memory, mask, segments, stop=stop), self.query(x)
         few = state is not None and x.shape[1] * self.heads < self.dim
@@ -145,13 +159,13 @@ class Compressive(Attention):
             state = CompressiveState(memory, kept.to(state.entries.dtype))
         y = self.out(rows.scatter_back(mask, merge(view.after(o))))
         if stop and self.pool == "convolution":
-            # Only the penalty teaches the convolution. A gradient of zero without it, as data-parallel training waits
-            # for a gradient of every parameter.
+            # The convolution learns from the penalty alone. Without the penalty it gets a gradient of zero, since
+            # data-parallel training waits for a gradient of every parameter.
             y = y + torch.stack([(0 * p).sum() for p in self.compress.parameters()]).sum().to(y.dtype)
         return y, state
 
-    def _pooled(self, tokens, runs):
-        """The new entries, (B,P,dim)."""
+    def _pooled(self, tokens: Tensor, runs: Runs) -> Tensor:
+        """The new entries (B,P,dim)."""
         x = windows(tokens, runs)
         match self.pool:
             case "mean":
@@ -161,30 +175,30 @@ class Compressive(Attention):
             case _:
                 return self.compress(x.flatten(2))
 
-    def _past(self, call, runs, k, v):
-        """What queries b to e - 1 see of the entries, whose keys and values these are, (B,G,k+P,.)."""
+    def _past(self, call: MemoryCall, runs: Runs, k: Tensor, v: Tensor) -> Callable[[int, int], Older]:
+        """The function from queries b to e - 1 to the entries that they see; k, v (B,G,k+P,.) of all entries."""
 
-        def older(b, e):
-            # How many entries there are to see grows by one in c tokens, unless documents begin in between.
+        def older(b: int, e: int) -> Older:
+            # The visible entries grow by one every c tokens, unless documents begin in between.
             low = max(0, (b - self.memory) // self.rate - self.compressed + runs.old)
             part = slice(low, runs.old + e // self.rate + 1) if call.segments is None else slice(None)
             at, number, end = call.at[:, b:e, None], runs.number[:, None, part], runs.end[:, None, part]
             apart = runs.slots + torch.arange(b, e, device=at.device)[:, None] - end
             made = gone(at, self.memory, self.rate)
-            # An entry of another document ends before this one began.
+            # An entry of another document ends before the current document begins.
             seen = (apart > self.memory) & (apart <= at) & (number >= made - self.compressed)
             distance = at - made * self.rate + made - number
             return Older(k[:, :, part], v[:, :, part], distance.masked_fill(~seen, 0), seen)
 
         return older
 
-    def _lost(self, q, tokens, entries, runs, call):
-        """The penalty: queries (B,H,N,D), tokens (B,S+N,dim) and new entries (B,P,dim), in segments of the call."""
+    def _lost(self, q: Tensor, tokens: Tensor, entries: Tensor, runs: Runs, call: MemoryCall) -> Tensor:
+        """The penalty: queries (B,H,N,D), tokens (B,S+N,dim), new entries (B,P,dim)."""
         q, tokens, n, slots = q.detach(), tokens.detach(), q.shape[2], runs.slots
         read = torch.full_like(runs.at[:, :1], n) if call.mask is None else call.mask.sum(1, keepdim=True)
         own = runs.end[:, runs.old :]
         index = torch.arange(slots + n, device=q.device)
-        # In which segment the token that completes a run's leaving has come, for each new entry and each token.
+        # For each token and each new entry, the segment in which the last token of its run leaves the memory.
         last = index + self.rate - 1 - runs.at % self.rate
         gone_in = [left(end, runs, read, memory=self.memory) for end in (last, own)]
         pairs = [split(_held(part, tokens), self.heads) for part in (self.key, self.value)]
@@ -194,8 +208,9 @@ class Compressive(Attention):
             e = min(b + self.memory, n)
             part = slice(max(0, slots + b - self.memory - self.rate + 1), max(0, slots + e - self.memory))
             place = slots + torch.arange(b, e, device=q.device)[:, None]
-            at, real, reads = call.at[:, b:e, None], place - slots < read[:, None], []
-            # As many as can have left in so many tokens, unless documents begin in between.
+            at, real = call.at[:, b:e, None], place - slots < read[:, None]
+            reads: list[Tensor] = []
+            # An upper bound of the entries that leave within these tokens, unless documents begin in between.
             low, high = max(0, (b - self.memory) // self.rate), e // self.rate + 1
             few = slice(low, high) if call.segments is None else slice(None)
             for some, when, end, k, v in (
@@ -210,6 +225,6 @@ class Compressive(Attention):
         return total / torch.as_tensor(count, device=q.device).clamp(min=1)
 
 
-def _held(part, x):
-    """A module's outputs, whose weights get no gradient."""
+def _held(part: nn.Module, x: Tensor) -> Tensor:
+    """The output of a module without gradients to its weights."""
     return functional_call(part, {name: p.detach() for name, p in part.named_parameters()}, (x,))

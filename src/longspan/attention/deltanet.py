@@ -1,4 +1,4 @@
-"""The delta rule: what a key has stored is replaced by its new value, not added to."""
+"""DeltaNet: linear attention with the delta rule, which replaces the value of a key."""
 
 from typing import NamedTuple
 
@@ -14,21 +14,21 @@ from .base import Attention
 
 
 class DeltaNetState(NamedTuple):
-    """float32 at least."""
+    """The fast weights and the tokens of the short convolution, in float32 or better."""
 
-    sums: Tensor  # (B,H,D,D) what is stored: sums^T k is the value of a key k
-    recent: Tensor  # (B,convolution-1,3 dim) the last projected queries, keys and values, side by side
+    sums: Tensor  # (B,H,D,D) the fast weights: sums^T k is the value of a key k
+    recent: Tensor  # (B,convolution-1,3 dim) the last projected queries, keys and values, concatenated
 
 
-class DeltaNet(Attention):
-    r"""A fast memory of fixed size in which a new value replaces the old one of its key: the delta rule.
+class DeltaNet(Attention[DeltaNetState]):
+    r"""Linear attention with the delta rule: a new value replaces the stored value of its key.
 
-    $\beta_t$ is one number for each head, the norm RMS.
+    $\beta_t$ is one number per head; the norm is RMS.
 
-    ``convolution``: tokens that the short convolution spans (0: none). ``negative``: $\beta_t = 2 \sigma(w \cdot x_t)$,
-    so that a state can change its sign along a key and so keep track of a parity (Grazzi et al. 2024, 2411.12537).
+    ``convolution``: the width of the short convolution in tokens (0: none). ``negative``: use $\beta_t = 2 \sigma(w
+    \cdot x_t)$, so that the state can change its sign along a key and track a parity (Grazzi et al. 2024, 2411.12537).
 
-    Nothing has a bias, and there is no normalizer: the norm gives each head unit scale.
+    There are no biases, and no normalizer: the norm gives each head unit scale.
 
     Source: Yang et al. 2024 (2406.06484), eq. 5 and section 3.3, after Schlag et al. 2021 (2102.11174).
     """
@@ -59,12 +59,20 @@ class DeltaNet(Attention):
         self.norm = HeadNorm(dim // heads)
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> DeltaNetState:
         size, like = self.dim // self.heads, self.weight_like
         sums, none = like.new_zeros(batch, self.heads, size, size), like.new_zeros(batch, 0, 3 * self.dim)
         return DeltaNetState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: DeltaNetState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, DeltaNetState | None]:
         sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:

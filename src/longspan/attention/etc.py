@@ -1,4 +1,6 @@
-"""Attention between a long input and a few global tokens, through which what is far apart can meet."""
+"""ETC: local attention of a long input, with learned global tokens that connect distant tokens."""
+
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -11,22 +13,23 @@ from ..patterns import globals as reaching
 from .base import Attention
 
 
-class Etc(Attention):
-    r"""Tokens of a long input see a window and a few global tokens, which see everything (extended transformer).
+class Etc(Attention[Never]):
+    r"""Each token sees a window and a few learned global tokens, which see all tokens.
 
-    Two softmaxes: a global token reads all global and all long tokens; a long one reads all global tokens and the long
-    ones at most ``radius`` ($\rho$) positions away, which count real tokens. There is a learned vector r for the label
-    of each pair: j - i, clipped to ``clip`` (c) on both sides, where both are global or both long, and one label more
-    for a pair of both kinds.
+    A global token attends to all global and all long tokens. A long token attends to all global tokens, and to the long
+    tokens within a radius; positions count real tokens. Each pair has a label with a learned vector r. The label is the
+    clipped distance j - i if both tokens are long or both are global, and one common label otherwise.
 
-    ``globals``: the number of global tokens G, which are no tokens of the input. A layer adds learned vectors to those
-    that the layer below hands on (``carry``, (B,globals,dim), zeros for a first layer), and hands on
-    norm(g + out(what they have read)), without weights of the norm. Projections are those of the long input. What one
-    long token reads through the globals of this layer it reads in the next one; a single layer sees no farther than
-    ``radius``.
+    ``globals``: G, the number of global tokens, which are not part of the input. ``radius``: $\rho$, the largest
+    distance between two long tokens. ``clip``: c, the largest distance with a separate label.
 
-    Source: Ainslie et al. 2020, section 3, with one label for all pairs of both kinds. Raises ValueError for
-    globals < 1, radius < 0, clip < 0 and for a carry of another shape.
+    A layer adds learned vectors to the global tokens g of the layer below (``carry``, (B,globals,dim), zeros in the
+    first layer). It returns norm(g + out(o)) as the next carry, where o is the output of the global tokens and the norm
+    has no weights. Global and long tokens share their projections. Long tokens read the updated global tokens in the
+    next layer; a single layer connects long tokens within ``radius`` only.
+
+    Source: Ainslie et al. 2020, section 3, with one label for all pairs of a global and a long token. Raises ValueError
+    for globals < 1, radius < 0, clip < 0 and for a carry of another shape.
     """
 
     name, paper, cost = "etc", "2004.08483", "N W D"
@@ -56,7 +59,7 @@ class Etc(Attention):
             if value < least:
                 raise ValueError(f"{option}={value} must be at least {least}")
         self.globals, self.radius, self.clip, self.num_prefix_tokens = globals, radius, clip, globals
-        self.key_pattern: Pattern = reaching(globals) | band(radius, right=radius)
+        self.key_pattern: Pattern = reaching(globals) | band(radius, right=radius)  # pyright: ignore[reportIncompatibleVariableOverride] never None here
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.tokens = nn.Parameter(torch.randn(globals, dim))
         self.labels = nn.Parameter(torch.randn(2 * clip + 2, dim) * (dim // heads) ** -0.5)
@@ -66,14 +69,16 @@ class Etc(Attention):
         return True
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Zeros (B,globals,dim)."""
+        """Return zeros (B,globals,dim)."""
         return x.new_zeros(len(x), self.globals, self.dim)
 
-    def attend(self, x, state, *, mask=None, carry=None):
+    def attend(
+        self, x: Tensor, state: None, *, mask: Tensor | None = None, carry: Any = None
+    ) -> tuple[Tensor, None] | tuple[Tensor, None, Tensor]:
         first = self.init_carry(x, mask)
         if carry is not None and (not isinstance(carry, Tensor) or carry.shape != first.shape):
-            came = tuple(carry.shape) if isinstance(carry, Tensor) else type(carry).__name__
-            raise ValueError(f"carry must be the global tokens {tuple(first.shape)} of the layer below, not {came}")
+            found = tuple(carry.shape) if isinstance(carry, Tensor) else type(carry).__name__
+            raise ValueError(f"carry must be the global tokens {tuple(first.shape)} of the layer below, not {found}")
         g = (first if carry is None else carry) + self.tokens
         both = torch.cat([g.to(x.dtype), x], 1)
         if mask is not None or torch.compiler.is_compiling():
@@ -85,8 +90,8 @@ class Etc(Attention):
         y = self.out(merge(o))
         if carry is None:
             return y[:, self.globals :], state
-        handed = F.layer_norm(g + y[:, : self.globals], (self.dim,))
-        return y[:, self.globals :], state, handed
+        following = F.layer_norm(g + y[:, : self.globals], (self.dim,))
+        return y[:, self.globals :], state, following
 
 
 class _Labels:

@@ -1,7 +1,9 @@
-"""Softmax attention in which each query keeps only the keys that fit it best."""
+"""Softmax attention of each query over the keys with the largest scores only."""
+
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.compress import select
 from ..ops.tensors import merge, split
@@ -10,17 +12,17 @@ from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
-class ExactTopK(Attention):
-    r"""Softmax over the few keys with the largest scores: all pairs are scored, and most weights are exactly 0.
+class ExactTopK(Attention[KeyValues | CachedContext]):
+    r"""Softmax over the k keys with the largest scores of each query.
 
-    $T_i$ holds the k keys of $\mathcal{A}_i$ with the largest scores, of equal ones the first; all of them where there
-    are no more. What is chosen has no gradient, the weights of the chosen have.
+    $T_i$ holds the k keys of $\mathcal{A}_i$ with the largest scores, or all keys if there are no more. Among equal
+    scores the first keys win. Gradients flow through the weights of the chosen keys, not through the choice.
 
-    ``keys``: k. Scores are made block by block of queries, and again in the backward, so that memory does not grow with
-    the pairs. Time does, and is more than that of softmax: all pairs are scored there too, and none has to be chosen.
-    ``record`` gets the mask that was used, one for each head.
+    ``keys``: k, the number of keys per query.
 
-    The state is all keys and values.
+    All pairs are scored. Scores are computed in blocks of queries, and again in the backward pass, so that memory does
+    not grow with the number of pairs. Time is quadratic and larger than that of softmax, which scores the same pairs
+    and selects none. ``record`` gets the mask of the chosen keys, one per head. The state is all keys and values.
 
     Source: Zhao et al. 2019, section 2; there, keys of equal score are all kept. Raises ValueError for keys < 1.
     """
@@ -43,14 +45,25 @@ class ExactTopK(Attention):
     def __init__(self, dim: int, heads: int, *, causal: bool = True, keys: int = 32):
         super().__init__(dim, heads, causal=causal)
         if keys < 1:
-            raise ValueError(f"keys={keys}: a query must keep at least one, so keys >= 1")
+            raise ValueError(f"keys={keys} must be at least 1: the number of keys per query")
         self.keys = keys
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, context=None, context_mask=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: KeyValues | CachedContext | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, KeyValues | CachedContext | None]:
         view, state = kv_cache.view(
             self._project,
             x,
@@ -69,7 +82,7 @@ class ExactTopK(Attention):
             matrix, used, lse = select.weights(q, view.keys, view.allowed(n), self.keys)
             record.update(mask=used, matrix=matrix, lse=lse)
 
-        def allowed(start, stop):
+        def allowed(start: int, stop: int) -> Tensor:
             if view.mask is not None:
                 return view.mask[:, :, start:stop]
             rows, columns = (torch.arange(size, device=x.device) for size in (n, keys))
@@ -77,5 +90,5 @@ class ExactTopK(Attention):
 
         return self.out(merge(select.attend(q, view.keys, view.values, allowed, self.keys))), state
 
-    def _project(self, x):
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return split(self.key(x), self.heads), split(self.value(x), self.heads)

@@ -11,7 +11,7 @@ FAMILIES = {
     "others": "Other mechanisms",
 }
 
-# Symbols that the equations of all mechanisms share: the text by which one is found in an equation, and its meaning.
+# Symbols that the equations of all mechanisms share: the LaTeX text to search for in an equation -> the meaning.
 LEGEND = {
     "_": r"$i$ or $t$ counts the queries, $j$ the keys, $h$ the $H$ heads",
     "q_": r"$q_i = W_q x_i$, $k_j = W_k x_j$, $v_j = W_v x_j$: each head's channels, $D$ of them in queries and keys",

@@ -1,6 +1,6 @@
-"""Fast weights: a matrix that each token reprograms, by a sum or by the delta rule."""
+"""Fast weight programmers: linear attention with DPFP features and the delta rule."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -10,21 +10,27 @@ from ..ops.linear.features import MAPS, dpfp, sum_normalize
 from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
-RULES = {"delta": "replaces what a key has stored", "sum": "adds to it"}
+RULES = {"delta": "replaces the stored value of a key", "sum": "adds to it"}
 DPFP = "dpfp"
 
 
 class FastWeightsState(NamedTuple):
-    weights: Tensor  # (B,H,F,E), with rule='sum' (B,H,F,E+1), whose last column is sum phi(k); float32 at least
+    """The fast weights, in float32 or better."""
+
+    weights: Tensor  # (B,H,F,E), with rule='sum' (B,H,F,E+1), whose last column is sum phi(k)
 
 
-class FastWeights(Attention):
-    r"""A matrix of fast weights that every token corrects: what a key returns moves towards the token's value.
+class FastWeights(Attention[FastWeightsState]):
+    r"""Linear attention with the delta rule and deterministic parameter-free features (DPFP).
 
-    $\beta_t$ is one number for each head. ``rule``: delta, or sum, which is linear attention.
-    ``feature_map``: $\phi$, dpfp, the products of each of r, seen as a ring, with the next ``nu`` ($2 D \nu$ features);
-    elu, relu, squared_relu or exp. ``nu``: $\nu$, belongs to dpfp; the more, the more keys can be told apart.
-    ``eps``: $\epsilon$, belongs to rule='sum'. A query or a key without any feature reads or writes nothing.
+    $\beta_t$ is one number per head.
+
+    ``rule``: delta, or sum, which is linear attention. ``feature_map``: $\phi$, one of dpfp, elu, relu, squared_relu
+    and exp; dpfp has $2 D \nu$ features, the products of each element of r with the next $\nu$ elements, cyclically.
+    ``nu``: $\nu$ of dpfp; a larger value separates more keys. ``eps``: $\epsilon$ of rule='sum', added to the
+    denominator.
+
+    A query or key whose features are all 0 reads or writes nothing.
 
     Source: Schlag et al. 2021 (2102.11174), eqs 24 and 25 with sum normalization (section 4.2), section 5.3 for dpfp.
     """
@@ -63,11 +69,11 @@ class FastWeights(Attention):
         known(rule, RULES, "rule")
         known(feature_map, {**MAPS, DPFP: dpfp}, "feature map")
         if feature_map != DPFP and nu != 3:
-            raise ValueError(f"nu belongs to feature_map='dpfp', not {feature_map!r}")
+            raise ValueError(f"nu={nu} needs feature_map='dpfp', not {feature_map!r}")
         if rule != "sum" and eps != 1e-6:
-            raise ValueError(f"eps belongs to rule='sum', not {rule!r}")
+            raise ValueError(f"eps={eps} needs rule='sum', not {rule!r}")
         if eps <= 0:
-            raise ValueError(f"eps={eps} is added to a denominator that can be 0, and must be positive")
+            raise ValueError(f"eps={eps} must be positive: it is added to a denominator that can be 0")
         self.rule, self.feature_map, self.nu, self.eps = rule, feature_map, nu, eps
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.rate = nn.Linear(dim, heads) if rule == "delta" else None
@@ -75,17 +81,30 @@ class FastWeights(Attention):
         self.width = self._phi(self.weight_like.new_zeros(1, dim // heads)).shape[-1]
 
     def _phi(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., F) in float32 at least."""
+        """Features: (..., D) -> (..., F), in float32 or better."""
         return dpfp(upcast_half(x), self.nu) if self.feature_map == DPFP else MAPS[self.feature_map](upcast_half(x))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> FastWeightsState:
         values = self.dim // self.heads + (self.rule == "sum")
         return FastWeightsState(upcast_half(self.weight_like.new_zeros(batch, self.heads, self.width, values)))
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: FastWeightsState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, FastWeightsState | None]:
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         q, k = self._phi(q), self._phi(k)
-        options = {"mask": mask, "segments": segments, "state": state and state.weights, "donate": donate}
+        options: dict[str, Any] = {
+            "mask": mask,
+            "segments": segments,
+            "state": state and state.weights,
+            "donate": donate,
+        }
         if self.rate is None:
             o, weights = linear.attend(q, k, v, causal=True, eps=self.eps, **options)
         else:

@@ -1,6 +1,6 @@
-"""Attention with the RBF kernel, estimated by random Fourier features."""
+"""Linear attention with the RBF kernel, estimated with random Fourier features."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +13,26 @@ from .base import Attention
 
 
 class FourierState(NamedTuple):
-    """float32 at least. It belongs to the rows with which it was made: a redraw makes it meaningless."""
+    """Running sums, in float32 or better. A redraw of the features invalidates the state."""
 
     sums: Tensor  # (B,H,2m,E+1) sum of phi(k) v^T; last column: sum of phi(k)
 
 
-class Fourier(Attention):
-    r"""Attention by the distance of query and key, in linear time, by waves $\cos w \cdot x$ and $\sin w \cdot x$.
+class Fourier(Attention[FourierState | ContextSums]):
+    r"""Linear attention whose random Fourier features estimate the RBF kernel of query and key.
 
-    It estimates ``kernel(similarity='rbf')``. Estimates may be negative, and so may their sum over the keys: the
-    denominator d becomes $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$ with ``eps``. More ``features`` make that
-    rare.
+    It estimates ``kernel(similarity='rbf')``. The estimates of the kernel may be negative, and so may the denominator
+    d. So d is replaced by $\mathrm{sign}(d) \max(\lvert d \rvert, \epsilon)$. More features make small denominators
+    rarer.
 
-    ``features``: rows m drawn for each head, two features each (0: D log D rounded up, at least D). ``bandwidth``: b,
-    the distance, over $D^{1/4}$, at which a weight has fallen to $e^{-1/2}$. ``rows``: orthogonal (in blocks of D) or
-    iid. ``radii``: their lengths, chi (of a Gaussian: unbiased), sqrt (all $\sqrt D$), quantiles or midpoints (at even
-    levels of chi). ``seed``: of the rows, together with the layer and the head. ``context_dim``: width of the context
-    of cross attention (0: dim).
+    ``features``: m, the number of random rows per head, with two features each (0: D log D rounded up, at least D).
+    ``bandwidth``: b; the weight is $e^{-1/2}$ at a distance of $b D^{1/4}$. ``rows``: orthogonal (in blocks of D) or
+    iid. ``radii``: the lengths of the rows: chi (those of Gaussian rows, unbiased), sqrt (all $\sqrt D$), quantiles or
+    midpoints (at even levels of chi). ``seed``: the seed of the rows, combined with layer and head. ``eps``:
+    $\epsilon$, the smallest absolute value of the denominator. ``context_dim``: the width of the context of cross
+    attention (0: dim).
 
-    The rows are a buffer that ``state_dict`` keeps. They change by ``redraw(step)`` alone.
+    The rows are a buffer in ``state_dict``. Only ``redraw(step)`` changes them.
 
     Source: Rahimi and Recht 2007, "Random Features for Large-Scale Kernel Machines"; in attention Peng et al. 2021;
     orthogonal rows as in Yu et al. 2016.
@@ -73,11 +74,11 @@ class Fourier(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if features < 0:
-            raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for D log D")
+            raise ValueError(f"features={features} must be positive, or 0 for D log D: the number of random rows")
         if bandwidth <= 0:
             raise ValueError(f"bandwidth={bandwidth} must be positive")
         if eps <= 0:
-            raise ValueError(f"eps={eps} must be positive: the denominator can vanish")
+            raise ValueError(f"eps={eps} must be positive: the denominator can be 0")
         self.layer, self.features, self.bandwidth, self.rows, self.radii = layer, features, bandwidth, rows, radii
         self.seed, self.eps, self.context_dim = seed, eps, context_dim
         self.query = nn.Linear(dim, dim)
@@ -86,24 +87,33 @@ class Fourier(Attention):
         self.register_buffer("projection", self._draw(0).to(self.out.weight))
 
     def redraw(self, step: int) -> None:
-        """Replace the rows by those of redraw number ``step``, a function of seed, layer and head; 0 are the first.
+        """Replace the random rows, in place.
 
-        Call it between updates, on every process alike. States made before are of no use after.
+        Call it between optimizer steps, with the same ``step`` on all processes. It invalidates existing states.
+
+        Args:
+            step: the number of the redraw; 0 restores the initial rows. The rows depend on it, seed, layer and head.
         """
         self.projection.copy_(self._draw(step))
 
     def _draw(self, step: int) -> Tensor:
         size = self.dim // self.heads
-        options = {"rows": self.rows, "radii": self.radii, "seed": self.seed, "layer": self.layer, "step": step}
+        options: dict[str, Any] = {
+            "rows": self.rows,
+            "radii": self.radii,
+            "seed": self.seed,
+            "layer": self.layer,
+            "step": step,
+        }
         return random_features.projections(self.heads, self.features or random_features.enough(size), size, **options)
 
     def _parts(self, x: Tensor) -> random_features.Parts:
-        """Features of projected tokens (B,N,dim), all heads at once: (B,H,N,2m)."""
+        """Features of projected tokens of all heads: (B,N,dim) -> (B,H,N,2m)."""
         with torch.autocast(x.device.type, enabled=False):
             x = upcast_half(split(x, self.heads))
             return random_features.fourier(x * (x.shape[-1] ** -0.25 / self.bandwidth), upcast_half(self.projection))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> FourierState:
         size = self.dim // self.heads
         return FourierState(
             upcast_half(self.weight_like.new_zeros(batch, self.heads, 2 * self.projection.shape[1], size + 1))
@@ -111,17 +121,17 @@ class Fourier(Attention):
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: FourierState | ContextSums | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, FourierState | ContextSums | None]:
         form = sums.stable(lambda found: FourierState(found.sums), self.eps)
         o, state = sums.attend(
             form,
@@ -140,5 +150,5 @@ class Fourier(Attention):
         )
         return self.out(merge(o)), state
 
-    def _project(self, x):
+    def _project(self, x: Tensor) -> tuple[random_features.Parts, Tensor]:
         return self._parts(self.key(x)), split(self.value(x), self.heads)

@@ -1,4 +1,4 @@
-"""The delta rule with a memory that fades: each head forgets at a rate of its own, token by token."""
+"""Gated DeltaNet: the delta rule with a decay per head and token."""
 
 from typing import NamedTuple
 
@@ -15,24 +15,25 @@ from .base import Attention
 
 
 class GatedDeltaNetState(NamedTuple):
-    """float32 at least."""
+    """The fast weights and the tokens of the short convolution, in float32 or better."""
 
-    sums: Tensor  # (B,H,D,E) what is stored: sums^T k is the value of a key k
-    recent: Tensor  # (B,convolution-1,2GD+HE) the last projected queries, keys and values, side by side
+    sums: Tensor  # (B,H,D,E) the fast weights: sums^T k is the value of a key k
+    recent: Tensor  # (B,convolution-1,2GD+HE) the last projected queries, keys and values, concatenated
 
 
-class GatedDeltaNet(Attention):
-    r"""The delta rule with a decay per head and token: forgets at once what it no longer needs, replaces the rest.
+class GatedDeltaNet(Attention[GatedDeltaNetState]):
+    r"""Linear attention with the delta rule and a decay per head and token.
 
-    $\alpha_t$ and $\beta_t$ are numbers for each head, the norm is RMS.
+    $\alpha_t$ and $\beta_t$ are one number per head; the norm is RMS.
 
-    ``key_heads``: heads of queries and keys, each shared by heads / key_heads heads of values that follow each other
-    (0: as many). ``expand_k``, ``expand_v``: channels of a head's keys (D) and values (E), in units of dim / heads.
-    ``convolution``: tokens that the short convolution spans (0: none). ``gate``: the gate of the output. ``negative``:
-    $\beta_t = 2 \sigma(u \cdot x_t)$, as in ``deltanet``.
+    ``key_heads``: the number of heads of queries and keys, each shared by heads / key_heads consecutive heads of values
+    (0: heads). ``expand_k``: the key dimension D of a head, as a multiple of dim / heads. ``expand_v``: the value
+    dimension E of a head, as a multiple of dim / heads. ``convolution``: the width of the short convolution in tokens
+    (0: none). ``gate``: whether the output has a gate. ``negative``: use $\beta_t = 2 \sigma(u \cdot x_t)$, as in
+    ``deltanet``.
 
-    $e^a$ starts uniform in (0, 16], $\mathrm{softplus}(b)$ log-uniform in [0.001, 0.1]. Nothing has a bias but the
-    decay. The layers of Qwen3-Next are these: dim 2048, 32 heads, key_heads=16, expand_k=2.0.
+    $e^a$ is initialized uniformly in (0, 16], $\mathrm{softplus}(b)$ log-uniformly in [0.001, 0.1]. Only the decay has
+    a bias. The layers of Qwen3-Next are of this kind, with dim 2048, 32 heads, key_heads=16 and expand_k=2.0.
 
     Source: Yang, Kautz and Hatamizadeh 2024 (2412.06464), eq. 10 and section 3.4.
     """
@@ -82,7 +83,7 @@ class GatedDeltaNet(Attention):
         self.widths = (keys, keys, values)
         self.query, self.key, self.value = (nn.Linear(dim, width, bias=False) for width in self.widths)
         self.rate, self.decay = (nn.Linear(dim, heads, bias=False) for _ in range(2))
-        # 1 - rand is never 0, whose logarithm weight decay would turn into NaN.
+        # 1 - rand is never 0: weight decay would turn the logarithm of 0 into NaN.
         self.a_log = nn.Parameter((16 * (1 - torch.rand(heads))).log())
         self.dt_bias = nn.Parameter(time_steps(heads))
         self.mix = ShortConvolution(sum(self.widths), convolution) if convolution else None
@@ -90,12 +91,20 @@ class GatedDeltaNet(Attention):
         self.norm = HeadNorm(self.sizes[1], gate="silu" if gate else "none")
         self.out = nn.Linear(values, dim, bias=False)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> GatedDeltaNetState:
         like = self.weight_like
         sums, none = like.new_zeros(batch, self.heads, *self.sizes), like.new_zeros(batch, 0, sum(self.widths))
         return GatedDeltaNetState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: GatedDeltaNetState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, GatedDeltaNetState | None]:
         sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:

@@ -1,7 +1,9 @@
-"""Softmax attention with a bell around the place where each token looks."""
+"""Softmax attention with a Gaussian bias around a position that each token chooses."""
+
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._utils.spec import known
 from ..ops.softmax import scores, similarity
@@ -10,21 +12,20 @@ from ..states import kv_cache
 from ..states.kv_cache import KeyValues
 from .base import Attention
 
-CENTERS = {"learned": "each token says where its bell stands and how wide it is", "fixed": "it stands on the token"}
+CENTERS = {"learned": "each token chooses center and width", "fixed": "centered on the token"}
 NARROWEST = 1e-6  # tokens
 
 
-class Gaussian(Attention):
-    """Softmax attention with a Gaussian bias towards a window, whose place and width each token chooses.
+class Gaussian(Attention[KeyValues]):
+    """Softmax attention with a Gaussian bias, whose center and width each token chooses.
 
-    ``kind``: learned, a bell of the place $P_i$ and the deviation $s_i$, with one $u_p$ and $u_d$ per head and the
-    queries of all heads in $W q_i$; fixed, one w and b per head, which begin with a deviation of 10 tokens.
+    ``kind``: learned, with center $P_i$ and standard deviation $s_i$ computed from the queries of all heads; or fixed,
+    with one w and b per head, initialized to a standard deviation of 10 tokens.
 
-    Positions i and j count real tokens. $I_i$ is the number of tokens that token i sees: the length of the sequence in
-    the bidirectional form, as published, and i + 1 in the causal one, where the length would tell of the future.
-    $2 s_i$ is 1e-6 tokens at least. The bias is float32 at least.
-
-    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+    $u_p$ and $u_d$ are vectors per head. Positions i and j count real tokens. $I_i$ is the number of tokens that token
+    i sees: the length of the sequence in the bidirectional form, as published, and i + 1 in the causal form. $2 s_i$ is
+    at least 1e-6 tokens. The bias is computed in float32 or better. The scores are materialized, so this is slower than
+    fused softmax at every length.
 
     Source: Yang et al. 2018, section 3, with windows for each query; fixed: Guo et al. 2019, "Gaussian Transformer: A
     Lightweight Approach for Natural Language Inference" (AAAI), with one pair of numbers per layer. Raises ValueError
@@ -56,21 +57,32 @@ class Gaussian(Attention):
             self.hidden = nn.Linear(dim, dim, bias=False)
             self.centre, self.width = (nn.Linear(dim, heads, bias=False) for _ in range(2))
         else:
-            # b is not 0, where |w d^2 + b| has no slope at d = 0.
+            # Not b = 0: there |w d^2 + b| has no gradient at d = 0.
             self.w, self.b = nn.Parameter(torch.full((heads,), 0.005)), nn.Parameter(torch.full((heads,), -0.01))
 
     @property
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, prefix=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: KeyValues | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, KeyValues | None]:
         query = self.query(x)
         q, k, v = (split(y, self.heads) for y in (query, self.key(x), self.value(x)))
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
-        kept, arguments = state is not None, {"mask": mask, "segments": segments, "prefix": prefix}
+        kept = state is not None
+        arguments: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix}
         if state is None:
             view = kv_cache.within(k, v, causal=self.causal, **arguments)
         else:
@@ -86,14 +98,14 @@ class Gaussian(Attention):
             record.update(mask=allowed, matrix=p)
         return self.out(merge(similarity.attend(p, view.values))), state
 
-    def _learned(self, query, places, seen):
-        """query (B,N,dim), positions of keys (B,M), numbers of keys seen (B|1,1,N,1) -> (B,H,N,M)."""
+    def _learned(self, query: Tensor, places: Tensor, seen: Tensor) -> Tensor:
+        """query (B,N,dim), positions of keys (B,M), number of visible keys (B|1,1,N,1) -> bias (B,H,N,M)."""
         hidden = self.hidden(query).tanh()
         centre, width = (upcast_half(part(hidden)).mT[..., None].sigmoid() * seen for part in (self.centre, self.width))
         # With s = D / 2, (j - P)^2 / (2 s^2) is 2 ((j - P) / D)^2.
         return -2 * ((places[:, None, None, :] - centre) / width.clamp(min=NARROWEST)).square()
 
-    def _fixed(self, at, places):
-        """Positions of queries (B,N) and of keys (B,M) -> (B,H,N,M)."""
+    def _fixed(self, at: Tensor, places: Tensor) -> Tensor:
+        """Positions of queries (B,N) and of keys (B,M) -> bias (B,H,N,M)."""
         w, b = upcast_half(self.w)[:, None, None], upcast_half(self.b)[:, None, None]
         return -(w * (at[:, :, None] - places[:, None, :])[:, None].square() + b).abs()

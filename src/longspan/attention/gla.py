@@ -1,4 +1,4 @@
-"""Gated linear attention: every channel of the keys forgets at a rate that the token chooses."""
+"""Gated linear attention: a decay per key channel, computed from each token."""
 
 from typing import NamedTuple
 
@@ -12,16 +12,19 @@ from .base import Attention
 
 
 class GLAState(NamedTuple):
-    sums: Tensor  # (B,H,D,E) decayed sum of k v^T, float32 at least
+    """The decayed sum of k v^T, in float32 or better."""
+
+    sums: Tensor  # (B,H,D,E)
 
 
-class GLA(Attention):
-    r"""Linear attention with a decay for each channel of the keys, which each token chooses from its input.
+class GLA(Attention[GLAState]):
+    r"""Linear attention with a decay per key channel and token.
 
-    $\alpha_t$ has a factor for each channel of the keys; the norm is RMS, per head.
+    $\alpha_t$ has one factor per key channel; the norm is RMS, per head.
 
-    ``rank``: rows of $W_1$. ``temperature``: $\tau$; the larger, the slower a fresh layer forgets. ``expand_k`` and
-    ``expand_v``: width of queries and keys, and of values, as multiples of dim.
+    ``rank``: the number of rows of $W_1$. ``temperature``: $\tau$; a larger value makes the initial decay slower.
+    ``expand_k``: the width of queries and keys as a multiple of dim. ``expand_v``: the width of values as a multiple of
+    dim.
 
     Source: Yang et al. 2023 (2312.06635), eq. 3 and section 4.4, whose sizes are the defaults.
     """
@@ -54,9 +57,9 @@ class GLA(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if rank < 1:
-            raise ValueError(f"rank={rank} of the decay's projection must be at least 1")
+            raise ValueError(f"rank={rank} of the decay projection must be at least 1")
         if not temperature > 0:
-            raise ValueError(f"temperature={temperature} divides the logarithm of the decay and must be positive")
+            raise ValueError(f"temperature={temperature} must be positive: it divides the logarithm of the decay")
         self.rank, self.temperature, self.expand_k, self.expand_v = rank, temperature, expand_k, expand_v
         self.sizes = expanded(dim // heads, expand_k, "expand_k"), expanded(dim // heads, expand_v, "expand_v")
         keys, values = (heads * size for size in self.sizes)
@@ -66,10 +69,18 @@ class GLA(Attention):
         self.norm = HeadNorm(self.sizes[1], kind="rms", gate="silu")
         self.out = nn.Linear(values, dim, bias=False)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> GLAState:
         return GLAState(upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes)))
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: GLAState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, GLAState | None]:
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         log_decay = split(F.logsigmoid(upcast_half(self.decay(x))) / self.temperature, self.heads)
         o, sums = gated.recur(

@@ -1,29 +1,34 @@
-"""Softmax attention around blocks of pixels: an image is drawn block by block, each seeing what was drawn nearby."""
+"""Image transformer: softmax attention of blocks of pixels to the earlier pixels nearby."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from .. import patterns
 from .._utils.spec import known
 from ..ops.tensors import merge, split
 from ..patterns import Pattern
 from ..states import lookback
+from ..states.kv_cache import KeyValues
+from ..states.window import Window
 from .base import Attention
 
 
-class Image(Attention):
-    """All queries of a block of pixels share one memory, the block and what was drawn just before or around it.
+class Image(Attention[Window | KeyValues]):
+    """Each pixel sees the earlier pixels of its block and of a memory around the block.
 
-    ``kind``: ``1d`` has pixels in raster order, ``2d`` in that of ``patterns.block_order``. ``block``: b, pixels whose
-    queries see all of the block, a number, or in ``2d`` (h, w). ``memory``: so many pixels m before the block are seen;
-    in ``2d`` it is (mh, mw), for mw columns to its left, and of the mh rows above it those from mw columns left to mw
-    columns right. ``width``: of the image in ``2d``; ``1d`` knows none. No query sees a later pixel of its order, which
-    for h > 1 is not raster order, so that x and what is predicted must be in it, too. Channels are tokens side by side.
+    ``kind``: ``1d`` for pixels in raster order, or ``2d`` for pixels in the order of ``patterns.block_order``.
+    ``block``: b, the number of pixels of a block; (h, w) in ``2d``. ``memory``: m, the number of visible pixels before
+    the block; in ``2d`` (mh, mw), for the mw columns to the left of the block and the mh rows above it, from mw columns
+    left to mw columns right. ``width``: the width of the image in ``2d``; 0 in ``1d``.
 
-    The state is a ring as large as the look back: block + memory tokens in ``1d``, about h + mh rows of the image in
-    ``2d``.
+    No query sees a later pixel of its order. In ``2d`` with h > 1 this is not raster order: inputs and targets must be
+    in block order, too. The channels of a pixel are consecutive tokens.
 
-    Source: Parmar et al. 2018, section 3.2.1. Raises ValueError for an unknown kind, sizes that do not fit it, a width
-    that is no multiple of the block's, and a width that nothing reads.
+    The state is a ring of the look-back: block + memory tokens in ``1d``, about h + mh rows of the image in ``2d``.
+
+    Source: Parmar et al. 2018, section 3.2.1. Raises ValueError for an unknown kind, for sizes that do not match the
+    kind, for a width that is not a multiple of the block width, and for a width in ``1d``.
     """
 
     name, paper, cost = "image", "1802.05751", "N W D"
@@ -56,18 +61,27 @@ class Image(Attention):
         super().__init__(dim, heads, causal=causal)
         known(kind, dict.fromkeys(("1d", "2d")), "kind of image attention")
         if kind == "1d" and width:
-            raise ValueError(f"width={width} belongs to kind='2d', not '1d', which knows no rows")
+            raise ValueError(f"width={width} needs kind='2d'; kind='1d' has no rows")
         self.kind, self.block, self.memory, self.width = kind, block, memory, width
-        shape = (block, memory)
-        # Both patterns refuse what is not of their kind: one number, or a pair.
-        near = patterns.local1d(*shape) if kind == "1d" else patterns.local2d(*shape, width)  # type: ignore[arg-type]
-        self.key_pattern: Pattern = near & patterns.causal()
+        # Both patterns reject sizes of the other kind: a number, or a pair.
+        shape: tuple[Any, Any] = (block, memory)
+        near = patterns.local1d(*shape) if kind == "1d" else patterns.local2d(*shape, width)
+        self.key_pattern: Pattern = near & patterns.causal()  # pyright: ignore[reportIncompatibleVariableOverride] never None here
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> Window | KeyValues:
         return lookback.empty(self.key_pattern, batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: Window | KeyValues | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, Window | KeyValues | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         o, state = lookback.attend(
             q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate

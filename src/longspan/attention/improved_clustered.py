@@ -1,7 +1,8 @@
-"""Softmax attention of clusters of queries, exact on the few keys that a cluster weighs most."""
+"""Improved clustered attention: clustered attention that is exact on the top keys of each cluster."""
 
-import torch
-from torch import nn
+from typing import Any, Never
+
+from torch import Tensor, nn
 
 from ..ops.compress import prototypes
 from ..ops.linear.random_features import projection
@@ -9,20 +10,23 @@ from ..ops.tensors import merge, split
 from .base import Attention
 
 
-class ImprovedClustered(Attention):
-    r"""Clustered attention in which each query divides by itself what its cluster gives to the most weighed keys.
+class ImprovedClustered(Attention[Never]):
+    r"""Clustered attention with exact softmax weights on the top keys of each cluster.
 
-    Of a cluster c, $T_c$ are the ``topk`` keys with the largest $p_{cj}$, and $m_c$ is their weight together. Each
-    query divides $m_c$ among $T_c$ by its own softmax; the other keys have the cluster's weights. No query's weights
-    are farther from those of softmax attention, in the sum of absolute differences, than in ``clustered``; with
-    ``topk`` of all keys they are the same, with ``topk=1`` those of ``clustered``.
+    $T_c$ are the top keys of cluster c, with the largest $p_{cj}$, and $m_c$ is their total weight. Each query
+    distributes $m_c$ over $T_c$ by its own softmax; the other keys have the weights of the cluster. The weights of each
+    query are at least as close to softmax attention as in ``clustered``, in the sum of absolute differences. They equal
+    softmax attention if ``topk`` includes all keys, and ``clustered`` with ``topk=1``.
 
-    ``clusters``: C. ``bits``, ``iterations`` and the clusters as in ``clustered``; nor is there a causal form or
-    cross attention here. ``record`` also gets ``groups`` (B,H,N) int64, the clusters, C for
-    a masked token, and ``chosen``, bool (B,H,N,M), the keys in $T_c$.
+    ``clusters``: C, the number of clusters. ``bits``: the number of planes of the hashes, at most 63. ``iterations``:
+    the number of steps of Lloyd's algorithm. ``topk``: k, the number of top keys.
 
-    Source: Vyas et al. 2020, section 3.3; sizes as in the authors' code, in which $m_c$ passes no gradient on; here it
-    does. Raises ValueError for clusters, iterations or topk < 1 and for bits that are not 1 to 63.
+    Clusters are those of ``clustered``; as there, there is no causal form and no cross attention. ``record`` also gets
+    ``groups`` (B,H,N) int64, the cluster of each token, C for a masked token, and ``chosen``, bool (B,H,N,M), the keys
+    in $T_c$.
+
+    Source: Vyas et al. 2020, section 3.3; sizes as in the authors' code, which stops the gradient of $m_c$, unlike
+    here. Raises ValueError for clusters, iterations or topk < 1 and for bits outside 1 to 63.
     """
 
     name, paper, cost = "improved_clustered", "2007.04825", "N C D + N k D"
@@ -41,7 +45,7 @@ class ImprovedClustered(Attention):
     )
     examples = ("improved_clustered(clusters=3, bits=17, iterations=4, topk=5)",)
     directions = ("bidirectional",)
-    planes: torch.Tensor  # (bits,D+1)
+    planes: Tensor  # (bits,D+1)
 
     def __init__(
         self,
@@ -58,14 +62,22 @@ class ImprovedClustered(Attention):
         super().__init__(dim, heads, causal=causal)
         prototypes.check(clusters, bits, iterations)
         if topk < 1:
-            raise ValueError(f"topk={topk} keys are weighed anew; at least 1, or build clustered, which weighs none")
+            raise ValueError(f"topk={topk} must be at least 1; without top keys, build clustered")
         self.layer, self.clusters, self.bits, self.iterations = layer, clusters, bits, iterations
         self.topk = topk
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         planes = projection(bits, dim // heads + 1, rows="iid", layer=layer)
         self.register_buffer("planes", planes.to(self.out.weight))
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None):
+    def attend(
+        self,
+        x: Tensor,
+        state: None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         reader = prototypes.Reader(self.planes, self.clusters, self.iterations, self.topk)
         if record is not None:

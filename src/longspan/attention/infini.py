@@ -1,4 +1,4 @@
-"""Softmax attention within segments, mixed with what a linear-attention memory holds of all segments before."""
+"""Infini-attention: softmax within segments, and a linear-attention memory of all earlier segments."""
 
 from typing import NamedTuple
 
@@ -15,29 +15,31 @@ from .base import Attention
 
 
 class InfiniState(NamedTuple):
-    """Sums are float32 at least; their last column is the normalizer."""
+    """The memory, and the tokens of the current segment. Sums are in float32 or better."""
 
-    sums: Tensor  # (B,H,D,D+1) of the segments that are complete
-    recent: Tensor  # (B,H,D,D+1) what the one that is not will add to them
-    keys: Tensor  # (B,H,s-1,D) its keys, the first in the first slot
+    sums: Tensor  # (B,H,D,D+1) the memory of complete segments; the last column is the normalizer
+    recent: Tensor  # (B,H,D,D+1) the contribution of the current segment
+    keys: Tensor  # (B,H,s-1,D) keys of the current segment, the first in the first slot
     values: Tensor  # (B,H,s-1,D)
     position: Tensor  # (B,) int64, real tokens so far
 
 
-class Infini(Attention):
-    r"""Softmax attention within a segment, and a gate per head to linear attention over all segments before it.
+class Infini(Attention[InfiniState]):
+    r"""Softmax attention within a segment, gated per head with linear attention over all earlier segments.
 
-    Segments of ``segment`` tokens are counted from the first token, so that any cut of a sequence into calls gives one
-    answer. The memory $S, z$ is that of the segments before the query's; in the first it is empty, and reads as 0.
+    Segments are counted from the first token, so that the output does not depend on how a sequence is split into calls.
+    The memory $S, z$ covers the segments before that of the query. In the first segment it is empty and reads as 0.
 
-    ``delta``: a segment adds only what its values differ by from those that its keys read in the memory already.
-    ``eps``: $\epsilon$, added to the denominator. ``gate`` holds one $\beta$ per head, 0 at first: both count half.
+    ``segment``: s, the number of tokens per segment. ``delta``: whether a segment adds only the difference between its
+    values and what its keys read from the memory. ``eps``: $\epsilon$, added to the denominator.
 
-    The state has keys and values of one segment, and sums of one size. Gradients go through it;
-    ``longspan.states.detach`` ends them.
+    The parameter ``gate`` holds one $\beta$ per head. It is initialized to 0, so that both parts have a weight of 1/2.
 
-    Source: Munkhdalai et al. 2024, section 2, eqs 3-6; the first segment's empty memory is divided by eps alone. Raises
-    ValueError for segment < 1 and eps <= 0.
+    The state holds the keys and values of one segment and sums of fixed size. Gradients flow through it;
+    ``longspan.states.detach`` stops them.
+
+    Source: Munkhdalai et al. 2024, section 2, eqs 3-6; in the first segment the denominator is eps. Raises ValueError
+    for segment < 1 and eps <= 0.
     """
 
     name, paper, cost = "infini", "2404.07143", "N (s + D) D"
@@ -66,9 +68,9 @@ class Infini(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if segment < 1:
-            raise ValueError(f"segment={segment} is a number of tokens; it must be at least 1")
+            raise ValueError(f"segment={segment} must be at least 1: the number of tokens per segment")
         if eps <= 0:
-            raise ValueError(f"eps={eps} is what an empty memory is divided by; it must be positive")
+            raise ValueError(f"eps={eps} must be positive: an empty memory is divided by it")
         self.segment, self.delta, self.eps = segment, delta, eps
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
         self.gate = nn.Parameter(torch.zeros(heads))
@@ -77,14 +79,22 @@ class Infini(Attention):
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> InfiniState:
         size = self.dim // self.heads
         sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, size, size + 1))
         keys = self.weight_like.new_zeros(batch, self.heads, self.segment - 1, size)
         position = torch.zeros(batch, dtype=torch.long, device=sums.device)
         return InfiniState(sums, sums.clone(), keys, keys.clone(), position)
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: InfiniState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, InfiniState | None]:
         if not x.shape[1]:
             return self.out(x), state
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
@@ -98,22 +108,24 @@ class Infini(Attention):
             o = rows.scatter_back(mask, self._alone(*rows.gather_valid(mask, q, k, v, axis=2)), axis=2)
         return self.out(merge(o)), state
 
-    def _mix(self, far, near):
-        """What is read of the memory and in the segment (B,H,...,E) -> both, weighed by the gate."""
+    def _mix(self, far: Tensor, near: Tensor) -> Tensor:
+        """Outputs of the memory and of the segment (B,H,...,E) -> their sum, weighted by the gate."""
         gate = upcast_half(self.gate).sigmoid().view(-1, *(1,) * (near.dim() - 2))
         return (gate * far + (1 - gate) * upcast_half(near)).to(near.dtype)
 
-    def _alone(self, q, k, v):
+    def _alone(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Whole sequences of real tokens: (B,H,N,D) -> (B,H,N,D)."""
         n, size = q.shape[2], min(self.segment, q.shape[2])
         q, k, v = (F.pad(t, (0, 0, 0, -n % size)).unflatten(2, (-(-n // size), size)) for t in (q, k, v))
         zeros = upcast_half(q.new_zeros(*q.shape[:2], q.shape[-1], q.shape[-1] + 1))
-        # The last segment's own sums are nobody's to read.
+        # No query reads the sums of the last segment.
         sums, _ = segmented.memories(k[:, :, :-1], v[:, :, :-1], None, zeros, zeros, delta=self.delta, eps=self.eps)
         return self._mix(segmented.read(q, sums, self.eps), _within(q, k, v)).flatten(2, 3)[:, :, :n]
 
-    def _go_on(self, q, k, v, state, mask):
-        """New tokens after those of a state: what the heads read (B,H,N,D), and the state with them."""
+    def _go_on(
+        self, q: Tensor, k: Tensor, v: Tensor, state: InfiniState, mask: Tensor | None
+    ) -> tuple[Tensor, InfiniState]:
+        """Continue a state: the output of the heads (B,H,N,D), and the next state."""
         (batch, _, n, _), size = q.shape, self.segment
         q, k, v = rows.gather_valid(mask, q, k, v, axis=2)
         count = torch.full_like(state.position, n) if mask is None else mask.sum(1)
@@ -131,37 +143,64 @@ class Infini(Attention):
             new.to(old.dtype) for new, old in zip(after, state, strict=True)
         )
 
-    def _few(self, q, k, v, k_all, v_all, state, phase, count):
-        """Fewer tokens than a segment has, so that one may end among them: each query meets what is there."""
+    def _few(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_all: Tensor,
+        v_all: Tensor,
+        state: InfiniState,
+        phase: Tensor,
+        count: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``_go_on`` for fewer tokens than a segment, of which at most one ends among them."""
         n, old = q.shape[2], k_all.shape[2] - q.shape[2]
         new = torch.arange(n, device=q.device)
-        late = phase + new >= self.segment  # (B,N) in the second of two segments
+        late = phase + new >= self.segment  # (B,N), whether a token is in the second of two segments
         real = torch.stack([~late, late], 1) & (new < count)[:, None]
         keys, values = (t[:, :, None].expand(-1, -1, 2, -1, -1) for t in (k, v))
-        options = {"delta": self.delta, "eps": self.eps}
-        sums, own = segmented.memories(keys, values, real[:, None, ..., None], state.sums, state.recent, **options)
+        kept = real[:, None, ..., None]
+        sums, own = segmented.memories(keys, values, kept, state.sums, state.recent, delta=self.delta, eps=self.eps)
         first, second = segmented.read(q[:, :, None], sums[:, :, :2], self.eps).unbind(2)
         before = (torch.arange(old, device=q.device) < phase)[:, None] & ~late[:, :, None]
-        beside = (late[:, :, None] == late[:, None]) & (new <= new[:, None])
-        near = dense.attend(q, k_all, v_all, mask=torch.cat([before, beside], 2)[:, None])
+        within = (late[:, :, None] == late[:, None]) & (new <= new[:, None])
+        near = dense.attend(q, k_all, v_all, mask=torch.cat([before, within], 2)[:, None])
         return self._mix(torch.where(late[:, None, :, None], second, first), near), sums, own
 
-    def _many(self, q, k, v, k_all, v_all, state, phase, count):
-        """At least as many tokens as a segment has: rows are moved so that their segments begin at the same places."""
+    def _many(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_all: Tensor,
+        v_all: Tensor,
+        state: InfiniState,
+        phase: Tensor,
+        count: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``_go_on`` for at least one segment of tokens: rows are shifted such that their segments line up."""
         n, total = q.shape[2], k_all.shape[2]
         groups = -(-total // self.segment), self.segment
         slots = torch.arange(groups[0] * groups[1], device=q.device)[None]
         k, v = (rows.pick(t, _source(slots, phase, total - n, total), 2).unflatten(2, groups) for t in (k_all, v_all))
         q = rows.pick(q, (slots - phase).clamp(0, n - 1), 2).unflatten(2, groups)
-        # Those of earlier calls have been added to what the state keeps.
+        # ``state.recent`` already contains the tokens of earlier calls.
         real = ((slots >= phase) & (slots < phase + count)).unflatten(1, groups)[:, None, ..., None]
-        options = {"delta": self.delta, "eps": self.eps}
-        sums, own = segmented.memories(k, v, real, state.sums, state.recent, **options)
+        sums, own = segmented.memories(k, v, real, state.sums, state.recent, delta=self.delta, eps=self.eps)
         o = self._mix(segmented.read(q, sums[:, :, :-1], self.eps), _within(q, k, v)).flatten(2, 3)
         return rows.pick(o, phase + torch.arange(n, device=q.device), 2), sums, own
 
-    def _packed(self, q, k, v, state, mask, segments):
-        """The first sequence goes on with the state, others stand alone, the last one leaves the state."""
+    def _packed(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: InfiniState | None,
+        mask: Tensor | None,
+        segments: Tensor,
+    ) -> tuple[Tensor, InfiniState | None]:
+        """Packed sequences: the first continues the state, the last one produces the next state."""
         if state is None:
             return rows.ragged(q, k, v, self._alone, mask, segments, exact=False), None
         real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
@@ -181,5 +220,5 @@ def _within(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _source(slots: Tensor, phase: Tensor, old: int, total: int) -> Tensor:
-    """Where the tokens of a segment and of the next ones stand, after ``old`` places of which ``phase`` are in use."""
+    """Indices of the tokens of the current and the next segments, after ``old`` slots of which ``phase`` are in use."""
     return torch.where(slots < phase, slots, old + slots - phase).clamp(max=total - 1)

@@ -1,6 +1,6 @@
-"""Softmax attention for the few queries that need it; the others read the mean of all values."""
+"""Informer (ProbSparse): softmax attention for active queries; the others read the mean of all values."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,35 +18,36 @@ class InformerState(NamedTuple):
     """All keys and values so far, the measures of all queries, and the sum of all values."""
 
     past: KeyValues
-    measures: Tensor  # (B,H,slots), float32 at least
-    total: Tensor  # (B,H,E), float32 at least
+    measures: Tensor  # (B,H,slots), in float32 or better
+    total: Tensor  # (B,H,E), in float32 or better
 
 
-class Informer(Attention):
-    r"""Softmax for the queries whose scores are the least even, as a few sampled keys tell; others read a mean.
+class Informer(Attention[InformerState]):
+    r"""Softmax attention for the queries with the most uneven scores; other queries read the mean of all values.
 
-    The measure $M_i$ of a query is the largest of its scores less their mean, over $c \lceil \log L \rceil$ sampled
-    keys of L (a natural logarithm), at least one. Active queries attend to all keys that they may see, the others read
-    the mean of these values. Which keys are sampled depends on the layer and the positions alone, the same in training
-    and evaluation.
+    The measure $M_i$ of a query is the maximum minus the mean of its scores over $c \lceil \log L \rceil$ sampled keys
+    of L, at least one (natural logarithm). Active queries attend to all visible keys. Other queries read the mean of
+    the visible values. The sampled keys depend on the layer and the positions only, in training and evaluation alike.
 
-    Bidirectional: the $c \lceil \log N \rceil$ queries of a head with the largest measures are active, and L = N.
-    Causal: the keys are the L = i + 1 up to the query's own, and it is active if its measure is among the
-    $c \lceil \log L \rceil$ largest up to its own. Of N queries whose measures come in random order
-    $\sum_{L=1}^N \min(1, \frac{c}{L} \lceil \log L \rceil)$ are active on average, which is 126 of 1024 with c = 5.
-    Measures grow with the number of sampled keys, so that later queries have the larger ones and more are active: of
-    1024 random tokens about 150.
+    Bidirectional: L = N, and the $c \lceil \log N \rceil$ queries of each head with the largest measures are active.
+    Causal: L = i + 1, the keys up to the query, and a query is active if its measure is among the
+    $c \lceil \log L \rceil$ largest so far. If measures come in random order, $\sum_{L=1}^N \min(1, \frac{c}{L} \lceil
+    \log L \rceil)$ of N queries are active on average, which is 126 of 1024 with c = 5. Measures grow with the number
+    of sampled keys, so that later queries are active more often: about 150 of 1024 random tokens.
 
-    ``factor``: c. ``published``: the causal form of the paper, where keys are sampled and queries chosen from the whole
-    sequence, and the others read the sum of the values up to their own. It LEAKS the future: with c = 5 and 64 random
-    tokens of which the later ones change, 17 % of the outputs before these change with 1 head, 44 % with 4 and 60 %
-    with 8. It has no state.
+    ``factor``: c, the factor of the number of sampled keys and active queries. ``published``: the causal form of the
+    paper, which samples keys and chooses queries from the whole sequence, and leaks the future.
 
-    ``record`` gets the attention matrix, whose rows are even for queries that are not active. The state is all keys and
-    values, one number for each query, and the values' sum.
+    In the published form, inactive queries read the sum of the values so far. With c = 5 and 64 random tokens, a change
+    of later tokens changes 17 % of the earlier outputs with 1 head, 44 % with 4 and 60 % with 8. This form has no
+    state.
 
-    Source: Zhou et al. 2021, section 3.1, eqs 3-5; sampling by strata and the causal form without a leak are our own.
-    Raises ValueError for factor < 1, for ``published`` without ``causal``, and for a state or a record of that form.
+    ``record`` gets the attention matrix, with uniform rows for inactive queries. The state is all keys and values, one
+    number per query, and the sum of the values.
+
+    Source: Zhou et al. 2021, section 3.1, eqs 3-5; stratified sampling and the causal form without a leak are specific
+    to this library. Raises ValueError for factor < 1, for ``published`` without ``causal``, and for a state or a record
+    of the published form.
     """
 
     name, paper, cost = "informer", "2012.07436", "N log^2 N D"
@@ -73,37 +74,46 @@ class Informer(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if factor < 1:
-            raise ValueError(f"factor={factor} times the logarithm of the length is sampled, so factor >= 1")
+            raise ValueError(f"factor={factor} must be at least 1: it scales the number of sampled keys")
         if published and not causal:
             raise ValueError(
-                "published=True is a form of causal=True; the bidirectional one is the paper's in any case"
+                "published=True needs causal=True; the bidirectional form is that of the paper in any case"
             )
         self.layer, self.factor, self.published = layer, factor, published
         if published:
-            self.states = ()  # type: ignore[misc]
+            self.states = ()
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
 
     @property
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> InformerState:
         if self.published:
-            raise ValueError("published=True chooses from whole sequences, so it has no state; published=False has one")
+            raise ValueError("published=True needs whole sequences and has no state; published=False has one")
         past = kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
         wide = upcast_half(self.weight_like.new_zeros(batch, self.heads, self.dim // self.heads))
         return InformerState(past, wide[..., :0].clone(), wide)
 
-    def attend(self, x, state, *, mask=None, segments=None, record=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: InformerState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, InformerState | None]:
         if record is not None:
             self._record(record, x, state, mask, segments)
-        # In the published form, a pad at the end is not hidden by causality.
+        # In the published form causality does not hide padding at the end.
         hidden, wide = self.causal and not self.published, torch.cat([x, self.value(x)], -1)
         o, after = rows.map_sequences(self._run, wide, state, mask, segments, causal=hidden, width=self.dim)
         return self.out(o), after
 
-    def _run(self, x, state, real):
-        """Rows that begin with their real tokens: inputs beside values (B,N,dim+H E) -> (B,N,H E)."""
+    def _run(self, x: Tensor, state: InformerState | None, real: Tensor | None) -> tuple[Tensor, InformerState | None]:
+        """Rows that start with their real tokens: inputs and values, concatenated (B,N,dim+H E) -> (B,N,H E)."""
         x, v = x[..., : self.dim], x[..., self.dim :]
         if not x.numel():
             return v, state
@@ -111,11 +121,21 @@ class Informer(Attention):
         return merge(o), after
 
     def active(self, x: Tensor) -> Tensor:
-        """Which queries attend: x (B,N,dim), of real tokens -> bool (B,H,N)."""
-        return self._active(*self._scored(x, None, None)[2:], None, None)
+        """Return which queries are active.
 
-    def _read(self, x, v, state, real):
-        """What the heads read in rows that begin with their real tokens: x (B,N,dim), v (B,H,N,E) -> (B,H,N,E)."""
+        Args:
+            x: (B,N,dim) input, without masked tokens.
+
+        Returns:
+            (B,H,N) bool.
+        """
+        _, _, scores, at, tokens = self._scored(x, None, None)
+        return self._active(scores, at, tokens, None, None)
+
+    def _read(
+        self, x: Tensor, v: Tensor, state: InformerState | None, real: Tensor | None
+    ) -> tuple[Tensor, InformerState | None]:
+        """The output of the heads in rows that start with their real tokens: x (B,N,dim), v (B,H,N,E) -> (B,H,N,E)."""
         lengths = None if real is None else real.sum(1)
         k, past = split(self.key(x), self.heads), state and state.past
         if past is not None:
@@ -142,8 +162,10 @@ class Informer(Attention):
         measures = measures.scatter(2, at[:, None].expand_as(scores), scores.to(measures.dtype))
         return o, InformerState(after, measures, state.total + v.sum(2))
 
-    def _scored(self, x, k, past, lengths=None):
-        """q, keys, the measures of the queries (B,H,N), their positions, and from how many keys each draws (B|1,N)."""
+    def _scored(
+        self, x: Tensor, k: Tensor | None, past: KeyValues | None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, measures of the queries (B,H,N), their positions and numbers of visible keys (B|1,N)."""
         q = split(self.query(x), self.heads)
         k = split(self.key(x), self.heads) if k is None else k
         at, _ = positions(x if past is not None else x[:1], None if past is None else past.length)
@@ -155,15 +177,22 @@ class Informer(Attention):
         scores = probsparse.measure(q, k, at, tokens, factor=self.factor, layer=self.layer)
         return q, k, scores, at, tokens
 
-    def _active(self, scores, at, tokens, past, before):
+    def _active(self, scores: Tensor, at: Tensor, tokens: Tensor, past: Tensor | None, before: Tensor | None) -> Tensor:
         if self.published or not self.causal:
             return probsparse.among_all(scores, tokens[:, 0], self.factor)
         return probsparse.among_earlier(scores, at, past, before, self.factor)
 
-    def _record(self, record, x, state, mask, segments):
-        """The matrix is what the heads read where every token's value is a channel of its own: (B,H,N,slots+N)."""
+    def _record(
+        self,
+        record: dict[str, Any],
+        x: Tensor,
+        state: InformerState | None,
+        mask: Tensor | None,
+        segments: Tensor | None,
+    ) -> None:
+        """Record the matrix (B,H,N,slots+N): the output of the heads for the unit vectors as values."""
         if self.published:
-            raise ValueError("published=True adds values up without weights that sum to 1, so record= has no matrix")
+            raise ValueError("published=True has no attention matrix to record: its weights do not sum to 1")
         before = 0 if state is None else state.past.keys.shape[2]
         (batch, n, _), channels = x.shape, before + x.shape[1]
         each = torch.eye(channels, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""The delta rule with a memory of which every channel fades at a rate of its own."""
+"""Kimi Delta Attention: the delta rule with a decay per key channel and token."""
 
 from typing import NamedTuple
 
@@ -15,23 +15,23 @@ from .base import Attention
 
 
 class KDAState(NamedTuple):
-    """float32 at least."""
+    """The fast weights and the tokens of the short convolution, in float32 or better."""
 
-    sums: Tensor  # (B,H,D,D) what is stored: sums^T k is the value of a key k
-    recent: Tensor  # (B,convolution-1,3 dim) the last projected queries, keys and values, side by side
+    sums: Tensor  # (B,H,D,D) the fast weights: sums^T k is the value of a key k
+    recent: Tensor  # (B,convolution-1,3 dim) the last projected queries, keys and values, concatenated
 
 
-class KDA(Attention):
-    r"""The delta rule with a decay per channel of the keys and token: Kimi Delta Attention.
+class KDA(Attention[KDAState]):
+    r"""Kimi Delta Attention: linear attention with the delta rule and a decay per key channel and token.
 
-    $\alpha_t$ has a factor for every channel of the keys, $\beta_t$ is one number for each head; $F_2 F_1$ and
-    $G_2 G_1$ have the rank of a head's size, the norm is RMS.
+    $\alpha_t$ has one factor per key channel, $\beta_t$ is one number per head. $F_2 F_1$ and $G_2 G_1$ have the rank
+    of the head dimension; the norm is RMS.
 
-    ``lower_bound``: l, for $\log \alpha_t = l \, \sigma(e^a (F_2 F_1 x_t + b))$, between the bound and 0; -5 in the
-    authors' kernels (0: no bound). ``convolution``: tokens that the short convolution spans (0: none).
+    ``lower_bound``: l < 0, for a decay of $\log \alpha_t = l \, \sigma(e^a (F_2 F_1 x_t + b))$ between l and 0; -5 in
+    the authors' kernels (0: no bound). ``convolution``: the width of the short convolution in tokens (0: none).
 
-    $e^a$, one for a head, starts uniform in [1, 16), or at 1 with a bound; $\mathrm{softplus}(b)$ log-uniform in
-    [0.001, 0.1]. Nothing has a bias but the decay.
+    $e^a$, one per head, is initialized uniformly in [1, 16), or to 1 with a bound. $\mathrm{softplus}(b)$ is
+    initialized log-uniformly in [0.001, 0.1]. Only the decay has a bias.
 
     Source: Kimi Team 2025 (2510.26692), eq. 1 and section 4.
     """
@@ -55,7 +55,7 @@ class KDA(Attention):
         super().__init__(dim, heads, causal=causal)
         if not lower_bound <= 0:
             raise ValueError(
-                f"lower_bound={lower_bound} bounds a decay's logarithm; it must be negative, or 0 for none"
+                f"lower_bound={lower_bound} must be negative, or 0 for none: it bounds the logarithm of the decay"
             )
         self.convolution, self.lower_bound = convolution, lower_bound
         size = dim // heads
@@ -70,12 +70,20 @@ class KDA(Attention):
         self.norm = HeadNorm(size, gate="sigmoid")
         self.out = nn.Linear(dim, dim, bias=False)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> KDAState:
         size, like = self.dim // self.heads, self.weight_like
         sums, none = like.new_zeros(batch, self.heads, size, size), like.new_zeros(batch, 0, 3 * self.dim)
         return KDAState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: KDAState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, KDAState | None]:
         sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:
@@ -99,12 +107,12 @@ class KDA(Attention):
         o = self.norm(o, split(self.out_gate(x), self.heads))
         return self.out(merge(o)), None if state is None else KDAState(sums, recent)
 
-    def _decay(self, x):
-        """Its logarithm (B,H,N,D), in float32 at least."""
-        speed, wish = (
+    def _decay(self, x: Tensor) -> Tensor:
+        """The logarithm of the decay (B,H,N,D), in float32 or better."""
+        speed, logit = (
             upcast_half(self.a_log).exp(),
             upcast_half(self.decay(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias,
         )
         if self.lower_bound:
-            return (self.lower_bound * (speed * wish).sigmoid()).transpose(1, 2)
-        return (-speed * F.softplus(wish)).transpose(1, 2)
+            return (self.lower_bound * (speed * logit).sigmoid()).transpose(1, 2)
+        return (-speed * F.softplus(logit)).transpose(1, 2)

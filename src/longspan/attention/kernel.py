@@ -1,6 +1,8 @@
-"""Attention with a similarity of your choice, written out: the definition that the other mechanisms approximate."""
+"""Kernel attention with a choice of similarities, computed from the definition."""
 
-from torch import nn
+from typing import Any
+
+from torch import Tensor, nn
 
 from .._utils.spec import known
 from ..ops.softmax import similarity as op
@@ -10,15 +12,16 @@ from ..states.kv_cache import CachedContext, KeyValues
 from .base import Attention
 
 
-class Kernel(Attention):
-    r"""Any non-negative similarity in place of $e^{q \cdot k}$: quadratic, plain, the oracle of its faster relatives.
+class Kernel(Attention[KeyValues | CachedContext]):
+    r"""Attention with a non-negative similarity in place of $e^{q \cdot k}$, in quadratic time.
 
-    ``similarity``: s, one of exp, polynomial and rbf. ``degree``: n, which must be even, and belongs to polynomial.
-    ``constant``: c, of polynomial. ``bandwidth``: b, of rbf.
-    ``dropout``: probability of dropping a weight in training. ``context_dim``: width of the context of cross attention
-    (0: dim).
+    It is the exact reference for the mechanisms that approximate these similarities in linear time.
 
-    The scores are written out, which fused softmax does without, so that it is slower than that at every length.
+    ``similarity``: s, one of exp, polynomial and rbf. ``degree``: n of polynomial, an even number. ``constant``: c of
+    polynomial. ``bandwidth``: b of rbf. ``dropout``: the probability of dropping a weight in training. ``context_dim``:
+    the width of the context of cross attention (0: dim).
+
+    The scores are materialized, so this is slower than fused softmax at every length.
 
     Source: Katharopoulos et al. 2020, eq. 3; the view of attention as a kernel smoother is Tsai et al. 2019.
     """
@@ -56,11 +59,11 @@ class Kernel(Attention):
         super().__init__(dim, heads, causal=causal)
         known(similarity, op.SIMILARITIES, "similarity")
         if similarity != "polynomial" and (degree, constant) != (2, 1.0):
-            raise ValueError(f"degree and constant belong to similarity='polynomial', not {similarity!r}")
+            raise ValueError(f"degree and constant need similarity='polynomial', not {similarity!r}")
         if similarity != "rbf" and bandwidth != 1.0:
-            raise ValueError(f"bandwidth belongs to similarity='rbf', not {similarity!r}")
+            raise ValueError(f"bandwidth={bandwidth} needs similarity='rbf', not {similarity!r}")
         if degree < 2 or degree % 2:
-            raise ValueError(f"degree={degree} must be even and positive: an odd power gives negative weights")
+            raise ValueError(f"degree={degree} must be even and positive: odd powers can be negative")
         if bandwidth <= 0:
             raise ValueError(f"bandwidth={bandwidth} must be positive")
         if not 0 <= dropout < 1:
@@ -71,25 +74,25 @@ class Kernel(Attention):
         self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
         self.out = nn.Linear(dim, dim)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
-    def _project(self, x):
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: KeyValues | CachedContext | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, KeyValues | CachedContext | None]:
         q = split(self.query(x), self.heads)
         view, state = kv_cache.view(
             self._project,

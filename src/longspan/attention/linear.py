@@ -1,7 +1,8 @@
 """Linear attention with a feature map and a normalizer."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,26 +18,28 @@ from .base import Attention
 
 
 class LinearState(NamedTuple):
-    """float32 at least."""
+    """The sums over all tokens so far, in float32 or better."""
 
     sums: Tensor  # (B,H,F,E+1) sum of phi(k) v^T; last column: sum of phi(k)
 
 
 class LinearRotaryState(NamedTuple):
-    sums: Tensor  # (B,H,F,E+1) as above, but only the last column from unrotated keys
+    """The sums over all tokens so far with rotary positions, in float32 or better."""
+
+    sums: Tensor  # (B,H,F,E+1) sum of rotated phi(k) v^T; last column: sum of unrotated phi(k)
     position: Tensor  # (B,) int64, real tokens so far
 
 
-class Linear(Attention):
-    r"""Softmax replaced by a product of feature maps, so that a fixed-size sum stands for all keys and values.
+class Linear(Attention[LinearState | LinearRotaryState | ContextSums]):
+    r"""Attention with a dot product of feature maps in place of softmax, with a state of fixed size.
 
-    ``feature_map``: $\phi$, elu ($\mathrm{elu}(x) + 1$), relu, squared_relu or exp. The class itself, which no spec
-    builds then, also takes a function of yours, (..., D) -> (..., F) without negative values:
+    ``feature_map``: $\phi$, elu ($\mathrm{elu}(x) + 1$), relu, squared_relu or exp. ``eps``: $\epsilon$, added to the
+    denominator. ``rotary``: the base of rotary positions (0: none), applied to $\phi(q)$ and $\phi(k)$ in the numerator
+    only, since the denominator must stay positive. ``rotary_layout``: halves or interleaved. ``context_dim``: the width
+    of the context of cross attention (0: dim).
+
+    The class, but not a spec, also accepts a function (..., D) -> (..., F) without negative values:
     ``Linear(dim, heads, feature_map=f)``.
-
-    ``eps``: $\epsilon$, added to the denominator. ``rotary``: base of rotary positions, applied to $\phi(q)$ and
-    $\phi(k)$ in the numerator only, as the denominator must stay positive (0: none). ``rotary_layout``:
-    halves or interleaved. ``context_dim``: width of the context of cross attention (0: dim).
 
     Source: Katharopoulos et al. 2020, section 3.2-3.4; rotary positions as in Su et al. 2021, eq. 19.
     """
@@ -75,7 +78,7 @@ class Linear(Attention):
     ):
         super().__init__(dim, heads, causal=causal)
         if eps < 0:
-            raise ValueError(f"eps={eps} is added to the denominator and must not be negative")
+            raise ValueError(f"eps={eps} must not be negative: it is added to the denominator")
         check_rotary(rotary, rotary_layout, dim // heads)
         self.feature_map, self.eps, self.context_dim = feature_map, eps, context_dim
         self.rotary, self.rotary_layout = rotary, rotary_layout
@@ -84,7 +87,7 @@ class Linear(Attention):
         self.key, self.value = (nn.Linear(context_dim or dim, dim) for _ in range(2))
         self.out = nn.Linear(dim, dim)
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> LinearState | LinearRotaryState:
         size = self.dim // self.heads
         features = self.phi(self.weight_like.new_zeros(1, size)).shape[-1]
         sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, features, size + 1))
@@ -94,17 +97,17 @@ class Linear(Attention):
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: LinearState | LinearRotaryState | ContextSums | None,
         *,
-        mask=None,
-        segments=None,
-        prefix=None,
-        context=None,
-        context_mask=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        prefix: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, LinearState | LinearRotaryState | ContextSums | None]:
         q = split(self.query(x), self.heads)
         if isinstance(state, ContextSums):
             read = self.phi(upcast_half(q)) @ state.sums
@@ -113,6 +116,7 @@ class Linear(Attention):
             return self._cross(q, context, context_mask, record)
         k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
         sums, numerator, make = (None if state is None else state.sums), None, LinearState
+        fq = fk = None
         if self.rotary:
             start = state.position if isinstance(state, LinearRotaryState) else None
             at, end = positions(x, start, mask=mask, segments=segments)
@@ -124,31 +128,38 @@ class Linear(Attention):
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
             allowed = allowed if prefix is None else join(allowed, prefix)
             fq, fk = (self.phi(upcast_half(t)) for t in (q, k))
-            options = {"segments": segments, "state": sums, "numerator": numerator}
+            options: dict[str, Any] = {"segments": segments, "state": sums, "numerator": numerator}
             matrix = linear.matrix(fq, fk, allowed, eps=self.eps, **options)
             record.update(mask=allowed, matrix=matrix)
         if prefix is not None:
             key = numerator and numerator[1]
             sums, mask = linear.fold(self.phi(upcast_half(k)), v, prefix, mask=mask, state=sums, key=key)
-        arguments = {"causal": self.causal, "mask": mask, "segments": segments, "state": sums, "donate": donate}
-        if self.rotary:
+        arguments: dict[str, Any] = {"causal": self.causal, "mask": mask, "segments": segments}
+        arguments |= {"state": sums, "donate": donate}
+        if self.rotary and fq is not None and fk is not None:
             o, sums = linear.attend(fq, fk, v, eps=self.eps, numerator=numerator, **arguments)
         else:
             o, sums = self._operation()(q, k, v, **arguments)
         return self.out(merge(o)), None if state is None else make(sums)
 
-    def _operation(self):
-        """Attention of raw queries and keys, with this feature map."""
+    def _operation(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The op on raw queries and keys, with this feature map."""
         if isinstance(self.feature_map, str):
             return partial(linear.named, feature_map=self.feature_map, eps=self.eps)
         phi = self.phi
-        return lambda q, k, v, **given: linear.attend(
-            phi(upcast_half(q)), phi(upcast_half(k)), v, eps=self.eps, **given
-        )
 
-    def _cross(self, q, context, context_mask, record):
+        def attend(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+            return linear.attend(phi(upcast_half(q)), phi(upcast_half(k)), v, eps=self.eps, **given)
+
+        return attend
+
+    def _cross(
+        self, q: Tensor, context: Tensor, context_mask: Tensor | None, record: dict[str, Any] | None
+    ) -> tuple[Tensor, ContextSums]:
         if self.rotary:
-            raise ValueError("rotary positions relate tokens of one sequence; build with rotary=0.0 for context=")
+            raise ValueError(
+                "rotary positions are undefined between a sequence and its context; build with rotary=0.0 for context="
+            )
         k, v = split(self.key(context), self.heads), split(self.value(context), self.heads)
         if record is not None:
             allowed = across(q.transpose(1, 2), context, context_mask)

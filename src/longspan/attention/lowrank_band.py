@@ -1,9 +1,9 @@
-"""Softmax attention as the sum of a low-rank part, which sees everything, and a band, which sees what is near."""
+"""Softmax attention as the sum of low-rank attention to all tokens and full-rank attention to a band."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops.tensors import merge, split
 from ..patterns import Pattern, band, causal, everywhere
@@ -15,20 +15,23 @@ from .base import Attention
 
 
 class LowRankBandState(NamedTuple):
+    """The states of the band and of the low-rank part."""
+
     near: Window
     far: KeyValues
 
 
-class LowRankBand(Attention):
-    r"""The sum of two attentions: a window with full keys, and all tokens with keys of a few channels.
+class LowRankBand(Attention[LowRankBandState]):
+    r"""The sum of sliding-window attention and of attention to all tokens with low-rank scores.
 
-    $q^\prime$ and $k^\prime$ have R channels per head, so that the scores of the second are a matrix of rank R at most.
-    Each has projections of its
-    own, ``query, key, value`` and ``far_query, far_key, far_value``; the sum is projected by one ``out``.
+    $q^\prime$ and $k^\prime$ have R channels per head, so that their score matrix has rank R at most. The two parts
+    have separate projections, ``query, key, value`` and ``far_query, far_key, far_value``, and share ``out``. Positions
+    count real tokens.
 
-    ``window``: w, the last so many tokens, itself included; the bidirectional form sees as many to the right. ``rank``:
-    R, channels of a far key. Positions count real tokens. Its state is a ring of ``window`` keys and values, and all
-    keys of R channels with their values.
+    ``rank``: R, the number of channels of the low-rank keys. ``window``: w, the number of visible tokens of the band,
+    the token itself included; the bidirectional form sees the same number to the right.
+
+    The state is a ring of ``window`` keys and values, and all low-rank keys with their values.
 
     Source: Guo, Qiu, Xue and Zhang 2019, "Low-Rank and Locality Constrained Self-Attention for Sequence Modeling"
     (IEEE/ACM TASLP 27), which is not on arXiv, as described in section 4.4 of the survey that is cited. Raises
@@ -65,15 +68,23 @@ class LowRankBand(Attention):
     def positional(self) -> bool:
         return True
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> LowRankBandState:
         size, like = self.dim // self.heads, self.weight_like
         near = ring(batch, self.heads, self.window, size, like)
         keys, values = (like.new_zeros(batch, self.heads, capacity, channels) for channels in (self.rank, size))
         return LowRankBandState(near, KeyValues(keys, values, torch.zeros(batch, dtype=torch.long, device=like.device)))
 
-    def attend(self, x, state, *, mask=None, segments=None, donate=False):
+    def attend(
+        self,
+        x: Tensor,
+        state: LowRankBandState | None,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, LowRankBandState | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        arguments = {"mask": mask, "segments": segments, "donate": donate}
+        arguments: dict[str, Any] = {"mask": mask, "segments": segments, "donate": donate}
         before = (None, None) if state is None else state
         o, near = lookback.attend(q, k, v, before[0], self.near, **arguments)
         q, k, v = (split(part(x), self.heads) for part in (self.far_query, self.far_key, self.far_value))

@@ -1,7 +1,7 @@
-"""Attention through a short extra sequence: it packs the tokens, and they read what it has packed."""
+"""Luna: two nested attentions, through a short learned sequence of slots."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._utils.spec import known
 from ..ops import gated, rows
+from ..ops.isolated import Part
 from ..ops.linear.features import elu
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split, upcast_half, visible
@@ -16,8 +17,8 @@ from .base import Attention
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log2(1 + 2^x), which is 1 at 0."""
-    # Beyond the threshold it is x to the last digit.
+    """Return log2(1 + 2^x), which is 1 at 0."""
+    # Above the threshold the result equals x in float64.
     return F.softplus(x, beta=math.log(2.0), threshold=40.0)
 
 
@@ -25,32 +26,34 @@ ACTIVATIONS = {"softplus": softplus, "elu": elu}
 
 
 class LunaState(NamedTuple):
-    """Of fixed size, float32 at least."""
+    """Running sums of fixed size, in float32 or better."""
 
     keys: Tensor  # (B,H,D,slots) sum of k a^T
     values: Tensor  # (B,H,slots,D) sum of a v^T
-    count: Tensor  # (B,) int64, real tokens so far
+    count: Tensor  # (B,) int64, real tokens so far  # pyright: ignore[reportIncompatibleMethodOverride] hides tuple.count
 
 
 class LunaContext(NamedTuple):
-    """All that queries need of a context, whatever its length."""
+    """The slots of a context, of fixed size."""
 
-    slots: Tensor  # (B,H,slots,D) keys, which are values as well
+    slots: Tensor  # (B,H,slots,D) keys, which are also the values
 
 
-class Luna(Attention):
-    r"""Tokens are packed into the slots of a learned sequence P, and unpacked by queries: two attentions, both linear.
+class Luna(Attention[LunaState | LunaContext]):
+    r"""Two nested attentions in linear time: learned slots read the tokens, and the tokens read the slots.
 
-    $p_s = W_p P_s$, $c_j = W_c x_j$. Keys are values as well, in both attentions, which is the default of the published
-    code (``tie_kv``). ``slots``: l, rows of P.
+    P is the learned sequence of slots; $p_s = W_p P_s$, $c_j = W_c x_j$. In both attentions the keys are also the
+    values, the default of the published code (``tie_kv``).
+
+    ``slots``: l, the number of rows of P. ``activation``: $\omega$ of the causal form, softplus ($\log_2(1 + 2^x)$) or
+    elu ($\mathrm{elu}(x) + 1$).
 
     The bidirectional form is two softmax attentions, of P over the tokens and of the tokens over the slots. In a stack
-    its layers hand norm(P + r) on (``carry``, (B,l,dim), by a norm without weights; one for each packed sequence where
-    there are ``segments``), which the next one adds to a P of its own. With ``context`` it packs that.
+    each layer passes norm(P + r) to the next one (``carry``, (B,l,dim)), which adds it to its P. The norm has no
+    weights. With ``segments`` the carry has one entry per packed sequence. With ``context``, P reads the context.
 
-    The causal form divides by t, the number of real tokens so far, where the other one has a softmax, and by nothing
-    else, so weights do not sum to one; a fixed-size state keeps two running sums. It hands on what it got.
-    ``activation``: $\omega$ of the causal form, softplus ($\log_2(1 + 2^x)$) or elu ($\mathrm{elu}(x) + 1$).
+    The causal form divides by t, the number of real tokens so far, instead of a softmax over the tokens, so that
+    weights do not sum to one. Its state is two running sums of fixed size. It returns its carry unchanged.
 
     Source: Ma et al. 2021, sections 3.1-3.3, with the softplus of the published code. Raises ValueError for slots < 1,
     an unknown activation or one for the bidirectional form, and for a carry of another shape, or with ``context``.
@@ -84,91 +87,102 @@ class Luna(Attention):
         self.slots, self.activation = slots, known(activation, ACTIVATIONS, "activation")
         if activation != "softplus":
             if not causal:
-                raise ValueError(f"activation={activation!r} is one of the causal form; the other one has a softmax")
+                raise ValueError(f"activation={activation!r} needs causal=True; the bidirectional form has a softmax")
             self.directions = ("causal",)
         if not causal:
             self.supported_args = self.supported_args - {"record"}
         self.memory = nn.Parameter(torch.randn(slots, dim))
         self.pack_query, self.pack, self.query, self.value, self.out = (nn.Linear(dim, dim) for _ in range(5))
 
-    def start(self, batch, capacity):
+    def start(self, batch: int, capacity: int) -> LunaState:
         size = self.dim // self.heads
         sums = upcast_half(self.weight_like.new_zeros(batch, self.heads, size, self.slots))
         return LunaState(sums, sums.mT.clone(), torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def init_carry(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Zeros (1,1,1), which stand for any number of rows or packed sequences."""
+        """Return zeros (1,1,1), which broadcast to any number of rows or packed sequences."""
         return x.new_zeros(1, 1, 1)
 
-    def cut_carry(self, carry, segments, part):
+    def cut_carry(self, carry: Tensor, segments: Tensor, part: Part) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] a method in place of None
+        """Return the carry of one packed sequence."""
         return carry if len(carry) == 1 else part.rows(carry)
 
-    def join_carry(self, segments, parts, handed):
-        if handed[0].shape == (1, 1, 1):
-            return handed[0]
-        return torch.cat([own for part, own in zip(parts, handed, strict=True) if part.first])
+    def join_carry(self, segments: Tensor, parts: list[Part], carries: list[Tensor]) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride] a method in place of None
+        """Return the carry of all packed sequences."""
+        if carries[0].shape == (1, 1, 1):
+            return carries[0]
+        return torch.cat([own for part, own in zip(parts, carries, strict=True) if part.first])
 
     def attend(
         self,
-        x,
-        state,
+        x: Tensor,
+        state: LunaState | LunaContext | None,
         *,
-        mask=None,
-        segments=None,
-        context=None,
-        context_mask=None,
-        carry=None,
-        record=None,
-        donate=False,
-    ):
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        carry: Any = None,
+        record: dict[str, Any] | None = None,
+        donate: bool = False,
+    ) -> tuple[Tensor, LunaState | LunaContext | None] | tuple[Tensor, LunaState | None, Tensor]:
         if context is not None or isinstance(state, LunaContext):
             if carry is not None:
-                raise ValueError("carry= is for layers that pack their own tokens, not for those of context=")
+                raise ValueError("carry= and context= exclude each other: a layer with context= has no carry")
             if context is not None:
                 packed, _ = self._packed(context, self._memory(self.init_carry(x, None)), context_mask)
                 state = LunaContext(split(self.value(packed), self.heads))
-            return self._unpacked(x, state.slots), state
+            return self._unpacked(x, cast(LunaContext, state).slots), state
         p = self._memory(self.init_carry(x, mask) if carry is None else carry)
         if self.causal:
             y, state = self._causal(x, p, state, mask, segments, record, donate)
             return (y, state) if carry is None else (y, state, carry)
-        y, handed = self._both(x, p, mask, segments)
-        return (y, None) if carry is None else (y, None, handed)
+        y, following = self._both(x, p, mask, segments)
+        return (y, None) if carry is None else (y, None, following)
 
-    def _memory(self, carry):
+    def _memory(self, carry: Any) -> Tensor:
         shapes = (1, 1, 1), (self.slots, self.dim)
         if not isinstance(carry, Tensor) or (carry.shape != shapes[0] and carry.shape[1:] != shapes[1]):
-            came = tuple(carry.shape) if isinstance(carry, Tensor) else type(carry).__name__
-            raise ValueError(f"carry must be the slots (B, {self.slots}, {self.dim}) of the layer below, not {came}")
+            found = tuple(carry.shape) if isinstance(carry, Tensor) else type(carry).__name__
+            raise ValueError(f"carry must be the slots (B, {self.slots}, {self.dim}) of the layer below, not {found}")
         return self.memory + carry
 
-    def _both(self, x, p, mask, segments):
+    def _both(self, x: Tensor, p: Tensor, mask: Tensor | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
         """x (B,N,dim), p (1|B,l,dim) -> y (B,N,dim), the next layer's slots (B,l,dim)."""
         if segments is None:
-            packed, handed = self._packed(x, p, mask)
-            return self._unpacked(x, split(self.value(packed), self.heads)), handed
+            packed, following = self._packed(x, p, mask)
+            return self._unpacked(x, split(self.value(packed), self.heads)), following
         found, numbers = [x.new_zeros(0, self.slots, self.dim)], [segments.new_zeros(0)]
 
-        def run(number, tokens):
-            y, handed = self._both(tokens, p if len(p) == 1 else p[number], None, None)
-            found.append(handed)
+        def run(number: Tensor, tokens: Tensor) -> Tensor:
+            y, following = self._both(tokens, p if len(p) == 1 else p[number], None, None)
+            found.append(following)
             numbers.append(number)
             return y
 
         y = rows.cut(run, (x,), x, mask, segments, exact=True)
         return y, torch.cat(found)[torch.cat(numbers).argsort()]
 
-    def _packed(self, x, p, mask):
-        """What P reads from x (B,N,dim), and its norm with P: both (B,l,dim)."""
+    def _packed(self, x: Tensor, p: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What P reads from x (B,N,dim), and the norm of its sum with P: both (B,l,dim)."""
         keys = split(self.pack(x), self.heads)
         q = split(self.pack_query(p.to(x.dtype)), self.heads).expand(len(x), -1, -1, -1)
         read = merge(dense.attend(q.to(keys.dtype), keys, keys, mask=None if mask is None else mask[:, None, None]))
         return read, F.layer_norm(p + read, (self.dim,))
 
-    def _unpacked(self, x, slots):
+    def _unpacked(self, x: Tensor, slots: Tensor) -> Tensor:
         return self.out(merge(dense.attend(split(self.query(x), self.heads).to(slots.dtype), slots, slots)))
 
-    def _causal(self, x, p, state, mask, segments, record, donate):
+    def _causal(
+        self,
+        x: Tensor,
+        p: Tensor,
+        state: LunaState | None,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        record: dict[str, Any] | None,
+        donate: bool,
+    ) -> tuple[Tensor, LunaState | None]:
         before = self.start(x.shape[0], 0) if state is None else state
         q, k, c = (upcast_half(split(part(x), self.heads)) for part in (self.query, self.value, self.pack))
         at, count = positions(x, before.count, mask=mask, segments=segments)
@@ -177,7 +191,7 @@ class Luna(Attention):
         slots = upcast_half(split(self.pack_query(p.to(x.dtype)), self.heads))
         with torch.autocast(x.device.type, enabled=False):
             a = ACTIVATIONS[self.activation](c @ slots.mT * scale)  # (B,H,N,l)
-            options = {"mask": mask, "segments": segments, "donate": donate}
+            options: dict[str, Any] = {"mask": mask, "segments": segments, "donate": donate}
             scores, keys = gated.recur(q, k, a, scale=scale, state=before.keys, **options)
             u = (scores / t).softmax(-1)
             o, values = gated.recur(u, a, k, scale=1.0, state=before.values, **options)

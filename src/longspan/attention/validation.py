@@ -35,7 +35,7 @@ class Contract(Protocol):
     heads: int
     causal: bool
     supported_args: Any
-    states: ClassVar[tuple[type, ...]]
+    states: tuple[type, ...]
     contexts: ClassVar[tuple[type, ...]]
     _modules: dict[str, Any]
 
