@@ -197,11 +197,11 @@ def test_a_state_serves_while_the_spans_fit():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("span=0", "span=0 is a number of tokens; it must be at least 1"),
-        ("ramp=0", "ramp=0 is a number of tokens; it must be at least 1"),
-        ("span=4, initial=5.0", "initial=5.0 is a span in tokens; it must lie between 0 and span=4"),
-        ("initial=-1.0", "initial=-1.0 is a span in tokens; it must lie between 0 and span=1024"),
-        ("initial=2.0, dynamic=True", "initial=2.0 belongs to dynamic=False"),
+        ("span=0", "span=0 .*must be at least 1"),
+        ("ramp=0", "ramp=0 .*must be at least 1"),
+        ("span=4, initial=5.0", "initial=5.0 .*must lie between 0 and span=4"),
+        ("initial=-1.0", "initial=-1.0 .*must lie between 0 and span=1024"),
+        ("initial=2.0, dynamic=True", "initial=2.0 .*dynamic=False"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -193,9 +193,7 @@ def test_which_keys_it_sees_is_the_past():
 
 
 def test_there_is_no_bidirectional_form():
-    with pytest.raises(
-        ValueError, match="kind='shifted' reads the rows above its own, an order that no bidirectional model has"
-    ):
+    with pytest.raises(ValueError, match="kind='shifted' .*causal=True"):
         shifted(5, causal=False)
     assert shifted(5).directions == ("causal",)
 

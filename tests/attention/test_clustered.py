@@ -228,7 +228,7 @@ def test_clusters_of_several_tiles_are_the_definition(n):
         ("improved_clustered(iterations=0)", "clusters=100 and iterations=0 are counts; both must be at least 1"),
         ("clustered(bits=0)", "bits=0 of a hash must be from 1 to 63"),
         ("improved_clustered(bits=64)", "bits=64 of a hash must be from 1 to 63"),
-        ("improved_clustered(topk=0)", "topk=0 keys are weighed anew; at least 1, or build clustered"),
+        ("improved_clustered(topk=0)", "topk=0 must be at least 1"),
     ],
 )
 def test_options_that_cannot_be_are_refused(spec, message):

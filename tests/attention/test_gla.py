@@ -45,8 +45,8 @@ def test_sizes_follow_the_paper():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gla(rank=0)", "rank=0 of the decay's projection must be at least 1"),
-        ("gla(temperature=0.0)", "temperature=0.0 divides the logarithm of the decay and must be positive"),
+        ("gla(rank=0)", "rank=0 .*must be at least 1"),
+        ("gla(temperature=0.0)", "temperature=0.0 must be positive"),
         ("gla(expand_k=0.1)", "expand_k=0.1 times a head dimension of 4"),
         ("gla(expand_v=0.1)", "expand_v=0.1 times a head dimension of 4"),
     ],

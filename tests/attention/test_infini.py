@@ -185,8 +185,8 @@ def test_a_damaged_count_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("segment=0", "segment=0 is a number of tokens; it must be at least 1"),
-        ("eps=0.0", "eps=0.0 is what an empty memory is divided by; it must be positive"),
+        ("segment=0", "segment=0 must be at least 1"),
+        ("eps=0.0", "eps=0.0 must be positive"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -183,7 +183,7 @@ class TestContext:
 
     def test_it_carries_nothing(self):
         module, x = build(causal=False), data(1, 3, 6)
-        with pytest.raises(ValueError, match="carry= is for layers that pack their own tokens"):
+        with pytest.raises(ValueError, match="carry= and context="):
             module(x, context=x, carry=module.init_carry(x, None))
 
 
@@ -200,7 +200,7 @@ def test_softplus_is_exact():
         (lambda: build("activation='relu'"), "unknown activation 'relu' .*; known: elu, softplus"),
         (
             lambda: build("activation='elu'", causal=False),
-            "activation='elu' is one of the causal form; the other one has a softmax",
+            "activation='elu' needs causal=True",
         ),
         (
             lambda: build()(data(2, 3, 6), carry=data(2, 5, 6)),

@@ -140,26 +140,25 @@ class TestBuilding:
             (
                 "kernel",
                 "rotary",
-                r"kernel has no rotary positions: it has no rotary form.*; linear, local, retention, "
-                r"softmax, sparse have them, and any mechanism goes with none, sinusoidal or learned",
+                "kernel has no rotary positions: .*: linear, local, retention, softmax, sparse",
             ),
             (
                 "linear",
                 "alibi",
-                "linear has no alibi positions: .*; alibi, softmax have them",
+                "linear has no alibi positions: .*: alibi, softmax",
             ),
             (
                 "linear",
                 "relative",
-                "linear has no relative positions.*; compressive, relative, softmax, transformer_xl have them",
+                "linear has no relative positions: .*: compressive, relative, softmax, transformer_xl",
             ),
             ("local(window=5)", "relative", "local has no relative positions"),
-            ("softmax(kv_heads=1)", "alibi", "softmax with alibi positions is alibi, whose options are none; not kv"),
-            ("compressive", "relative(clamp=3)", "compressive with relative positions is compressive, whose .* not cl"),
+            ("softmax(kv_heads=1)", "alibi", "softmax with alibi positions is alibi, .*'kv_heads'"),
+            ("compressive", "relative(clamp=3)", "compressive with relative positions is compressive, .*'clamp'"),
             ("softmax", "rotary(layout='pairs')", "layout='pairs' must be 'halves' or 'interleaved'"),
             ("softmax", "rotary(base=0.0)", "rotary: base=0.0 must be positive"),
             ("softmax(rotary=9.0, rotary_layout='pairs')", "none", "unknown rotary_layout 'pairs'"),
-            ("softmax(rotary_layout='interleaved')", "none", "with rotary=0.0 none do"),
+            ("softmax(rotary_layout='interleaved')", "none", "rotary_layout='interleaved' .*rotary=0.0"),
         ],
     )
     def test_what_is_not_exact_is_refused(self, spec, name, message):

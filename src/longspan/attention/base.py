@@ -368,7 +368,7 @@ class Attention(nn.Module, Generic[S]):
         Raises:
             ValueError: for a mechanism without ``statistics``.
         """
-        raise ValueError(f"{self.name} has no statistics: it learns from gradients alone")
+        raise ValueError(f"{self.name} has no statistics: gradients alone move what it learns")
 
     def project(self) -> None:
         """Clamp parameters to their range, in place. Training calls it after each optimizer step.

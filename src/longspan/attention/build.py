@@ -87,7 +87,7 @@ def make(text: str, dim: int, heads: int, *, causal: bool, layer: int, depth: in
         mechanism(name, "name")
     built = spec.parse(text, {name: maker(cls) for name, cls in REGISTRY.items()})
     if not isinstance(built, Attention):
-        raise ValueError(f"{text!r} is not an attention mechanism; known: {', '.join(sorted(REGISTRY))}")
+        raise ValueError(f"{text!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
     return built
 
 
@@ -110,8 +110,8 @@ def _placed(cls: type[Attention], placed: Positions, options: dict[str, Any]) ->
         able = ", ".join(name for name in list_mechanisms() if _able(REGISTRY[name], placed.kind))
         raise ValueError(
             f"{cls.name} has no {placed.kind} positions: {MISSING[placed.kind]}. Mechanisms with {placed.kind} "
-            f"positions: {able}. All mechanisms support positions= none, sinusoidal and learned "
-            f"(--model.positions in a training)"
+            f"positions: {able}. Every mechanism supports positions='none', 'sinusoidal' and "
+            f"'learned' (--model.positions in a training)"
         )
     given |= options
     if odd := [name for name in given if name not in (known := own_options(kind))]:

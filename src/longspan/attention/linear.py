@@ -157,9 +157,7 @@ class Linear(Attention[LinearState | LinearRotaryState | ContextSums]):
         self, q: Tensor, context: Tensor, context_mask: Tensor | None, record: dict[str, Any] | None
     ) -> tuple[Tensor, ContextSums]:
         if self.rotary:
-            raise ValueError(
-                "rotary positions are undefined between a sequence and its context; build with rotary=0.0 for context="
-            )
+            raise ValueError("context= needs rotary=0.0: rotary positions relate tokens of one sequence")
         k, v = split(self.key(context), self.heads), split(self.value(context), self.heads)
         if record is not None:
             allowed = across(q.transpose(1, 2), context, context_mask)
