@@ -107,7 +107,7 @@ def test_the_gradient_of_a_span_is_that_of_finite_differences():
 
 
 @pytest.mark.parametrize(("fractions", "keys"), [((0.0, 0.0), 3), ((0.2, 0.55), 9), ((0.5, 0.1), 8), ((1.0, 0.3), 13)])
-def test_what_is_trimmed_weighs_nothing(monkeypatch, fractions, keys):
+def test_trimmed_keys_have_weight_zero(monkeypatch, fractions, keys):
     """ceil(z + R) keys are all that the widest head sees: fewer would change the outputs, and more do not."""
     module, x = build("span=10, ramp=3", fractions), data(2, N, 6)
     assert module.keys_seen() == keys == math.ceil(10 * max(fractions) + 3)

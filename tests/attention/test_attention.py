@@ -28,7 +28,7 @@ COSTLY |= {(law, "informer(factor=1)") for law in ("adversarial", "compiles")}
 COSTLY |= {(law, "bp(k=1, levels=2)") for law in ("blocks", "compiles")}
 COSTLY |= {(law, "sac(edges=2)") for law in ("blocks", "compiles")}
 COSTLY |= {("oracle", "rfa"), ("oracle", "rfa(gate=True)"), ("compiles", "linear; softmax")}
-# Mechanisms that a compiler follows for long, beside others of their families, and that are slow at a hundred thousand
+# Mechanisms that take long to compile, in families with faster ones, and that are slow at a hundred thousand
 # tokens.
 LATE = {
     "compiles": (
@@ -122,7 +122,7 @@ def test_the_frozen_facts_are_as_their_script_writes_them():
 @pytest.mark.parametrize(
     ("name", "spec"), [(name, s) for name in longspan.list_mechanisms() for s in longspan.mechanism_examples(name)]
 )
-def test_examples_build_their_own_spec(name, spec):
+def test_examples_round_trip(name, spec):
     causal = "causal" in REGISTRY[name].directions
     built = longspan.build(spec, 8, 2, causal=causal)
     assert longspan.build(built.spec, 8, 2, causal=causal).spec == built.spec
@@ -310,7 +310,7 @@ class TestArguments:
             torch.testing.assert_close(module(x, mask=mask, segments=segments), module(x, mask=mask, segments=tidy))
 
 
-def test_a_feature_map_of_your_own():
+def test_a_custom_feature_map():
     torch.manual_seed(0)
     module, x = Linear(8, 2, feature_map=torch.nn.functional.softplus), torch.randn(2, 7, 8)
     outputs, state = [], module.init_state(2)
@@ -344,7 +344,7 @@ def counter():
     del REGISTRY["counter"]
 
 
-def test_a_stack_hands_on_what_its_layers_carry(counter):
+def test_a_stack_passes_carries_from_layer_to_layer(counter):
     stack = Stack(StackConfig(dim=4, depth=5, heads=1, feedforward=4, attention="counter; linear"), causal=False)
     seen, handed = [], []
     for attention in stack.attentions():

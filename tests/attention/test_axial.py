@@ -64,7 +64,7 @@ def test_causal_columns_are_the_strided_step():
     assert build(f"axial(width={C})").key_pattern == other.key_pattern
 
 
-def test_what_two_steps_reach():
+def test_two_layers_reach():
     """Without direction everything; causally what is above and left: the rest is why the paper shifts rows."""
     columns, rows = (build(f"axial(width={C})", causal=False, layer=i).key_pattern.dense(5 * C)[0] for i in (0, 1))
     assert product(rows, columns).all()

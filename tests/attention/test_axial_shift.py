@@ -28,8 +28,8 @@ def decoders(module, x):
     column = [[j for j in range(i + 1) if j % width == i % width] for i in range(n)]
     row = [[j for j in range(n) if j // width == i // width] for i in range(n)]
     h = torch.stack([read(q[i], k[column[i]], v[column[i]]) for i in range(n)])
-    ask, key = (part(h.flatten(1)).view_as(h) for part in (module.above_query, module.above_key))
-    whole = [read(ask[i], key[row[i]], h[row[i]]) for i in range(n)]
+    query, key = (part(h.flatten(1)).view_as(h) for part in (module.above_query, module.above_key))
+    whole = [read(query[i], key[row[i]], h[row[i]]) for i in range(n)]
     outer = torch.stack([whole[i - width] if i >= width else torch.zeros_like(h[0]) for i in range(n)])
     own = [[j for j in row[i] if j <= i] for i in range(n)]
     return outer, torch.stack([read(q[i], k[own[i]], v[own[i]]) for i in range(n)])
@@ -89,7 +89,7 @@ def test_every_pixel_reaches_all_of_its_past_and_nothing_else(width):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_what_comes_from_above_does_not_see_its_own_row(width):
+def test_the_row_above_does_not_see_the_current_row(width):
     module, x, seen = shifted(width), data(N, batch=1).requires_grad_(), {}
     module.out.register_forward_pre_hook(lambda _, o: seen.update(o=o[0]))
     module(x)
@@ -160,7 +160,7 @@ def test_all_but_the_keys_and_values_of_columns_is_bounded():
 
 
 class TestRecord:
-    def test_it_tells_of_the_whole_past(self):
+    def test_it_covers_all_earlier_pixels(self):
         module, x, record = shifted(5), data(N), {}
         module(x, record=record)
         assert sorted(record) == ["mask", "matrix"]
@@ -171,7 +171,7 @@ class TestRecord:
 
     @pytest.mark.parametrize("cut", [1, 8])
     @pytest.mark.parametrize("masked", [False, True])
-    def test_with_a_state_what_is_older_comes_with_its_reads(self, cut, masked):
+    def test_with_a_state_older_pixels_are_carried(self, cut, masked):
         """matrix x values + carried x older reads = what the heads read."""
         module, x, record, seen = shifted(3), data(N), {}, {}
         _, state = module(x[:, :9], module.init_state(2))

@@ -99,7 +99,7 @@ def test_every_token_reads_every_other():
         assert (seen[0].abs().sum(-1) > 0).all()
 
 
-def test_directions_have_weights_of_their_own_unless_shared():
+def test_directions_have_separate_weights_unless_shared():
     one, other = (seeded(f"bidirectional(gla, share={share})", causal=False)[0] for share in (True, False))
     assert 2 * sum(p.numel() for p in one.parameters()) == sum(p.numel() for p in other.parameters())
     assert not torch.equal(other.forwards.query.weight, other.backwards.query.weight)
@@ -143,8 +143,8 @@ def test_an_encoder_has_it(attention):
         ("bidirectional(nystrom)", "and nystrom has no causal form; it has: bidirectional"),
         ("bidirectional(bidirectional(gla))", "and bidirectional has no causal form"),
         ("bidirectional(softmax)", "state of fixed size, and the state of softmax grows"),
-        ("bidirectional(luna)", "cannot pass on what luna returns besides: a carry for the next layer"),
-        ("bidirectional(routing)", "cannot pass on what routing returns besides: a loss"),
+        ("bidirectional(luna)", "luna .*a carry for the next layer"),
+        ("bidirectional(routing)", "routing .*a loss"),
         ("bidirectional(gla(ranks=3))", "gla has no option 'ranks'"),
         ("bidirectional(gal)", "unknown attention 'gal' .did you mean 'gla'"),
         ("bidirectional(3)", "bidirectional: of=3 must be a spec"),
@@ -155,7 +155,7 @@ def test_bad_specs_are_refused(spec, message):
         longspan.build(spec, DIM, HEADS, causal=False)
 
 
-def test_what_is_causal_alone_names_the_wrapper():
+def test_causal_only_mechanisms_name_the_wrapper():
     with pytest.raises(ValueError, match=r"gla has no bidirectional form; .*'bidirectional\(gla\)' runs it in both"):
         longspan.build("gla", DIM, HEADS, causal=False)
     with pytest.raises(ValueError, match="adaptive_span has no bidirectional form; it has: causal$"):

@@ -171,7 +171,7 @@ def test_the_state_holds_the_last_whole_spans():
             torch.testing.assert_close(state.weights[0, :, level, slot], pool[:, tokens].logsumexp(-1))
 
 
-def test_kinds_tell_level_side_and_place_apart():
+def test_kinds_differ_by_level_side_and_place():
     assert tree.kinds(2, 3, 2, causal=True).tolist() == [0, 1, 2, 3, 4, 3, 4]
     assert tree.kinds(1, 3, 2, causal=False).tolist() == [0, 1, 2, 2, 3, 4, 4]
     assert build("k=2, levels=3").edges.shape == (7, 3)

@@ -43,7 +43,7 @@ def heads(module, part, x):
 
 
 def dense(module, x, record):
-    """Softmax attention of the clusters and keys that a call told, query by query, with gradients."""
+    """Softmax attention of the recorded clusters and keys, query by query, with gradients."""
     q, k, v = (heads(module, part, x) for part in ("query", "key", "value"))
     allowed = record["mask"].expand(len(x), HEADS, x.shape[1], k.shape[2])
     groups, chosen, rows = record["groups"], record.get("chosen"), []
@@ -146,7 +146,7 @@ def test_with_one_key_anew_it_is_clustered(arguments):
 
 
 @BOTH
-def test_equal_tokens_read_what_softmax_reads(spec):
+def test_equal_tokens_equal_softmax(spec):
     module = build(spec)
     # Far enough from zero that the planes part them.
     x = 20 * data(1, 3, DIM)[:, torch.arange(N) % 3]
@@ -178,7 +178,7 @@ def test_one_row_and_head_has_nothing_to_do_with_another(spec):
     y = module(x, record=record)[0]
     other = torch.cat([x[:1], data(1, N, DIM, seed=1)])
     close(module(other)[0][0], y[0], 0.0)
-    # Changing what one head asks changes the clusters of that head alone.
+    # Changing the queries of one head changes the clusters of that head only.
     with torch.no_grad():
         module.query.weight[:4] = data(4, DIM, seed=2)
     again: dict = {}
@@ -201,7 +201,7 @@ def test_nothing_is_random(spec, training):
     assert torch.equal(longspan.build(spec, DIM, HEADS, causal=False).double().planes, module.planes)
 
 
-def test_layers_have_planes_of_their_own_and_checkpoints_keep_them():
+def test_layers_have_separate_planes_that_checkpoints_keep():
     one, two = (longspan.build(SPECS[0], DIM, HEADS, causal=False, layer=layer, depth=2) for layer in (0, 1))
     assert not torch.equal(one.planes, two.planes)
     two.load_state_dict(one.state_dict())

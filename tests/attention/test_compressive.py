@@ -168,7 +168,7 @@ def lost(module, x, start):
 
 
 @pytest.mark.parametrize("options", FORMS)
-def test_the_penalty_is_what_attention_loses(options):
+def test_the_penalty_is_the_reconstruction_error(options):
     module, x, record = build(options), data(1, N, DIM), {"penalty": None}
     module(x, record=record)
     torch.testing.assert_close(record["penalty"], lost(module, x[0], 0).to(torch.float64), rtol=1e-10, atol=1e-12)

@@ -1,4 +1,4 @@
-"""The delta rule, worked by hand; the recurrence itself is tested beside the ops."""
+"""The delta rule, worked by hand; the recurrence itself is tested with the ops."""
 
 import math
 

@@ -81,7 +81,7 @@ def test_without_labels_a_wide_window_is_full_attention():
     torch.testing.assert_close(module(x)[0], other(both)[0][:, 2:], rtol=1e-10, atol=1e-10)
 
 
-def test_what_is_far_away_comes_through_the_layer_below():
+def test_distant_tokens_connect_through_the_layer_below():
     module, x = build(), data(1, N, 6)
     moved = torch.cat([x[:, :-1], data(1, 1, 6, seed=5)], 1)
     firsts = []

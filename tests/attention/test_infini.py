@@ -147,7 +147,7 @@ def test_a_gate_that_is_open_is_linear_attention_over_earlier_segments():
         torch.testing.assert_close(y[:, i], linear.out(o), rtol=1e-10, atol=1e-10)
 
 
-def test_what_is_known_already_is_not_added_again():
+def test_delta_adds_no_known_value_again():
     """A segment that comes a second time changes what the delta rule's memory reads less than the plain rule's."""
     x = data(1, 4, DIM)
     reads = {}

@@ -109,7 +109,7 @@ def test_some_queries_are_active_and_some_are_not(causal):
 
 @BOTH
 @pytest.mark.parametrize("given", ["nothing", "mask", "segments"])
-def test_the_recorded_matrix_is_what_it_used(given, causal):
+def test_the_recorded_matrix_gives_the_output(given, causal):
     module, x = build("informer(factor=1)", causal=causal), data(N)
     arguments, real = {}, torch.ones(2, N, dtype=torch.bool)
     if given == "mask":

@@ -1,4 +1,4 @@
-"""The delta rule with a decay per channel, worked by hand; the recurrence itself is tested beside the ops."""
+"""The delta rule with a decay per channel, worked by hand; the recurrence itself is tested with the ops."""
 
 import math
 

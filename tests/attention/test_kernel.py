@@ -1,4 +1,4 @@
-"""Attention with a similarity of one's choice, worked by hand; the similarities are tested beside the op."""
+"""Attention with a similarity of your choice, worked by hand; the similarities are tested with the op."""
 
 import math
 

@@ -85,8 +85,8 @@ def test_block_means_are_attention_to_block_means():
     same(module(x)[0], module.out(merge(dense.attend(q, *means))))
 
 
-def test_keys_and_values_have_matrices_of_their_own():
-    """E shortens the keys and F the values; the dense form says which, head by head."""
+def test_keys_and_values_have_separate_matrices():
+    """E projects the keys and F the values; compared with a dense form, head by head."""
     for share in ("none", "headwise"):
         module, x = build(f"length=13, slots=4, share={share!r}"), data(2, N, 6)
         q, k, v = projected(module, x)
@@ -164,7 +164,7 @@ class TestContext:
             same(y[row : row + 1], alone)
         same(module(x, state)[0], y)
 
-    def test_the_record_tells_of_the_context(self):
+    def test_the_record_describes_the_context(self):
         module, x, context = build("length=9, slots=4"), data(2, N, 6), data(2, 7, 6, seed=1)
         mask = torch.arange(7) < torch.tensor([[7], [5]])
         record = {}
@@ -186,7 +186,7 @@ class TestLength:
             module(x[:, :3], context=x)
 
     @pytest.mark.parametrize("counts", [(12, 3), (3, 12), (12, 0)])
-    def test_a_row_that_is_too_long_is_refused_beside_a_short_one(self, counts):
+    def test_a_row_that_is_too_long_is_refused_next_to_a_short_one(self, counts):
         module, x = build(), data(2, 14, 6)
         mask = torch.arange(14) < torch.tensor(counts)[:, None]
         with pytest.raises(ValueError, match=self.message):

@@ -1,4 +1,4 @@
-"""The sliding window, worked by hand; how it is cut into tiles is tested beside the ops."""
+"""The sliding window, worked by hand; how it is cut into tiles is tested with the ops."""
 
 import pytest
 

@@ -123,7 +123,7 @@ def test_rows_of_unlike_length_share_a_call(monkeypatch, gradients):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
-def test_a_packed_call_goes_on_with_its_first_sequence_and_leaves_its_last_one():
+def test_a_packed_call_continues_the_state_and_returns_that_of_the_last_sequence():
     module, x = make(2, 3, 1), data(N)
     segments = torch.tensor([[0] * 4 + [1] * 13, [0] * 17])
     _, state = module(x[:, :9], module.init_state(2))

@@ -65,7 +65,7 @@ def test_it_equals_the_definition(causal, rank):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_each_part_alone_is_a_mechanism_of_its_own(causal):
+def test_each_part_equals_a_separate_mechanism(causal):
     module, x = build(causal, rank=3), data(2, N, 6)  # heads of 3 channels, so that the far part is plain attention
     shared = ("query", "key", "value", "out")
     for silent, other, prefix in (("far_value", "local(window=4)", ""), ("value", "softmax", "far_")):

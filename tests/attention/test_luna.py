@@ -92,7 +92,7 @@ class TestCausal:
         with torch.no_grad():
             module.pack_query.weight.zero_()
             module.pack_query.bias.zero_()
-        # Scores of 0 for all slots: omega(0) = 1 in each, u is 1/2 in each, and the token reads its own value.
+        # Scores of 0 for all slots: omega(0) = 1 in each, u is 1/2 in each, and the token reads its value.
         same(module(x)[0], module.out(module.value(x)))
 
     def test_weights_do_not_sum_to_one(self):
@@ -100,7 +100,7 @@ class TestCausal:
         build()(data(2, N, 6), record=record)
         assert (record["matrix"].sum(-1) - 1).abs().max() > 1e-2
 
-    def test_it_hands_on_what_it_got(self):
+    def test_it_returns_its_carry(self):
         module, x, carry = build(), data(2, N, 6), data(2, 4, 6, seed=1)
         y, _, handed = module(x, carry=carry)
         assert handed is carry
@@ -126,13 +126,13 @@ class TestBidirectional:
         y, _, handed = module(x, carry=carry)
         same([y, handed], [*definition(module, x, (module.memory + carry).expand(2, -1, -1))])
 
-    def test_padding_and_packing_are_rows_of_their_own(self):
+    def test_padding_and_packing_equal_separate_rows(self):
         module, x = build(causal=False), data(2, N, 6)
         y, _, handed = module(x, mask=MASK, carry=module.init_carry(x, MASK))
         for row in range(2):
             alone = definition(module, x[row : row + 1, MASK[row]], module.memory[None])
             same([y[row, MASK[row]], handed[row]], [t[0] for t in alone])
-        # Four packed sequences, each with slots of its own, which the next layer gets in the same order.
+        # Four packed sequences, each with separate slots, in the same order for the next layer.
         carry = module.init_carry(x, None)
         for _ in range(2):
             y, _, handed = module(x, segments=SEGMENTS, carry=carry)
@@ -161,7 +161,7 @@ class TestBidirectional:
         same(packed[:1, 4:9], stack(x[:1, 4:9])[0])
 
     def test_there_is_no_record(self):
-        """Between both attentions W_k mixes heads, so no matrix per head and pair of tokens tells the output."""
+        """Between both attentions W_k mixes heads, so no matrix per head and pair of tokens describes the output."""
         with pytest.raises(ValueError, match="luna does not support record="):
             build(causal=False)(data(1, 3, 6), record={})
 

@@ -20,8 +20,8 @@ class AdaptiveSpan(Attention[Window]):
     real tokens. A token sees itself, with m = 1; the paper's sum excludes it.
 
     ``span``: S, the largest span in tokens. ``ramp``: R, the width of the soft mask's slope in tokens. ``initial``: the
-    span z of all heads at initialization, in tokens. ``dynamic``: each token computes its span for each head from its
-    input, instead of one learned span per head.
+    span z of all heads at initialization, in tokens. ``dynamic``: whether each token computes its spans from its input,
+    instead of one learned span per head.
 
     Without ``dynamic``, the learned parameter is f, the ``fraction`` of S. A fraction outside 0 to 1 counts as 0 or 1.
     Its gradient ignores this clamp, so that the gradients of the parts of a batch add up to that of the batch. Training

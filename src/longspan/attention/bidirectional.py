@@ -71,8 +71,7 @@ class Bidirectional(Attention[Never]):
         self.forwards = direction()
         if passed := [fact for fact in _PASSED_ON if getattr(self.forwards, fact)]:
             raise ValueError(
-                f"bidirectional adds outputs alone and cannot pass on what {name} returns besides: "
-                f"{_PASSED_ON[passed[0]]}"
+                f"bidirectional adds outputs and returns nothing else, but {name} also returns {_PASSED_ON[passed[0]]}"
             )
         if _shapes(self.forwards, 0) != _shapes(self.forwards, 1024):
             raise ValueError(

@@ -13,7 +13,8 @@ class BinaryPartition(Attention[tree.Nodes]):
 
     A node u is span m of level l. Positions count real tokens. A token reads itself and, on each level and side, ``k``
     nodes, which start where the level below ends. These nodes $T_i$ cover every token exactly once. The causal form
-    reads the left side only. In the bidirectional form the spans at the end may be incomplete, for any length.
+    reads the left side only. In the bidirectional form the last spans may be incomplete, so that this holds for any
+    length.
 
     The key and value of a node are the weighted means of those of its tokens. The weights $a_u$ are a softmax with a
     learned query $g_h$ per head. A vector r is learned for each kind of edge: level, side and place among the k. All

@@ -29,7 +29,7 @@ class CompressiveState(NamedTuple):
 
 
 class Compressive(Attention[CompressiveState]):
-    r"""Softmax attention by content and distance over a memory whose old tokens are compressed, c into one.
+    r"""Softmax attention by content and distance over a memory whose old tokens are compressed.
 
     Tokens are grouped into runs of c from the beginning of the sequence. A run that lies more than m tokens before a
     query is one entry of the compressed memory. A query sees the last m to $m + c - 1$ tokens, and the k entries before

@@ -19,13 +19,13 @@ NARROWEST = 1e-6  # tokens
 class Gaussian(Attention[KeyValues]):
     """Softmax attention with a Gaussian bias, whose center and width each token chooses.
 
-    ``kind``: learned, with center $P_i$ and standard deviation $s_i$ computed from the queries of all heads; or fixed,
-    with one w and b per head, initialized to a standard deviation of 10 tokens.
+    ``kind``: learned, where the queries of all heads determine center $P_i$ and standard deviation $s_i$; or fixed,
+    with one w and b per head.
 
-    $u_p$ and $u_d$ are vectors per head. Positions i and j count real tokens. $I_i$ is the number of tokens that token
-    i sees: the length of the sequence in the bidirectional form, as published, and i + 1 in the causal form. $2 s_i$ is
-    at least 1e-6 tokens. The bias is computed in float32 or better. The scores are materialized, so this is slower than
-    fused softmax at every length.
+    The fixed bias is initialized to a standard deviation of 10 tokens. $u_p$ and $u_d$ are vectors per head. Positions
+    i and j count real tokens. $I_i$ is the number of tokens that token i sees: the length of the sequence in the
+    bidirectional form, as published, and i + 1 in the causal form. $2 s_i$ is at least 1e-6 tokens. The bias is
+    computed in float32 or better. The scores are materialized, so this is slower than fused softmax at every length.
 
     Source: Yang et al. 2018, section 3, with windows for each query; fixed: Guo et al. 2019, "Gaussian Transformer: A
     Lightweight Approach for Natural Language Inference" (AAAI), with one pair of numbers per layer. Raises ValueError

@@ -19,11 +19,11 @@ class Image(Attention[Window | KeyValues]):
 
     ``kind``: ``1d`` for pixels in raster order, or ``2d`` for pixels in the order of ``patterns.block_order``.
     ``block``: b, the number of pixels of a block; (h, w) in ``2d``. ``memory``: m, the number of visible pixels before
-    the block; in ``2d`` (mh, mw), for the mw columns to the left of the block and the mh rows above it, from mw columns
-    left to mw columns right. ``width``: the width of the image in ``2d``; 0 in ``1d``.
+    the block; (mh, mw) in ``2d``. ``width``: the width of the image in ``2d``; 0 in ``1d``.
 
-    No query sees a later pixel of its order. In ``2d`` with h > 1 this is not raster order: inputs and targets must be
-    in block order, too. The channels of a pixel are consecutive tokens.
+    In ``2d`` the memory is mw columns to the left of the block, and mh rows above it, from mw columns left to mw
+    columns right. No query sees a later pixel of its order. In ``2d`` with h > 1 this is not raster order: inputs and
+    targets must be in block order, too. The channels of a pixel are consecutive tokens.
 
     The state is a ring of the look-back: block + memory tokens in ``1d``, about h + mh rows of the image in ``2d``.
 

@@ -23,11 +23,12 @@ class InformerState(NamedTuple):
 
 
 class Informer(Attention[InformerState]):
-    r"""Softmax attention for the queries with the most uneven scores; other queries read the mean of all values.
+    r"""Softmax attention of the queries with the most uneven scores; the others read the mean value.
 
-    The measure $M_i$ of a query is the maximum minus the mean of its scores over $c \lceil \log L \rceil$ sampled keys
-    of L, at least one (natural logarithm). Active queries attend to all visible keys. Other queries read the mean of
-    the visible values. The sampled keys depend on the layer and the positions only, in training and evaluation alike.
+    The measure $M_i$ of a query is the maximum minus the mean of its scores over $c \lceil \log L \rceil$ keys, at
+    least one, sampled from L keys (natural logarithm). Active queries attend to all visible keys. Other queries read
+    the mean of the visible values. The sampled keys depend on the layer and the positions only, in training and
+    evaluation alike.
 
     Bidirectional: L = N, and the $c \lceil \log N \rceil$ queries of each head with the largest measures are active.
     Causal: L = i + 1, the keys up to the query, and a query is active if its measure is among the
