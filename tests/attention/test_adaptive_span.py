@@ -188,7 +188,7 @@ def test_a_state_serves_while_the_spans_fit():
         module.fraction[0] = 0.1
         torch.testing.assert_close(module(x[:, 9:], state)[0].isfinite().all(), torch.tensor(True))
         module.fraction[0] = 0.9
-        with pytest.raises(ValueError, match="the state keeps 8 keys and the spans have grown to 12; start anew"):
+        with pytest.raises(ValueError, match="8 keys.* 12;"):
             module(x[:, 9:], state)
         _, state = module(x[:, :9], module.init_state(2))
         torch.testing.assert_close(module(x[:, 9:], state)[0], module(x)[0][:, 9:], rtol=1e-10, atol=1e-10)

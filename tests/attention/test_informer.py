@@ -217,7 +217,7 @@ def test_the_published_form_leaks_and_the_default_does_not():
 
 
 @pytest.mark.parametrize("factor", [1, 5])
-def test_measures_in_random_order_make_as_many_queries_active_as_the_page_says(factor):
+def test_measures_in_random_order_make_as_many_queries_active_as_documented(factor):
     n = 1024
     scores = torch.rand(200, 2, n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     active = probsparse.among_earlier(scores, torch.arange(n)[None], None, None, factor).double().sum(-1).mean()
@@ -225,9 +225,7 @@ def test_measures_in_random_order_make_as_many_queries_active_as_the_page_says(f
     expected = sum(min(1.0, max(factor * math.ceil(math.log(many)), 1) / many) for many in range(1, n + 1))
     assert active.item() == pytest.approx(expected, abs=1.0)
     if factor == 5:
-        assert f"which is {expected:.0f} of {n} with c = 5" in " ".join(
-            longspan.attention.informer.Informer.__doc__.split()
-        )
+        assert f"{expected:.0f} of {n}" in " ".join((longspan.attention.informer.Informer.__doc__ or "").split())
 
 
 def test_more_queries_are_active_since_later_measures_are_larger():
@@ -238,7 +236,7 @@ def test_more_queries_are_active_since_later_measures_are_larger():
     with torch.no_grad():
         active = module.active(x).double().sum(-1).mean().item()
     assert active == pytest.approx(150, abs=5)
-    assert "of 1024 random tokens about 150." in " ".join(longspan.attention.informer.Informer.__doc__.split())
+    assert "about 150 of 1024" in " ".join((longspan.attention.informer.Informer.__doc__ or "").split())
 
 
 def test_the_default_does_not_look_at_later_measures():
