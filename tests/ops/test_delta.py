@@ -255,7 +255,7 @@ class TestMechanisms:
             ("gated_deltanet(key_heads=-1)", "key_heads=-1 must divide heads=2"),
             ("gated_deltanet(expand_v=0.3)", "expand_v=0.3 times a head dimension of 4"),
             ("gated_deltanet(expand_k=0.0)", "expand_k=0.0 times a head dimension of 4"),
-            ("kda(lower_bound=5.0)", "lower_bound=5.0 bounds a decay's logarithm; it must be negative, or 0 for none"),
+            ("kda(lower_bound=5.0)", "lower_bound=5.0 must be negative, or 0"),
         ],
     )
     def test_options_that_do_not_fit_are_refused(self, spec, message):

@@ -129,7 +129,8 @@ def test_a_mechanism_without_the_positions_is_refused_with_the_flag_that_helps(t
     monkeypatch.chdir(tmp_path)
     words = ["train", *SMALL, "--model.attention", "kernel", "--run.data", "digits", "--run.steps", "1"]
     said = refused(capsys, *words, "--model.positions", "rotary", "--run.out", "r")
-    assert "any mechanism goes with none, sinusoidal or learned: positions=, of a training --model.positions" in said
+    assert "kernel has no rotary positions" in said
+    assert "--model.positions" in said
     assert not list(tmp_path.iterdir())
 
 

@@ -74,11 +74,11 @@ class Fourier(Attention[FourierState | ContextSums]):
     ):
         super().__init__(dim, heads, causal=causal)
         if features < 0:
-            raise ValueError(f"features={features} must be positive, or 0 for D log D: the number of random rows")
+            raise ValueError(f"features={features} is a number of rows; it must be positive, or 0 for D log D")
         if bandwidth <= 0:
             raise ValueError(f"bandwidth={bandwidth} must be positive")
         if eps <= 0:
-            raise ValueError(f"eps={eps} must be positive: the denominator can be 0")
+            raise ValueError(f"eps={eps} must be positive: the denominator can vanish")
         self.layer, self.features, self.bandwidth, self.rows, self.radii = layer, features, bandwidth, rows, radii
         self.seed, self.eps, self.context_dim = seed, eps, context_dim
         self.query = nn.Linear(dim, dim)
