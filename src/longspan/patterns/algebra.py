@@ -112,13 +112,19 @@ class Pattern:
         return False
 
     def __and__(self, other: Pattern) -> Pattern:
-        return both((self, other), ()) if isinstance(other, Pattern) else NotImplemented
+        if not isinstance(other, Pattern):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
+            return NotImplemented
+        return both((self, other), ())
 
     def __or__(self, other: Pattern) -> Pattern:
-        return either((self, other)) if isinstance(other, Pattern) else NotImplemented
+        if not isinstance(other, Pattern):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
+            return NotImplemented
+        return either((self, other))
 
     def __sub__(self, other: Pattern) -> Pattern:
-        return both((self,), (other,)) if isinstance(other, Pattern) else NotImplemented
+        if not isinstance(other, Pattern):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
+            return NotImplemented
+        return both((self,), (other,))
 
     # A new atom defines ``see`` and ``reach``. It also defines ``kind`` ("diagonal" for a function of i - j, "column"
     # for one of j), or ``unit`` and ``spans``, or ``near`` and ``tiles``. ``period``, ``apart`` and ``grains`` are

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 BUDGET = 1 << 20  # pairs that may be tested one by one
 DENSE = 8  # more candidates than 1 / DENSE of all tiles cost more than all tiles
@@ -35,8 +37,30 @@ class Blocks(NamedTuple):
     """
 
     size: int
-    index: Tensor
+    index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] (a field hides tuple.index)
     full: Tensor
+
+
+class Tiled(Protocol):
+    """What the lists of blocks need of a pattern."""
+
+    @property
+    def lookback(self) -> int | None: ...
+    @property
+    def lookahead(self) -> int | None: ...
+    @property
+    def kind(self) -> str: ...
+    def allow(self, i: Tensor, j: Tensor, *, head: int = 0, layer: int = 0) -> Tensor: ...
+    def near(self, grid: Grid) -> Tensor | None: ...
+    def tiles(self, grid: Grid, blocks: Tensor) -> Certain: ...
+
+
+class Spanned(Tiled, Protocol):
+    """A pattern that gives each unit of ``unit`` queries a few spans of keys."""
+
+    @property
+    def unit(self) -> int: ...
+    def spans(self, units: Tensor, head: int, layer: int) -> tuple[Tensor, Tensor]: ...
 
 
 class Certain(NamedTuple):
@@ -82,7 +106,7 @@ class Grid:
     last: Tensor
     low: Tensor
     high: Tensor
-    memo: dict = field(default_factory=dict)
+    memo: dict[Any, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(n: int, size: int, start: int, head: int, layer: int) -> Grid:
@@ -103,7 +127,7 @@ class Grid:
         high = self.high if lookahead is None else self.high.minimum((self.last + lookahead) // self.size)
         return replace(self, low=low, high=high)
 
-    def once(self, pattern, compute: Callable) -> Any:
+    def once(self, pattern: Tiled, compute: Callable[[Any, Grid], T]) -> T:
         """Return ``compute(pattern, grid)``, which does not depend on the range, from a cache."""
         key = compute, pattern
         if key not in self.memo:
@@ -116,7 +140,7 @@ class Grid:
         return begin, (begin + self.size - 1).clamp(max=self.total - 1)
 
 
-def build(pattern, n: int, size: int, start: int, head: int, layer: int) -> Blocks:
+def build(pattern: Tiled, n: int, size: int, start: int, head: int, layer: int) -> Blocks:
     """Build the list for a pattern without choices by head or layer; see ``Pattern.blocks``."""
     grid = Grid.of(n, size, start, head, layer).narrow(pattern.lookback, pattern.lookahead)
     blocks, valid = _tidy(grid, pattern.near(grid))
@@ -158,7 +182,7 @@ def _tidy(grid: Grid, table: Tensor | None) -> tuple[Tensor, Tensor]:
     return blocks.clamp(max=grid.count - 1), valid
 
 
-def _settle(pattern, grid: Grid, blocks: Tensor, valid: Tensor, tiles: Certain) -> Certain:
+def _settle(pattern: Tiled, grid: Grid, blocks: Tensor, valid: Tensor, tiles: Certain) -> Certain:
     """Test the pairs of unknown tiles, nine of each first, as far as the budget allows."""
     for side in (3, grid.size):
         row, column = (valid & ~(tiles.none | tiles.full | (tiles.some & tiles.hole))).nonzero(as_tuple=True)
@@ -191,34 +215,36 @@ def _sums(allowed: Tensor) -> Tensor:
     return torch.nn.functional.pad(allowed.cumsum(0), (1, 0))
 
 
-def _differences(pattern, grid: Grid) -> tuple[Tensor, int]:
+def _differences(pattern: Tiled, grid: Grid) -> tuple[Tensor, int]:
     """Running sums over all differences i - j for a function of them, and the least difference."""
     least = grid.start - grid.total + 1
     differences = torch.arange(least, grid.total)
     return _sums(pattern.allow(differences, torch.zeros((), dtype=torch.int64))), least
 
 
-def near(pattern, grid: Grid) -> Tensor | None:
+def near(pattern: Tiled, grid: Grid) -> Tensor | None:
     """``Pattern.near`` by the pattern's kind."""
     match pattern.kind:
         case "diagonal":
             return near_diagonals(pattern, grid)
         case "column":
             return near_columns(pattern, grid)
-    return near_spans(pattern, grid)
+        case _:
+            return near_spans(cast(Spanned, pattern), grid)
 
 
-def tiles(pattern, grid: Grid, blocks: Tensor) -> Certain:
+def tiles(pattern: Tiled, grid: Grid, blocks: Tensor) -> Certain:
     """``Pattern.tiles`` by the pattern's kind."""
     match pattern.kind:
         case "diagonal":
             return tiles_diagonal(pattern, grid, blocks)
         case "column":
             return tiles_columns(pattern, grid, blocks)
-    return tiles_spans(pattern, grid, blocks)
+        case _:
+            return tiles_spans(cast(Spanned, pattern), grid, blocks)
 
 
-def near_diagonals(pattern, grid: Grid) -> Tensor | None:
+def near_diagonals(pattern: Tiled, grid: Grid) -> Tensor | None:
     sums, least = grid.once(pattern, _differences)
     size = grid.size
     apart = torch.arange(int(grid.rows[0]) - grid.count + 1, int(grid.rows[-1]) + 1)
@@ -227,7 +253,7 @@ def near_diagonals(pattern, grid: Grid) -> Tensor | None:
     return None if len(apart) * DENSE >= grid.count else grid.rows - apart.flip(0)
 
 
-def tiles_diagonal(pattern, grid: Grid, blocks: Tensor) -> Certain:
+def tiles_diagonal(pattern: Tiled, grid: Grid, blocks: Tensor) -> Certain:
     sums, least = grid.once(pattern, _differences)
 
     def known(first: Tensor, last: Tensor, begin: Tensor, end: Tensor) -> Certain:
@@ -253,7 +279,7 @@ def tiles_diagonal(pattern, grid: Grid, blocks: Tensor) -> Certain:
     return Certain(some, ~full, ~some, full)
 
 
-def _columns(pattern, grid: Grid) -> tuple[Tensor, Tensor]:
+def _columns(pattern: Tiled, grid: Grid) -> tuple[Tensor, Tensor]:
     """For a function of the key: the number of allowed keys and of all keys in each key block."""
     keys = torch.arange(grid.total)
     sums = _sums(pattern.allow(torch.zeros((), dtype=torch.int64), keys))
@@ -261,17 +287,17 @@ def _columns(pattern, grid: Grid) -> tuple[Tensor, Tensor]:
     return sums[end + 1] - sums[begin], end + 1 - begin
 
 
-def near_columns(pattern, grid: Grid) -> Tensor:
+def near_columns(pattern: Tiled, grid: Grid) -> Tensor:
     count, _ = grid.once(pattern, _columns)
     return count.nonzero().mT.expand(len(grid.rows), -1)
 
 
-def tiles_columns(pattern, grid: Grid, blocks: Tensor) -> Certain:
+def tiles_columns(pattern: Tiled, grid: Grid, blocks: Tensor) -> Certain:
     count, pairs = grid.once(pattern, _columns)
     return Certain.counted(count[blocks], pairs[blocks])
 
 
-def _spans(pattern, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+def _spans(pattern: Spanned, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Begin and end (nb, k) of the spans of all units in each query block, empty ones at the end; number of units."""
     unit = pattern.unit
     head, tail = grid.first // unit, grid.last // unit
@@ -283,14 +309,14 @@ def _spans(pattern, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     return begin, end, tail - head + 1
 
 
-def _pieces(pattern, grid: Grid) -> tuple[Tensor, int]:
+def _pieces(pattern: Spanned, grid: Grid) -> tuple[Tensor, int]:
     """First key block of each span (nb, k), and the largest number of blocks that one touches."""
     begin, end, _ = grid.once(pattern, _spans)
     head = begin // grid.size
     return head, int(((end - 1) // grid.size - head).max()) + 1
 
 
-def near_spans(pattern, grid: Grid) -> Tensor | None:
+def near_spans(pattern: Spanned, grid: Grid) -> Tensor | None:
     head, most = grid.once(pattern, _pieces)
     if head.shape[1] * most * DENSE >= grid.count:
         return None
@@ -298,7 +324,7 @@ def near_spans(pattern, grid: Grid) -> Tensor | None:
     return (head[..., None] + torch.arange(most)).flatten(1)
 
 
-def tiles_spans(pattern, grid: Grid, blocks: Tensor) -> Certain:
+def tiles_spans(pattern: Spanned, grid: Grid, blocks: Tensor) -> Certain:
     begin, end, units = grid.once(pattern, _spans)
     head, most = grid.once(pattern, _pieces)
     first, last = grid.keys(blocks)

@@ -17,7 +17,7 @@ class _Choice(Pattern):
     def __init__(self, *patterns: Pattern) -> None:
         name = type(self).__name__
         for pattern in patterns:
-            if not isinstance(pattern, Pattern):
+            if not isinstance(pattern, Pattern):  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
                 raise ValueError(f"{name} takes patterns, not {pattern!r}")
         if not patterns:
             raise ValueError(f"{name}() has no pattern; pass at least one")

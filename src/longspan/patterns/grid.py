@@ -133,7 +133,7 @@ class local2d(Pattern):
 
 
 def _pair(name: str, value: tuple[int, int], least: int) -> tuple[int, int]:
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
         raise ValueError(f"{name}={value!r} must be (height, width)")
     whole(f"{name}'s height", value[0], least)
     whole(f"{name}'s width", value[1], least)

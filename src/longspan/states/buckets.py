@@ -56,7 +56,7 @@ def attend(
     *,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
-    record: dict | None = None,
+    record: dict[str, Any] | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Rings | None]:
     """Attend within buckets, for a whole sequence or after a state.
@@ -88,7 +88,7 @@ def attend(
     return _packed(q, k, v, state, reader, mask, segments, record, donate)
 
 
-def _whole(q, k, v, reader: Reader, mask: Tensor | None, segments: Tensor | None) -> Tensor:
+def _whole(q: Tensor, k: Tensor, v: Tensor, reader: Reader, mask: Tensor | None, segments: Tensor | None) -> Tensor:
     def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         groups = reader.hash(q)
         return ops.attend(q, k, v, groups, reader.buckets, reader.rule, mask=mask, scale=reader.scale)[0]
@@ -107,7 +107,7 @@ def record_matrix(
     weights: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     mask: Tensor | None,
     segments: Tensor | None,
-    record: dict,
+    record: dict[str, Any],
 ) -> None:
     """Write ``matrix`` and ``mask`` (B,H,N,N) into ``record``; ``weights(q, k)`` computes both without padding."""
     n = q.shape[2]
@@ -129,7 +129,16 @@ def _weights(q: Tensor, k: Tensor, reader: Reader) -> tuple[Tensor, Tensor]:
     return p.sum(2), ops.multiplicity(reader.hash(q), reader.buckets, reader.rule)[0]
 
 
-def _continued(q, k, v, state: Rings, reader: Reader, mask, record, donate: bool) -> tuple[Tensor, Rings]:
+def _continued(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Rings,
+    reader: Reader,
+    mask: Tensor | None,
+    record: dict[str, Any] | None,
+    donate: bool,
+) -> tuple[Tensor, Rings]:
     k, v, q = k.to(state.keys.dtype), v.to(state.values.dtype), q.to(state.keys.dtype)  # they differ under autocast
     groups, n = reader.hash(q), q.shape[2]
     if n == 1 and mask is None and record is None:
@@ -144,7 +153,7 @@ def _continued(q, k, v, state: Rings, reader: Reader, mask, record, donate: bool
     return o, _extended(k, v, groups, state, reader, mask, donate)
 
 
-def _record(record: dict, q: Tensor, keys: Tensor, places: SortedLayout, reader: Reader) -> None:
+def _record(record: dict[str, Any], q: Tensor, keys: Tensor, places: SortedLayout, reader: Reader) -> None:
     n, old = q.shape[2], keys.shape[3] - q.shape[2]
     p = ops.reference(q, keys, keys, places, reader.rule, reader.scale)[1]  # (B,H,R,N,old+N)
     matrix = torch.cat([p[..., :old].transpose(2, 3).flatten(3), p[..., old:].sum(2)], -1)
@@ -174,7 +183,9 @@ def held(state: Rings) -> Tensor:
     return newest - (newest - torch.arange(slots, device=newest.device)) % max(slots, 1)
 
 
-def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, Tensor, SortedLayout]:
+def _joined(
+    k: Tensor, v: Tensor, groups: Tensor, state: Rings, reader: Reader, mask: Tensor | None
+) -> tuple[Tensor, Tensor, SortedLayout]:
     """Old tokens of the slots, then new ones, for each round: keys, values (B,H,R,K S + n,.), and their places."""
     rule, buckets, rounds, n = reader.rule, reader.buckets, reader.rounds, k.shape[2]
     own, rank, _ = _ranks(groups, state, mask)
@@ -211,7 +222,9 @@ def _joined(k, v, groups, state: Rings, reader: Reader, mask) -> tuple[Tensor, T
     return keys, values, SortedLayout(order, code.int(), None)
 
 
-def _extended(k, v, groups, state: Rings, reader: Reader, mask, donate: bool) -> Rings:
+def _extended(
+    k: Tensor, v: Tensor, groups: Tensor, state: Rings, reader: Reader, mask: Tensor | None, donate: bool
+) -> Rings:
     """The state after these tokens: each slot keeps the token of the largest rank that belongs into it."""
     own, rank, order = _ranks(groups, state, mask)
     buckets, n = reader.buckets, k.shape[2]
@@ -234,7 +247,9 @@ def _extended(k, v, groups, state: Rings, reader: Reader, mask, donate: bool) ->
     return Rings._make(old.copy_(new) for old, new in zip(state, after, strict=True))
 
 
-def _step(q, k, v, groups, state: Rings, reader: Reader, donate: bool) -> tuple[Tensor, Rings]:
+def _step(
+    q: Tensor, k: Tensor, v: Tensor, groups: Tensor, state: Rings, reader: Reader, donate: bool
+) -> tuple[Tensor, Rings]:
     """One token for every row, groups (B,H,R): it attends to the ring of its bucket in each round."""
     rule, buckets, slots = reader.rule, reader.buckets, reader.slots
     rank = state.counts.gather(-1, groups[..., None])  # (B,H,R,1)
@@ -265,7 +280,7 @@ def _step(q, k, v, groups, state: Rings, reader: Reader, donate: bool) -> tuple[
     return o, _written(k, v, groups, rank, state, slots, donate)
 
 
-def _written(k, v, groups, rank, state: Rings, slots: int, donate: bool) -> Rings:
+def _written(k: Tensor, v: Tensor, groups: Tensor, rank: Tensor, state: Rings, slots: int, donate: bool) -> Rings:
     """The state after one token of every row, groups (B,H,R) and ranks (B,H,R,1)."""
     place = (rank[..., 0] * state.counts.shape[-1] + groups)[:, :, None]  # (B,H,1,R)
     bucket = torch.arange(state.counts.shape[-1], device=k.device) == groups[..., None]  # (B,H,R,K)
@@ -285,7 +300,17 @@ def _written(k, v, groups, rank, state: Rings, slots: int, donate: bool) -> Ring
     return Rings(keys, values, places, state.counts + bucket)
 
 
-def _packed(q, k, v, state: Rings, reader: Reader, mask, segments, record, donate: bool) -> tuple[Tensor, Any]:
+def _packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Rings,
+    reader: Reader,
+    mask: Tensor | None,
+    segments: Tensor,
+    record: dict[str, Any] | None,
+    donate: bool,
+) -> tuple[Tensor, Any]:
     """Continue the state with the first packed sequence, and keep the tokens of the last one."""
     n = q.shape[2]
     real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask

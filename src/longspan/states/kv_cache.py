@@ -193,7 +193,9 @@ def with_room(cache: KeyValues, slots: int) -> KeyValues:
     return KeyValues(torch.nn.functional.pad(cache.keys, pad), torch.nn.functional.pad(cache.values, pad), cache.length)
 
 
-def _scatter_in_place(cache: KeyValues, k: Tensor, v: Tensor, at: Tensor, mask: Tensor | None, length: Tensor):
+def _scatter_in_place(
+    cache: KeyValues, k: Tensor, v: Tensor, at: Tensor, mask: Tensor | None, length: Tensor
+) -> KeyValues:
     cache = with_room(cache, int(length.max()))
     real = torch.ones_like(at, dtype=torch.bool) if mask is None else mask
     rows, tokens = real.nonzero(as_tuple=True)
@@ -219,7 +221,9 @@ def _scatter(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, used: 
     return out[0], out[1]
 
 
-def _extend_packed(cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor):
+def _extend_packed(
+    cache: KeyValues, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor
+) -> tuple[CacheView, KeyValues]:
     """Continue the cache with the first segment; the tokens of the last one become the new cache."""
     real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
     new = within(k, v, causal=True, mask=mask, segments=segments)

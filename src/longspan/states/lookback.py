@@ -39,7 +39,7 @@ def attend(
     scale: float | None = None,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
-    record: dict | None = None,
+    record: dict[str, Any] | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Any]:
     """Attend under a pattern, for a whole sequence or after a state.
@@ -88,7 +88,9 @@ def attend(
     return torch.cat(outs, 2), state
 
 
-def _from_nothing(state: Window | KeyValues, n: int, mask, segments, record) -> bool:
+def _from_nothing(
+    state: Window | KeyValues, n: int, mask: Tensor | None, segments: Tensor | None, record: dict[str, Any] | None
+) -> bool:
     """Whether a prompt can be read as a whole sequence: the state is empty, and there is no mask or packing."""
     given = mask is not None or segments is not None or record is not None
     if n == 1 or given or torch.compiler.is_compiling():
@@ -106,7 +108,9 @@ def _real(mask: Tensor | None, segments: Tensor | None, at: Tensor) -> Tensor:
     return seen.expand(batch, n, n)
 
 
-def _extend(state: Any, k: Tensor, v: Tensor, mask, segments, donate: bool) -> tuple[WindowView, Any]:
+def _extend(
+    state: Any, k: Tensor, v: Tensor, mask: Tensor | None, segments: Tensor | None, donate: bool
+) -> tuple[WindowView, Any]:
     if isinstance(state, Window):
         return window.extend(state, k, v, mask=mask, segments=segments, donate=donate)
     at, _ = positions(k.transpose(1, 2), state.length, mask=mask, segments=segments)
@@ -127,7 +131,7 @@ def _read(q: Tensor, view: WindowView, pattern: Pattern, layer: int, bias: Bias 
 
 
 def _record(
-    record: dict, q: Tensor, view: WindowView, pattern: Pattern, layer: int, bias: Bias | None, scale: float
+    record: dict[str, Any], q: Tensor, view: WindowView, pattern: Pattern, layer: int, bias: Bias | None, scale: float
 ) -> None:
     allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.visible[:, None]
     matrix, lse = sparse.matrix(q, repeat(view.keys, q.shape[1]), allowed, bias, view.at, view.slots, scale)

@@ -132,7 +132,7 @@ def check_values(state: Any) -> None:
                 raise ValueError(f"{name}.length is {most}, but there are {room} slots")
 
 
-def save(state: Any, path: str | os.PathLike) -> None:
+def save(state: Any, path: str | os.PathLike[str]) -> None:
     """Write a state to one safetensors file with its sha256, atomically.
 
     Args:
@@ -163,7 +163,7 @@ def save(state: Any, path: str | os.PathLike) -> None:
         raise ValueError(f"cannot write a state to {str(path)!r}: {error.strerror or error}") from error
 
 
-def load(path: str | os.PathLike, like: S) -> S:
+def load(path: str | os.PathLike[str], like: S) -> S:
     """Read a state that ``save`` has written.
 
     Args:

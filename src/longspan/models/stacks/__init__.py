@@ -64,10 +64,18 @@ class Stack(nn.Module):
         check_fits_in_memory(config, lambda few: Stack(few, causal=causal, positions=positions, cross=cross))
         specs = spec.split(config.attention)
         self.dim, self.causal, self.checkpointing, self.crosses = config.dim, causal, config.checkpointing, bool(cross)
-        place = {"causal": causal, "depth": config.depth, "positions": positions}
+        depth = config.depth
         own = (
-            make(specs[i % len(specs)], config.dim, config.heads, layer=i, **place)  # type: ignore[arg-type]
-            for i in range(config.depth)
+            make(
+                specs[i % len(specs)],
+                config.dim,
+                config.heads,
+                causal=causal,
+                layer=i,
+                depth=depth,
+                positions=positions,
+            )
+            for i in range(depth)
         )
         self.blocks = nn.ModuleList(Block(config, made, _cross(cross, config, i)) for i, made in enumerate(own))
         kinds = {name: functools.partial(kind, config.dim) for name, kind in STACKS.items()}
@@ -89,7 +97,7 @@ class Stack(nn.Module):
         *,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         """The state before the first token; see ``Attention.init_state``. With cross attention, of what it reads too.
 
         Raises ValueError for a context that nothing reads, and without one where something does.
@@ -107,17 +115,17 @@ class Stack(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state: tuple | None = None,
+        state: tuple[Any, ...] | None = None,
         *,
         mask: Tensor | None = None,
         segments: Tensor | None = None,
         prefix: Tensor | None = None,
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
-        record: dict | None = None,
+        record: dict[str, Any] | None = None,
         donate: bool = False,
         **unknown: Never,
-    ) -> tuple[Tensor, tuple | None]:
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """See the class; arguments as in ``Attention.forward``, context and context_mask for its cross attentions."""
         if unknown:
             refuse("Stack", unknown, STACKED)
@@ -165,7 +173,9 @@ class Stack(nn.Module):
             check_donated(x, state, self)
         return given | check_tokens(attentions[0], x, given)
 
-    def _isolated(self, x: Tensor, state: tuple | None, call: StackCall) -> tuple[Tensor, tuple | None]:
+    def _isolated(
+        self, x: Tensor, state: tuple[Any, ...] | None, call: StackCall
+    ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """The blocks on packed rows, where NaN and infinity stay in the sequence that holds them."""
         blocks, mask, segments = self._blocks(), call.mask, call.arguments["segments"]
         # The state may be needed once more, so it is not given away.
@@ -215,14 +225,14 @@ def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
     if not text:
         return None
     specs = spec.split(text)
-    place = {"causal": False, "layer": i, "depth": config.depth, "positions": "none"}
-    made = make(specs[i % len(specs)], config.dim, config.heads, **place)
+    text, depth = specs[i % len(specs)], config.depth
+    made = make(text, config.dim, config.heads, causal=False, layer=i, depth=depth, positions="none")
     if "context" not in made.supported_args:
         raise ValueError(f"{made.name} reads no context, so it cannot be a cross attention")
     return made
 
 
-def _fill_record(record: dict, call: StackCall) -> None:
+def _fill_record(record: dict[str, Any], call: StackCall) -> None:
     """Fill in what the layers and the stack have recorded; the sum of all penalties is one."""
     own = call.own_record if not record or "penalty" in record else {}
     record.clear()

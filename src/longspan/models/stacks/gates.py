@@ -49,7 +49,7 @@ class Input(Gate):
 
     maps = ("stream",)
 
-    def join(self, x, y):
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.sigmoid(self.linear["stream"](x) + self.lean) * x + y
 
 
@@ -58,7 +58,7 @@ class Output(Gate):
 
     maps = ("stream",)
 
-    def join(self, x, y):
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
         return x + torch.sigmoid(self.linear["stream"](x) - self.lean) * y
 
 
@@ -67,7 +67,7 @@ class Highway(Gate):
 
     maps = ("stream",)
 
-    def join(self, x, y):
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.lerp(y, x, torch.sigmoid(self.linear["stream"](x) + self.lean))
 
 
@@ -76,7 +76,7 @@ class SigTanh(Gate):
 
     maps = ("gate", "value")
 
-    def join(self, x, y):
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
         return x + torch.sigmoid(self.linear["gate"](y) - self.lean) * torch.tanh(self.linear["value"](y))
 
 
@@ -85,7 +85,7 @@ class GRU(Gate):
 
     maps = ("reset_y", "reset_x", "update_y", "update_x", "new_y", "new_x")
 
-    def join(self, x, y):
+    def join(self, x: Tensor, y: Tensor) -> Tensor:
         r = torch.sigmoid(self.linear["reset_y"](y) + self.linear["reset_x"](x))
         z = torch.sigmoid(self.linear["update_y"](y) + self.linear["update_x"](x) - self.lean)
         return torch.lerp(x, torch.tanh(self.linear["new_y"](y) + self.linear["new_x"](r * x)), z)

@@ -16,12 +16,12 @@ class StackCall:
 
     arguments: dict[str, Any]
     """what every block gets: mask, segments, prefix, context, context_mask, donate"""
-    record: dict | None = None
+    record: dict[str, Any] | None = None
     """what the caller wants to be recorded, or None"""
     checkpointing: bool = False
     carries: dict[str, Any] = field(default_factory=dict)
     """what the last layer of each mechanism has handed on"""
-    layers: list[dict] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
     """what each layer has recorded"""
     own_record: dict[str, Any] = field(default_factory=dict)
     """what the stack itself records, such as a penalty"""
@@ -30,7 +30,7 @@ class StackCall:
     def mask(self) -> Tensor | None:
         return self.arguments.get("mask")
 
-    def record_for(self, block: Block) -> dict | None:
+    def record_for(self, block: Block) -> dict[str, Any] | None:
         """A copy of the caller's record for a block's attention, or None where it records nothing."""
         return dict(self.record) if self.record is not None and "record" in block.attention.supported_args else None
 
@@ -68,7 +68,9 @@ class Plain(nn.Module):
         return x, None if state is None else tuple(states)
 
 
-def _recomputed(block: Block, x: Tensor, given: dict[str, Any], record: dict | None) -> tuple[Tensor, Any, dict | None]:
+def _recomputed(
+    block: Block, x: Tensor, given: dict[str, Any], record: dict[str, Any] | None
+) -> tuple[Tensor, Any, dict[str, Any] | None]:
     """A block without a state, which the backward pass may run again: with its own record each time."""
     own = None if record is None else dict(record)
     x, _, carry = block(x, None, record=own, **given)

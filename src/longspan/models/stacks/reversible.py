@@ -1,8 +1,8 @@
 """Reversible blocks: what a block read is computed again from what it gave, so memory does not grow with the depth."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,13 +36,14 @@ class Reversible(Plain):
             given = {name: value for name, value in call.arguments.items() if not _learned(value)}
             extra = {name: value for name, value in call.arguments.items() if _learned(value)}
             run = _Run(blocks, x.dtype, given, tuple(extra), call)
-            one, two, penalties = _Reversed.apply(run, wide, *extra.values(), *parameters)  # type: ignore[misc]
+            end = _Reversed.apply(run, wide, *extra.values(), *parameters)
+            one, two, penalties = cast(tuple[Tensor, Tensor, Tensor], end)
             for layer, penalty in zip(call.layers, penalties, strict=True):
                 if "penalty" in layer:
                     layer["penalty"] = penalty
             return ((one + two) / 2).to(x.dtype), None
         one = two = wide
-        new: list = []
+        new: list[Any] = []
         for i, block in enumerate(blocks):
             record, before = call.record_for(block), None if state is None else state[i]
             add, after = block.attended(two.to(x.dtype), before, record=record, **call.arguments)
@@ -82,7 +83,7 @@ class _Reversed(torch.autograd.Function):
     """(streams after all blocks, penalties) from the input, of which nothing but the end is kept."""
 
     @staticmethod
-    def forward(ctx, run: _Run, x: Tensor, *tensors: Tensor):
+    def forward(ctx: Any, run: _Run, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         arguments = run.given | dict(zip(run.names, tensors, strict=False))
         one = two = x
         ctx.run, ctx.generators, ctx.autocast, penalties = run, [], _autocast(x), []
@@ -99,7 +100,9 @@ class _Reversed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_one: Tensor, grad_two: Tensor, grad_penalties: Tensor):
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (one gradient for each output)
+        ctx: Any, grad_one: Tensor, grad_two: Tensor, grad_penalties: Tensor
+    ) -> tuple[Tensor | None, ...]:
         run: _Run = ctx.run
         one, two, *tensors = ctx.saved_tensors
         wanted = [t for t in tensors if t.requires_grad]
@@ -108,7 +111,10 @@ class _Reversed(torch.autograd.Function):
 
         def pull(outs: list[Tensor], grads: list[Tensor], read: Tensor) -> Tensor:
             """The gradient of what was read; those of weights and arguments are added to what was found of them."""
-            first, *others = torch.autograd.grad(outs, [read, *wanted], grads, allow_unused=True)
+            # None for what the outputs do not depend on, which the stubs leave out.
+            first, *others = cast(
+                tuple[Tensor | None, ...], torch.autograd.grad(outs, [read, *wanted], grads, allow_unused=True)
+            )
             for tensor, grad in zip(wanted, others, strict=True):
                 if grad is not None:
                     found[id(tensor)] = found[id(tensor)] + grad if id(tensor) in found else grad
@@ -168,7 +174,7 @@ def _autocast(x: Tensor) -> dict[str, Any]:
 
 
 @contextmanager
-def _replayed(x: Tensor, autocast: dict[str, Any]) -> Iterator[None]:
+def _replayed(x: Tensor, autocast: dict[str, Any]) -> Generator[None, None, None]:
     """With autocast as it was, and the generators afterwards as they are now."""
     devices = [] if x.is_cpu else [x.device]
     with torch.random.fork_rng(devices=devices, device_type=x.device.type if devices else "cuda"):

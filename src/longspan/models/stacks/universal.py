@@ -1,5 +1,6 @@
 """The same blocks again and again: the Universal Transformer, for so many steps or as many as each token wants."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ COORDINATES = {"both": "of the token and of the step", "step": "of the step alon
 
 class UniversalState(NamedTuple):
     position: Tensor  # (B,) int64, tokens read so far
-    layers: tuple  # one state per block and step, those of a step side by side
+    layers: tuple[Any, ...]  # one state per block and step, those of a step side by side
 
 
 class Universal(Plain):
@@ -51,7 +52,7 @@ class Universal(Plain):
     ) -> tuple[Tensor, Any]:
         """x (B,N,dim), the state -> both after all steps."""
         add, end = coordinates(self.coordinates, x, state, call)
-        layers: tuple = ()
+        layers: tuple[Any, ...] = ()
         for t in range(self.steps):
             x, new = Plain.forward(self, blocks, x + add(t), of_step(state, t, len(blocks)), call)
             layers += new or ()
@@ -93,7 +94,7 @@ class Act(Universal):
     ) -> tuple[Tensor, Any]:
         """x (B,N,dim), the state -> both after all steps that somebody wants."""
         add, end = coordinates(self.coordinates, x, state, call)
-        layers: tuple = ()
+        layers: tuple[Any, ...] = ()
         total = upcast_half(x.new_zeros(x.shape[:2]))  # (B,N) what has been given out
         going = torch.ones_like(total, dtype=torch.bool)
         if call.mask is not None:
@@ -120,7 +121,9 @@ class Act(Universal):
         return mixed, None if state is None else UniversalState(end, layers)
 
 
-def coordinates(kind: str, x: Tensor, state: UniversalState | None, call: StackCall):
+def coordinates(
+    kind: str, x: Tensor, state: UniversalState | None, call: StackCall
+) -> tuple[Callable[[int], Tensor], Tensor]:
     """A function of the step that gives what is added to x (B,N,dim) before it, and the next positions (B,)."""
     start = None if state is None else state.position
     at, end = positions(x, start, mask=call.mask, segments=call.arguments.get("segments"))
@@ -136,7 +139,7 @@ def coordinates(kind: str, x: Tensor, state: UniversalState | None, call: StackC
     return add, end
 
 
-def of_step(state: UniversalState | None, t: int, count: int) -> tuple | None:
+def of_step(state: UniversalState | None, t: int, count: int) -> tuple[Any, ...] | None:
     """The states of the blocks in step t."""
     return None if state is None else state.layers[t * count : (t + 1) * count]
 

@@ -1,5 +1,7 @@
 """Softmax over the pairs that rounds show, all pairs at once: what the tiles compute, for proofs and derivatives."""
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -18,4 +20,4 @@ def weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tup
     p = flat.masked_fill(blind, 0.0).softmax(-1).unflatten(-1, (rounds, m)).masked_fill(~seen, 0.0)
     p = p.transpose(2, 3)
     o = sum(p[:, :, r].to(v.dtype) @ v[:, :, r % sources] for r in range(rounds))
-    return o, p, lse  # type: ignore[return-value]
+    return cast(Tensor, o), p, lse

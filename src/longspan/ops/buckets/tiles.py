@@ -171,22 +171,44 @@ backward_op = torch.library.custom_op("longspan::buckets_backward", backward, mu
 
 
 @forward_op.register_fake
-def _(q, k, v, order, code, group, rule, scale, native=False):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: Tensor,
+    code: Tensor,
+    group: Tensor | None,
+    rule: Sequence[int],
+    scale: float,
+    native: bool = False,
+) -> tuple[Tensor, Tensor]:
     sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return v.new_empty(*q.shape[:3], v.shape[-1]), sums
 
 
 @backward_op.register_fake
-def _(grad, q, k, v, o, lse, order, code, group, rule, scale):
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    order: Tensor,
+    code: Tensor,
+    group: Tensor | None,
+    rule: Sequence[int],
+    scale: float,
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, order, code, group, *ctx.options, _ = inputs
     ctx.save_for_backward(q, k, v, *output, order, code, group)
 
 
-def _differentiate(ctx, grad, _):
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, o, lse, order, code, group = ctx.saved_tensors
     if torch.is_grad_enabled():
         places, (rule, scale) = SortedLayout(order, code, group), ctx.options

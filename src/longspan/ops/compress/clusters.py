@@ -92,12 +92,16 @@ def _first(codes: Tensor, real: Tensor, clusters: int) -> Tensor:
 def _lloyd(codes: Tensor, centroids: Tensor, real: Tensor, iterations: int, bits: int) -> tuple[Tensor, Tensor]:
     # Of signs instead of bits, the product falls as the distance grows.
     signs, centres, clusters = _signs(codes, bits), _signs(centroids, bits), centroids.shape[-1]
-    for step in range(iterations):
-        groups = (signs @ centres.mT).max(-1).indices.masked_fill(~real[:, None], clusters)
-        if step < iterations - 1:
-            votes = total(signs, groups, clusters)
-            taken = (count(groups, clusters) > 0)[..., None]
-            centres = torch.where(taken, torch.where(votes > 0, 1.0, -1.0).to(centres.dtype), centres)
+
+    def nearest() -> Tensor:
+        return (signs @ centres.mT).max(-1).indices.masked_fill(~real[:, None], clusters)
+
+    groups = nearest()
+    for _ in range(iterations - 1):
+        votes = total(signs, groups, clusters)
+        taken = (count(groups, clusters) > 0)[..., None]
+        centres = torch.where(taken, torch.where(votes > 0, 1.0, -1.0).to(centres.dtype), centres)
+        groups = nearest()
     return groups, ((centres > 0).long() << torch.arange(bits, device=codes.device)).sum(-1)
 
 

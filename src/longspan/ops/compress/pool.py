@@ -21,7 +21,9 @@ def number(tokens: int, kernel: int, stride: int, *, whole: bool) -> int:
     return 0 if not tokens else 1 + max(-(-(tokens - kernel) // stride), 0)
 
 
-def windows(x: Tensor, kernel: int, stride: int, *, whole: bool, lengths: Tensor | None = None):
+def windows(
+    x: Tensor, kernel: int, stride: int, *, whole: bool, lengths: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The tokens of each slot: x (B,H,N,D) -> (B,H,slots,K,D), there (B|1,slots,K) or None where all are.
 
     Not ``whole``: the last slot may hold fewer tokens, and zeros in their place; ``lengths`` (B,) says how many tokens
@@ -39,7 +41,9 @@ def windows(x: Tensor, kernel: int, stride: int, *, whole: bool, lengths: Tensor
     return found.masked_fill(~there[:, None, ..., None], 0.0), there
 
 
-def fresh(pending: Tensor, x: Tensor, before: Tensor, lengths: Tensor, kernel: int, stride: int):
+def fresh(
+    pending: Tensor, x: Tensor, before: Tensor, lengths: Tensor, kernel: int, stride: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens of those slots that new tokens make whole.
 
     pending (B,H,K-1,D): the last tokens of earlier calls, the newest last; x (B,H,N,D), of which the first ``lengths``

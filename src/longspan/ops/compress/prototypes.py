@@ -59,13 +59,13 @@ def attend(
 def weigh(means: Tensor, k: Tensor, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """What the means weigh, (B,H,C,M) in float32 at least, and the keys that each weighs most, (B,H,C,topk)."""
     logits = upcast_half(means @ k.mT) * k.shape[-1] ** -0.5
-    if mask is not None:
-        hidden = ~mask[:, None, None, :]
+    hidden = None if mask is None else ~mask[:, None, None, :]
+    if hidden is not None:
         logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
     # By the logits: of two weights that are both rounded to zero, that of a key that does not exist could come first.
     top = logits.detach().topk(min(topk, k.shape[2]), -1).indices
     p = logits.softmax(-1)
-    return p if mask is None else p.masked_fill(hidden, 0.0), top
+    return p if hidden is None else p.masked_fill(hidden, 0.0), top
 
 
 def among(

@@ -3,6 +3,8 @@
 ``b`` tokens a block, ``U`` blocks of queries, ``V`` blocks of keys. Float32 at least throughout.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,7 +59,7 @@ def _running(logs: Tensor) -> Tensor:
     """``logs.logcumsumexp(2)``, whose gradient has a gradient: torch's takes the logarithm of zeros there."""
     if torch.compiler.is_compiling():
         return logs.logcumsumexp(2)
-    return _running_plain(logs) if transformed() else _Running.apply(logs)  # type: ignore[return-value]
+    return _running_plain(logs) if transformed() else cast(Tensor, _Running.apply(logs))
 
 
 def _running_plain(logs: Tensor) -> Tensor:
@@ -70,12 +72,14 @@ class _Running(torch.autograd.Function):
     """The gradient is torch's; where it has to have gradients itself, it is that of all pairs of rows."""
 
     @staticmethod
-    def forward(ctx, logs):
+    def forward(ctx: Any, logs: Tensor) -> Tensor:
         ctx.save_for_backward(logs)
         return logs.logcumsumexp(2)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (one gradient for the one output)
+        ctx: Any, grad: Tensor
+    ) -> Tensor | None:
         (logs,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             return double_backward(_running_plain, (logs,), (grad,))[0]
@@ -184,7 +188,17 @@ def _placed(x: Tensor, skipped: Tensor, places: int) -> Tensor:
     return _taken(x, index.clamp(min=0))
 
 
-def _reference(q, k, v, sort, block, start, total, causal, cut) -> Tensor:
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sort: Tensor,
+    block: int,
+    start: Tensor | None,
+    total: Tensor | None,
+    causal: bool,
+    cut: int,
+) -> Tensor:
     """The definition, row by row and in each one block of queries after the other."""
     out, (_, heads, n, size) = [], q.shape
     for b in range(len(q)):

@@ -1,6 +1,7 @@
 """Softmax attention under a pattern: which rows go where, and the public function."""
 
 import math
+from collections.abc import Iterator
 from functools import partial
 from typing import Protocol
 
@@ -156,7 +157,17 @@ def dense(
     return _softmax(q, k, v, allowed, bias, at, at, scale, softcap)
 
 
-def _softmax(q, k, v, allowed, bias, i, j, scale, softcap=0.0) -> tuple[Tensor, Tensor, Tensor]:
+def _softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Bias | None,
+    i: Tensor,
+    j: Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
     logits = scores(q, k, scale, softcap)
     if bias is not None:
         logits = logits + _score(bias, q, i, j)
@@ -178,7 +189,18 @@ class _Table:
         return self.table[:, i.clamp(max=last)[:, None], j.clamp(max=last)[None]]
 
 
-def _masked(q, k, v, pattern, mask, segments, bias, scale, layer, softcap) -> Tensor:
+def _masked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    bias: Bias | None,
+    scale: float,
+    layer: int,
+    softcap: float,
+) -> Tensor:
     """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
     at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
     q, k, v = zero_masked(mask, q, k, v)
@@ -200,7 +222,15 @@ def allowed_at(pattern: Pattern, i: Tensor, j: Tensor, heads: int, layer: int) -
 
 
 def by_rows(
-    q, k, v, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Bias | None,
+    i: Tensor,
+    j: Tensor,
+    scale: float,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention under a mask (B,H|1,N,M), with a score at positions i (B,N), j (B,M) of each row's own."""
     if bias is None and not softcap:
@@ -213,7 +243,9 @@ def by_rows(
     return torch.cat(rows) if rows else q.new_zeros(*q.shape[:3], v.shape[-1])
 
 
-def matrix(q, k, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def matrix(
+    q: Tensor, k: Tensor, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """The attention matrix (B,H,N,M) under the same arguments as ``by_rows``, and the log of each row's sum (B,H,N)."""
     rows = []
     for b in range(len(q)):
@@ -240,7 +272,18 @@ def _scored(
     return torch.cat(outs, 1)
 
 
-def _block(q, k, v, allowed, bias, i, j, scale, softcap, own) -> Tensor:
+def _block(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Bias | None,
+    i: Tensor,
+    j: Tensor,
+    scale: float,
+    softcap: float,
+    own: slice,
+) -> Tensor:
     """Some queries of all heads, of which the ``own`` ones meet their keys: a score may depend on the others' too."""
     logits = scores(q[:, own], k, scale, softcap)
     if bias is not None:
@@ -249,7 +292,7 @@ def _block(q, k, v, allowed, bias, i, j, scale, softcap, own) -> Tensor:
     return weighted(logits, v, allowed)[0]
 
 
-def _blocks(text: str, n: int, head: int, layer: int, device: torch.device):
+def _blocks(text: str, n: int, head: int, layer: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Every block of queries that sees something: positions i (n,), j (m,) and which pairs are allowed (n,m)."""
     for part in plan(text, n, head, layer, classes=False)[1]:
         assert isinstance(part, Tiles)

@@ -1,5 +1,8 @@
 """Softmax attention over the pairs of a pattern, block by block; never an N x N matrix."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,7 +20,7 @@ OP, SERVED = "attention under a pattern", ("reference", "torch", "native", "flex
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pattern: patterns.Pattern | str, *, layer: int, scale: float, softcap: float = 0.0
-):
+) -> tuple[Tensor, Tensor]:
     """softmax over the keys that the pattern allows: q (B,H,N,D), k (B,G,M,D), v (B,G,M,E), G dividing H, -> (B,H,N,E),
     log-sums (B,H,N), float32 at least.
 
@@ -166,7 +169,7 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return next(zeros), next(zeros), next(zeros)
 
 
-def _heads(q: Tensor, k: Tensor, v: Tensor, pattern: str):
+def _heads(q: Tensor, k: Tensor, v: Tensor, pattern: str) -> Iterator[tuple[slice, int, Tensor, Tensor, Tensor]]:
     """(heads, number of the first, their q, k, v): all at once, or one after the other where their patterns differ."""
     if not patterns.parse(pattern).per_head:
         yield slice(None), 0, q, k, v
@@ -201,28 +204,42 @@ _backward_op = torch.library.custom_op("longspan::pattern_backward", _backward, 
 
 
 @_forward_op.register_fake
-def _(q, k, v, pattern, layer, scale, softcap, by_kernels):
+def _(
+    q: Tensor, k: Tensor, v: Tensor, pattern: str, layer: int, scale: float, softcap: float, by_kernels: bool
+) -> tuple[Tensor, Tensor]:
     return _room(q, v), _sums(q)
 
 
 @_backward_op.register_fake
-def _(grad, q, k, v, out, lse, pattern, layer, scale, softcap, by_kernels):
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    pattern: str,
+    layer: int,
+    scale: float,
+    softcap: float,
+    by_kernels: bool,
+) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
 
 
-def _differentiate(ctx, grad, _):
+def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         q, k, v, *_ = ctx.saved_tensors
         return *double_backward(_plain, (q, k, v), (grad,), options=ctx.options), None, None, None, None, None
     return *_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, *, options: tuple) -> Tensor:
+def _plain(q: Tensor, k: Tensor, v: Tensor, *, options: tuple[Any, ...]) -> Tensor:
     pattern, layer, scale, softcap, _ = options
     return definition.attend(q, k, v, patterns.parse(pattern), layer=layer, scale=scale, softcap=softcap)[0]
 

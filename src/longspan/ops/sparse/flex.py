@@ -87,11 +87,11 @@ def _module() -> Any:
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> Callable:
+def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     return torch.compile(_flex())
 
 
-def _flex() -> Callable:
+def _flex() -> Callable[..., tuple[Tensor, Tensor]]:
     """FlexAttention that returns log-sums too, by whichever argument this version of torch asks for them."""
     flex = _module()
     if not hasattr(flex, "AuxRequest"):

@@ -57,10 +57,10 @@ def backward(
     Threads share out the heads of keys, so that more threads than B G gain nothing; each holds float32 sums of one
     head's gradients. Any number of threads gives the same bits. Raises MemoryError where those do not fit.
     """
-    grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     failed = kernels("pattern").longspan_pattern_backward(
-        *pointers(q, k, v, out, grad, *grads, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
-        strides(q, k, v, out, grad, *grads),
+        *pointers(q, k, v, out, grad, dq, dk, dv, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
+        strides(q, k, v, out, grad, dq, dk, dv),
         _sizes(q, k, v, blocks),
         TYPES[v.dtype],
         scale,
@@ -69,7 +69,7 @@ def backward(
     )
     if failed:
         raise MemoryError(f"no memory for the sums of {threads()} threads")
-    return grads  # type: ignore[return-value]
+    return dq, dk, dv
 
 
 def _offsets(q: Tensor, k: Tensor, blocks: "Listed") -> Tensor:
@@ -77,7 +77,7 @@ def _offsets(q: Tensor, k: Tensor, blocks: "Listed") -> Tensor:
     return blocks.offsets[(k.shape[2] - q.shape[2]) // blocks.size :]
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor, blocks: "Listed") -> ctypes.Array:
+def _sizes(q: Tensor, k: Tensor, v: Tensor, blocks: "Listed") -> ctypes.Array[ctypes.c_long]:
     (batch, heads, n, dim), (groups, m) = q.shape, k.shape[1:3]
     rows = len(_offsets(q, k, blocks)) - 1
     return (ctypes.c_long * 9)(batch, groups, heads, n, dim, v.shape[-1], rows, m, blocks.size)

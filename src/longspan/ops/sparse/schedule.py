@@ -1,5 +1,6 @@
 """How a pattern is worked off: which blocks of queries meet which blocks of keys in one call of a dense kernel."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class Classes(NamedTuple):
     """Tokens so many ``apart`` form classes; each class attends within itself."""
 
     apart: int
-    count: int  # tokens of a class
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] (a field hides tuple.count); tokens of a class
     mask: Tensor | None  # (apart|1, count, count) float32
     blind: Tensor | None  # (apart|1, count) bool
 
@@ -150,7 +151,7 @@ def block_size(pattern: Pattern, n: int) -> int:
     return size
 
 
-def _tiles(pattern: Pattern, n: int, head: int, layer: int):
+def _tiles(pattern: Pattern, n: int, head: int, layer: int) -> Iterator[Tiles]:
     size = grain(pattern) or block_size(pattern, n)
     blocks = pattern.blocks(n, size, head=head, layer=layer)
     degrees = (blocks.index >= 0).sum(1)
@@ -171,7 +172,7 @@ def _tiles(pattern: Pattern, n: int, head: int, layer: int):
             yield Tiles(size, group, keys, mask, _blind(mask), *_run(group, keys))
 
 
-def _groups(rows: Tensor, relative: Tensor, cut: Tensor, shared: bool):
+def _groups(rows: Tensor, relative: Tensor, cut: Tensor, shared: bool) -> Iterator[Tensor]:
     """Rows that can go together: with one mask for all, those whose keys lie at the same distances."""
     if not shared:
         yield rows

@@ -1,5 +1,7 @@
 """Softmax attention under a pattern whose log-sums have gradients, as learned sinks need it."""
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,7 +18,8 @@ def attend(
         out, lse = blockwise.attend(q, k, v, pattern, layer=layer, scale=scale, softcap=softcap)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (q, k, v)):
         return out, lse
-    return _Attend.apply(q, k, v, out, lse, pattern, layer, scale, softcap)  # type: ignore[return-value]
+    pair = _Attend.apply(q, k, v, out, lse, pattern, layer, scale, softcap)
+    return cast(tuple[Tensor, Tensor], pair)
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -33,14 +36,27 @@ class _Attend(torch.autograd.Function):
     """Hands on what has been computed, and adds the log-sums' gradient to that of the logits."""
 
     @staticmethod
-    def forward(ctx, q, k, v, out, lse, pattern, layer, scale, softcap):
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        pattern: Pattern,
+        layer: int,
+        scale: float,
+        softcap: float,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.options = pattern, {"layer": layer, "scale": scale, "softcap": softcap}
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad, grad_sums):
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (one gradient for each output)
+        ctx: Any, grad: Tensor, grad_sums: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         pattern, options = ctx.options
         # The gradient of logit ij is p_ij (grad_i . v_j - grad_i . out_i + grad_sums_i). One more channel, 0 in v and 1

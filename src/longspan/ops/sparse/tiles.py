@@ -175,7 +175,17 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
-def _attend_backward(grad, q, k, v, out, lse, bias, scale: float, softcap: float) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Its adjoint, with the output and the sum of the whole row: p = exp(logit - lse), dS = p (dP - grad . out)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = capped((q @ k.mT).to(wide).mul_(scale), softcap)
