@@ -40,7 +40,7 @@ def test_by_hand():
 @pytest.mark.parametrize("keys", [1, 2, 5, N - 1])
 @pytest.mark.parametrize("given", ["nothing", "mask", "segments"])
 def test_it_is_softmax_under_the_mask_that_it_hands_back(given, keys, causal, monkeypatch):
-    monkeypatch.setattr(blocks, "NUMBERS", 1)  # blocks of 16 queries
+    monkeypatch.setattr(blocks, "MAX_SCORES", 1)  # blocks of 16 queries
     module, x = build(f"exact_topk(keys={keys})", causal=causal), data(N).requires_grad_()
     allowed = torch.ones(2, 1, N, N, dtype=torch.bool)
     allowed = allowed.tril() if causal else allowed
@@ -110,7 +110,7 @@ def test_equal_tokens_of_the_future_take_no_place():
 
 def test_memory_is_that_of_blocks(monkeypatch):
     """No tensor of all pairs is made, and none is kept for the backward."""
-    monkeypatch.setattr(blocks, "NUMBERS", 2**12)
+    monkeypatch.setattr(blocks, "MAX_SCORES", 2**12)
     shapes = []
     weights = select.weights
 

@@ -261,7 +261,7 @@ def test_earlier_calls_count_by_sorting_and_without(monkeypatch):
     x = torch.randint(9, (2, 3, 40), generator=torch.Generator().manual_seed(1)).double()
     whole = probsparse.among_earlier(x, torch.arange(40)[None], None, None, 1)
     for at_most in (0, 64):
-        monkeypatch.setattr(probsparse, "EARLIEST", at_most)
+        monkeypatch.setattr(probsparse, "MAX_UNSORTED", at_most)
         place = torch.arange(25, 40)[None]
         # Slots beyond those in use hold anything.
         held = torch.cat([x[..., :25], torch.full((2, 3, 5), 99.0, dtype=torch.float64)], -1)

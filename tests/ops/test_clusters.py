@@ -65,7 +65,7 @@ def test_k_means_in_pieces_is_the_same(monkeypatch):
     points, arguments = codes(4, 2, 29), (5, 6, 6)
     mask = torch.rand(4, 29, generator=random(1)) < 0.7
     found = clusters.kmeans(points, *arguments, mask=mask)
-    monkeypatch.setattr(clusters, "ROOM", 2 * 29 * 5 * 3)
+    monkeypatch.setattr(clusters, "MAX_DISTANCES", 2 * 29 * 5 * 3)
     again = clusters.kmeans(points, *arguments, mask=mask)
     assert all(torch.equal(*pair) for pair in zip(found, again, strict=True))
 

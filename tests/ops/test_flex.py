@@ -107,13 +107,13 @@ def test_it_says_what_it_cannot():
     q, k, v = inputs(50)
     with (
         backend("flex"),
-        pytest.raises(ValueError, match="'flex' cannot serve .* under a pattern: it is for GPUs: on cpu"),
+        pytest.raises(ValueError, match="'flex' cannot serve .* under a pattern: .*cpu"),
     ):
         sparse.sparse_attention(q, k, v, "band(3)")
     if torch.cuda.is_available():
         q, k, v = (x.cuda() for x in (q, k, v))
         with backend("flex"):
-            with pytest.raises(ValueError, match="strides become classes of tokens here"):
+            with pytest.raises(ValueError, match="classes of tokens"):
                 sparse.sparse_attention(q, k, v, "causal & strided(17)")
             with pytest.raises(ValueError, match="float32, bfloat16 and float16, not torch.float64"):
                 sparse.sparse_attention(q.double(), k.double(), v.double(), "band(3)")

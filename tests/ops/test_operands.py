@@ -283,7 +283,7 @@ def test_a_bias_for_each_head_under_a_pattern_for_each_head(kind, pattern, bias,
 @pytest.mark.parametrize("bias", [torch.zeros(2, 7, 7), torch.zeros(3, 7, 7, dtype=torch.long)])
 def test_a_bias_that_does_not_fit(bias):
     x = torch.zeros(1, 3, 7, 4)
-    with pytest.raises(ValueError, match=r"a bias tensor is \(H\|1,N,N\) in floating point, here H=3, N=7, not "):
+    with pytest.raises(ValueError, match=r"bias .* H=3, N=7"):
         sparse_attention(x, x, x, "causal", bias=bias)
 
 

@@ -81,5 +81,5 @@ class ImprovedClustered(Attention[Never]):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         reader = prototypes.Reader(self.planes, self.clusters, self.iterations, self.topk)
         if record is not None:
-            record.update(reader.told(q, k, mask=mask, segments=segments))
+            record.update(reader.record(q, k, mask=mask, segments=segments))
         return self.out(merge(reader(q, k, v, mask=mask, segments=segments))), state

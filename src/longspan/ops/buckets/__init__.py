@@ -1,4 +1,4 @@
-"""Softmax attention inside buckets of tokens: sort by bucket, look at what lies nearby, in one or several rounds."""
+"""Softmax attention within buckets: sort tokens by bucket and attend to neighbors, in one or several rounds."""
 
 import torch
 from torch import Tensor
@@ -38,28 +38,44 @@ def attend(
     mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Softmax over the keys that share a bucket with a query and lie near it, in any of R rounds.
+    r"""Attend to the keys that share a bucket with the query and are near it, in any of R rounds.
 
-    q, k (B,H,N,D), v (B,H,N,E), groups (B,H,R,N) int64 in 0 ... buckets - 1: the bucket of each token in each round ->
-    output (B,H,N,E) and log of each row's sum (B,H,N), float32 at least, without a gradient. mask (B,N) bool: a masked
-    token does not exist; its output means nothing. ``scale`` multiplies $q_i \cdot k_j$; None: $1 / \sqrt D$.
+    In each round, tokens are sorted by bucket, then by position. The fields of ``rule`` select the keys of a query:
 
-    In a round tokens are sorted by bucket and then position. ``rule``:
+    * ``chunk``: The tokens of a bucket are cut into chunks of this size. A query sees its own chunk and the
+      ``lookback`` chunks before it. 0: no chunks.
+    * ``window``: Without chunks, a query sees itself and the last window - 1 tokens of its bucket. 0: the whole bucket.
+    * ``whole``: Chunks are cut from all sorted tokens instead. A query sees the tokens of its bucket in its own chunk
+      and the ``lookback`` chunks before it. A token's chunk then depends on later tokens.
+    * ``cross``: With ``whole``, a query also sees the tokens of other buckets in these chunks.
+    * ``wrap``: With ``whole``, the first chunks look back at the last ones, and see no chunk twice.
+    * ``causal``: Of these keys, a query sees those at its own position and before it.
+    * ``alone``: A query sees its own key only if it sees no other.
 
-    * ``chunk``: a bucket's tokens are cut into chunks of so many, and a query sees those of its own and ``lookback``
-      chunks before; or, with ``window``, itself and the last window - 1 tokens of its bucket; 0 and 0: the bucket.
-    * ``whole``: chunks are cut from all sorted tokens together instead, and a query sees the tokens of its bucket in
-      its own and the chunks before, or with ``cross`` those of any bucket. ``wrap``: the first chunks look back at the
-      last ones, and none twice. Which chunk a token is in then depends on tokens that come later.
-    * ``causal``: of these, the ones at its own position and before it.
-    * ``alone``: a query sees its own key only where it sees no other.
+    A pair that several rounds share counts once: the softmax is over the union of all rounds. This equals the sum over
+    rounds weighted by $1 / N_{ij}$, where $N_{ij}$ is the number of rounds that share the pair.
 
-    Pairs that several rounds show count once: $\mathrm{softmax}$ over the union, which is the sum over rounds weighted
-    by $1 / N_{ij}$ with N_ij the number of rounds that show a pair (Kitaev et al. 2020, 2001.04451, section 2 and
-    appendix). Time O(R N (keys-per-query) D) and sorting; memory O(N D) and that of some tiles' logits; the backward
-    computes tiles again. Transforms of ``torch.func`` and forward-mode derivatives take the plain form, O(R N^2).
+    Takes O(R N (keys-per-query) D) time and sorting, and O(N D) memory and the logits of some tiles. The backward pass
+    recomputes tiles. Transforms of ``torch.func`` and forward-mode derivatives use the plain form, O(R N^2).
 
-    Raises ValueError for a rule that contradicts itself and for more buckets than can be told apart.
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,N,D) keys.
+        v: (B,H,N,E) values.
+        groups: (B,H,R,N) int64 in 0 ... buckets - 1, the bucket of each token in each round.
+        buckets: Number of buckets.
+        rule: The keys that each query sees.
+        mask: (B,N) bool, True on real tokens; None: all are. Masked tokens are ignored, and their output is undefined.
+        scale: Factor of $q_i \cdot k_j$; None: $1 / \sqrt D$.
+
+    Returns:
+        The output (B,H,N,E), and the log-sum-exp of each row (B,H,N), in float32 or float64 and without a gradient.
+
+    Raises:
+        ValueError: For a rule that contradicts itself, and for too many buckets.
+
+    References:
+        Kitaev et al. 2020 (2001.04451), section 2 and appendix, for the pairs of several rounds.
     """
     check(rule, groups, mask)
     if not q.numel() or not v.numel():
@@ -69,39 +85,51 @@ def attend(
 
 
 def check(rule: Rule, groups: Tensor, mask: Tensor | None = None) -> None:
-    """Raise ValueError for a rule that contradicts itself, or does not fit so many rounds."""
+    """Check a rule for contradictions, and that it fits the number of rounds and the mask. Raises ValueError."""
     if rule.chunk < 0 or rule.window < 0 or rule.lookback < 0:
         raise ValueError(f"chunk={rule.chunk}, window={rule.window} and lookback={rule.lookback} must not be negative")
     if rule.window and (rule.chunk or not rule.causal or groups.shape[2] > 1):
-        raise ValueError("window= counts back in the one round of a causal rule without chunks")
+        raise ValueError("window= needs a causal rule without chunks, and one round")
     if rule.whole and not rule.chunk:
         raise ValueError("whole=True cuts the sorted tokens into chunks, so chunk= must be at least 1")
     if rule.wrap and mask is not None:
         raise ValueError("wrap=True looks back at a row's last tokens, so mask= must be None; see ops.rows.ragged")
     if (rule.cross or rule.wrap) and not rule.whole:
-        raise ValueError("cross=True and wrap=True belong to whole=True, where chunks hold tokens of several buckets")
+        raise ValueError("cross=True and wrap=True need whole=True, where chunks hold tokens of several buckets")
 
 
 def read(
     q: Tensor, k: Tensor, v: Tensor, places: SortedLayout, rule: Rule, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``attend`` for given places: q (B,H,N,D), k (B,H,P,M,D), v (B,H,P,M,E), whose last N tokens are the queries'."""
+    """``attend`` for tokens that are already sorted.
+
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,P,M,D) keys; the last N of the M tokens are those of the queries.
+        v: (B,H,P,M,E) values.
+        places: The sorted order of each round.
+        rule: The keys that each query sees.
+        scale: Factor of the logits; None: 1 / sqrt(D).
+
+    Returns:
+        The output (B,H,N,E) and the log-sum-exp of each row (B,H,N), without a gradient.
+    """
     scale = per_root(q.shape[-1]) if scale is None else scale
     q, k, v = materialize_neg(q, k, v)
     why_not = native.why_not(q, k, v, laid_out(rule, k.shape[3]))
-    way = select_backend(OP, SERVED, "reference" if transformed() else "torch" if why_not else "native", why_not)
-    if way == "native" and why_not:
+    backend = select_backend(OP, SERVED, "reference" if transformed() else "torch" if why_not else "native", why_not)
+    if backend == "native" and why_not:
         raise ValueError(f"backend 'native' cannot serve this call of {OP}: {why_not}")
-    if way == "torch" and transformed():
+    if backend == "torch" and transformed():
         raise ValueError(f"backend 'torch' cannot serve this call of {OP}: {TRANSFORMED}")
-    if way == "reference":
+    if backend == "reference":
         o, _, lse = reference(q, k, v, places, rule, scale)
         return o, lse.detach()
     numbers = [int(x) for x in rule]
-    o, lse = tiles.forward_op(q, k, v, places.order, places.code, places.group, numbers, scale, way == "native")
+    o, lse = tiles.forward_op(q, k, v, places.order, places.code, places.group, numbers, scale, backend == "native")
     if rule.alone:
         blind, n = lse.detach() == -torch.inf, q.shape[2]
-        # Of a single key the weight is 1, whatever its logit.
+        # A single key has the weight 1, for any logit.
         o = torch.where(blind[..., None], v[:, :, 0, v.shape[3] - n :], o)
         lse = torch.where(blind, (q * k[:, :, 0, k.shape[3] - n :]).sum(-1).to(lse.dtype) * scale, lse)
     return o, lse.detach()
@@ -110,7 +138,7 @@ def read(
 def reference(
     q: Tensor, k: Tensor, v: Tensor, places: SortedLayout, rule: Rule, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition: -> output (B,H,N,E), weights (B,H,R,N,M) of each round's keys, log of each row's sum (B,H,N)."""
+    """Compute ``read`` by its definition: output (B,H,N,E), weights (B,H,R,N,M), log-sum-exp of rows (B,H,N)."""
     n, m = q.shape[2], k.shape[3]
     seen = first(pairs(places, rule, n), places, rule, n)
     at = torch.arange(m, device=q.device)
@@ -121,9 +149,17 @@ def reference(
 
 
 def multiplicity(groups: Tensor, buckets: int, rule: Rule, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What ``attend`` sees: mask bool (B,H,N,N), and N_ij, the number of rounds that show a pair, int64 (B,H,N,N).
+    """Return the pairs that ``attend`` uses.
 
-    A key of one's own that is seen because no other is counts as shown by one round.
+    Args:
+        groups: (B,H,R,N) int64, the bucket of each token in each round.
+        buckets: Number of buckets.
+        rule: The keys that each query sees.
+        mask: (B,N) bool, True on real tokens; None: all are.
+
+    Returns:
+        The mask (B,H,N,N) bool, and the number of rounds that share each pair (B,H,N,N) int64. With ``alone``, a query
+        that sees only its own key counts as one round.
     """
     check(rule, groups, mask)
     seen = pairs(find(groups, buckets, rule, mask), rule, groups.shape[-1])

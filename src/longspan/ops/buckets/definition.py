@@ -1,4 +1,4 @@
-"""Softmax over the pairs that rounds show, all pairs at once: what the tiles compute, for proofs and derivatives."""
+"""Attention within buckets by its definition, over all pairs at once: for tests and higher derivatives."""
 
 from typing import cast
 
@@ -7,8 +7,18 @@ from torch import Tensor
 
 
 def weighted(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B,H,N,D), k (B,H,P,M,D), v (B,H,P,M,E), seen (B,H,R,N,M) bool, each pair in one round at most -> output
-    (B,H,N,E), weights (B,H,R,N,M), log of each row's sum (B,H,N); a row that sees nothing gives 0 and -inf.
+    """Attend to the pairs of all rounds.
+
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,P,M,D) keys.
+        v: (B,H,P,M,E) values.
+        seen: (B,H,R,N,M) bool, the pairs of each round; each pair is in at most one round.
+        scale: Factor of the logits.
+
+    Returns:
+        The output (B,H,N,E), the weights (B,H,R,N,M) and the log-sum-exp of each row (B,H,N). A row that sees no key
+        gets 0, 0 and -inf.
     """
     sources, (rounds, m) = k.shape[2], seen.shape[2:5:2]
     logits = torch.stack([(q @ k[:, :, r % sources].mT) for r in range(rounds)], 3)  # (B,H,N,R,M)

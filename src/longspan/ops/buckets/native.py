@@ -1,4 +1,4 @@
-"""The softmax over sorted tiles by the C++ kernels for patterns: one mask for each tile and each block of keys."""
+"""C++ backend: the kernels for patterns on sorted tiles, with one mask for each tile and block of keys."""
 
 import ctypes
 from collections.abc import Sequence
@@ -12,37 +12,47 @@ from ..native.build.openmp import threads
 from ..sparse import native as kernels
 from ..sparse.schedule import Listed
 from .places import reached
-from .windows import Ask, Layout, Sorted, pieces
+from .windows import Layout, Sorted, Visibility, pieces
 
-VECTOR = 16  # floats of the longest vector, of which the kernels take whole ones
-CPU = "cpu"  # where the kernels work, whatever the process's default device is
+VECTOR = 16  # floats of the longest vector; tiles must be multiples of it
+CPU = "cpu"  # device of the kernels, independent of the default device
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> str:
-    """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
+    """Return why the kernels cannot run these operands, or "" if they can. The first call compiles the kernels."""
     if layout.size % VECTOR:
-        return f"a tile of {layout.size} tokens is no multiple of {VECTOR}"
+        return f"a tile of {layout.size} tokens is not a multiple of {VECTOR}"
     return call.why_not(q, k, v, None, family="pattern")
 
 
-def read(rows: Sequence[Tensor], found: Sorted, ask: Ask, layout: Layout, scale: float) -> tuple[Tensor, Tensor]:
-    """rows of q, k (*,D) and v (*,E) -> what each slot reads (G,slots,E), its log-sum (G,slots) float32.
+def read(
+    rows: Sequence[Tensor], found: Sorted, visibility: Visibility, layout: Layout, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend within the windows of one round, with one byte of memory for each pair of a window.
 
-    A slot that is no query's, or whose query sees nothing, reads 0 and has the log-sum -inf. Memory is that of one byte
-    for each pair that is looked at.
+    Args:
+        rows: Rows of q and k (*,D) and of v (*,E).
+        found: The slots of the round.
+        visibility: The visible pairs of each tile.
+        layout: The layout of the slots.
+        scale: Factor of the logits.
+
+    Returns:
+        The output of each slot (G,slots,E) and its log-sum-exp (G,slots) float32; 0 and -inf for slots without a query
+        and for queries that see no key.
     """
     each, size = len(found.tokens), layout.size
     blocks, width = layout.slots // size, layout.wide // size
     masks = torch.empty(each, layout.tiles, width, size, size, dtype=torch.uint8, device=CPU)
-    if ask.rule.causal and not ask.rule.whole:
-        _see(masks, found, ask, layout)
+    if visibility.rule.causal and not visibility.rule.whole:
+        _fill_masks(masks, found, visibility, layout)
     else:
         for piece in pieces(layout, each, "cpu"):
-            masks[:, piece] = ask.visible(piece)
+            masks[:, piece] = visibility.visible(piece)
     counts = torch.zeros(each, blocks, dtype=torch.int64, device=CPU)
     counts[:, layout.back : layout.back + layout.tiles] = width
     offsets = F.pad(counts.flatten().cumsum(0), (1, 0))
-    # Tile t of a row of slots is its block back + t, and meets the blocks from t on.
+    # Tile t of a row of slots is its block back + t, and its window starts at block t.
     starts = torch.arange(each, device=CPU)[:, None] * blocks + torch.arange(layout.tiles, device=CPU)
     keys = (starts[..., None] + torch.arange(width, device=CPU)).flatten()
     listed = Listed(size, offsets, keys, torch.arange(len(keys), device=CPU), masks.view(-1, size, size))
@@ -53,10 +63,16 @@ def read(rows: Sequence[Tensor], found: Sorted, ask: Ask, layout: Layout, scale:
     return out.view(each, layout.slots, -1), lse.view(each, layout.slots)
 
 
-def _see(masks: Tensor, found: Sorted, ask: Ask, layout: Layout) -> None:
-    """``ask.seen`` of all tiles, for causal rules whose chunks are counted inside buckets, in one pass."""
-    codes, asks, band = found.codes.contiguous(), found.asks.contiguous(), ask.band.view(torch.uint8)
+def _fill_masks(masks: Tensor, found: Sorted, visibility: Visibility, layout: Layout) -> None:
+    """Fill ``masks`` for all tiles in one pass, for causal rules that count chunks within buckets."""
+    codes, query_codes, band = (
+        found.codes.contiguous(),
+        found.query_codes.contiguous(),
+        visibility.band.view(torch.uint8),
+    )
     sizes = (*codes.shape, layout.tiles, layout.size, layout.wide // layout.size, layout.back)
     call.kernels("pattern").longspan_buckets_seen(
-        *call.pointers(codes, asks, band, masks), (ctypes.c_long * 8)(*sizes, reached(ask.rule, ask.chunks)), threads()
+        *call.pointers(codes, query_codes, band, masks),
+        (ctypes.c_long * 8)(*sizes, reached(visibility.rule, visibility.chunks)),
+        threads(),
     )

@@ -1,4 +1,4 @@
-"""Where tokens lie once each round has sorted them by bucket, and which pairs see each other by those places."""
+"""Sorting of tokens by bucket in each round, and the pairs that are visible in that order."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Codes of what nobody sees: places beyond the tokens, and tokens that do not exist. Real codes lie below LIMIT.
+# Codes of places beyond the tokens and of masked tokens, which no query sees. Other codes are below LIMIT.
 LIMIT = 2**27
 PAD, ABSENT = -4 * LIMIT, -2 * LIMIT
 
 
 class Rule(NamedTuple):
-    """Who sees whom, given each round's buckets; see ``ops.buckets.attend``."""
+    """The keys that each query sees, given the buckets of each round; see ``ops.buckets.attend``."""
 
     causal: bool = True
     chunk: int = 0
@@ -25,18 +25,18 @@ class Rule(NamedTuple):
 
 
 class SortedLayout(NamedTuple):
-    """The sorted order of each round, and what tells tokens' places apart.
+    """The sorted order of M tokens in each round, and codes that determine the visible pairs.
 
-    M tokens, of which the last N ask; P is 1 where all rounds have the same tokens, or R where each has its own.
+    The last N tokens are the queries. P is 1 if all rounds sort the same tokens, or R if each round has different ones.
     """
 
     order: Tensor  # (B,H,R,M) int64, the token in each place
-    code: Tensor  # (B,H,P,R,M) int32: of a token in a round; equal or up to ``lookback`` larger where it sees a key
-    group: Tensor | None  # (B,H,P,R,M) int32: buckets, where codes do not tell them
+    code: Tensor  # (B,H,P,R,M) int32: a query sees keys with its own code and the ``lookback`` codes below
+    group: Tensor | None  # (B,H,P,R,M) int32: buckets, if codes do not contain them
 
 
 def ranked(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """groups (...,N) -> the stable order of tokens by group (...,N), and each token's rank inside its own (...,N)."""
+    """Sort tokens by group (...,N), stably; return the order (...,N) and each token's rank in its group (...,N)."""
     found, order = groups.sort(dim=-1, stable=True)
     at = torch.arange(groups.shape[-1], device=groups.device).expand_as(order)
     border = F.pad(found[..., 1:] != found[..., :-1], (1, 0), value=True)
@@ -45,13 +45,13 @@ def ranked(groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The place of each token, (...,M)."""
+    """Return the place of each token in an order (...,M)."""
     at = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter(-1, order, at)
 
 
 def find(groups: Tensor, buckets: int, rule: Rule, mask: Tensor | None = None) -> SortedLayout:
-    """The places of whole sequences: groups (B,H,R,N) in 0 ... buckets - 1; masked tokens, mask (B,N), see nobody."""
+    """Sort whole sequences by groups (B,H,R,N) in 0 ... buckets - 1; tokens masked by mask (B,N) see nothing."""
     n = groups.shape[-1]
     if mask is not None:
         groups = groups.masked_fill(~mask[:, None, None], buckets)
@@ -68,22 +68,28 @@ def find(groups: Tensor, buckets: int, rule: Rule, mask: Tensor | None = None) -
 
 
 def coded(groups: Tensor, chunks: Tensor, buckets: int, rule: Rule, n: int) -> Tensor:
-    """One number for bucket and chunk; those of different buckets are too far apart to see each other. Any shape.
+    """Combine buckets and chunks, of any shape, into codes that keep different buckets out of sight of each other.
 
-    Chunks are counted so that there are at most n / chunk of them, and two looks back.
+    There may be at most n / chunk chunks, plus two times ``lookback``.
     """
     if not rule.chunk:
         return groups
     stride = n // rule.chunk + 3 * rule.lookback + 3
     if (buckets + 1) * stride >= LIMIT:
-        raise ValueError(f"{buckets} buckets of up to {stride} chunks are too many to be told apart; use fewer buckets")
+        raise ValueError(f"{buckets} buckets of up to {stride} chunks are too many for int32 codes; use fewer buckets")
     return groups * stride + chunks
 
 
 def near(rule: Rule, ci: Tensor, cj: Tensor, gi: Tensor | None, gj: Tensor | None, chunks: int) -> Tensor:
-    """Whether queries of codes ci look back as far as keys of codes cj, in a round: tensors that broadcast.
+    """Return whether queries see keys in a round by their codes, before causality and windows.
 
-    ``chunks``: how many there are, where the first looks back at the last.
+    Args:
+        rule: The keys that each query sees.
+        ci: Codes of the queries.
+        cj: Codes of the keys, broadcast with ``ci``.
+        gi: Buckets of the queries, or None.
+        gj: Buckets of the keys, or None.
+        chunks: Number of chunks, for rules that wrap.
     """
     apart = ci - cj
     if rule.wrap:
@@ -93,19 +99,19 @@ def near(rule: Rule, ci: Tensor, cj: Tensor, gi: Tensor | None, gj: Tensor | Non
 
 
 def reached(rule: Rule, chunks: int) -> int:
-    """How many chunks back a query sees; where chunks wrap around, none is seen twice."""
+    """Return how many chunks back a query sees; with ``wrap``, no chunk twice."""
     if not rule.chunk:
         return 0
     return min(rule.lookback, chunks - 1) if rule.wrap else rule.lookback
 
 
 def count(rule: Rule, m: int) -> int:
-    """How many chunks m sorted tokens make."""
+    """Return the number of chunks of m sorted tokens."""
     return -(-m // rule.chunk) if rule.chunk else 1
 
 
 def pairs(places: SortedLayout, rule: Rule, n: int) -> Tensor:
-    """Which of the n last tokens see which in each round: (B,H,R,N,M), one's own key included unless ``alone``."""
+    """Return which keys the last n tokens see in each round, bool (B,H,R,N,M); with ``alone``, without their own."""
     order, code, _ = places
     rounds, m = order.shape[2:]
     at = torch.arange(m, device=order.device)
@@ -113,7 +119,7 @@ def pairs(places: SortedLayout, rule: Rule, n: int) -> Tensor:
     for r in range(rounds):
         visible = _near(places, rule, n, r, r) & (code[:, :, r % code.shape[2], r] != ABSENT)[..., None, :]
         if not rule.whole:
-            # Sorted by position inside a bucket, so that places tell the order, and ranks.
+            # Within a bucket, tokens are sorted by position, so places are in causal order.
             place = inverse(order[:, :, r])
             ahead = place[..., m - n :, None] - place[..., None, :]
         else:
@@ -129,7 +135,7 @@ def pairs(places: SortedLayout, rule: Rule, n: int) -> Tensor:
 
 
 def first(seen: Tensor, places: SortedLayout, rule: Rule, n: int) -> Tensor:
-    """Of ``pairs``, those of the first round in which a pair sees each other: every pair counts once. (B,H,R,N,M)."""
+    """Keep each pair of ``pairs`` only in the first round that shows it, (B,H,R,N,M)."""
     fresh = []
     for r in range(seen.shape[2]):
         new = seen[:, :, r]
@@ -140,7 +146,7 @@ def first(seen: Tensor, places: SortedLayout, rule: Rule, n: int) -> Tensor:
 
 
 def _near(places: SortedLayout, rule: Rule, n: int, source: int, r: int) -> Tensor:
-    """``near`` in round r of the n last tokens and all, of those that round ``source`` sorts: (B,H,n,M)."""
+    """``near`` in round r for the last n of the tokens that round ``source`` sorts: (B,H,n,M)."""
     order, code, group = places
     m, source = order.shape[-1], source % code.shape[2]
     c, g = code[:, :, source, r], None if group is None else group[:, :, source, r]

@@ -1,4 +1,4 @@
-"""Softmax over sorted places: each tile of queries meets a window of keys around it, round by round."""
+"""Softmax attention over sorted tokens: each tile of queries attends to a window of keys, one round at a time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,9 +11,9 @@ from ..operands import double_backward
 from . import native as kernels
 from .definition import weighted
 from .places import Rule, SortedLayout, count, first, inverse, pairs, reached
-from .windows import Ask, Layout, Sorted, laid_out, pieces, sort, tiled, unsort, windows
+from .windows import Layout, Sorted, Visibility, laid_out, pieces, sort, tiled, unsort, windows
 
-# Finite, so that a tile's row without keys is no NaN: its weight beside any other is 0.
+# Log of a weight of 0. It is finite, so that rows without keys are not NaN.
 NEVER = -1e30
 
 
@@ -28,26 +28,38 @@ def forward(
     scale: float,
     native: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q (B,H,N,D), k (B,H,P,M,D), v (B,H,P,M,E), places as in ``SortedLayout`` -> output (B,H,N,E), log-sums (B,H,N).
+    """Attend within sorted tiles.
 
-    Log-sums are float32 at least, and -inf where no round shows a key; the output is 0 there. ``native``: by the C++
-    kernels, which ``native.why_not`` has to allow.
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,P,M,D) keys.
+        v: (B,H,P,M,E) values.
+        order: See ``SortedLayout``.
+        code: See ``SortedLayout``.
+        group: See ``SortedLayout``.
+        rule: The fields of the ``Rule`` as numbers.
+        scale: Factor of the logits.
+        native: Use the C++ kernels; ``native.why_not`` must have returned "".
+
+    Returns:
+        The output (B,H,N,E), and the log-sum-exp of each row (B,H,N) in float32 or float64. A query that sees no key in
+        any round gets 0 and -inf.
     """
     places, rules = SortedLayout(order, code, group), _rule(rule)
     n, m, width = q.shape[2], k.shape[3], v.shape[-1]
     layout, wide = laid_out(rules, m), torch.promote_types(q.dtype, torch.float32)
-    # The fused kernel wants as many channels of values as of keys.
+    # The fused kernel needs equal numbers of channels in keys and values.
     most = max(q.shape[-1], width) if q.device.type == "cpu" and not native else 0
     rows = [F.pad(x, (0, max(0, most - x.shape[-1]))).reshape(-1, max(most, x.shape[-1])) for x in (q, k, v)]
     o, lse = q.new_empty(0), q.new_empty(0)
     for r in range(order.shape[2]):
         found = sort(places, rules, r, n, layout)
-        ask = Ask(found, rules, layout, m, blocks=native)
+        visibility = Visibility(found, rules, layout, m, blocks=native)
         if native:
-            reads, sums = kernels.read(rows, found, ask, layout, scale)
+            reads, sums = kernels.read(rows, found, visibility, layout, scale)
             place = found.back + layout.back * layout.size
         else:
-            reads, sums = _read(rows, found, ask, layout, width, scale)
+            reads, sums = _read(rows, found, visibility, layout, width, scale)
             place = found.back
         new, after = unsort(sums, place).clamp_(min=NEVER), unsort(reads, place).to(wide)
         if not r:
@@ -62,19 +74,19 @@ def forward(
 
 
 def _read(
-    rows: Sequence[Tensor], found: Sorted, ask: Ask, layout: Layout, width: int, scale: float
+    rows: Sequence[Tensor], found: Sorted, visibility: Visibility, layout: Layout, width: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """rows of q, k, v -> what each query's slot reads (G,tiles size,E), its log-sum (G,tiles size)."""
+    """Rows of q, k, v -> output of each query slot (G,tiles size,E) and its log-sum-exp (G,tiles size)."""
     each = len(found.tokens)
     qs = rows[0].index_select(0, found.queries).unflatten(0, (each, -1))
     ks, vs = (x.index_select(0, found.keys).unflatten(0, (each, -1)) for x in rows[1:])
     wide = torch.promote_types(qs.dtype, torch.float32)
     reads, sums = qs.new_empty(each, qs.shape[1], width), qs.new_empty(each, qs.shape[1], dtype=wide)
     for piece in pieces(layout, each, qs.device.type):
-        asks, keys, values = tiled(qs, layout, piece), windows(ks, layout, piece), windows(vs, layout, piece)
-        # Sums are several times as fast here as what fills by a mask.
-        bias = ask.visible(piece).to(wide).sub_(1).mul_(-NEVER)
-        read, lsum = _attend(asks, keys, values, bias, scale)
+        tile_q, keys, values = tiled(qs, layout, piece), windows(ks, layout, piece), windows(vs, layout, piece)
+        # Arithmetic is several times faster here than ``masked_fill``.
+        bias = visibility.visible(piece).to(wide).sub_(1).mul_(-NEVER)
+        read, lsum = _attend(tile_q, keys, values, bias, scale)
         tiled(reads, layout, piece).copy_(read[..., :width])
         tiled(sums, layout, piece).copy_(lsum)
     return reads, sums
@@ -93,33 +105,33 @@ def backward(
     rule: Sequence[int],
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, each tile computed again: p = exp(logit - lse), dS = p (dP - grad . o)."""
+    """Return the gradients of q, k, v; each tile is recomputed: p = exp(logit - lse), dS = p (dP - grad . o)."""
     places, rules = SortedLayout(order, code, group), _rule(rule)
     n, m, each = q.shape[2], k.shape[3], q.shape[0] * q.shape[1]
     layout, wide = laid_out(rules, m), torch.promote_types(q.dtype, torch.float32)
     rows = [x.reshape(-1, x.shape[-1]) for x in (q, grad, k, v)]
     delta = (grad.to(wide) * o.to(wide)).sum(-1).flatten()
-    # A row that sees nothing: exp(logit - inf) = 0.
+    # For rows that see no key, exp(logit - inf) = 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).flatten()
     dq, dk, dv = (x.new_zeros(each, *x.shape[2:], dtype=wide) for x in (q, k, v))
     for r in range(order.shape[2]):
         found = sort(places, rules, r, n, layout)
-        ask = Ask(found, rules, layout, m)
+        visibility = Visibility(found, rules, layout, m)
         qs, gs, ls, ds = (x.index_select(0, found.queries).unflatten(0, (each, -1)) for x in (*rows[:2], lse, delta))
         ks, vs = (x.index_select(0, found.keys).unflatten(0, (each, -1)) for x in rows[2:])
         fq = torch.empty(qs.shape, dtype=wide, device=q.device)
         fk, fv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (ks, vs))
         for piece in pieces(layout, each, q.device.type):
-            asks, ups, sums, delta_ = (tiled(x, layout, piece) for x in (qs, gs, ls, ds))
-            # Two products read each; both would copy what overlaps.
+            tile_q, tile_grad, sums, delta_ = (tiled(x, layout, piece) for x in (qs, gs, ls, ds))
+            # Two products read each, and both would copy an overlapping view.
             keys, values = (windows(x, layout, piece).contiguous() for x in (ks, vs))
-            p = (asks @ keys.mT).to(wide).mul_(scale).sub_(sums[..., None])
-            # Where a pair is seen, p <= 1; numbers whose exponentials are not normal cost a hundred times as much.
-            p = p.clamp_(-80, 0).exp_().mul_(ask.visible(piece))
-            _overlap(fv, p.to(q.dtype).mT @ ups, layout, piece)
-            dl = (ups @ values.mT).to(wide).sub_(delta_[..., None]).mul_(p).mul_(scale).to(q.dtype)
+            p = (tile_q @ keys.mT).to(wide).mul_(scale).sub_(sums[..., None])
+            # Visible pairs have p <= 1. Subnormal exponentials would cost a hundred times as much.
+            p = p.clamp_(-80, 0).exp_().mul_(visibility.visible(piece))
+            _overlap(fv, p.to(q.dtype).mT @ tile_grad, layout, piece)
+            dl = (tile_grad @ values.mT).to(wide).sub_(delta_[..., None]).mul_(p).mul_(scale).to(q.dtype)
             tiled(fq, layout, piece).copy_(dl @ keys)
-            _overlap(fk, dl.mT @ asks, layout, piece)
+            _overlap(fk, dl.mT @ tile_q, layout, piece)
         dq += unsort(fq, found.back)
         begin, source = layout.back * layout.size, r % code.shape[2]
         place = inverse(order[:, :, r]).reshape(each, m)
@@ -130,7 +142,7 @@ def backward(
 
 
 def flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], order: Sequence[int], *rest: Any, **_: object) -> int:
-    """FLOPs of the products of ``longspan::buckets_forward``, by the shapes of its operands: of whole tiles."""
+    """FLOPs of the matrix products of ``longspan::buckets_forward`` over whole tiles, from the operands' shapes."""
     layout = laid_out(_rule(rest[2]), order[3])
     return 2 * (q[3] + v[4]) * order[0] * order[1] * order[2] * layout.tiles * layout.size * layout.wide
 
@@ -140,7 +152,7 @@ def _rule(numbers: Sequence[int]) -> Rule:
 
 
 def _overlap(total: Tensor, grad: Tensor, layout: Layout, piece: slice) -> None:
-    """The adjoint of ``windows``, added to total (G,slots,*): grad (G,t,wide,*)."""
+    """Backward of ``windows``: add grad (G,t,wide,*) to total (G,slots,*)."""
     tiles = piece.stop - piece.start
     for s in range(layout.wide // layout.size):
         start = (piece.start + s) * layout.size
@@ -149,7 +161,7 @@ def _overlap(total: Tensor, grad: Tensor, layout: Layout, piece: slice) -> None:
 
 
 def _unwrap(x: Tensor, rule: Rule, layout: Layout, m: int) -> None:
-    """Slots before the first that hold the last chunks again: their gradients go where these are."""
+    """Add the gradients of the wrapped slots before the first to those of the last chunks."""
     if rule.wrap:
         chunks, first = count(rule, m), layout.back * layout.size
         around, end = reached(rule, chunks) * rule.chunk, first + chunks * rule.chunk
@@ -157,7 +169,7 @@ def _unwrap(x: Tensor, rule: Rule, layout: Layout, m: int) -> None:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q (G,t,size,D), k, v (G,t,wide,D), bias (G,t,size,wide) -> output, log-sums; any output where none is seen."""
+    """q (G,t,size,D), k, v (G,t,wide,D), bias (G,t,size,wide) -> output, log-sum-exp; undefined without keys."""
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=scale

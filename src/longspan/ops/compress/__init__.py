@@ -1,1 +1,1 @@
-"""Fewer keys or queries: pack a sequence into slots by projection, pooling, landmarks or learned queries; unpack."""
+"""Attention to fewer keys or from fewer queries: projections, pooling, landmarks, clusters, selection and sorting."""

@@ -1,4 +1,4 @@
-"""Queries in blocks, whose scores are computed again in the backward: O(N x block) memory for any rule of selection."""
+"""Attention one block of queries at a time, with scores recomputed in the backward pass."""
 
 from collections.abc import Callable
 
@@ -8,20 +8,28 @@ from torch.utils.checkpoint import checkpoint
 
 from ..operands import transformed
 
-NUMBERS = 2**22  # scores that are held at once
+MAX_SCORES = 2**22  # scores in memory at a time
 
 Form = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Allowed = Callable[[int, int], Tensor]
 
 
 def each(form: Form, q: Tensor, k: Tensor, v: Tensor, allowed: Allowed) -> Tensor:
-    """``form(q, k, v, mask)`` block by block: q (B,H,N,D), k (B,H,M,D), v (B,H,M,E) -> (B,H,N,E).
+    """Compute ``form(q, k, v, mask)`` for one block of queries at a time, with about ``MAX_SCORES`` scores in memory.
 
-    ``allowed(start, stop)`` is the mask of these queries, bool, broadcast to (B,H,stop-start,M), or of fewer keys where
-    they see none of the last ones.
+    Args:
+        form: The attention of one block.
+        q: (B,H,N,D) queries.
+        k: (B,H,M,D) keys.
+        v: (B,H,M,E) values.
+        allowed: ``allowed(start, stop)`` returns the bool mask of these queries, broadcast to (B,H,stop-start,M). It
+            may leave out trailing keys that none of them sees.
+
+    Returns:
+        The output (B,H,N,E).
     """
     batch, heads, n, _ = q.shape
-    size = max(NUMBERS // max(batch * heads * k.shape[2], 1), 16)
+    size = max(MAX_SCORES // max(batch * heads * k.shape[2], 1), 16)
     again = torch.is_grad_enabled() and not transformed() and not torch.compiler.is_compiling() and n > size
 
     def block(start: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

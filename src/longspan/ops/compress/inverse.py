@@ -1,4 +1,4 @@
-"""The pseudo-inverse of small matrices, exactly or by products alone."""
+"""The pseudo-inverse of small matrices, exact or iterative."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,16 @@ from ..tensors import upcast_half
 
 
 def inverse(a: Tensor, iterations: int) -> Tensor:
-    """The Moore-Penrose inverse of each matrix: by ``newton_schulz``, or exactly where ``iterations`` is 0.
+    """Compute the Moore-Penrose inverse of each matrix.
 
-    a (...,m,m) -> (...,m,m), in float32 or float64. Rows and columns of zeros stay zeros.
+    Rows and columns of zeros stay zeros.
+
+    Args:
+        a: (...,m,m) matrices.
+        iterations: Steps of ``newton_schulz``; 0 computes the exact inverse.
+
+    Returns:
+        The inverses (...,m,m), in float32 or float64.
     """
     a = upcast_half(a)
     with torch.autocast(a.device.type, enabled=False):
@@ -17,12 +24,21 @@ def inverse(a: Tensor, iterations: int) -> Tensor:
 
 
 def newton_schulz(a: Tensor, iterations: int) -> Tensor:
-    """Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4, at first A^T / (|A|_1 |A|_inf): a (...,m,m) -> (...,m,m).
+    r"""Iterate $Z \leftarrow Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4$ from $Z = A^\top / (|A|_1 |A|_\infty)$.
 
-    It converges to the inverse with an order of three. |A|_1 and |A|_inf, the largest sum of a column and of a row, are
-    those of each matrix: their maximum over a batch, as has been published too, would make rows depend on each other.
+    The iteration converges to the inverse with order three. The norms, the largest column sum and the largest row sum,
+    are computed for each matrix. Published code takes their maximum over the batch, which makes rows depend on each
+    other.
 
-    Source: Razavi et al. 2014, as in Xiong et al. 2021 (2102.03902), eq. 11.
+    Args:
+        a: (...,m,m) matrices.
+        iterations: Number of steps.
+
+    Returns:
+        The approximate inverses (...,m,m).
+
+    References:
+        Razavi et al. 2014, as in Xiong et al. 2021 (2102.03902), eq. 11.
     """
     size = a.abs()
     norms = size.sum(-2).amax(-1) * size.sum(-1).amax(-1)

@@ -1,4 +1,4 @@
-"""Landmarks: the sequence cut into segments of about one length, each of them told by the mean of its tokens."""
+"""Landmarks: the means of segments of about equal length."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,18 @@ from ..tensors import merge, positions, split, upcast_half
 
 
 def segments_of(x: Tensor, landmarks: int, mask: Tensor | None = None) -> Tensor:
-    """Which tokens are in which segment: token t of n real ones in number t * landmarks // n.
+    """Return the tokens of each segment: of n real tokens, token t is in segment t * landmarks // n.
 
-    x (B,H,N,D), mask (B,N) bool -> bool (B|1,landmarks,N). The sizes of a row's segments differ by one at most; where
-    it has fewer tokens than landmarks, some are empty and the others have one token each.
+    The sizes of a row's segments differ by at most one. If a row has fewer tokens than landmarks, some segments are
+    empty and the others have one token each.
+
+    Args:
+        x: (B,H,N,D) tokens.
+        landmarks: Number of segments.
+        mask: (B,N) bool, True on real tokens; None: all are.
+
+    Returns:
+        A bool tensor (B|1,landmarks,N).
     """
     at, count = positions(x.transpose(1, 2), mask=mask)
     if mask is None:
@@ -21,11 +29,17 @@ def segments_of(x: Tensor, landmarks: int, mask: Tensor | None = None) -> Tensor
 
 
 def segment_means(x: Tensor, members: Tensor) -> Tensor:
-    """The mean of each segment: x (B,H,N,D), members bool (B|1,m,N) -> (B,H,m,D), zeros for one without tokens.
+    """Average the tokens of each segment, as one matrix product in O(N m D) time and O(N (m + D)) memory.
 
-    What x holds where no segment has a member must be finite. Time O(N m D) as one product, memory O(N (m + D)).
+    Args:
+        x: (B,H,N,D) tokens; those outside all segments must be finite.
+        members: (B|1,m,N) bool, the tokens of each segment.
 
-    Source: Xiong et al. 2021 (2102.03902), section 3.2, where all segments have N / m tokens.
+    Returns:
+        The means (B,H,m,D), 0 for an empty segment.
+
+    References:
+        Xiong et al. 2021 (2102.03902), section 3.2, where all segments have N / m tokens.
     """
     sums = split(members.to(x.dtype) @ merge(x), x.shape[1])
     sizes = members.sum(-1).clamp(min=1)[:, None, :, None]

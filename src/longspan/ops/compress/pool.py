@@ -1,7 +1,7 @@
-"""Slots that stand for several neighboring tokens, and causal attention of every token to the slots before it.
+"""Pooling of neighboring tokens into slots, and attention of every token to the slots.
 
-Slot s of kernel K and stride S holds tokens s S ... s S + K - 1 of its row. Its tokens come as ``windows`` and become
-one by ``mean``, ``largest``, ``mixed``, or a product with weights of the caller's own.
+With kernel K and stride S, slot s holds tokens s S ... s S + K - 1 of its row. ``windows`` returns the tokens of each
+slot. ``mean``, ``largest``, ``mixed`` or a product with learned weights reduces them to one.
 """
 
 import torch
@@ -15,7 +15,7 @@ from ..sparse import sparse_attention
 
 
 def number(tokens: int, kernel: int, stride: int, *, whole: bool) -> int:
-    """How many slots so many tokens have: whole ones alone, or as many as it takes to hold every token."""
+    """Return the number of slots of ``tokens`` tokens: only full slots if ``whole``, else enough to hold all tokens."""
     if whole:
         return max((tokens - kernel) // stride + 1, 0)
     return 0 if not tokens else 1 + max(-(-(tokens - kernel) // stride), 0)
@@ -24,31 +24,45 @@ def number(tokens: int, kernel: int, stride: int, *, whole: bool) -> int:
 def windows(
     x: Tensor, kernel: int, stride: int, *, whole: bool, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The tokens of each slot: x (B,H,N,D) -> (B,H,slots,K,D), there (B|1,slots,K) or None where all are.
+    """Gather the tokens of each slot.
 
-    Not ``whole``: the last slot may hold fewer tokens, and zeros in their place; ``lengths`` (B,) says how many tokens
-    of each row are real, which come first.
+    Args:
+        x: (B,H,N,D) tokens.
+        kernel: Tokens per slot, K.
+        stride: Tokens from one slot to the next, S.
+        whole: Return only full slots. Otherwise the last slot may hold fewer tokens, and zeros in their place.
+        lengths: (B,) number of real tokens of each row, which come first; None: all are real.
+
+    Returns:
+        The tokens (B,H,slots,K,D), and which of them are real, bool (B|1,slots,K), or None if all are.
     """
     n = x.shape[2]
     slots = number(n, kernel, stride, whole=whole)
-    # One slot is laid out in any case, since nothing can be cut from fewer tokens than it has.
+    # Pad to at least one slot, because ``unfold`` needs as many tokens as a slot has.
     end = (max(slots, 1) - 1) * stride + kernel
     found = F.pad(x, (0, 0, 0, max(end - n, 0)))[:, :, :end].unfold(2, kernel, stride).mT[:, :, :slots]
     if whole or (end == n and lengths is None):
         return found, None
     places = torch.arange(slots, device=x.device)[:, None] * stride + torch.arange(kernel, device=x.device)
-    there = places < (torch.full((1,), n, device=x.device) if lengths is None else lengths)[:, None, None]
-    return found.masked_fill(~there[:, None, ..., None], 0.0), there
+    valid = places < (torch.full((1,), n, device=x.device) if lengths is None else lengths)[:, None, None]
+    return found.masked_fill(~valid[:, None, ..., None], 0.0), valid
 
 
 def fresh(
     pending: Tensor, x: Tensor, before: Tensor, lengths: Tensor, kernel: int, stride: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of those slots that new tokens make whole.
+    """Gather the tokens of the slots that new tokens complete.
 
-    pending (B,H,K-1,D): the last tokens of earlier calls, the newest last; x (B,H,N,D), of which the first ``lengths``
-    (B,) are real; before (B,): how many tokens came earlier. -> windows (B,H,N // S + 1,K,D), which of them exist
-    (B,N // S + 1), pending after these tokens.
+    Args:
+        pending: (B,H,K-1,D) the last tokens of earlier calls, the newest last.
+        x: (B,H,N,D) new tokens.
+        before: (B,) number of tokens in earlier calls.
+        lengths: (B,) number of real tokens of each row of ``x``, which come first.
+        kernel: Tokens per slot, K.
+        stride: Tokens from one slot to the next, S.
+
+    Returns:
+        The windows (B,H,N // S + 1,K,D), which of them exist, bool (B,N // S + 1), and ``pending`` after these tokens.
     """
     tokens = torch.cat([pending, x.to(pending.dtype)], 2)
     first, after = (((t - kernel) // stride + 1).clamp(min=0)[:, None] for t in (before, before + lengths))
@@ -56,57 +70,82 @@ def fresh(
     within = torch.arange(kernel, device=x.device)
     places = slots[..., None] * stride + within - before[:, None, None] + kernel - 1
     last = lengths[:, None] + within[1:] - 1
-    found = _pick(tokens, places.flatten(1).clamp(max=max(tokens.shape[2] - 1, 0))) if tokens.shape[2] else tokens
+    found = (
+        _gather_tokens(tokens, places.flatten(1).clamp(max=max(tokens.shape[2] - 1, 0))) if tokens.shape[2] else tokens
+    )
     if not tokens.shape[2]:
         found = tokens.new_zeros(*tokens.shape[:2], places[0].numel(), tokens.shape[-1])
-    return found.unflatten(2, (-1, kernel)), slots < after, _pick(tokens, last)
+    return found.unflatten(2, (-1, kernel)), slots < after, _gather_tokens(tokens, last)
 
 
-def _pick(tokens: Tensor, places: Tensor) -> Tensor:
-    """tokens (B,H,M,D), places (B,P) -> (B,H,P,D)."""
+def _gather_tokens(tokens: Tensor, places: Tensor) -> Tensor:
+    """Gather tokens (B,H,M,D) at places (B,P) -> (B,H,P,D)."""
     return tokens.gather(2, places[:, None, :, None].expand(-1, tokens.shape[1], -1, tokens.shape[-1]))
 
 
-def mean(x: Tensor, there: Tensor | None = None) -> Tensor:
-    """The mean of the tokens that there are: x (B,H,slots,K,D), there (B|1,slots,K) -> (B,H,slots,D).
+def mean(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Average the real tokens of each slot.
 
-    Those that are not there hold zeros. A slot without tokens gives 0.
+    Args:
+        x: (B,H,slots,K,D) tokens, 0 where they are not real.
+        valid: (B|1,slots,K) bool, True on real tokens; None: all are.
+
+    Returns:
+        The means (B,H,slots,D), 0 for a slot without tokens.
     """
-    if there is None:
+    if valid is None:
         return x.mean(3)
-    return x.sum(3) / there.sum(-1).clamp(min=1)[:, None, :, None].to(x.dtype)
+    return x.sum(3) / valid.sum(-1).clamp(min=1)[:, None, :, None].to(x.dtype)
 
 
-def largest(x: Tensor, there: Tensor | None = None) -> Tensor:
-    """Channel by channel the largest of the tokens that there are; shapes as in ``mean``. Without tokens it gives 0."""
-    if there is None:
+def largest(x: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Return the maximum of each channel over the real tokens of a slot; shapes and empty slots as in ``mean``."""
+    if valid is None:
         return x.amax(3)
-    found = x.masked_fill(~there[:, None, ..., None], torch.finfo(x.dtype).min).amax(3)
-    return found.masked_fill(~there.any(-1)[:, None, :, None], 0.0)
+    found = x.masked_fill(~valid[:, None, ..., None], torch.finfo(x.dtype).min).amax(3)
+    return found.masked_fill(~valid.any(-1)[:, None, :, None], 0.0)
 
 
-def mixed(x: Tensor, weight: Tensor, there: Tensor | None = None) -> Tensor:
-    """A mean whose weights the slot's middle token chooses by a softmax: shapes as in ``mean``, weight (H,D,K).
+def mixed(x: Tensor, weight: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Average the tokens of a slot with weights that a softmax computes from its middle token.
 
-    In a slot that is cut off, the middle token is the last one where there are too few.
+    If a slot has too few tokens to have that middle token, its last token takes the place.
 
-    Source: Wu et al. 2019 (1901.10430), section 4, for convolutions with such weights.
+    Args:
+        x: (B,H,slots,K,D) tokens, 0 where they are not real.
+        weight: (H,D,K) projection of the middle token to the logits of the weights.
+        valid: (B|1,slots,K) bool, True on real tokens; None: all are.
+
+    Returns:
+        The means (B,H,slots,D).
+
+    References:
+        Wu et al. 2019 (1901.10430), section 4, for convolutions with such weights.
     """
     kernel = x.shape[3]
-    if there is None:
+    if valid is None:
         logits = torch.einsum("bhsd,hdk->bhsk", x[:, :, :, (kernel - 1) // 2], weight)
         return (logits.softmax(-1)[..., None, :] @ x)[..., 0, :]
-    middle = (there.sum(-1) - 1).clamp(0, (kernel - 1) // 2)[:, None, :, None, None]
+    middle = (valid.sum(-1) - 1).clamp(0, (kernel - 1) // 2)[:, None, :, None, None]
     chooser = x.gather(3, middle.expand(*x.shape[:3], 1, x.shape[-1]))[..., 0, :]
     logits = torch.einsum("bhsd,hdk->bhsk", chooser, weight)
-    p = logits.masked_fill(~there[:, None], torch.finfo(x.dtype).min).softmax(-1) * there[:, None]
+    p = logits.masked_fill(~valid[:, None], torch.finfo(x.dtype).min).softmax(-1) * valid[:, None]
     return (p[..., None, :] @ x)[..., 0, :]
 
 
 def visible(at: Tensor, slots: Tensor, kernel: int, stride: int, *, causal: bool, window: int | None = None) -> Tensor:
-    """Which slots a token sees: at (B,N) positions, slots (B,S) numbers -> bool (B,N,S).
+    """Return which slots a token sees.
 
-    ``causal``: once a slot's last token is not ahead. ``window``: slots whose first token is at most so far away.
+    Args:
+        at: (B,N) positions of the tokens.
+        slots: (B,S) numbers of the slots.
+        kernel: Tokens per slot.
+        stride: Tokens from one slot to the next.
+        causal: Hide slots whose last token comes after the query.
+        window: Largest distance to a slot's first token; None: no limit.
+
+    Returns:
+        A bool tensor (B,N,S).
     """
     first = slots[:, None] * stride
     allowed = (first + kernel - 1 <= at[..., None]) if causal else torch.ones_like(first <= at[..., None])
@@ -126,21 +165,32 @@ def attend(
     window: int | None = None,
     null: bool = False,
 ) -> Tensor:
-    """Attention of all tokens to the slots that they see by the rule of ``visible``, in O(N) memory; 0 without any.
+    """Attend from all tokens to the slots that ``visible`` allows, in O(N) memory.
 
-    q (B,H,N,D), k (B,H,S,D), v (B,H,S,E) -> (B,H,N,E). The tokens stand at positions 0 ... N - 1, the slots are all of
-    theirs; ``null``: and before them one more, which every token sees.
+    Tokens with the same remainder modulo the stride see a band of slots: from one to the next both move by one slot. So
+    each remainder becomes a head of banded attention, and the N x S matrix is never stored.
 
-    Tokens of one remainder modulo the stride meet the slots along a band, for from each to the next it is as far as
-    from a slot to the next. So remainders are the heads of a pattern, of which no matrix is ever written out.
+    Args:
+        q: (B,H,N,D) queries at positions 0 ... N - 1.
+        k: (B,H,S,D) keys of all slots of these tokens.
+        v: (B,H,S,E) values of the slots.
+        kernel: Tokens per slot.
+        stride: Tokens from one slot to the next.
+        causal: Hide slots whose last token comes after the query.
+        window: Largest distance to a slot's first token; None: no limit.
+        null: The first slot is a null slot, which every token sees.
 
-    Raises ValueError for a null slot beside a window or slots that overlap, and for a window below S - 1.
+    Returns:
+        The output (B,H,N,E), 0 for a token that sees no slot.
+
+    Raises:
+        ValueError: For a null slot with a window or with overlapping slots, and for a window below ``stride - 1``.
     """
     if null and (window is not None or kernel != stride):
-        raise ValueError(f"a null slot needs slots side by side and no window, not {kernel=}, {stride=}, {window=}")
+        raise ValueError(f"a null slot needs kernel == stride and window=None, not {kernel=}, {stride=}, {window=}")
     if window is not None and window < stride - 1:
         raise ValueError(
-            f"window={window} leaves tokens between the slots without any; it must be at least {stride - 1}"
+            f"window={window} is too small: tokens between slots would see none; it must be at least {stride - 1}"
         )
     (n, slots), device = (q.shape[2], k.shape[2] - null), q.device
     if not k.shape[2] or not q.numel():
@@ -154,8 +204,8 @@ def attend(
         places = torch.arange(n, device=device)[None], torch.arange(slots, device=device)[None]
         allowed = visible(*places, kernel, stride, causal=causal, window=window)[:, None]
         return dense.attend(q, k, v, mask=F.pad(allowed, (int(null), 0), value=True))
-    # Token i counts as i + ahead = row S + remainder, and slot s as row s + behind, so that the rule s S + K - 1 <= i
-    # is that of rows; before the slots there is room for the null slot.
+    # Token i becomes i + ahead = row * S + remainder, and slot s becomes row s + behind. Then the rule s S + K - 1 <= i
+    # compares rows. The null slot, if there is one, comes before the others.
     behind = max(-(-(kernel - 1) // stride), int(null)) if causal else 0
     ahead = behind * stride - kernel + 1 if causal else 0
     rows = -(-(n + ahead) // stride)
@@ -175,8 +225,8 @@ def attend(
 def _bands(
     rows: int, slots: int, behind: int, ahead: int, empty: int, stride: int, window: int | None, causal: bool
 ) -> list[tuple[slice, str]]:
-    """Remainders that follow each other, as a slice, with the pattern of their rows; "" where they see nothing."""
-    # Written as specs, since a compiler cannot make the patterns themselves.
+    """Slices of neighboring remainders, each with the pattern of its rows, or "" if they see no slot."""
+    # Specs instead of patterns, which a compiler cannot trace.
     exact = (f" - prefix({empty})" if empty else "") + (f" & prefix({slots})" if not causal and slots < rows else "")
     found: list[tuple[int, int, str]] = []
     for remainder in range(stride):

@@ -1,7 +1,9 @@
-"""Which queries are far from attending evenly: a measure on a few keys, and softmax rows for those queries alone.
+"""ProbSparse attention: a measure of how unevenly a query attends, and softmax only for the queries with the largest.
 
-Source: Zhou et al. 2021 (2012.07436), section 3.1, for the measure and the choice among all queries; the choice among
-the queries so far is our own.
+The selection among the queries so far, ``among_earlier``, is not in the paper.
+
+References:
+    Zhou et al. 2021 (2012.07436), section 3.1, for the measure and the selection among all queries.
 """
 
 import math
@@ -16,26 +18,35 @@ from ..softmax import dense
 from ..tensors import upcast_half
 from . import blocks
 
-EARLIEST = 64  # new queries up to which earlier ones are counted without sorting
+MAX_UNSORTED = 64  # new queries up to which earlier ones are counted without sorting
 
 
 def most(tokens: int, factor: int) -> int:
-    """How many keys or queries are taken out of so many: factor * ceil(ln tokens), at least 1 and at most all."""
+    """Return the size of a sample of ``tokens`` keys or queries: factor * ceil(ln tokens), from 1 to ``tokens``."""
     return min(tokens, max(factor * math.ceil(math.log(max(tokens, 1))), 1))
 
 
 def counts(tokens: Tensor, factor: int) -> Tensor:
-    """``most`` for every number of a tensor, int64."""
+    """Return ``most`` of each element, int64; 0 for no tokens."""
     logs = tokens.clamp(min=1).double().log().ceil().long()
     return torch.minimum((factor * logs).clamp(min=1), tokens)
 
 
 def sample(draw: int, at: Tensor, tokens: Tensor, factor: int, layer: int) -> tuple[Tensor, Tensor]:
-    """The key of one draw for every query, and whether it has so many: at, tokens (B,N) -> (B,N) int64, (B,N) bool.
+    """Sample one key for dense_form query, by a hash instead of a random generator.
 
-    A query at position ``at`` draws from the first ``tokens`` keys: they are cut into as many runs as there are draws,
-    and each draw takes one of its run, by a hash of the layer, the position and the draw. So no key is drawn twice,
-    with as many draws as keys each is drawn, and no random generator has a part in it.
+    The first ``tokens`` keys are cut into one run per draw. Each draw takes one key of its run, chosen by a hash of the
+    layer, the position and the draw. So no key is drawn twice, and with as many draws as keys all are drawn.
+
+    Args:
+        draw: Number of the draw, from 0.
+        at: (B,N) positions of the queries.
+        tokens: (B,N) number of keys that each query samples from.
+        factor: Factor of the number of draws; see ``most``.
+        layer: Number of the layer.
+
+    Returns:
+        The keys (B,N) int64, and whether the query has this draw (B,N) bool.
     """
     draws = counts(tokens, factor).clamp(min=1)
     start, stop = tokens * draw // draws, tokens * (draw + 1) // draws
@@ -44,7 +55,7 @@ def sample(draw: int, at: Tensor, tokens: Tensor, factor: int, layer: int) -> tu
 
 
 def _hash(layer: int, at: Tensor, draw: int) -> Tensor:
-    """Numbers below 2^32 that look random, by multiplications and shifts that stay below 2^63."""
+    """Pseudo-random numbers below 2^32; intermediate products stay below 2^63."""
     h = (at * 0x1E3779B1 + (draw * 0x05EBCA77 + layer * 0x02B2AE3D + 0x27D4EB2F)) & 0xFFFFFFFF
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 0x1B873593)):
         h = ((h ^ (h >> shift)) * factor) & 0xFFFFFFFF
@@ -53,32 +64,40 @@ def _hash(layer: int, at: Tensor, draw: int) -> Tensor:
 
 @torch.no_grad()
 def measure(q: Tensor, k: Tensor, at: Tensor, tokens: Tensor, *, factor: int, layer: int) -> Tensor:
-    """max - mean of each query's scores with the keys that it draws: (B,H,N), float32 at least, without a gradient.
+    """Compute max - mean of each query's scores with its sampled keys, in O(N log M D) time and O(N D) memory.
 
-    q (B,H,N,D), k (B,H,M,D), at (B|1,N) positions, tokens (B|1,N): each draws from the first so many keys, all of
-    them real. O(N log M D) time, O(N D) memory.
+    The mean is over the sampled scores, as in the paper's eq. 5. The authors' code divides their sum by M.
 
-    The mean is that of the drawn scores, as in the paper's eq. 5; the authors' code divides their sum by M.
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,M,D) keys.
+        at: (B|1,N) positions of the queries.
+        tokens: (B|1,N) number of keys that each query samples from: the first ones, all of them real.
+        factor: Factor of the number of draws; see ``most``.
+        layer: Number of the layer.
+
+    Returns:
+        The measures (B,H,N), in float32 or float64, without a gradient.
     """
     q, k = upcast_half(q), upcast_half(k)
     largest = q.new_full(q.shape[:3], -torch.inf)
     total, drawn = torch.zeros_like(largest), counts(tokens, factor).clamp(min=1)[:, None]
     with torch.autocast(q.device.type, enabled=False):
         for draw in range(most(k.shape[2], factor)):
-            key, there = sample(draw, at, tokens, factor, layer)
-            key, there = key.clamp(max=k.shape[2] - 1), there[:, None]
+            key, valid = sample(draw, at, tokens, factor, layer)
+            key, valid = key.clamp(max=k.shape[2] - 1), valid[:, None]
             if len(key) == 1:
                 keys = k[:, :, key[0]]
             else:
                 keys = k.gather(2, key[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[-1]))
             score = (q * keys).sum(-1)
-            largest = torch.where(there, torch.maximum(largest, score), largest)
-            total = total + torch.where(there, score, 0.0)
+            largest = torch.where(valid, torch.maximum(largest, score), largest)
+            total = total + torch.where(valid, score, 0.0)
     return torch.where(largest == -torch.inf, 0.0, largest - total / drawn) * q.shape[-1] ** -0.5
 
 
 def earlier(x: Tensor) -> Tensor:
-    """How many earlier numbers of a row are not smaller: (...,N) -> (...,N) int64, in O(N log^2 N).
+    """Count the earlier numbers of a row that are not smaller: (...,N) -> (...,N) int64, in O(N log^2 N).
 
     Halves of halves are merged: each number of a right half is counted against the left one.
     """
@@ -95,9 +114,15 @@ def earlier(x: Tensor) -> Tensor:
 
 
 def among_all(scores: Tensor, lengths: Tensor, factor: int) -> Tensor:
-    """The queries whose measures are the largest of their row, of equal ones the first: (B,H,N) -> bool (B,H,N).
+    """Select the queries with the largest measures of each row; among equal ones the first win.
 
-    ``lengths`` (B|1,) says how many of each row are real, which come first, and so how many are chosen.
+    Args:
+        scores: (B,H,N) measures.
+        lengths: (B|1,) number of real queries of each row, which come first. It determines how many are selected.
+        factor: Factor of the number of selected queries; see ``most``.
+
+    Returns:
+        A bool tensor (B,H,N).
     """
     real = torch.arange(scores.shape[-1], device=scores.device) < lengths[:, None]
     order = scores.masked_fill(~real[:, None], -torch.inf).argsort(dim=-1, descending=True, stable=True)
@@ -108,16 +133,25 @@ def among_all(scores: Tensor, lengths: Tensor, factor: int) -> Tensor:
 
 
 def among_earlier(scores: Tensor, at: Tensor, past: Tensor | None, before: Tensor | None, factor: int) -> Tensor:
-    """The queries whose measures are among the largest so far, so many as ``counts`` allows at their place.
+    """Select the queries whose measures are among the largest so far, ``counts(at + 1, factor)`` of them.
 
-    scores (B,H,N) at positions ``at`` (B|1,N), and those of earlier calls, past (B,H,P), of which the first ``before``
-    (B,) are real -> bool (B,H,N). Of equal ones the first are the larger. Nothing depends on what comes later.
+    Among equal measures the first win. The selection of a query does not depend on later queries.
+
+    Args:
+        scores: (B,H,N) measures.
+        at: (B|1,N) positions of the queries.
+        past: (B,H,P) measures of earlier calls, or None.
+        before: (B,) number of real entries of ``past``, which come first.
+        factor: Factor of the number of selected queries; see ``most``.
+
+    Returns:
+        A bool tensor (B,H,N).
     """
     rank = earlier(scores)
     if past is not None and before is not None and past.shape[-1]:
         gone = torch.arange(past.shape[-1], device=past.device) >= before[:, None]
         past = past.masked_fill(gone[:, None], -torch.inf)
-        if scores.shape[-1] <= EARLIEST:
+        if scores.shape[-1] <= MAX_UNSORTED:
             rank = rank + (past[:, :, None] >= scores[..., None]).sum(-1)
         else:
             rank = rank + past.shape[-1] - torch.searchsorted(past.sort(-1).values, scores.contiguous())
@@ -127,11 +161,21 @@ def among_earlier(scores: Tensor, at: Tensor, past: Tensor | None, before: Tenso
 def attend(
     q: Tensor, k: Tensor, v: Tensor, fill: Tensor, active: Tensor, seen: Tensor, *, rows: int | None = None
 ) -> Tensor:
-    """Softmax rows for the ``active`` queries, ``fill`` for the others.
+    """Compute softmax attention for the ``active`` queries, and return ``fill`` for the others.
 
-    q (B,H,N,D), k (B,H,M,D), v (B,H,M,E), fill (B,H,N,E), active bool (B,H,N), seen (B|1,N): each query sees the first
-    so many keys -> (B,H,N,E). ``rows``: how many are active at most, where that is known without looking. Time is
-    O(active M D), memory that of a block of active queries.
+    Takes O(active M D) time, and memory for one block of active queries.
+
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,M,D) keys.
+        v: (B,H,M,E) values.
+        fill: (B,H,N,E) output of the other queries.
+        active: (B,H,N) bool, the queries to compute.
+        seen: (B|1,N) number of keys that each query sees, counted from the first.
+        rows: Upper bound of the active queries in a row, if known without reading ``active``.
+
+    Returns:
+        The output (B,H,N,E).
     """
     keys, (batch, heads, n) = torch.arange(k.shape[2], device=k.device), active.shape
 
@@ -139,17 +183,17 @@ def attend(
         return dense.attend(q, k, v, mask=mask)
 
     fill = fill.to(v.dtype)
-    every = select_backend("ProbSparse attention") == "reference" or transformed()
-    if every or (rows is None and torch.compiler.is_compiling()):
+    dense_form = select_backend("ProbSparse attention") == "reference" or transformed()
+    if dense_form or (rows is None and torch.compiler.is_compiling()):
         o = blocks.each(masked, q, k, v, lambda i, j: keys < seen[:, None, i:j, None])
         return torch.where(active[..., None], o, fill)
-    few = int(active.sum(-1).max()) if rows is None else rows
-    if not few:
+    most_active = int(active.sum(-1).max()) if rows is None else rows
+    if not most_active:
         return fill
-    index = (~active).to(torch.uint8).argsort(dim=-1, stable=True)[..., :few]  # (B,H,few)
-    there, wide = active.gather(-1, index)[..., None], index[..., None]
+    index = (~active).to(torch.uint8).argsort(dim=-1, stable=True)[..., :most_active]  # (B,H,most_active)
+    valid, wide = active.gather(-1, index)[..., None], index[..., None]
     limit = seen[:, None].expand(batch, heads, n).gather(-1, index)
-    asked = q.gather(2, wide.expand(-1, -1, -1, q.shape[-1]))
-    o = blocks.each(masked, asked, k, v, lambda i, j: keys < limit[:, :, i:j, None])
+    picked = q.gather(2, wide.expand(-1, -1, -1, q.shape[-1]))
+    o = blocks.each(masked, picked, k, v, lambda i, j: keys < limit[:, :, i:j, None])
     wide = wide.expand_as(o)
-    return fill.scatter(2, wide, torch.where(there, o, fill.gather(2, wide)))
+    return fill.scatter(2, wide, torch.where(valid, o, fill.gather(2, wide)))

@@ -1,4 +1,4 @@
-"""Learned projections over the length: k weighted sums of the tokens, a weight for each position."""
+"""Learned projections along the sequence: weighted sums of the tokens, with a weight for each position."""
 
 from torch import Tensor
 
@@ -11,12 +11,22 @@ OP = "a projection over the length"
 
 
 def project(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Slot s is the sum over real tokens j of weight[s, position of j] x_j: a shorter sequence uses fewer columns.
+    """Project N tokens to S slots in O(N S D) time and O(N D) memory.
 
-    x (B,H,N,D), weight (H|1,S,L), mask (B,N) bool, at most L real tokens in a row -> (B,H,S,D). What a masked token
-    holds is not read, and the real tokens' positions count real tokens alone. Time O(N S D), memory O(N D).
+    Slot s is the sum over real tokens j of ``weight[s, position of j] * x_j``. A shorter sequence uses fewer columns of
+    the weight.
 
-    Source: Wang et al. 2020 (2006.04768), eq. 7: E K and F V.
+    Args:
+        x: (B,H,N,D) tokens, at most L real ones in a row.
+        weight: (H|1,S,L) weights.
+        mask: (B,N) bool, True on real tokens; None: all are. Masked tokens are never read, and positions count only
+            real tokens.
+
+    Returns:
+        The slots (B,H,S,D).
+
+    References:
+        Wang et al. 2020 (2006.04768), eq. 7: E K and F V.
     """
     if select_backend(OP) == "reference":
         return columns(x, weight, mask) @ zero_masked(mask, x)[0]
@@ -25,12 +35,12 @@ def project(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
     x, weight = x[:, :, :n], weight[..., :n]
     if len(weight) > 1:
         return weight @ x
-    # All heads side by side are one product, of a view where they come from one.
+    # One product for all heads; merging them is a view if they were split from one tensor.
     return split(weight[0] @ merge(x), x.shape[1])
 
 
 def columns(x: Tensor, weight: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The weights token by token, with which ``project`` is one product: (B,H|1,S,N). The definition."""
+    """Return the weight of each token, (B,H|1,S,N); the definition of ``project`` multiplies it with the tokens."""
     at, _ = positions(x.transpose(1, 2), mask=mask)
     if mask is None:
         return weight[..., : x.shape[2]][None]

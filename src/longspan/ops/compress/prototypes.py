@@ -1,6 +1,6 @@
-"""Softmax attention of clusters of queries: by their means alone, or exact on the keys that a mean weighs most.
+"""Clustered attention: softmax attention of the means of clusters of queries, optionally exact on their top keys.
 
-``groups`` (B,H,N) int64 are the clusters of the queries, as in ``clusters``; C of them, and C stands for none.
+``groups`` (B,H,N) int64 holds the cluster of each query, one of C, as in ``clusters``; C means that it has none.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from ..softmax import dense
 from ..tensors import upcast_half, visible
 from . import clusters as pack
 
-TILE = 64  # queries of one cluster that meet its keys together
+TILE = 64  # queries of one cluster that share gathered keys
 
 
 def attend(
@@ -29,16 +29,29 @@ def attend(
     mask: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    r"""Every query reads what the mean of its cluster reads: q (B,H,N,D), k (B,H,M,D), v (B,H,M,E) -> (B,H,N,E).
+    r"""Give every query the attention output of the mean of its cluster.
 
-    $p_c$ is the softmax of the products of cluster c's mean with the keys, over sqrt(D). With ``topk`` the weights of
-    so many keys, the largest of $p_c$, are divided among them anew, by the query itself; those of the others stay.
-    ``mask`` (B,M) bool: the keys that exist; where none do, and for a query without a cluster, the output is 0.
-    ``dropout`` is the probability of dropping a weight.
+    $p_c$ is the softmax of the products of cluster c's mean with the keys, divided by $\sqrt D$. With ``topk``, each
+    query redistributes the total weight of the ``topk`` largest entries of $p_c$ among these keys, by its own scores.
+    The other weights stay.
 
-    O((N + M) C D + N topk D) time, O(C M + N (D + topk)) memory; without ``topk`` O(C + N + M) times D.
+    Takes O((N + M) C D + N topk D) time and O(C M + N (D + topk)) memory; without ``topk``, O((C + N + M) D) memory.
 
-    Source: Vyas et al. 2020 (2007.04825), sections 3.2 and 3.3.
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,M,D) keys.
+        v: (B,H,M,E) values.
+        groups: (B,H,N) int64, the cluster of each query, C for none.
+        clusters: Number of clusters, C.
+        topk: Number of keys that each query weighs by its own scores.
+        mask: (B,M) bool, True on real keys; None: all are.
+        dropout: Probability of dropping a weight.
+
+    Returns:
+        The output (B,H,N,E), 0 without keys and for a query without a cluster.
+
+    References:
+        Vyas et al. 2020 (2007.04825), sections 3.2 and 3.3.
     """
     if not (q.numel() and k.numel()):
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
@@ -57,12 +70,12 @@ def attend(
 
 
 def weigh(means: Tensor, k: Tensor, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What the means weigh, (B,H,C,M) in float32 at least, and the keys that each weighs most, (B,H,C,topk)."""
+    """Return the attention weights of the means (B,H,C,M), in float32 or float64, and their top keys (B,H,C,topk)."""
     logits = upcast_half(means @ k.mT) * k.shape[-1] ** -0.5
     hidden = None if mask is None else ~mask[:, None, None, :]
     if hidden is not None:
         logits = logits.masked_fill(hidden, torch.finfo(logits.dtype).min)
-    # By the logits: of two weights that are both rounded to zero, that of a key that does not exist could come first.
+    # Select by logits: among weights that underflow to 0, a masked key could come first.
     top = logits.detach().topk(min(topk, k.shape[2]), -1).indices
     p = logits.softmax(-1)
     return p if hidden is None else p.masked_fill(hidden, 0.0), top
@@ -79,10 +92,22 @@ def among(
     causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention of each query over some keys of its cluster: top (B,H,C,T), keys by number -> (B,H,N,E).
+    """Attend from each query to the given keys of its cluster.
 
-    ``mask`` (B,M) bool: the keys that exist; ``causal``: key j <= query i. 0 where none are left and for a query
-    without a cluster. The keys are gathered for each tile of queries of one cluster, not for each query.
+    Keys are gathered once for each tile of queries of one cluster, not for each query.
+
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,M,D) keys.
+        v: (B,H,M,E) values.
+        groups: (B,H,N) int64, the cluster of each query, C for none.
+        top: (B,H,C,T) int64, indices of the keys of each cluster.
+        mask: (B,M) bool, True on real keys; None: all are.
+        causal: Query i sees only keys j <= i.
+        dropout: Probability of dropping a weight.
+
+    Returns:
+        The output (B,H,N,E), 0 for a query that sees no key or has no cluster.
     """
     n, clusters = q.shape[2], top.shape[2]
     slot, owner = tiles(groups, clusters)
@@ -100,26 +125,26 @@ def among(
 
 
 def into(x: Tensor, slot: Tensor, owner: Tensor) -> Tensor:
-    """Members into tiles: x (B,H,N,D) -> (B,H,tiles,TILE,D), 0 where a tile has none."""
+    """Scatter members to tiles: x (B,H,N,D) -> (B,H,tiles,TILE,D), 0 in empty slots."""
     room = x.new_zeros(*x.shape[:2], owner.shape[-1] * TILE, x.shape[-1])
     return room.scatter(2, slot[..., None].expand_as(x), x).unflatten(2, (-1, TILE))
 
 
 def out_of(y: Tensor, slot: Tensor) -> Tensor:
-    """And back: y (B,H,tiles,TILE,E) -> (B,H,N,E)."""
+    """Gather members from tiles: y (B,H,tiles,TILE,E) -> (B,H,N,E)."""
     return y.flatten(2, 3).gather(2, slot[..., None].expand(*slot.shape, y.shape[-1]))
 
 
 def gathered(x: Tensor, picked: Tensor) -> Tensor:
-    """Keys or values by number: x (B,H,M,D), picked (B,H,tiles,T) -> (B,H,tiles,T,D)."""
+    """Gather keys or values by index: x (B,H,M,D), picked (B,H,tiles,T) -> (B,H,tiles,T,D)."""
     at = picked.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
     return x.gather(2, at).unflatten(2, picked.shape[2:])
 
 
 def tiles(groups: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
-    """Places in tiles that hold members of one cluster each: groups (B,H,N) -> slots (B,H,N), clusters (B,H,tiles).
+    """Assign members to tiles of one cluster each: groups (B,H,N) -> slots (B,H,N), clusters (B,H,tiles).
 
-    As many tiles as the worst division of N queries needs, so that no size depends on data.
+    The number of tiles is that of the worst case for N queries, so no size depends on the data.
     """
     n = groups.shape[-1]
     counts = pack.count(groups, clusters + 1)  # with those that have no cluster
@@ -136,23 +161,23 @@ def tiles(groups: Tensor, clusters: int) -> tuple[Tensor, Tensor]:
 def matrix(
     q: Tensor, k: Tensor, groups: Tensor, clusters: int, *, topk: int = 0, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The definition of ``attend``: the attention matrix (B,H,N,M), and which keys are weighed anew, bool. O(N M)."""
+    """Compute the matrix (B,H,N,M) of ``attend`` by its definition, and the mask of top keys, bool; O(N M) memory."""
     member = F.one_hot(groups, clusters + 1)[..., :-1].to(q.dtype)  # (B,H,N,C)
     means = (member.mT @ q) / member.sum(2).clamp(min=1)[..., None]
     shown = (k.new_ones(len(k), k.shape[2], dtype=torch.bool) if mask is None else mask)[:, None, None, :]
     p, _ = dense.weights(means, k, mask=shown)
-    p, chosen_ = member @ p, torch.zeros_like(member @ p, dtype=torch.bool)
+    p, chosen = member @ p, torch.zeros_like(member @ p, dtype=torch.bool)
     if topk:
         top = (means @ k.mT).masked_fill(~shown, -torch.inf).topk(min(topk, k.shape[2]), -1).indices
         picked = torch.zeros_like(means @ k.mT).scatter(-1, top, 1.0) * shown
-        chosen_ = (member @ picked) > 0
-        anew, _ = dense.weights(q, k, mask=chosen_)
-        p = torch.where(chosen_, (p * chosen_).sum(-1, keepdim=True) * anew, p)
-    return p, chosen_
+        chosen = (member @ picked) > 0
+        reweighted, _ = dense.weights(q, k, mask=chosen)
+        p = torch.where(chosen, (p * chosen).sum(-1, keepdim=True) * reweighted, p)
+    return p, chosen
 
 
 class Reader(NamedTuple):
-    """``attend`` after the queries' division into clusters, for padded and packed rows; sizes as in ``clusters``."""
+    """Clustering of queries and ``attend``, for padded and packed rows; sizes as in ``clusters``."""
 
     planes: Tensor  # (bits,D+1)
     clusters: int
@@ -160,10 +185,17 @@ class Reader(NamedTuple):
     topk: int = 0
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> Tensor:
-        """q, k (B,H,N,D), v (B,H,N,E) -> (B,H,N,E).
+        """Cluster the queries and attend.
 
-        ``mask`` (B,N) bool: the tokens that exist. ``segments`` (B,N) int64: packed sequences, whose tokens are divided
-        and read on their own.
+        Args:
+            q: (B,H,N,D) queries.
+            k: (B,H,N,D) keys.
+            v: (B,H,N,E) values.
+            mask: (B,N) bool, True on real tokens; None: all are.
+            segments: (B,N) int64, the sequence of each token in a packed row, clustered separately; None: one sequence.
+
+        Returns:
+            The output (B,H,N,E).
         """
 
         def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -174,31 +206,31 @@ class Reader(NamedTuple):
             return run(q, k, v, mask)
         return ragged(q, k, v, run, mask, segments, exact=True)
 
-    def told(self, q: Tensor, k: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> dict[str, Tensor]:
-        """``matrix`` (B,H,N,N) and ``mask``, ``groups`` (B,H,N), and ``chosen`` (B,H,N,N) with ``topk``. O(N^2)."""
+    def record(self, q: Tensor, k: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> dict[str, Tensor]:
+        """Return ``matrix`` and ``mask`` (B,H,N,N), ``groups`` (B,H,N) and, with ``topk``, ``chosen`` (B,H,N,N)."""
         batch, heads, n, _ = q.shape
 
         def run(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
             groups = pack.assign(q, self.planes, self.clusters, self.iterations, mask=mask)
-            p, anew = matrix(q, k, groups, self.clusters, topk=self.topk, mask=mask)
-            return torch.cat([p @ v[..., :n], anew.to(v.dtype) @ v[..., n:-1], groups[..., None].to(v.dtype)], -1)
+            p, reweighted = matrix(q, k, groups, self.clusters, topk=self.topk, mask=mask)
+            return torch.cat([p @ v[..., :n], reweighted.to(v.dtype) @ v[..., n:-1], groups[..., None].to(v.dtype)], -1)
 
-        # Of values that are one for a single key each, the output is the matrix, by the row's own keys.
+        # With the identity as values, the output is the attention matrix.
         q, k = upcast_half(q), upcast_half(k)
         eye = torch.eye(n, dtype=q.dtype, device=q.device)
         ones = torch.cat([eye, eye, torch.zeros_like(eye[:, :1])], -1).expand(batch, heads, -1, -1)
         found = run(q, k, ones, mask) if segments is None else ragged(q, k, ones, run, mask, segments, exact=True)
-        p, anew, groups = found.split([n, n, 1], -1)
+        p, reweighted, groups = found.split([n, n, 1], -1)
         groups = groups[..., 0].long()
         if mask is not None:
             groups = groups.masked_fill(~mask[:, None], self.clusters)
         allowed = visible(q.transpose(1, 2), causal=False, mask=mask, segments=segments)
-        return {"matrix": p, "mask": allowed, "groups": groups} | ({"chosen": anew > 0} if self.topk else {})
+        return {"matrix": p, "mask": allowed, "groups": groups} | ({"chosen": reweighted > 0} if self.topk else {})
 
 
 def check(clusters: int, bits: int, iterations: int) -> None:
-    """Raise ValueError for sizes that cannot be."""
+    """Check the options of clustering. Raises ValueError."""
     if clusters < 1 or iterations < 1:
         raise ValueError(f"clusters={clusters} and iterations={iterations} are counts; both must be at least 1")
     if not 1 <= bits <= pack.BITS:
-        raise ValueError(f"bits={bits} of a hash must be from 1 to {pack.BITS}, so many as one whole number holds")
+        raise ValueError(f"bits={bits} of a hash must be from 1 to {pack.BITS}, to fit into an int64")

@@ -1,4 +1,4 @@
-"""Softmax attention to the few keys whose scores are the largest."""
+"""Softmax attention to the keys with the largest scores."""
 
 import torch
 from torch import Tensor
@@ -9,24 +9,39 @@ from . import blocks
 
 
 def largest(logits: Tensor, allowed: Tensor, keys: int) -> Tensor:
-    """Which of the allowed keys have the ``keys`` largest logits, of equal ones the first: logits (B,H,N,M) -> bool.
+    """Select the ``keys`` largest logits of each row among the allowed keys.
 
-    Rows with fewer allowed keys keep them all.
+    Among equal logits the first keys win. Rows with fewer allowed keys keep all of them.
+
+    Args:
+        logits: (B,H,N,M) scores.
+        allowed: bool, broadcast to (B,H,N,M).
+        keys: Number of keys to keep in each row.
+
+    Returns:
+        A bool tensor (B,H,N,M).
     """
     if keys >= logits.shape[-1]:
         return allowed.expand_as(logits)
     logits = logits.masked_fill(~allowed, -torch.inf)
     least = logits.topk(keys, -1).values[..., -1:]
     above, equal = logits > least, logits == least
-    # As many of those at the border as there is room for, in their order: no later key can take the place of one.
+    # Fill the remaining places with keys of the smallest kept score, in order: no later key can displace one.
     room = keys - above.sum(-1, keepdim=True)
     return (above | (equal & (equal.cumsum(-1) <= room))) & allowed
 
 
 def weights(q: Tensor, k: Tensor, allowed: Tensor, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The attention matrix, the mask that it used, both (B,H,N,M), and the log of each row's sum (B,H,N).
+    """Compute the attention matrix over the selected keys, in O(N M) memory; the selection has no gradient.
 
-    q (B,H,N,D), k (B,H,M,D), allowed bool broadcast to (B,H,N,M). The choice has no gradient. O(N M) memory.
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,M,D) keys.
+        allowed: bool, broadcast to (B,H,N,M).
+        keys: Number of keys to keep in each row.
+
+    Returns:
+        The attention matrix and the mask of selected keys, (B,H,N,M) each, and the log-sum-exp of each row (B,H,N).
     """
     logits = scores.products(q, k)
     mask = largest(logits.detach(), allowed, keys)
@@ -34,12 +49,23 @@ def weights(q: Tensor, k: Tensor, allowed: Tensor, keys: int) -> tuple[Tensor, T
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: blocks.Allowed, keys: int) -> Tensor:
-    """Softmax over the ``keys`` largest scores of each query: q (B,H,N,D), k (B,H,M,D), v (B,H,M,E) -> (B,H,N,E).
+    """Attend from each query to the ``keys`` keys with the largest scores, in O(N M D) time.
 
-    ``allowed(start, stop)`` is the mask of these queries. A query that sees no key gets 0. O(N M D) time; scores are
-    those of a block of queries, and computed again in the backward, so that memory is that of a block and the operands.
+    Scores are computed for one block of queries at a time and recomputed in the backward pass. So memory is that of one
+    block and the operands.
 
-    Source: Gupta et al. 2021 (2106.06899), section 2, for the blocks.
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,H,M,D) keys.
+        v: (B,H,M,E) values.
+        allowed: ``allowed(start, stop)`` returns the mask of these queries.
+        keys: Number of keys that each query keeps.
+
+    Returns:
+        The output (B,H,N,E), 0 for a query that sees no key.
+
+    References:
+        Gupta et al. 2021 (2106.06899), section 2, for the blocks.
     """
 
     def form(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

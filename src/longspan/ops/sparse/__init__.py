@@ -1,9 +1,9 @@
-"""Softmax attention under a pattern: which rows go where, and the public function."""
+"""Softmax attention under a pattern: the public function and the selection of a backend."""
 
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +24,19 @@ from .schedule import Tiles, plan
 
 
 class Score(Protocol):
-    """Something to be added to the logits; it may have learned parameters and depend on the queries."""
+    """A bias of the logits, which may have learned parameters and depend on the queries."""
 
     def score(self, q_tile: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """q_tile (B,H,n,D) of all heads, positions i (n,) and j (m,) -> something that broadcasts to (B,H,n,m)."""
+        """Return the bias of a tile of logits.
+
+        Args:
+            q_tile: (B,H,n,D) queries of all heads.
+            i: (n,) positions of the queries.
+            j: (m,) positions of the keys.
+
+        Returns:
+            A tensor that broadcasts to (B,H,n,m).
+        """
         ...
 
 
@@ -47,34 +56,48 @@ def sparse_attention(
 ) -> Tensor:
     r"""Softmax attention in which each query sees the keys that a pattern allows, in O(N keys-per-query).
 
-    >>> import torch, longspan
-    >>> q, k, v = torch.randn(3, 1, 2, 100, 8)  # (B,H,N,D) each
-    >>> longspan.sparse_attention(q, k, v, "causal & (band(15) | globals(4))").shape
-    torch.Size([1, 2, 100, 8])
+    ``torch.compile`` accepts a spec as pattern only in calls without mask and bias, and a pattern value in all calls.
+    Transforms of ``torch.func`` and forward-mode derivatives use plain PyTorch: one block at a time without a mask,
+    O(N^2) with one.
 
-    query (B,H,N,D), key (B,G,M,D), value (B,G,M,E), where G divides H -> (B,H,N,E). Queries are the last N of M tokens,
-    as where a prompt is read in parts; N = M with a mask or a bias. ``pattern`` is a value of ``longspan.patterns`` or
-    its spec, such as ``"band(255) | globals(4)"``; a query that sees no key gets 0.
-    ``mask`` (B,N) bool: True = a real token; a masked one does not exist, whatever it holds: positions count the real
-    tokens before, and its output is 0. ``bias``: an object whose ``score(q_tile, i, j)`` is added to the logits, or a
-    tensor (H|1,N,N) that is. ``scale`` multiplies $q_i \cdot k_j$; None: $1 / \sqrt D$. ``softcap``
-    c > 0 makes $c \tanh(s / c)$ of each logit s, before any bias (Gemma Team 2024, 2408.00118, section 2).
-    ``torch.compile`` takes a spec in a call with neither mask nor bias, and a value in any. Transforms of
-    ``torch.func`` and forward-mode derivatives take plain forms: block by block without a mask, O(N^2) with one.
+    Args:
+        query: (B,H,N,D) queries, the last N of M tokens. N = M with a mask or a bias.
+        key: (B,G,M,D) keys; G divides H.
+        value: (B,G,M,E) values.
+        pattern: A pattern of ``longspan.patterns``, or its spec such as ``"band(255) | globals(4)"``.
+        mask: (B,N) bool, True on real tokens; None: all are. Masked tokens are ignored completely: positions count only
+            real tokens, and the output of masked tokens is 0.
+        bias: Added to the logits: a tensor (H|1,N,N), or an object with a method ``score(q_tile, i, j)``.
+        scale: Factor of $q_i \cdot k_j$; None: $1 / \sqrt D$.
+        softcap: Replace each logit s by $c \tanh(s / c)$ with c = ``softcap``, before the bias. None: no cap.
 
-    Raises ValueError for shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern, a
-    softcap that is not positive.
+    Returns:
+        The output (B,H,N,E), 0 for a query that sees no key.
+
+    Raises:
+        ValueError: For shapes that do not fit each other, a mask that is not bool (B,N), an unknown pattern, and a
+            softcap that is not positive.
+
+    Example:
+        >>> import torch, longspan
+        >>> q, k, v = torch.randn(3, 1, 2, 100, 8)  # (B,H,N,D) each
+        >>> longspan.sparse_attention(q, k, v, "causal & (band(15) | globals(4))").shape
+        torch.Size([1, 2, 100, 8])
+
+    References:
+        Gemma Team 2024 (2408.00118), section 2, for the softcap.
     """
     _check(query, key, value, mask, bias)
     check_scale(scale)
     if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap={softcap} must be positive and finite; None caps no logit")
+        raise ValueError(f"softcap={softcap} must be positive and finite, or None for no cap")
     if isinstance(bias, Tensor):
         _check_bias(query, bias)
-    # A compiler cannot take the value that a spec makes into its graph, but the spec itself.
+    # A compiler can trace a spec, but not the pattern that is parsed from it.
     if not torch.compiler.is_compiling() or mask is not None or bias is not None:
         pattern = patterns.parse(pattern)
-    return attend(query, key, value, pattern, mask=mask, bias=bias, scale=scale, softcap=softcap or 0.0)  # type: ignore[arg-type]
+    cap = softcap or 0.0
+    return attend(query, key, value, cast(Pattern, pattern), mask=mask, bias=bias, scale=scale, softcap=cap)
 
 
 def attend(
@@ -90,14 +113,29 @@ def attend(
     layer: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """``sparse_attention`` after its checks, for packed sequences (``segments`` (B,N) int64) and a layer, too.
+    """``sparse_attention`` without its checks, also for packed sequences and layers.
 
-    With a mask or segments of all M tokens, fewer queries than keys become as many.
+    With fewer queries than keys, a mask or segments cover all M tokens, and queries are padded to M.
+
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,G,M,D) keys.
+        v: (B,G,M,E) values.
+        pattern: The keys that each query sees.
+        mask: (B,M) bool, True on real tokens; None: all are.
+        segments: (B,M) int64, the sequence of each token in a packed row; None: one sequence.
+        bias: Added to the logits.
+        scale: Factor of the logits; None: 1 / sqrt(D).
+        layer: Number of the layer, for patterns that differ by layer.
+        softcap: Cap of the logits; 0: none.
+
+    Returns:
+        The output (B,H,N,E).
     """
     scale = per_root(q.shape[-1]) if scale is None else scale
     q, k, v = materialize_neg(q, k, v)
     if not q.shape[-1]:
-        # Products of no channels are 0, as are those of one channel of zeros, which every form can take.
+        # With no channels all logits are 0, as with one channel of zeros, which every backend accepts.
         q, k = (torch.nn.functional.pad(t, (0, 1)) for t in (q, k))
     way, plain = resolve_backend(blockwise.OP, blockwise.SERVED, ""), transformed()
     if plain and way not in ("", "torch", "reference"):
@@ -119,12 +157,12 @@ def attend(
             log_backend(blockwise.OP, "reference")
             return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer, softcap=softcap)[0]
         if bias is not None or plain:
-            log_backend(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else TRANSFORMED)
+            log_backend(blockwise.OP, "torch", "they do not support a bias" if bias is not None else TRANSFORMED)
             return _scored(q, k, v, pattern, bias, scale, layer, softcap)
         return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale, softcap=softcap)[0]
 
     if isinstance(bias, Tensor) and (packed or dense_form):
-        bias = _Table(bias)
+        bias = _BiasTable(bias)
     if dense_form:
         out = _masked(q, k, v, pattern, mask, segments, bias, scale, layer, softcap)
     elif packed:
@@ -135,7 +173,7 @@ def attend(
 
 
 def unserved(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why the C++ kernels cannot serve these operands; "" where they can."""
+    """Return why the C++ kernels cannot run these operands, or "" if they can."""
     return kernels.why_not(q, k, v)
 
 
@@ -150,7 +188,7 @@ def dense(
     layer: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The definition: -> output (B,H,N,E), attention matrix (B,H,N,N), log of each row's sum (B,H,N)."""
+    """Compute attention by its definition: output (B,H,N,E), matrix (B,H,N,N), log-sum-exp of rows (B,H,N)."""
     n = q.shape[2]
     allowed = pattern.dense(n, heads=q.shape[1], layer=layer, device=q.device)
     at = torch.arange(n, device=q.device)
@@ -178,8 +216,8 @@ def _score(bias: Bias, q: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return bias[:, i[:, None], j[None]] if isinstance(bias, Tensor) else bias.score(q, i, j)
 
 
-class _Table:
-    """A bias tensor by positions."""
+class _BiasTable:
+    """A bias tensor, indexed by positions."""
 
     def __init__(self, table: Tensor):
         self.table = table
@@ -201,7 +239,7 @@ def _masked(
     layer: int,
     softcap: float,
 ) -> Tensor:
-    """The same by one dense mask, O(N^2), where a compiler cannot follow lists that data decide or a score reads."""
+    """``attend`` with one dense mask, O(N^2), for compilers, which cannot trace sizes that depend on the data."""
     at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
     q, k, v = zero_masked(mask, q, k, v)
     allowed = allowed_at(pattern, at, at, q.shape[1], layer)
@@ -214,7 +252,7 @@ def _masked(
 
 
 def allowed_at(pattern: Pattern, i: Tensor, j: Tensor, heads: int, layer: int) -> Tensor:
-    """The pattern at positions i (B,N) and j (B,M): bool (B,H|1,N,M)."""
+    """Evaluate the pattern at positions i (B,N) and j (B,M): bool (B,H|1,N,M)."""
     i, j = i[:, :, None], j[:, None, :]
     if not pattern.per_head:
         return pattern.allow(i, j, layer=layer)[:, None]
@@ -232,10 +270,10 @@ def by_rows(
     scale: float,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Attention under a mask (B,H|1,N,M), with a score at positions i (B,N), j (B,M) of each row's own."""
+    """Attend under a mask (B,H|1,N,M), with a bias at the positions i (B,N) and j (B,M) of each row."""
     if bias is None and not softcap:
         return softmax.attend(q * (scale * q.shape[-1] ** 0.5), k, v, mask=allowed)
-    log_backend(blockwise.OP, "torch", "they add nothing to the logits" if bias is not None else "the mask is dense")
+    log_backend(blockwise.OP, "torch", "they do not support a bias" if bias is not None else "the mask is dense")
     rows = [
         _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], bias, i[b], j[b], scale, softcap)[0]
         for b in range(len(q))
@@ -246,7 +284,7 @@ def by_rows(
 def matrix(
     q: Tensor, k: Tensor, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The attention matrix (B,H,N,M) under the same arguments as ``by_rows``, and the log of each row's sum (B,H,N)."""
+    """Compute the attention matrix (B,H,N,M) of ``by_rows``, and the log-sum-exp of each row (B,H,N)."""
     rows = []
     for b in range(len(q)):
         one = slice(b, b + 1)
@@ -257,8 +295,8 @@ def matrix(
 def _scored(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias | None, scale: float, layer: int, softcap: float
 ) -> Tensor:
-    """With a score, whose gradient torch finds: block by block of queries, each computed again in the backward."""
-    # Transforms cannot follow what is computed again.
+    """Attend with a bias, by autograd: one block of queries at a time, each recomputed in the backward pass."""
+    # Transforms do not support recomputation.
     block = _block if transformed() else partial(checkpoint, _block, use_reentrant=False)
     n, outs = q.shape[2], []
     for head in range(q.shape[1]) if pattern.per_head else [0]:
@@ -284,7 +322,7 @@ def _block(
     softcap: float,
     own: slice,
 ) -> Tensor:
-    """Some queries of all heads, of which the ``own`` ones meet their keys: a score may depend on the others' too."""
+    """Queries of all heads, of which those in ``own`` attend: the bias may depend on the queries of other heads."""
     logits = scores(q[:, own], k, scale, softcap)
     if bias is not None:
         score = _score(bias, q, i, j)
@@ -293,7 +331,7 @@ def _block(
 
 
 def _blocks(text: str, n: int, head: int, layer: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Every block of queries that sees something: positions i (n,), j (m,) and which pairs are allowed (n,m)."""
+    """Yield each block of queries that sees a key: positions i (n,), j (m,), and the allowed pairs (n,m)."""
     for part in plan(text, n, head, layer, classes=False)[1]:
         assert isinstance(part, Tiles)
         within = torch.arange(part.size)
@@ -310,7 +348,7 @@ def _check_bias(query: Tensor, bias: Tensor) -> None:
     heads, n = query.shape[1:3]
     if tuple(bias.shape) not in ((heads, n, n), (1, n, n)) or not bias.is_floating_point():
         raise ValueError(
-            f"a bias tensor is (H|1,N,N) in floating point, here H={heads}, N={n}, not {bias.dtype} {tuple(bias.shape)}"
+            f"bias must be floating-point (H|1,N,N) with H={heads}, N={n}, not {bias.dtype} {tuple(bias.shape)}"
         )
     same_device(query=query, bias=bias)
 

@@ -1,4 +1,4 @@
-"""Attention under a pattern by torch's FlexAttention, whose kernels read our lists of blocks: the way on a GPU."""
+"""FlexAttention backend for GPUs: attention under a pattern, with the block lists of the pattern."""
 
 import importlib
 from collections.abc import Callable
@@ -12,26 +12,26 @@ from torch import Tensor
 from ... import patterns
 from .schedule import plan, tabled
 
-SIZE = 128  # tokens of a block, as its kernels have them
-CHANNELS = 16  # the fewest that they take
+SIZE = 128  # tokens per block of FlexAttention
+CHANNELS = 16  # smallest head dimension of FlexAttention
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int) -> str:
-    """Why FlexAttention cannot serve these operands well; "" where it can."""
+    """Return why FlexAttention should not run these operands, or "" if it should."""
     if not q.is_cuda:
-        return f"it is for GPUs: on {q.device.type} it has neither a backward nor log-sums"
+        return f"it needs a GPU: on {q.device.type} it has no backward and no log-sum-exp"
     if torch.compiler.is_compiling():
-        return "a compiler cannot take the lists of blocks into its graph"
+        return "torch.compile cannot trace the block lists"
     if v.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"its kernels are for float32, bfloat16 and float16, not {v.dtype}"
+        return f"its kernels support float32, bfloat16 and float16, not {v.dtype}"
     heads = range(q.shape[1] if patterns.parse(text).per_head else 1)
     if any(plan(text, k.shape[2], head, layer, True)[1] for head in heads):
-        return "strides become classes of tokens here, which are dense products"
+        return "strided parts run as dense products over classes of tokens"
     return ""
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int, scale: float) -> tuple[Tensor, Tensor]:
-    """As ``blockwise.attend``: output (B,H,N,E) and log-sums (B,H,N), here with gradients of their own."""
+    """``blockwise.attend`` with a gradient of the log-sum-exps: output (B,H,N,E) and log-sum-exps (B,H,N)."""
     n, width = q.shape[2], v.shape[-1]
     q, k, v = (F.pad(x, (0, max(0, CHANNELS - x.shape[-1]))) for x in (q, k, v))
     if not patterns.parse(text).per_head:
@@ -48,15 +48,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int, scale: float)
 
 @lru_cache(maxsize=64)
 def block_mask(text: str, n: int, head: int, layer: int, device: torch.device) -> Any:
-    """Our list of blocks as FlexAttention's; O((N / 128)^2) integers, never N x N.
+    """Convert the block list of a pattern to a ``BlockMask`` of O((N / 128)^2) integers.
 
-    Its predicate does not compute the pattern but looks into the masks of partial blocks, so that all patterns are one
-    kernel, compiled once.
+    Its predicate looks up the masks of partial blocks instead of computing the pattern. So one compiled kernel serves
+    all patterns.
     """
     blocks = tabled(patterns.parse(text).at(head, layer), n, SIZE, head, layer)
     count = len(blocks.offsets) - 1
     row = torch.repeat_interleave(torch.arange(count), blocks.offsets.diff())
-    # Number 0 is the mask that hides all, 1 the one that hides nothing.
+    # Mask 0 hides all pairs, mask 1 hides none.
     table = torch.zeros(count, count, dtype=torch.int32)
     table[row, blocks.keys] = (blocks.which + 2).int()
     shape = (1, SIZE, SIZE)
@@ -71,7 +71,7 @@ def block_mask(text: str, n: int, head: int, layer: int, device: torch.device) -
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(nb,nb) bool -> numbers of True in each row (1,1,nb), and first where they are, then the others (1,1,nb,nb)."""
+    """(nb,nb) bool -> count of True in each row (1,1,nb), and column indices, those of True first (1,1,nb,nb)."""
     order = blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None]
 
@@ -82,7 +82,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> tuple[Ten
 
 
 def _module() -> Any:
-    # Imported late: few need it, and it takes long.
+    # Imported on first use, because the import is slow.
     return importlib.import_module("torch.nn.attention.flex_attention")
 
 
@@ -92,7 +92,7 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _flex() -> Callable[..., tuple[Tensor, Tensor]]:
-    """FlexAttention that returns log-sums too, by whichever argument this version of torch asks for them."""
+    """FlexAttention with log-sum-exps, by the argument of the installed version of torch."""
     flex = _module()
     if not hasattr(flex, "AuxRequest"):
         return partial(flex.flex_attention, return_lse=True)

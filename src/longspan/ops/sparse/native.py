@@ -1,4 +1,4 @@
-"""Softmax attention under a pattern by the C++ kernels, forward and backward."""
+"""C++ kernels of softmax attention under a pattern, forward and backward."""
 
 import ctypes
 from typing import TYPE_CHECKING
@@ -15,18 +15,30 @@ if TYPE_CHECKING:
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why the kernels cannot serve these operands; "" where they can. Compiles them on first use."""
+    """Return why the kernels cannot run these operands, or "" if they can. The first call compiles the kernels."""
     return call.why_not(q, k, v, None, family="pattern")
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: "Listed", scale: float, softcap: float = 0.0
 ) -> None:
-    """q (B,H,N,D), k (B,G,M,D), v (B,G,M,E), of any strides, float32 or bfloat16; fills out (B,H,N,E), lse (B,H,N).
+    """Attend within the listed blocks; write ``out`` and ``lse``.
 
-    Queries are the last N of M tokens; ``blocks`` are those of all tokens. ``softcap``: see ``sparse_attention``.
-    Time is O(pairs of the listed blocks), memory beyond the operands a few blocks per thread. Any number of threads
-    gives the same bits. Raises MemoryError where those blocks do not fit.
+    Takes O(pairs of the listed blocks) time, and memory for a few blocks per thread. The result is bitwise equal for
+    any number of threads.
+
+    Args:
+        q: (B,H,N,D) queries, the last N of M tokens, float32 or bfloat16, of any strides.
+        k: (B,G,M,D) keys, likewise.
+        v: (B,G,M,E) values, likewise.
+        out: (B,H,N,E) output, written.
+        lse: (B,H,N) log-sum-exp of each row, written.
+        blocks: The blocks of all M tokens.
+        scale: Factor of the logits.
+        softcap: Cap of the logits, see ``sparse_attention``; 0: none.
+
+    Raises:
+        MemoryError: If the blocks of all threads do not fit into memory.
     """
     failed = kernels("pattern").longspan_pattern_forward(
         *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
@@ -38,7 +50,7 @@ def forward(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the blocks of {threads()} threads")
+        raise MemoryError(f"not enough memory for the blocks of {threads()} threads")
 
 
 def backward(
@@ -52,10 +64,14 @@ def backward(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, each contiguous; out and lse may be those of a softmax over more keys than these.
+    """Return the gradients of q, k, v, each contiguous.
 
-    Threads share out the heads of keys, so that more threads than B G gain nothing; each holds float32 sums of one
-    head's gradients. Any number of threads gives the same bits. Raises MemoryError where those do not fit.
+    ``out`` and ``lse`` may belong to a softmax over more keys than these blocks. Each thread processes whole key heads
+    and holds float32 sums of one head's gradients, so at most B G threads have work. The result is bitwise equal for
+    any number of threads.
+
+    Raises:
+        MemoryError: If the sums of all threads do not fit into memory.
     """
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     failed = kernels("pattern").longspan_pattern_backward(
@@ -68,12 +84,12 @@ def backward(
         threads(),
     )
     if failed:
-        raise MemoryError(f"no memory for the sums of {threads()} threads")
+        raise MemoryError(f"not enough memory for the gradient sums of {threads()} threads")
     return dq, dk, dv
 
 
 def _offsets(q: Tensor, k: Tensor, blocks: "Listed") -> Tensor:
-    """From the first block on that has a query."""
+    """Offsets from the first block that has a query."""
     return blocks.offsets[(k.shape[2] - q.shape[2]) // blocks.size :]
 
 

@@ -1,4 +1,4 @@
-"""How a pattern is worked off: which blocks of queries meet which blocks of keys in one call of a dense kernel."""
+"""Plans of sparse attention: the blocks of queries and keys that each call of a dense kernel processes."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -13,26 +13,26 @@ from ...patterns import Pattern
 from ...patterns.algebra import Both, Either, either
 
 SMALLEST, LARGEST = 32, 128  # tokens of a block
-APART = 16  # tokens between neighbors of a class from which classes pay
-AT_ONCE = 256  # masks of tiles that are made at once
-DENSE = 1024  # tokens of a residue class up to which its pattern may be written out
+APART = 16  # smallest distance between neighbors of a class for which classes are faster
+AT_ONCE = 256  # masks of tiles computed at a time
+DENSE = 1024  # largest number of tokens of a residue class whose mask is stored
 
 
 class Tiles(NamedTuple):
-    """``rows`` of blocks of ``size`` queries, each with equally many blocks of keys."""
+    """Blocks of ``size`` queries, each with the same number of key blocks."""
 
     size: int
     rows: Tensor  # (g,) int64, blocks of queries, ascending
     keys: Tensor  # (g,s) int64, blocks of keys
-    mask: Tensor | None  # (g|1, size, s size) float32, 0 or -inf to be added to the logits; None: all are seen
-    blind: Tensor | None  # (g|1, size) bool, queries that see none of these keys; None: there is none
-    first: int  # the first row where rows are neighbors, else -1
-    begin: int  # keys[u] = begin + u stride, ... + s - 1 where they are runs that move on evenly, else -1
+    mask: Tensor | None  # (g|1, size, s size) float32, 0 or -inf, added to the logits; None: all pairs are allowed
+    blind: Tensor | None  # (g|1, size) bool, queries that see none of these keys; None: every query sees one
+    first: int  # the first of consecutive rows, else -1
+    begin: int  # keys[u] = begin + u stride, ... + s - 1 if they are evenly shifted runs, else -1
     stride: int
 
 
 class Classes(NamedTuple):
-    """Tokens so many ``apart`` form classes; each class attends within itself."""
+    """Residue classes of tokens modulo ``apart``; each class attends within itself."""
 
     apart: int
     count: int  # pyright: ignore[reportIncompatibleMethodOverride] (a field hides tuple.count); tokens of a class
@@ -44,12 +44,12 @@ Part = Tiles | Classes
 
 
 class Listed(NamedTuple):
-    """Blocks of keys by block of queries, as the C++ kernels take them; all int64 and contiguous but the masks."""
+    """Blocks of keys of each block of queries, in the layout of the C++ kernels; contiguous int64, except the masks."""
 
     size: int
     offsets: Tensor  # (blocks + 1,)
     keys: Tensor  # (pairs of blocks,)
-    which: Tensor  # (pairs of blocks,): the number of its mask, -1 where all is seen
+    which: Tensor  # (pairs of blocks,): index of its mask, -1 if all pairs are allowed
     masks: Tensor  # (masks, size, size) uint8
 
 
@@ -57,11 +57,21 @@ class Listed(NamedTuple):
 def plan(
     text: str, n: int, head: int, layer: int, classes_alone: bool = False, classes: bool = True
 ) -> tuple[int, tuple[Part, ...]]:
-    """How queries and keys at positions 0 ... n-1 meet: the length to pad to, and parts whose pairs are disjoint.
+    """Split a pattern over n tokens into parts that together hold each allowed pair exactly once.
 
-    Together the parts hold every pair that the pattern allows, and each pair once. ``strided`` and ``dilated`` members
-    of a union become classes of tokens (unless ``classes`` is off); all else becomes tiles, from ``Pattern.blocks``
-    (unless ``classes_alone``, where ``listed`` has them).
+    ``strided`` and ``dilated`` members of a union become classes of tokens. The rest becomes tiles, from
+    ``Pattern.blocks``.
+
+    Args:
+        text: Spec of the pattern.
+        n: Number of tokens, at positions 0 ... n - 1.
+        head: The head, for patterns that differ by head.
+        layer: The layer, for patterns that differ by layer.
+        classes_alone: Leave out the tiles, which ``listed`` returns.
+        classes: Use classes of tokens; False: only tiles.
+
+    Returns:
+        The length to pad to, and the parts.
     """
     pattern = patterns.parse(text).at(head, layer)
     near, far = _split(pattern, n) if classes else (pattern, [])
@@ -81,20 +91,20 @@ def _up(n: int, multiple: int) -> int:
 
 @lru_cache(maxsize=64)
 def listed(text: str, n: int, head: int, layer: int) -> Listed | None:
-    """What is left beside the classes of ``plan``, or None."""
+    """Return the blocks of what is not in the classes of ``plan``, or None if nothing is left."""
     near, _ = _split(patterns.parse(text).at(head, layer), n)
     return None if near is None else tabled(near, n, grain(near) or block_size(near, n), head, layer)
 
 
 def tabled(pattern: Pattern, n: int, size: int, head: int, layer: int) -> Listed:
-    """The pairs of blocks of ``size`` tokens (a multiple of 8) that a pattern needs, and the masks that differ."""
+    """List the pairs of blocks of ``size`` tokens (a multiple of 8) that a pattern needs, with distinct masks."""
     blocks = pattern.blocks(n, size, head=head, layer=layer)
     there = blocks.index >= 0
     keys, rows = blocks.index[there], there.nonzero()[:, 0]
     partial = (~blocks.full[there]).nonzero()[:, 0]
     found, masks = torch.full_like(keys, -1), dict[bytes, int]()
     for some in partial.split(AT_ONCE):
-        # Where a mask moves along with the queries, few differ.
+        # If the pattern depends on distances, few masks are distinct.
         made = _visible(pattern, n, size, rows[some], keys[some, None], head, layer).numpy()
         packed = np.packbits(made.reshape(len(made), size * size), axis=1)
         numbers = [masks.setdefault(mask.tobytes(), len(masks)) for mask in packed]
@@ -106,13 +116,13 @@ def tabled(pattern: Pattern, n: int, size: int, head: int, layer: int) -> Listed
 
 
 def _split(pattern: Pattern, n: int) -> tuple[Pattern | None, list[tuple[int, Pattern]]]:
-    """A union into what is near, and members whose pairs lie multiples of a number apart, with it."""
+    """Split a union into a part for tiles, and members whose distances are multiples of ``apart``, with that number."""
     near: list[Pattern] = []
     far: list[tuple[int, Pattern]] = []
     for member in members(pattern):
-        # Further apart than all tokens is only the token itself.
+        # At a distance beyond all tokens, a token sees only itself.
         apart = min(member.apart, n)
-        # Classes pay where tiles would have few pairs each, and where writing a class's pattern out is cheap.
+        # Classes are faster if tiles would have few pairs each and the mask of a class is small.
         if apart >= APART and _up(n, apart) // apart <= DENSE:
             far.append((apart, member))
         else:
@@ -121,7 +131,7 @@ def _split(pattern: Pattern, n: int) -> tuple[Pattern | None, list[tuple[int, Pa
 
 
 def members(pattern: Pattern) -> list[Pattern]:
-    """Patterns whose union this one is: ``(a | b) & c - d`` has the members ``a & c - d`` and ``b & c - d``."""
+    """Split a pattern into a union: ``(a | b) & c - d`` has the members ``a & c - d`` and ``b & c - d``."""
     if isinstance(pattern, Either):
         return [member for part in pattern.parts for member in members(part)]
     if isinstance(pattern, Both):
@@ -137,12 +147,12 @@ def members(pattern: Pattern) -> list[Pattern]:
 
 
 def grain(pattern: Pattern) -> int:
-    """The size of block of which the pattern is made, where that is a good size to work with; else 0."""
+    """Return the block size that the pattern consists of, if it is an efficient size, else 0."""
     return max((size for size in pattern.grains if SMALLEST <= size <= 2 * LARGEST and size % 16 == 0), default=0)
 
 
 def block_size(pattern: Pattern, n: int) -> int:
-    """Tokens of a block: about half the spread of a short pattern, else the largest."""
+    """Choose the tokens per block: about half the reach of a short pattern, else the largest size."""
     back, ahead = pattern.lookback, pattern.lookahead
     spread = n if back is None or ahead is None else back + ahead
     size = LARGEST
@@ -158,7 +168,7 @@ def _tiles(pattern: Pattern, n: int, head: int, layer: int) -> Iterator[Tiles]:
     relative = torch.where(blocks.index >= 0, blocks.index - torch.arange(len(blocks.index))[:, None], n)
     moves = pattern.period
     shared = moves is not None and size % moves == 0
-    cut = n // size if n % size else n  # the block that ends in padding, which no mask of a whole block hides
+    cut = n // size if n % size else n  # the block that ends in padding, which always needs a mask
     for degree in degrees.unique().tolist():
         if not degree:
             continue
@@ -173,7 +183,7 @@ def _tiles(pattern: Pattern, n: int, head: int, layer: int) -> Iterator[Tiles]:
 
 
 def _groups(rows: Tensor, relative: Tensor, cut: Tensor, shared: bool) -> Iterator[Tensor]:
-    """Rows that can go together: with one mask for all, those whose keys lie at the same distances."""
+    """Yield groups of rows for one call: with a shared mask, rows whose keys are at equal distances."""
     if not shared:
         yield rows
         return
@@ -183,7 +193,7 @@ def _groups(rows: Tensor, relative: Tensor, cut: Tensor, shared: bool) -> Iterat
 
 
 def _visible(pattern: Pattern, n: int, size: int, rows: Tensor, keys: Tensor, head: int, layer: int) -> Tensor:
-    """Which of the tokens in blocks ``keys`` (g,s) those in block ``rows`` (g,) see: bool (g, size, s size)."""
+    """Allowed pairs of tokens in query blocks ``rows`` (g,) and key blocks ``keys`` (g,s): bool (g, size, s size)."""
     within = torch.arange(size)
     i = (rows[:, None] * size + within)[:, :, None]
     j = (keys[:, :, None] * size + within).flatten(1)[:, None, :]
@@ -196,7 +206,7 @@ def _mask(pattern: Pattern, n: int, size: int, rows: Tensor, keys: Tensor, head:
 
 
 def _run(rows: Tensor, keys: Tensor) -> tuple[int, int, int]:
-    """(first, begin, stride) of ``Tiles``."""
+    """``first``, ``begin`` and ``stride`` of ``Tiles``."""
     first = int(rows[0]) if bool((rows.diff() == 1).all()) else -1
     starts, moves = keys[:, 0], keys[:, 0].diff()
     stride = int(moves[0]) if len(moves) else 0
@@ -206,7 +216,7 @@ def _run(rows: Tensor, keys: Tensor) -> tuple[int, int, int]:
 
 def _classes(pattern: Pattern, apart: int, n: int, head: int, layer: int) -> Classes:
     count = _up(n, apart) // apart
-    # Where the pattern depends on the distance alone, one class stands for all but the pad at the end.
+    # If the pattern depends only on the distance and there is no padding, all classes are equal.
     alike = pattern.period == 1 and n % apart == 0
     start = torch.arange(1 if alike else apart)[:, None]
     at = start + apart * torch.arange(count)

@@ -1,4 +1,4 @@
-"""Softmax attention under a pattern whose log-sums have gradients, as learned sinks need it."""
+"""Softmax attention under a pattern with a gradient of the log-sum-exps, for learned sinks."""
 
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from . import blockwise
 def attend(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, scale: float, layer: int = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """As ``blockwise.attend``, with a gradient of the log-sums: q (B,H,N,D), k, v (B,G,M,.) -> (B,H,N,E), (B,H,N)."""
+    """``blockwise.attend`` with a gradient of the log-sum-exps; same arguments and results."""
     with torch.no_grad():
         out, lse = blockwise.attend(q, k, v, pattern, layer=layer, scale=scale, softcap=softcap)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (q, k, v)):
@@ -23,17 +23,26 @@ def attend(
 
 
 def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Attention (B,H,N,E) with one more key for each head, whose logit is ``sink`` (H,) and whose value is 0.
+    """Add a learned sink to attention: one more key for each head, with logit ``sink`` and value 0.
 
-    The softmax over M keys has the sum e^lse, so that with the sink all weights shrink by e^lse / (e^lse + e^sink).
+    The weights of the M keys shrink by exp(lse) / (exp(lse) + exp(sink)).
 
-    Source: Xiao et al. 2023 (2309.17453), section 3.3, learned sinks.
+    Args:
+        out: (B,H,N,E) output without the sink.
+        lse: (B,H,N) log-sum-exp of each row.
+        sink: (H,) logits of the sinks.
+
+    Returns:
+        The output (B,H,N,E).
+
+    References:
+        Xiao et al. 2023 (2309.17453), section 3.3, learned sinks.
     """
     return out * torch.sigmoid(lse - sink.to(lse.dtype)[:, None])[..., None].to(out.dtype)
 
 
 class _Attend(torch.autograd.Function):
-    """Hands on what has been computed, and adds the log-sums' gradient to that of the logits."""
+    """Returns ``out`` and ``lse`` unchanged, and adds the gradient of ``lse`` to that of the logits."""
 
     @staticmethod
     def forward(
@@ -60,7 +69,7 @@ class _Attend(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         pattern, options = ctx.options
         # The gradient of logit ij is p_ij (grad_i . v_j - grad_i . out_i + grad_sums_i). One more channel, 0 in v and 1
-        # in out, brings the last term in.
+        # in out, adds the last term.
         grad = torch.cat([grad, -grad_sums[..., None].to(grad.dtype)], -1)
         out, wider = F.pad(out, (0, 1), value=1.0), F.pad(v, (0, 1))
         dq, dk, dv = blockwise.backward(grad, q, k, wider, out, lse, pattern, **options)

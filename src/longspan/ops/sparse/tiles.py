@@ -1,4 +1,4 @@
-"""The dense products that work off a plan: blocks of queries against blocks of keys, forward and backward, in torch."""
+"""Execution of a plan with dense matrix products in PyTorch, forward and backward."""
 
 import torch
 import torch.nn.functional as F
@@ -6,16 +6,26 @@ from torch import Tensor
 
 from .schedule import Classes, Part, Tiles
 
-GATHERED = 2**24  # numbers of keys that are copied at once, where they are no runs
-LOGITS = 2**20  # logits that the backward holds at once
+GATHERED = 2**24  # elements of keys that are copied at a time, if they are not in runs
+LOGITS = 2**20  # logits in memory at a time in the backward pass
 
 
 def forward(
     parts: tuple[Part, ...], rows: list[Tensor], o: Tensor, log: Tensor, scale: float, softcap: float, *, begun: bool
 ) -> None:
-    """Attend within each part: rows are q, k, v (B',L,D); o (B',L,D) and log (B',L) are filled in, or added to."""
+    """Attend within each part.
+
+    Args:
+        parts: The parts of the plan.
+        rows: q, k, v, (B',L,D) each.
+        o: (B',L,D) output, written; with ``begun``, updated.
+        log: (B',L) log-sum-exp of each row, written; with ``begun``, updated.
+        scale: Factor of the logits.
+        softcap: Cap of the logits; 0: none.
+        begun: ``o`` and ``log`` hold results of other pairs.
+    """
     for i, part in enumerate(parts):
-        # Tiles share no queries with each other, so that only classes of tokens meet what was there before.
+        # Tiles do not share queries, so only classes of tokens merge with earlier parts.
         fresh = not begun and (isinstance(part, Tiles) or i == 0)
         for piece in _pieces(part, rows[0], backward=False):
             _accumulate(part, piece, rows, o, log, scale, softcap, fresh)
@@ -24,9 +34,15 @@ def forward(
 def backward(
     parts: tuple[Part, ...], rows: list[Tensor], log: Tensor, found: list[Tensor], scale: float, softcap: float
 ) -> None:
-    """Add to found, the gradients of q, k, v (B',L,D); rows are q, k, v, the output's gradient and the output.
+    """Add the gradients of each part; output and log-sum-exp are those of whole rows.
 
-    With the output and the sum of the whole row, each part gives its own share.
+    Args:
+        parts: The parts of the plan.
+        rows: q, k, v, the gradient of the output, and the output, (B',L,D) each.
+        log: (B',L) log-sum-exp of each row.
+        found: Gradients of q, k, v (B',L,D), updated.
+        scale: Factor of the logits.
+        softcap: Cap of the logits; 0: none.
     """
     for part in parts:
         for piece in _pieces(part, rows[0], backward=True):
@@ -34,13 +50,13 @@ def backward(
 
 
 def padded(x: Tensor, length: int) -> Tensor:
-    """(B,H,N,D) -> (B H, length, D), contiguous."""
+    """Pad (B,H,N,D) to (B H, length, D), contiguous."""
     x = x.flatten(0, 1)
     return F.pad(x, (0, 0, 0, length - x.shape[1])) if length > x.shape[1] else x.contiguous()
 
 
 def _pieces(part: Part, x: Tensor, *, backward: bool) -> list[slice]:
-    """Which rows of a part go into one call: so many that what is copied or held at once stays small."""
+    """Split the rows of a part into calls that bound the memory of copies and logits."""
     wide = part.count if isinstance(part, Classes) else part.keys.shape[1] * part.size
     total, count = _rows(part), _rows(part)
     if backward:
@@ -60,7 +76,7 @@ def _blocks(part: Tiles, x: Tensor) -> Tensor:
 
 
 def _queries(part: Part, piece: slice, x: Tensor) -> Tensor:
-    """What each dense product reads of the queries' side: x (B',L,...) -> (B',g,b,...), a view where possible."""
+    """Query-side operand of each dense product: x (B',L,...) -> (B',g,b,...), a view if possible."""
     if isinstance(part, Classes):
         classes = x[:, : part.apart * part.count].unflatten(1, (part.count, part.apart)).transpose(1, 2)
         return classes[:, piece]
@@ -71,7 +87,7 @@ def _queries(part: Part, piece: slice, x: Tensor) -> Tensor:
 
 
 def _keys(part: Part, piece: slice, x: Tensor) -> Tensor:
-    """The same of the keys' side: x (B',L,D) -> (B',g,s b,D). Runs of keys overlap in place; others are copied."""
+    """Key-side operand: x (B',L,D) -> (B',g,s b,D), an overlapping view for runs of keys, else a copy."""
     if isinstance(part, Classes):
         return _queries(part, piece, x)
     if part.begin < 0:
@@ -100,12 +116,12 @@ def _add_keys(part: Part, piece: slice, total: Tensor, grad: Tensor) -> None:
 
 
 def _own(part: Part, piece: slice, table: Tensor) -> Tensor:
-    """The piece's rows of a table that has one row for each row of the part, or one for all; (1,g|1,...)."""
+    """Rows of a table for a piece; the table has one row per row of the part, or one for all; (1,g|1,...)."""
     return (table[piece] if len(table) == _rows(part) else table)[None]
 
 
 def _bias(part: Part, piece: slice, like: Tensor) -> Tensor | None:
-    """The mask as something to add, (1,g|1,b,m)."""
+    """The mask as a bias of the logits, (1,g|1,b,m)."""
     if part.mask is None:
         return None
     return _own(part, piece, part.mask).to(like.device, torch.promote_types(like.dtype, torch.float32))
@@ -114,7 +130,7 @@ def _bias(part: Part, piece: slice, like: Tensor) -> Tensor | None:
 def _accumulate(
     part: Part, piece: slice, rows: list[Tensor], o: Tensor, log: Tensor, scale: float, softcap: float, fresh: bool
 ) -> None:
-    """Attend within one part, and merge with what other parts have given, if they have."""
+    """Attend within one part, and merge with earlier parts unless ``fresh``."""
     q, k, v = _queries(part, piece, rows[0]), _keys(part, piece, rows[1]), _keys(part, piece, rows[2])
     new, lse = _attend(q, k, v, _bias(part, piece, q), scale, softcap)
     if part.blind is not None:
@@ -126,7 +142,7 @@ def _accumulate(
         return
     old, before = _queries(part, piece, o), _queries(part, piece, log)
     both = torch.logaddexp(before, lse)
-    # Two empty rows: their logarithms are -inf, and so is that of their sum.
+    # If both rows are empty, both logs are -inf, and -inf - -inf would be NaN.
     some = both.masked_fill(both == -torch.inf, 0.0)
     merged = old * (before - some).exp()[..., None].to(old.dtype) + new * (lse - some).exp()[..., None].to(old.dtype)
     _put(part, piece, o, merged)
@@ -158,9 +174,9 @@ def _adjoint(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """q (B',g,b,D), k, v (B',g,m,D), bias (1,g|1,b,m) -> output, log-sums; any numbers where none is seen."""
+    """q (B',g,b,D), k, v (B',g,m,D), bias (1,g|1,b,m) -> output, log-sum-exp; undefined in rows without keys."""
     if q.device.type == "cpu" and not softcap:
-        # Unlike the public function, this one tells the sums, without which parts cannot be merged.
+        # Unlike the public function, this one returns the log-sum-exp, which the merge of parts needs.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=scale
         )
@@ -171,7 +187,7 @@ def _attend(
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
-    """c tanh(logits / c) for a softcap c; as they are for 0."""
+    """Return c tanh(logits / c) for a softcap c, or the logits if it is 0."""
     return softcap * torch.tanh(logits / softcap) if softcap else logits
 
 
@@ -186,7 +202,7 @@ def _attend_backward(
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its adjoint, with the output and the sum of the whole row: p = exp(logit - lse), dS = p (dP - grad . out)."""
+    """Backward of ``_attend`` with ``out``, ``lse`` of whole rows: p = exp(logit - lse), dS = p (dP - grad . out)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = capped((q @ k.mT).to(wide).mul_(scale), softcap)
     slope = 1 - (logits / softcap) ** 2 if softcap else None
