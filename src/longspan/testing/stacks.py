@@ -67,8 +67,8 @@ class _Walked(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         one = two = x
         for block in self.module.blocks:
-            one = one + block.attended(two)[0]
-            two = two + block.fed(one)
+            one = one + block.attention_branch(two)[0]
+            two = two + block.ffn_branch(one)
         return self.module.norm((one + two) / 2), None
 
 

@@ -1,4 +1,4 @@
-"""How blocks are run: one after the other, again and again, as long as each token wants, or reversibly."""
+"""Stacks of blocks: run once, repeated with shared weights, with adaptive computation time, or reversible."""
 
 import functools
 from collections.abc import Callable
@@ -39,24 +39,28 @@ STACKS = {"plain": Plain, "universal": Universal, "act": Act, "reversible": Reve
 
 
 class Stack(nn.Module):
-    """``depth`` blocks, whose attentions are the config's specs tiled over the depth; the signature of an attention.
+    """Blocks of attention and feed-forward network, with the signature of an attention: ``y, state = stack(x, state)``.
 
-    >>> import torch, longspan
-    >>> stack = longspan.Stack(longspan.StackConfig(dim=8, depth=3, heads=2, feedforward=16, attention="gla; softmax"))
-    >>> [attention.name for attention in stack.attentions()]
-    ['gla', 'softmax', 'gla']
-    >>> y, state = stack(torch.randn(1, 5, 8), stack.init_state(1))
-    >>> len(state)
-    3
+    Block i uses spec i of ``config.attention``, modulo their number.
 
-    ``y, state = stack(x, state, mask=, segments=, prefix=, record=, donate=)``: x (B,N,dim) -> y (B,N,dim); the state
-    is the tuple of the layers' states. ``record`` asks every layer that takes one: it gets ``layers``, a dict for each
-    layer, empty where that can tell nothing, and the sums of theirs: ``penalty``, where a mechanism has a loss of its
-    own, and ``log_prob`` (B,), where one draws what it reads. ``positions`` are those of its attentions, as in
-    ``longspan.build``; ``cross`` the specs of attentions to a context.
+    Args:
+        config: The sizes, the attentions and the kind of stack.
+        causal: Build causal attentions.
+        positions: Position embedding of the attentions, as in ``longspan.build``.
+        cross: Specs of cross attentions to a context, one for each block, repeated over the depth; "": none.
 
-    Raises ValueError for a spec that cannot be built, for weights that would take more memory than this machine has,
-    and for arguments that one of the attentions does not support.
+    Raises:
+        ValueError: For a spec that cannot be built, and for weights that need more memory than the machine has.
+
+    Example:
+        >>> import torch, longspan
+        >>> config = longspan.StackConfig(dim=8, depth=3, heads=2, feedforward=16, attention="gla; softmax")
+        >>> stack = longspan.Stack(config)
+        >>> [attention.name for attention in stack.attentions()]
+        ['gla', 'softmax', 'gla']
+        >>> y, state = stack(torch.randn(1, 5, 8), stack.init_state(1))
+        >>> len(state)
+        3
     """
 
     def __init__(self, config: StackConfig, *, causal: bool = True, positions: str = "none", cross: str = ""):
@@ -81,13 +85,13 @@ class Stack(nn.Module):
         kinds = {name: functools.partial(kind, config.dim) for name, kind in STACKS.items()}
         self.run = spec.parse(config.stack, kinds)
         if type(self.run) not in STACKS.values():
-            raise ValueError(f"{config.stack!r} names no stack; known: {', '.join(sorted(STACKS))}")
+            raise ValueError(f"{config.stack!r} is not a stack; known: {', '.join(sorted(STACKS))}")
         if isinstance(self.run, Reversible):
             reversible.check(self._blocks())
         self.norm = norm(config.norm, config.dim) if config.prenorm else nn.Identity()
 
     def attentions(self) -> list[Attention]:
-        """The attention of each block."""
+        """Return the attention of each block."""
         return [block.attention for block in self._blocks()]
 
     def init_state(
@@ -98,16 +102,27 @@ class Stack(nn.Module):
         context: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> tuple[Any, ...]:
-        """The state before the first token; see ``Attention.init_state``. With cross attention, of what it reads too.
+        """Return the state before the first token.
 
-        Raises ValueError for a context that nothing reads, and without one where something does.
+        Args:
+            batch: Number of rows, B.
+            capacity: Number of tokens for which to allocate caches; see ``Attention.init_state``.
+            context: (B,M,dim) context of the cross attentions, whose projections become part of the state.
+            context_mask: (B,M) bool, True on real tokens of the context; None: all are.
+
+        Returns:
+            A tuple with one state for each layer, or a ``UniversalState``.
+
+        Raises:
+            ValueError: For a context without cross attention, and for cross attention without a context.
         """
         if self.crosses != (context is not None):
-            raise ValueError(f"a context is {'needed' if self.crosses else 'read by nothing'} in this stack")
+            need = "cross attention, so it needs a context" if self.crosses else "no cross attention for a context"
+            raise ValueError(f"this stack has {need}")
         state = self.run.start(self._blocks(), batch, capacity)
         if context is None:
             return state
-        kept = [block.reads(context, context_mask) for block in self._blocks()]
+        kept = [block.cross_state(context, context_mask) for block in self._blocks()]
         layers = state.layers if isinstance(state, UniversalState) else state
         crossed = tuple(CrossState(own, kept[i % len(kept)]) for i, own in enumerate(layers))
         return state._replace(layers=crossed) if isinstance(state, UniversalState) else crossed
@@ -126,7 +141,26 @@ class Stack(nn.Module):
         donate: bool = False,
         **unknown: Never,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """See the class; arguments as in ``Attention.forward``, context and context_mask for its cross attentions."""
+        """Run all blocks on a whole sequence, a segment of one, or a single token.
+
+        Args:
+            x: (B,N,dim) inputs.
+            state: The state before these tokens. None starts a sequence and returns None.
+            mask: (B,N) bool, True on real tokens.
+            segments: (B,N) int64, the sequence of each token in a packed row.
+            prefix: (B,) int64, the number of tokens at the start of each row that see each other.
+            context: (B,M,dim) context of the cross attentions. Calls with a state leave it out.
+            context_mask: (B,M) bool, True on real tokens of the context.
+            record: A dict to fill. ``layers`` gets one dict per layer, empty if the attention records nothing.
+                ``penalty`` and ``log_prob`` (B,) get the sums over layers, if a mechanism or the stack has them.
+            donate: Allow the state to be overwritten.
+
+        Returns:
+            The outputs (B,N,dim) and the next state, or None without a state.
+
+        Raises:
+            ValueError: For arguments that one of the attentions does not support.
+        """
         if unknown:
             refuse("Stack", unknown, STACKED)
         if record is not None:
@@ -134,14 +168,14 @@ class Stack(nn.Module):
         given = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate or None}
         arguments = self._checked_arguments(x, state, {k: v for k, v in given.items() if v is not None})
         if state is None and self.crosses != (context is not None):
-            said = "reads a context, and none came" if self.crosses else "has no cross attention to read a context"
-            raise ValueError(f"this stack {said}")
+            need = "needs a context, but none was given" if self.crosses else "has no cross attention for a context"
+            raise ValueError(f"this stack {need}")
         if context is not None:
             arguments |= {"context": context, "context_mask": context_mask}
         if mask is not None:
-            # What a masked token holds must not go around the attentions either, by residuals into weights' gradients.
+            # Residual paths would carry masked values into the gradients of weights.
             x = x.masked_fill(~mask[..., None], 0.0)
-        # Once for all layers: what one of them lets through, the outputs show. With a context each layer does it.
+        # Isolate sequences once for the whole stack. With a context, each layer does it.
         isolating = segments is not None and not self.crosses
         arguments["_trusted"] = Trusted.ISOLATED if isolating else Trusted.CHECKED
         call = StackCall(arguments, record, self.checkpointing and self.training)
@@ -160,7 +194,7 @@ class Stack(nn.Module):
         return cast(list[Block], list(self.blocks))
 
     def _checked_arguments(self, x: Tensor, state: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that every attention gets, checked once for all of them. Raises ValueError."""
+        """Check the arguments once for all attentions. Raises ValueError."""
         refuse_tracing()
         check_x(self, self.dim, x)
         attentions = self.attentions()
@@ -176,9 +210,9 @@ class Stack(nn.Module):
     def _isolated(
         self, x: Tensor, state: tuple[Any, ...] | None, call: StackCall
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
-        """The blocks on packed rows, where NaN and infinity stay in the sequence that holds them."""
+        """Run the blocks on packed rows, so that NaN and infinity stay within their sequence."""
         blocks, mask, segments = self._blocks(), call.mask, call.arguments["segments"]
-        # The state may be needed once more, so it is not given away.
+        # The state may be used twice, so it is not donated.
         call.arguments.pop("donate", None)
 
         def run(tokens: Any, state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Any]:
@@ -191,12 +225,12 @@ class Stack(nn.Module):
             return self.run(blocks, tokens[0], state, StackCall(own, checkpointing=call.checkpointing))
 
         packed = Packed(run, segments, 1, lambda: self.run.start(blocks, 1, 0), causal=self.causal)
-        # A loss of the layers' own has gradients of which the outputs do not tell.
+        # A recorded penalty has gradients that do not come from the outputs.
         y, after = isolated(packed, [x], state, gradients=call.record is None)
         return y, after
 
     def _check_state(self, state: Any, x: Tensor) -> None:
-        # A state of steps has the layers' states and a position.
+        # A ``UniversalState`` holds the states of the layers and a position.
         layers = state.layers if isinstance(state, UniversalState) else state
         blocks = self._blocks()
         count = len(blocks) * self.run.steps
@@ -204,7 +238,7 @@ class Stack(nn.Module):
         if isinstance(state, UniversalState) != steps or not isinstance(layers, tuple) or len(layers) != count:
             kind, named = "a UniversalState" if steps else "a tuple", isinstance(state, UniversalState)
             came = type(state).__name__ if named or not isinstance(state, tuple) else len(state)
-            raise ValueError(f"the state of this stack is {kind} of {count} states, not {came}")
+            raise ValueError(f"the state of this stack must be {kind} of {count} states, not {came}")
         if steps:
             if state.position.dtype != torch.int64 or tuple(state.position.shape) != (len(x),):
                 came = describe(state.position)
@@ -216,24 +250,24 @@ class Stack(nn.Module):
 
 
 def kind_of(text: str) -> type:
-    """The class that runs the blocks, from its spec. Raises ValueError for an unknown one."""
+    """Return the class of a stack from its spec. Raises ValueError for an unknown one."""
     return STACKS[spec.known(text.partition("(")[0].strip(), STACKS, "stack")]
 
 
 def _cross(text: str, config: StackConfig, i: int) -> Attention | None:
-    """The cross attention of block i. Raises ValueError for a mechanism that has none."""
+    """Build the cross attention of block i. Raises ValueError for a mechanism without cross attention."""
     if not text:
         return None
     specs = spec.split(text)
     text, depth = specs[i % len(specs)], config.depth
     made = make(text, config.dim, config.heads, causal=False, layer=i, depth=depth, positions="none")
     if "context" not in made.supported_args:
-        raise ValueError(f"{made.name} reads no context, so it cannot be a cross attention")
+        raise ValueError(f"{made.name} does not support cross attention")
     return made
 
 
 def _fill_record(record: dict[str, Any], call: StackCall) -> None:
-    """Fill in what the layers and the stack have recorded; the sum of all penalties is one."""
+    """Fill the record from the layers and the stack, with the sums of ``penalty`` and ``log_prob``."""
     own = call.own_record if not record or "penalty" in record else {}
     record.clear()
     record["layers"] = call.layers
@@ -244,8 +278,8 @@ def _fill_record(record: dict[str, Any], call: StackCall) -> None:
 
 
 def estimate_bytes(make: Callable[[Any], nn.Module], config: StackConfig) -> int:
-    """Bytes of the weights of a model, ``make(config)``, of which nothing is built but shapes."""
-    # One round of the specs shows what all of them take.
+    """Return the size in bytes of the weights of ``make(config)``, computed from shapes alone."""
+    # One block per spec is enough; the rest is multiplied.
     counts = {"stack": (config.depth, len(spec.split(config.attention)))}
     changes = {}
     if isinstance(config, Seq2SeqConfig):
@@ -261,7 +295,7 @@ def estimate_bytes(make: Callable[[Any], nn.Module], config: StackConfig) -> int
 
 
 def check_fits_in_memory(config: StackConfig, make: Callable[[Any], nn.Module]) -> None:
-    """Raise ValueError where a model's weights would take more memory than there is, before any of it is taken."""
+    """Raise ValueError if the weights of a model need more memory than is available, before they are allocated."""
     if model_memory.allocates_on_cpu():
         what = f"weights of dim={config.dim}, feedforward={config.feedforward}, depth={config.depth}"
         model_memory.check_fits_in_memory(estimate_bytes(make, config), what)

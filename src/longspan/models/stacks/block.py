@@ -1,4 +1,4 @@
-"""One block: attention, attention to a context where there is one, and a feed-forward network, each with a residual."""
+"""One block: attention, optional cross attention and feed-forward network, each with a residual path."""
 
 from typing import Any, NamedTuple
 
@@ -12,18 +12,25 @@ from . import gates
 
 
 class CrossState(NamedTuple):
-    """What a block with cross attention keeps: the state of its own attention, and what the other read."""
+    """State of a block with cross attention: that of its self-attention, and that of the context."""
 
     own: Any
     context: Any
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each with a residual path around it (Vaswani et al. 2017, section 3.1).
+    """Attention and a feed-forward network, each with a residual path.
 
-    ``cross``: a second attention between them, which reads a context. With ``residual`` a gate of GTrXL joins the two
-    paths, after a relu; with ``prenorm`` what a sub-layer reads is normalized and the stream is not, which is the
-    identity map reordering of Parisotto et al. 2019, section 3.1.
+    With ``config.prenorm``, the inputs of sub-layers are normalized, and the residual stream is not. The option
+    ``config.residual`` selects how the output of a sub-layer joins the stream: by addition or by a gate.
+
+    Args:
+        config: Sizes and options of the block.
+        attention: The self-attention.
+        cross: A cross attention between the two, or None.
+
+    References:
+        Vaswani et al. 2017, section 3.1; Parisotto et al. 2019, section 3.1, for prenorm ("identity map reordering").
     """
 
     def __init__(self, config: StackConfig, attention: Attention, cross: Attention | None = None):
@@ -48,11 +55,18 @@ class Block(nn.Module):
         context_mask: Tensor | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, Any, Any]:
-        """x (B,N,dim), the attention's state, carry and checked arguments -> x (B,N,dim), state, carry.
+        """Run the block.
 
-        An attention that carries gets what the layer below handed on, or as the first one its own beginning. With cross
-        attention the state is a ``CrossState``; where there is none, ``context`` (B,M,dim) and ``context_mask`` (B,M)
-        come.
+        Args:
+            x: (B,N,dim) inputs.
+            state: The state of the attention, or a ``CrossState`` with cross attention.
+            carry: The carry of the layer below, for attentions with ``has_layer_carry``; None for the first layer.
+            context: (B,M,dim) context of the cross attention, if the state does not hold it.
+            context_mask: (B,M) bool, True on real tokens of the context.
+            **arguments: Checked arguments of the attention.
+
+        Returns:
+            The outputs (B,N,dim), the next state and the carry for the layer above.
         """
         own, kept = state if isinstance(state, CrossState) else (state, None)
         read = self.norm1(x) if self.prenorm else x
@@ -64,14 +78,14 @@ class Block(nn.Module):
         x = self.join1(x, self.dropout(y))
         x = x if self.prenorm else self.norm1(x)
         if self.cross is not None:
-            y, kept = self._crossed(self.cross, x, kept, context, context_mask, arguments.get("mask"))
+            y, kept = self._cross_branch(self.cross, x, kept, context, context_mask, arguments.get("mask"))
             x = self.join3(x, y)
             x = x if self.prenorm else self.norm3(x)
-        x = self.join2(x, self.fed(x))
+        x = self.join2(x, self.ffn_branch(x))
         new = None if own is None else own if self.cross is None else CrossState(own, kept)
         return x if self.prenorm else self.norm2(x), new, carry
 
-    def attended(
+    def attention_branch(
         self,
         x: Tensor,
         state: Any = None,
@@ -80,16 +94,16 @@ class Block(nn.Module):
         context_mask: Tensor | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, Any]:
-        """What both attentions add to x (B,N,dim), and the state after, for blocks whose paths are summed, prenorm."""
+        """Return what both attentions add to x (B,N,dim), and the next state; for prenorm blocks without gates."""
         own, kept = state if isinstance(state, CrossState) else (state, None)
         y, own = self.attention(self.norm1(x), own, **arguments)
         y = self.dropout(y)
         if self.cross is None:
             return y, own
-        more, kept = self._crossed(self.cross, x + y, kept, context, context_mask, arguments.get("mask"))
+        more, kept = self._cross_branch(self.cross, x + y, kept, context, context_mask, arguments.get("mask"))
         return y + more, None if own is None else CrossState(own, kept)
 
-    def _crossed(
+    def _cross_branch(
         self,
         cross: Attention,
         x: Tensor,
@@ -101,13 +115,13 @@ class Block(nn.Module):
         y, kept = cross(self.norm3(x) if self.prenorm else x, kept, context=context, context_mask=context_mask)
         return self.dropout(y if mask is None else y.masked_fill(~mask[..., None], 0.0)), kept
 
-    def reads(self, context: Tensor, mask: Tensor | None) -> Any:
-        """What the cross attention keeps of a context (B,M,dim), mask (B,M)."""
+    def cross_state(self, context: Tensor, mask: Tensor | None) -> Any:
+        """Return the state of the cross attention for a context (B,M,dim) with mask (B,M)."""
         assert self.cross is not None
         given = {"context": context} | ({} if mask is None else {"context_mask": mask})
         return self.cross(context[:, :0], None, **given)[1]
 
-    def fed(self, x: Tensor) -> Tensor:
-        """What the feed-forward network adds to x (B,N,dim), ``feedforward_chunk`` tokens at a time."""
+    def ffn_branch(self, x: Tensor) -> Tensor:
+        """Return what the feed-forward network adds to x (B,N,dim), ``feedforward_chunk`` tokens at a time."""
         read = self.norm2(x) if self.prenorm else x
         return self.dropout(self.feedforward(read, chunk=self.chunk))

@@ -1,4 +1,4 @@
-"""Residual gates: how a sub-layer's output joins the stream that it read, by addition or by a learned gate."""
+"""Residual connections: addition, and the learned gates of GTrXL."""
 
 import functools
 
@@ -10,7 +10,7 @@ from ..._utils import spec
 
 
 class Add(nn.Module):
-    """x + y, the residual path of every transformer (Vaswani et al. 2017, section 3.1)."""
+    """x + y, the residual connection of Vaswani et al. 2017, section 3.1."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -20,12 +20,14 @@ class Add(nn.Module):
 
 
 class Gate(nn.Module):
-    """A gate of GTrXL: ``gate(x, y)``, x the stream and y what a sub-layer makes of it, both (B,N,dim).
+    """A gate of GTrXL: ``gate(x, y)`` joins the residual stream x and the output y of a sub-layer, (B,N,dim) each.
 
-    ``bias``: how far the gate leans towards the stream at first. The sub-layer's output goes through a relu before the
-    gate: two linear maps would otherwise meet on the path of x.
+    A relu is applied to y before the gate. Otherwise two linear maps would follow each other without a nonlinearity.
 
-    Source: Parisotto et al. 2019 (1910.06764), section 3.2.
+    ``bias``: Initial bias of the gate towards the stream.
+
+    References:
+        Parisotto et al. 2019 (1910.06764), section 3.2.
     """
 
     maps: tuple[str, ...] = ()
@@ -33,15 +35,15 @@ class Gate(nn.Module):
     def __init__(self, dim: int, *, bias: float = 2.0):
         super().__init__()
         self.linear = nn.ModuleDict({name: nn.Linear(dim, dim, bias=False) for name in self.maps})
-        # A number for each channel, which no initialization of linear maps sets to zero.
+        # Not a bias of a linear map, which initialization would set to zero.
         self.lean = nn.Parameter(torch.full((dim,), float(bias)))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.join(x, F.relu(y))
 
     def join(self, x: Tensor, y: Tensor) -> Tensor:
-        """See the class; of what the relu leaves."""
-        raise AssertionError(f"{type(self).__name__} joins nothing")
+        """Join x and y, after the relu."""
+        raise AssertionError(f"{type(self).__name__} does not define join")
 
 
 class Input(Gate):
@@ -95,11 +97,11 @@ GATES = {"add": Add, "gru": GRU, "input": Input, "output": Output, "highway": Hi
 
 
 def build(text: str, dim: int) -> nn.Module:
-    """A gate from its spec, such as ``add``, ``gru`` or ``gru(bias=1.0)``.
+    """Build a gate from its spec, such as ``add``, ``gru`` or ``gru(bias=1.0)``.
 
-    Raises ValueError for an unknown one, an unknown option, or a value of another kind.
+    Raises ValueError for an unknown gate, an unknown option, or a value of the wrong type.
     """
     made = spec.parse(text, {name: functools.partial(gate, dim) for name, gate in GATES.items()})
     if not isinstance(made, Add | Gate):
-        raise ValueError(f"{text!r} names no residual gate; known: {', '.join(sorted(GATES))}")
+        raise ValueError(f"{text!r} is not a residual gate; known: {', '.join(sorted(GATES))}")
     return made

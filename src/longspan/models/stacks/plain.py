@@ -1,4 +1,4 @@
-"""Blocks one after the other: the transformer as it was published, and what the other stacks are made of."""
+"""The plain stack, one block after the other, as in the published transformer; base of the other stacks."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -12,31 +12,31 @@ from .block import Block
 
 @dataclass
 class StackCall:
-    """The arguments of one call of a stack, checked for all its blocks, and what the blocks have recorded so far."""
+    """The checked arguments of one call of a stack, and what its blocks have recorded so far."""
 
     arguments: dict[str, Any]
-    """what every block gets: mask, segments, prefix, context, context_mask, donate"""
+    """arguments of every block: mask, segments, prefix, context, context_mask, donate"""
     record: dict[str, Any] | None = None
-    """what the caller wants to be recorded, or None"""
+    """the caller's record, or None"""
     checkpointing: bool = False
     carries: dict[str, Any] = field(default_factory=dict)
-    """what the last layer of each mechanism has handed on"""
+    """the carry from the last layer of each mechanism"""
     layers: list[dict[str, Any]] = field(default_factory=list)
-    """what each layer has recorded"""
+    """the record of each layer"""
     own_record: dict[str, Any] = field(default_factory=dict)
-    """what the stack itself records, such as a penalty"""
+    """records of the stack itself, such as a penalty"""
 
     @property
     def mask(self) -> Tensor | None:
         return self.arguments.get("mask")
 
     def record_for(self, block: Block) -> dict[str, Any] | None:
-        """A copy of the caller's record for a block's attention, or None where it records nothing."""
+        """Return a copy of the caller's record for a block's attention, or None if it records nothing."""
         return dict(self.record) if self.record is not None and "record" in block.attention.supported_args else None
 
 
 class Plain(nn.Module):
-    """Each block once."""
+    """Each block once, in order."""
 
     steps = 1
     penalty = ""
@@ -46,11 +46,21 @@ class Plain(nn.Module):
         super().__init__()
 
     def start(self, blocks: list[Block], batch: int, capacity: int | None) -> Any:
-        """The states before the first token, one for each block."""
+        """Return the states before the first token, one for each block."""
         return tuple(block.attention.init_state(batch, capacity) for block in blocks)
 
     def forward(self, blocks: list[Block], x: Tensor, state: Any, call: StackCall) -> tuple[Tensor, Any]:
-        """x (B,N,dim), one state for each block or None -> both after all blocks."""
+        """Run all blocks.
+
+        Args:
+            blocks: The blocks.
+            x: (B,N,dim) inputs.
+            state: One state for each block, or None.
+            call: The arguments of the call; receives the records.
+
+        Returns:
+            The outputs (B,N,dim) and the next states, or None.
+        """
         recompute = call.checkpointing and state is None and torch.is_grad_enabled()
         states = []
         for i, block in enumerate(blocks):
@@ -71,7 +81,7 @@ class Plain(nn.Module):
 def _recomputed(
     block: Block, x: Tensor, given: dict[str, Any], record: dict[str, Any] | None
 ) -> tuple[Tensor, Any, dict[str, Any] | None]:
-    """A block without a state, which the backward pass may run again: with its own record each time."""
+    """Run a block without a state, with a new record, since checkpointing may run it twice."""
     own = None if record is None else dict(record)
     x, _, carry = block(x, None, record=own, **given)
     return x, carry, own

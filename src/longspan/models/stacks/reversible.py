@@ -1,4 +1,4 @@
-"""Reversible blocks: what a block read is computed again from what it gave, so memory does not grow with the depth."""
+"""Reversible blocks: inputs are recomputed from outputs, so activation memory does not grow with the depth."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -18,17 +18,20 @@ from .plain import Plain, StackCall
 class Reversible(Plain):
     r"""Two streams: $y_1 = x_1 + F(x_2)$, $y_2 = x_2 + G(y_1)$, F the attention and G the feed-forward network.
 
-    Both streams begin as the input, and their mean is the output. In training without a state the backward has
-    $x_2 = y_2 - G(y_1)$ and $x_1 = y_1 - F(x_2)$ for its activations, which takes one more forward; random numbers and
-    autocast are as they were. The streams are float32 at least, so that what is computed again differs from what was by
-    rounding alone. Elsewhere, with a state and while a compiler traces, the same answer comes by the plain way.
+    Both streams start as the input, and the output is their mean. In training without a state, the backward pass
+    recomputes $x_2 = y_2 - G(y_1)$ and $x_1 = y_1 - F(x_2)$. This costs one more forward pass, with the same random
+    numbers and autocast. Streams are float32 or float64, so recomputed values differ only by rounding. With a state,
+    and under a compiler or a transform, autograd keeps the activations; the result is the same.
 
-    Source: Gomez et al. 2017 (1707.04585), eqs. 6 to 8; Kitaev et al. 2020 (2001.04451), section 3. Raises ValueError
-    for blocks that are not prenorm, for a residual gate, and for an attention that hands something to the next layer.
+    ``check`` raises ValueError for blocks without prenorm, for residual gates, and for attentions that sample or pass a
+    carry to the next layer.
+
+    References:
+        Gomez et al. 2017 (1707.04585), eqs. 6 to 8; Kitaev et al. 2020 (2001.04451), section 3.
     """
 
     def forward(self, blocks: list[Block], x: Tensor, state: Any, call: StackCall) -> tuple[Tensor, Any]:
-        """x (B,N,dim), the state -> both after all blocks."""
+        """Run all blocks; arguments and results as in ``Plain.forward``."""
         wide = upcast_half(x)
         parameters = [p for block in blocks for p in block.parameters() if p.requires_grad]
         graph = torch.is_grad_enabled() and (x.requires_grad or parameters)
@@ -46,31 +49,31 @@ class Reversible(Plain):
         new: list[Any] = []
         for i, block in enumerate(blocks):
             record, before = call.record_for(block), None if state is None else state[i]
-            add, after = block.attended(two.to(x.dtype), before, record=record, **call.arguments)
+            add, after = block.attention_branch(two.to(x.dtype), before, record=record, **call.arguments)
             one = one + add
-            two = two + block.fed(one.to(x.dtype))
+            two = two + block.ffn_branch(one.to(x.dtype))
             call.layers.append(record or {})
             new.append(after)
         return ((one + two) / 2).to(x.dtype), None if state is None else tuple(new)
 
 
 def check(blocks: list[Block]) -> None:
-    """Raise ValueError for blocks that cannot be run backwards."""
+    """Raise ValueError for blocks that cannot be reversed."""
     for block in blocks:
         if not block.prenorm:
-            raise ValueError("a reversible stack adds to streams that no norm changes, so it needs prenorm=True")
+            raise ValueError("a reversible stack needs prenorm=True, because a norm of the stream cannot be reversed")
         if not isinstance(block.join1, Add):
-            raise ValueError("a reversible stack takes its sums apart again, which gates do not allow: residual='add'")
+            raise ValueError("a reversible stack needs residual='add', because gates cannot be reversed")
         if block.attention.samples:
-            raise ValueError(f"{block.attention.name} draws what it reads, which no reversible stack draws again")
+            raise ValueError(f"a reversible stack does not support {block.attention.name}, which samples")
         if block.attention.has_layer_carry:
             raise ValueError(
-                f"{block.attention.name} hands something to the next layer, which no reversible stack keeps"
+                f"a reversible stack does not support {block.attention.name}, which passes a carry to the next layer"
             )
 
 
 class _Run(NamedTuple):
-    """What both directions need besides tensors with gradients."""
+    """The inputs of both passes, except tensors with gradients."""
 
     blocks: list[Block]
     dtype: torch.dtype
@@ -80,7 +83,7 @@ class _Run(NamedTuple):
 
 
 class _Reversed(torch.autograd.Function):
-    """(streams after all blocks, penalties) from the input, of which nothing but the end is kept."""
+    """Streams and penalties after all blocks; only the final streams are saved for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, run: _Run, x: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,13 +91,13 @@ class _Reversed(torch.autograd.Function):
         one = two = x
         ctx.run, ctx.generators, ctx.autocast, penalties = run, [], _autocast(x), []
         for block in run.blocks:
-            told, before = run.call.record_for(block), _generators(x, block)
-            one = one + block.attended(two.to(run.dtype), None, record=told, **arguments)[0]
+            record, before = run.call.record_for(block), _generators(x, block)
+            one = one + block.attention_branch(two.to(run.dtype), None, record=record, **arguments)[0]
             ctx.generators.append((before, _generators(x, block)))
-            two = two + block.fed(one.to(run.dtype))
-            run.call.layers.append(told or {})
-            penalties.append((told or {}).get("penalty", x.new_zeros(())))
-        ctx.asked = ["penalty" in layer for layer in run.call.layers]
+            two = two + block.ffn_branch(one.to(run.dtype))
+            run.call.layers.append(record or {})
+            penalties.append((record or {}).get("penalty", x.new_zeros(())))
+        ctx.has_penalty = ["penalty" in layer for layer in run.call.layers]
         ctx.save_for_backward(one, two, *tensors)
         return one, two, torch.stack(penalties)
 
@@ -110,7 +113,7 @@ class _Reversed(torch.autograd.Function):
         found: dict[int, Tensor] = {}
 
         def pull(outs: list[Tensor], grads: list[Tensor], read: Tensor) -> Tensor:
-            """The gradient of what was read; those of weights and arguments are added to what was found of them."""
+            """Return the gradient of ``read``; add those of weights and arguments to ``found``."""
             # None for what the outputs do not depend on, which the stubs leave out.
             first, *others = cast(
                 tuple[Tensor | None, ...], torch.autograd.grad(outs, [read, *wanted], grads, allow_unused=True)
@@ -126,18 +129,18 @@ class _Reversed(torch.autograd.Function):
                 read = one.detach().requires_grad_()
                 with torch.enable_grad():
                     _set(one, between)
-                    fed = block.fed(read.to(run.dtype))
-                two = two - fed.detach()
-                grad_one = grad_one + pull([fed], [grad_two.to(fed.dtype)], read)
+                    out = block.ffn_branch(read.to(run.dtype))
+                two = two - out.detach()
+                grad_one = grad_one + pull([out], [grad_two.to(out.dtype)], read)
                 read = two.detach().requires_grad_()
-                told: dict[str, Any] | None = {"penalty": None} if ctx.asked[i] else None
+                record: dict[str, Any] | None = {"penalty": None} if ctx.has_penalty[i] else None
                 with torch.enable_grad():
                     _set(one, before)
-                    add = block.attended(read.to(run.dtype), None, record=told, **arguments)[0]
+                    add = block.attention_branch(read.to(run.dtype), None, record=record, **arguments)[0]
                 one = one - add.detach()
                 outs, grads = [add], [grad_one.to(add.dtype)]
-                if told and told["penalty"].requires_grad:
-                    outs, grads = [*outs, told["penalty"]], [*grads, grad_penalties[i].to(told["penalty"].dtype)]
+                if record and record["penalty"].requires_grad:
+                    outs, grads = [*outs, record["penalty"]], [*grads, grad_penalties[i].to(record["penalty"].dtype)]
                 grad_two = grad_two + pull(outs, grads, read)
         return None, grad_one + grad_two, *(found.get(id(t)) for t in tensors)
 
@@ -147,7 +150,7 @@ def _learned(value: Any) -> bool:
 
 
 def _generators(x: Tensor, block: Block) -> tuple[Tensor, ...]:
-    """Where the generators stand from which dropout draws; nothing where nothing is drawn."""
+    """The states of the random generators that dropout uses; empty outside training."""
     if not block.training:
         return ()
     return (
@@ -175,7 +178,7 @@ def _autocast(x: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def _replayed(x: Tensor, autocast: dict[str, Any]) -> Generator[None, None, None]:
-    """With autocast as it was, and the generators afterwards as they are now."""
+    """Restore autocast of the forward pass, and the generators afterwards."""
     devices = [] if x.is_cpu else [x.device]
     with torch.random.fork_rng(devices=devices, device_type=x.device.type if devices else "cuda"):
         with torch.amp.autocast(**autocast):

@@ -1,4 +1,4 @@
-"""The same blocks again and again: the Universal Transformer, for so many steps or as many as each token wants."""
+"""The Universal Transformer: blocks repeated with shared weights, for fixed or adaptive numbers of steps."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,23 +12,30 @@ from ...ops.tensors import positions, upcast_half
 from .block import Block
 from .plain import Plain, StackCall
 
-COORDINATES = {"both": "of the token and of the step", "step": "of the step alone", "none": "neither"}
+COORDINATES = {"both": "of the token and of the step", "step": "of the step only", "none": "no sinusoids"}
 
 
 class UniversalState(NamedTuple):
+    """Number of tokens so far, and the states of all blocks and steps."""
+
     position: Tensor  # (B,) int64, tokens read so far
-    layers: tuple[Any, ...]  # one state per block and step, those of a step side by side
+    layers: tuple[Any, ...]  # one state per block and step; those of a step are adjacent
 
 
 class Universal(Plain):
-    r"""All blocks ``steps`` times with the same weights: step t reads $H^{t-1} + P^t$.
+    r"""All blocks ``steps`` times with the same weights: the input of step t is $H^{t-1} + P^t$.
 
-    ``coordinates``: which sinusoids are added before each step. ``both``, of the token's position i and of the step t,
-    $P^t_{i,2j} = \sin(i w_j) + \sin(t w_j)$, with cosines in channels 2j + 1; ``step``, of the step alone, for models
-    whose positions are elsewhere; ``none``.
+    The sum is part of the residual stream.
 
-    Source: Dehghani et al. 2018 (1807.03819), section 2.1, where one block is repeated: ``depth=1``. The sum before the
-    step is part of the residual stream. Raises ValueError for steps < 1 and unknown coordinates.
+    ``steps``: How many times the blocks run. ``coordinates``: The sinusoids $P^t$ that are added before each step.
+    ``both`` adds $P^t_{i,2j} = \sin(i w_j) + \sin(t w_j)$ for position i and step t, with cosines in channels 2j + 1.
+    ``step`` adds only the part of the step, for models with other position embeddings. ``none`` adds nothing.
+
+    Raises:
+        ValueError: For steps < 1 and unknown coordinates.
+
+    References:
+        Dehghani et al. 2018 (1807.03819), section 2.1, which repeats one block: ``depth=1``.
     """
 
     def __init__(self, dim: int, *, steps: int = 6, coordinates: str = "both"):
@@ -39,18 +46,18 @@ class Universal(Plain):
 
     @property
     def positional(self) -> bool:
-        """Whether the order of the tokens matters to it, whatever its attentions are."""
+        """Whether the stack adds positions of tokens, independent of its attentions."""
         return self.coordinates == "both"
 
     def start(self, blocks: list[Block], batch: int, capacity: int | None) -> UniversalState:
-        """The states before the first token, one for each block and step."""
+        """Return the states before the first token, one for each block and step."""
         layers = tuple(b.attention.init_state(batch, capacity) for _ in range(self.steps) for b in blocks)
         return UniversalState(torch.zeros(batch, dtype=torch.long, device=_device(blocks)), layers)
 
     def forward(
         self, blocks: list[Block], x: Tensor, state: UniversalState | None, call: StackCall
     ) -> tuple[Tensor, Any]:
-        """x (B,N,dim), the state -> both after all steps."""
+        """Run all steps; arguments and results as in ``Plain.forward``."""
         add, end = coordinates(self.coordinates, x, state, call)
         layers: tuple[Any, ...] = ()
         for t in range(self.steps):
@@ -60,24 +67,28 @@ class Universal(Plain):
 
 
 class Act(Universal):
-    r"""As many steps as each token wants, at most ``steps``: adaptive computation time.
+    r"""Adaptive computation time: each token takes up to ``steps`` steps, as a learned halting unit decides.
 
-    After step n a token halts with $h_n = \sigma(w \cdot s_n + b)$. Its last step N is the first with
-    $\sum_{n \le N} h_n \ge 1 - \epsilon$, or ``steps``; $p_n = h_n$ before it and $p_N = 1 - \sum_{n < N} h_n$. The
-    output is $\sum_n p_n s_n$. A token that has halted keeps its state, which others may still read. The penalty is the
-    mean of $N + p_N$ over the real tokens, N taken as constant.
+    The halting probability after step n is $h_n = \sigma(w \cdot s_n + b)$. The last step N of a token is the first
+    with $\sum_{n \le N} h_n \ge 1 - \epsilon$, or ``steps``. The weights are $p_n = h_n$ before it and
+    $p_N = 1 - \sum_{n < N} h_n$; they sum to 1 also if ``steps`` is reached. The output is $\sum_n p_n s_n$. A halted
+    token keeps its vector, which other tokens can still attend to.
 
-    ``threshold``: $\epsilon$. ``bias``: b at first. ``coordinates`` as in ``universal``. With a state all steps are
-    made, since a later token may read what one that has halted left at each; without one, so many as the slowest wants.
+    The penalty is the mean of $N + p_N$ over the real tokens, with N taken as constant. ``record`` also gets ``ponder``
+    (B,N), $N + p_N$, and ``steps`` (B,N), N. With a state all steps run, because later tokens may attend to halted ones
+    at each step. Without one, the steps end when all tokens have halted.
 
-    ``record`` gets ``ponder`` (B,N), $N + p_N$, and ``steps`` (B,N), N, beside the penalty.
+    ``steps``: Largest number of steps. ``threshold``: $\epsilon$. ``bias``: Initial value of b. ``coordinates``: As in
+    ``universal``.
 
-    Source: Graves 2016 (1603.08983), section 2; per token, Dehghani et al. 2018 (1807.03819), section 2.2. The weights
-    sum to 1 also where ``steps`` is reached. Raises ValueError for steps < 1, a threshold outside (0, 1), and unknown
-    coordinates.
+    Raises:
+        ValueError: For steps < 1, a threshold outside (0, 1), and unknown coordinates.
+
+    References:
+        Graves 2016 (1603.08983), section 2; per token, Dehghani et al. 2018 (1807.03819), section 2.2.
     """
 
-    penalty = "steps that a token takes, and the weight of its last one"
+    penalty = "number of steps of a token, and the weight of its last one"
 
     def __init__(
         self, dim: int, *, steps: int = 12, threshold: float = 0.01, bias: float = 1.0, coordinates: str = "both"
@@ -86,16 +97,16 @@ class Act(Universal):
         if not 0 < threshold < 1:
             raise ValueError(f"threshold={threshold} must be between 0 and 1")
         self.threshold = threshold
-        # No linear map, whose bias an initialization would set to zero.
+        # Not an ``nn.Linear``, whose bias initialization would set to zero.
         self.halt, self.bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.tensor(float(bias)))
 
     def forward(
         self, blocks: list[Block], x: Tensor, state: UniversalState | None, call: StackCall
     ) -> tuple[Tensor, Any]:
-        """x (B,N,dim), the state -> both after all steps that somebody wants."""
+        """Run the steps until all tokens have halted; arguments and results as in ``Plain.forward``."""
         add, end = coordinates(self.coordinates, x, state, call)
         layers: tuple[Any, ...] = ()
-        total = upcast_half(x.new_zeros(x.shape[:2]))  # (B,N) what has been given out
+        total = upcast_half(x.new_zeros(x.shape[:2]))  # (B,N) sum of the weights so far
         going = torch.ones_like(total, dtype=torch.bool)
         if call.mask is not None:
             going = going & call.mask
@@ -124,7 +135,7 @@ class Act(Universal):
 def coordinates(
     kind: str, x: Tensor, state: UniversalState | None, call: StackCall
 ) -> tuple[Callable[[int], Tensor], Tensor]:
-    """A function of the step that gives what is added to x (B,N,dim) before it, and the next positions (B,)."""
+    """Return a function from the step to the sinusoids that are added to x (B,N,dim), and the next positions (B,)."""
     start = None if state is None else state.position
     at, end = positions(x, start, mask=call.mask, segments=call.arguments.get("segments"))
     tokens = sinusoid(at, x.shape[-1], x.dtype) if kind == "both" else x.new_zeros(())
@@ -140,7 +151,7 @@ def coordinates(
 
 
 def of_step(state: UniversalState | None, t: int, count: int) -> tuple[Any, ...] | None:
-    """The states of the blocks in step t."""
+    """Return the states of the blocks in step t."""
     return None if state is None else state.layers[t * count : (t + 1) * count]
 
 
