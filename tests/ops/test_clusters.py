@@ -187,7 +187,7 @@ def test_tiles_hold_the_members_of_one_cluster(sizes):
         own = owner[0, 0, slot[0, 0] // prototypes.TILE]
         real = given[0, 0] < count
         assert torch.equal(own[real], given[0, 0][real])
-        # Tokens without a cluster have tiles of their own.
+        # Tokens without a cluster have separate tiles.
         assert not set((slot[0, 0][real] // prototypes.TILE).tolist()) & set(
             (slot[0, 0][~real] // prototypes.TILE).tolist()
         )
@@ -229,7 +229,7 @@ def test_attention_of_clusters_by_hand():
     for topk in (0, 1):
         o = prototypes.attend(q, k, v, groups, 2, topk=topk).flatten()
         torch.testing.assert_close(o, torch.tensor([2.0, 2.0, 1.0], dtype=torch.float64))
-    # All keys anew: 2^(2/3) and 2^(4/3) to one.
+    # All keys by the query's own scores: 2^(2/3) and 2^(4/3) to one.
     o = prototypes.attend(q, k, v, groups, 2, topk=2).flatten()
     odds = 2 ** (torch.tensor([2.0, 4.0, -3.0], dtype=torch.float64) / 3)
     torch.testing.assert_close(o, 3 * odds / (1 + odds))

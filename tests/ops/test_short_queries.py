@@ -10,7 +10,7 @@ from longspan.ops.backends import backend
 from longspan.ops.native.call import available
 from longspan.ops.sparse import blockwise, sums
 
-# Windows, blocks of a size of their own, far tokens that become classes, heads that differ, rows that see nothing.
+# Windows, blocks of other sizes, far tokens that become classes, heads that differ, rows that see nothing.
 PATTERNS = (
     "causal",
     "causal & band(40)",
@@ -53,7 +53,7 @@ def close(found, right, within):
 
 
 def gradients(results, leaves):
-    """Of a sum in which every row and every log-sum has a weight of its own."""
+    """Gradients of a sum in which every row and every log-sum has a separate weight."""
     total = sum(
         (x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).nan_to_num(0, 0, 0).sum() for x in results
     )
@@ -163,7 +163,7 @@ def test_a_cap_with_padding_a_bias_and_packed_rows(packed):
         ({"mask": torch.ones(2, 10, dtype=torch.bool)}, "as many keys as queries with a mask or a bias"),
         (
             {"bias": torch.zeros(1, 10, 20, dtype=torch.float64)},
-            "as many keys as queries with a mask or a bias|bias tensor",
+            "as many keys as queries with a mask or a bias|bias must",
         ),
     ],
 )

@@ -81,7 +81,7 @@ MISTAKES = {
         "universal(steps=3)",
         "parallel_is_recurrent",
     ),
-    "dropout drawn anew": (reversible, "_set", fresh_generator, "reversible", "reversible"),
+    "another dropout mask": (reversible, "_set", fresh_generator, "reversible", "reversible"),
 }
 
 
