@@ -1,7 +1,7 @@
 """Softmax attention over a few edges per token, which a recurrent network selects and learns by reward."""
 
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ class SparseAdaptive(Attention[SparseAdaptiveState]):
         2020,
     )
     examples = ("sac(edges=2)",)
-    exempt: ClassVar = {"bidirectional": "edges are selected, so the first token may not read the last one"}
+    exempt = {"bidirectional": "edges are selected, so the first token may not read the last one"}
     states, samples, apart = (SparseAdaptiveState,), True, True
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, edges: int = 4):
