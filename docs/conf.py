@@ -34,7 +34,14 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 
 
+def keep_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Put a blank line first, so that napoleon does not read the words before a colon as the type of an attribute."""
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", keep_attribute, priority=100)
     runpy.run_path(str(TOOLS / "docs_math.py"))["setup"](app)
 
 

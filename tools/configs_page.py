@@ -16,9 +16,6 @@ Configs are frozen dataclasses of plain values. Their fields are the entries of 
 `TrainConfig` under `run`. `from_dict` and `to_dict` convert a model's config. An unknown field or a value of another
 type raises `ValueError`. [](models.md) describes the options of `attention`, `stack`, `residual` and `positions`."""
 
-BAR = "\\|"
-
-
 def meanings(cls: type) -> dict[str, str]:
     """The docstring below each field that a class defines itself."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
@@ -35,7 +32,7 @@ def section(cls: type) -> str:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     base = cls.__base__
     rows = (
-        f"| `{name}` | {_name(fields[name].type)} | `{fields[name].default!r}` | {meaning.replace('|', BAR)} |"
+        f"| `{name}` | {_name(fields[name].type)} | `{_cell(repr(fields[name].default))}` | {_cell(meaning)} |"
         for name, meaning in meanings(cls).items()
     )
     inherited = (
@@ -50,6 +47,10 @@ def section(cls: type) -> str:
 def page() -> str:
     """Every config with its fields, as Markdown."""
     return "\n\n".join(("# Configs", OPENING, *map(section, CONFIGS))) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def _name(annotation: object) -> str:

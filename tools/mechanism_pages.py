@@ -49,13 +49,18 @@ def section(cls: type[Attention]) -> str:
             f"* **Time**: {cost(cls)} for a sequence of $N$ tokens.\n* **Forms**: {', '.join(describe.forms(cls))}.\n"
             f"* **State** of one sequence, {DIM} channels in {HEADS} heads: {state(attention)}.\n"
             f"* **Backend** on a CPU: {backend(cls, attention.causal)}.\n"
-            f"* **Paper**: {authors.replace(' and ', '; ')}: *{title}*, {year}, "
+            f"* **Paper**: {_plain(authors).replace(' and ', '; ')}: *{title}*, {year}, "
             f"[arXiv:{cls.paper}](https://arxiv.org/abs/{cls.paper}).",
             *drawing(cls),
             "Conformance checks:",
             "```sh\n" + "\n".join(f'longspan check "{spec}"' for spec in cls.examples) + "\n```",
         )
     )
+
+
+def _plain(authors: str) -> str:
+    """Names from BibTeX as plain text."""
+    return re.sub(r"[{}]", "", authors.replace(r"{\c c}", "ç").replace(r"{\L}", "Ł"))
 
 
 def prose(cls: type[Attention]) -> Iterator[str]:

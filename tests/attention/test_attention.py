@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import frozen
+import api_snapshot
 import longspan
 from longspan import testing
 from longspan.attention import REGISTRY, Attention
@@ -109,14 +109,14 @@ def test_calls_with_a_mask_or_a_state_are_traced_with_their_gradients(name, monk
     assert row.status != "failed", row.note
 
 
-@pytest.mark.parametrize("name", frozen.kept())
+@pytest.mark.parametrize("name", api_snapshot.kept())
 def test_facts_and_options_are_frozen(name):
     """Facts decide which laws apply, so a false fact would hide a law; and an option is a cost."""
-    assert frozen.facts()[name] == frozen.kept()[name], "if it is meant: python tests/frozen.py"
+    assert api_snapshot.facts()[name] == api_snapshot.kept()[name], "if it is meant: python tests/api_snapshot.py"
 
 
 def test_the_frozen_facts_are_as_their_script_writes_them():
-    assert frozen.written(frozen.kept()) == frozen.FILE.read_text(encoding="utf-8")
+    assert api_snapshot.written(api_snapshot.kept()) == api_snapshot.FILE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

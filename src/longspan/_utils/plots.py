@@ -85,16 +85,20 @@ def legend(figure: Any, axes: Iterable[Any], columns: int = 4, **options: Any) -
     Args:
         figure: a figure, or a part of one, with a constrained layout.
         axes: its panels; each label is listed once.
-        columns: the most columns of the legend.
+        columns: the most columns of the legend; fewer if it would be wider than the figure.
         options: further arguments of ``figure.legend``.
     """
     found: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    if found:
-        columns = min(columns, len(found))
-        figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize=9, **options)
+    for count in range(min(columns, len(found)), 0, -1):
+        made = figure.legend(
+            found.values(), found.keys(), loc="outside lower center", ncols=count, fontsize=9, **options
+        )
+        if count == 1 or made.get_window_extent(figure.canvas.get_renderer()).width <= figure.bbox.width:
+            break
+        made.remove()
 
 
 def thousands(count: float) -> str:

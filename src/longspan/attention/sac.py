@@ -69,7 +69,9 @@ class SparseAdaptive(Attention[SparseAdaptiveState]):
         2020,
     )
     examples = ("sac(edges=2)",)
-    exempt = {"bidirectional": "edges are selected, so the first token may not read the last one"}
+    exempt: Mapping[str, str] = {
+        "bidirectional": "edges are selected, so the first token may not read the last one"
+    }
     states, samples, apart = (SparseAdaptiveState,), True, True
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, edges: int = 4):

@@ -220,7 +220,7 @@ EXPERIMENT = Experiment(
         "of utterances of 800 frames on average and 2400 at most, on a GPU. Here strings of digits from the Free "
         "Spoken Digit Dataset are joined up to the same lengths, with 40 filter banks and letters as labels. One "
         "speaker is in no part of the training and few others exist, so the errors are those of a small data set. AN4 "
-        "(--data an4:FOLDER) has 13 cepstral coefficients per frame. `tones`, the data of --quick, are not speech. "
+        "(`--data an4:FOLDER`) has 13 cepstral coefficients per frame. `tones`, the data of `--quick`, are not speech. "
         "The models have 3 layers of width 96 instead of 9 of 6 heads, and the LSTM has as many parameters. All train "
         "alike, by AdamW with a cosine schedule for some minutes, and two frames make a token. The time of an epoch "
         "is that of its updates on a CPU. Steps by length are timed with one token per frame."

@@ -28,17 +28,14 @@ DENSE = 8  # more candidates than 1 / DENSE of all tiles cost more than all tile
 
 
 class Blocks(NamedTuple):
-    """The key blocks that each query block needs.
-
-    Attributes:
-        size: Positions per block, counted from position 0.
-        index: (nb, s) int64, key block numbers, ascending, padded with -1 at the end; s >= 1.
-        full: (nb, s) bool, True if every pair of the two blocks is allowed, so that no mask is needed.
-    """
+    """The key blocks that each query block needs."""
 
     size: int
+    """Positions per block, counted from position 0."""
     index: Tensor  # pyright: ignore[reportIncompatibleMethodOverride] (a field hides tuple.index)
+    """(nb, s) int64, key block numbers, ascending, padded with -1 at the end; s >= 1."""
     full: Tensor
+    """(nb, s) bool, True if every pair of the two blocks is allowed, so that no mask is needed."""
 
 
 class Tiled(Protocol):

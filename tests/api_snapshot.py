@@ -1,8 +1,8 @@
-"""What mechanisms said of themselves when they were last looked at, in ``frozen.json``: facts and options do not drift.
+"""A snapshot of the facts and options of each mechanism, in ``api_snapshot.json``, so that changes are deliberate.
 
-    python tests/frozen.py
+    python tests/api_snapshot.py
 
-writes it again. A mechanism that is not in it yet, because its file is new, is not held to it.
+writes it. A mechanism that is not in the file yet is not compared.
 """
 
 import json
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from longspan.attention.base import REGISTRY, own_options
 
-FILE = Path(__file__).with_name("frozen.json")
+FILE = Path(__file__).with_name("api_snapshot.json")
 
 
 def facts() -> dict[str, dict[str, list[str]]]:
-    """Of each registered mechanism: directions, arguments, exemptions and options."""
+    """Return directions, arguments, exemptions and options of each registered mechanism."""
     return {
         name: {
             "directions": list(cls.directions),
@@ -27,12 +27,12 @@ def facts() -> dict[str, dict[str, list[str]]]:
 
 
 def kept() -> dict[str, dict[str, list[str]]]:
-    """What the file holds."""
+    """Return the contents of the file."""
     return json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def written(found: dict) -> str:
-    """The file for these facts: one line for each fact, so that a change shows as what it is."""
+    """Return the text of the file: one line per fact, for readable diffs."""
     return json.dumps(found, indent=1).replace("[\n   ", "[").replace("\n  ]", "]").replace(",\n   ", ", ") + "\n"
 
 
