@@ -51,10 +51,10 @@ gpu:
 wheel: .venv-wheel/wheel.stamp
 	LONGSPAN_PREBUILT=1 .venv-wheel/bin/python -m hatchling build -t wheel -d dist
 
-# Other libraries to be measured beside ours, in an environment of their own; the first compiles for some minutes.
+# Other libraries for comparison, in a separate environment; the first compiles for some minutes.
 peers: .venv-peers/peers.stamp
 
-# The oldest transformers that is served, and those at which its layers changed, each in a folder of its own.
+# The oldest supported transformers, and the versions in which its layers changed, each in a separate folder.
 older: .venv/dev.stamp
 	set -e; for version in 5.5.0 5.14.0 5.15.0 5.23.0; do \
 	  $(BIN)/python -m pip install -q --upgrade --target .venv-older/$$version transformers==$$version; \
@@ -74,7 +74,7 @@ clean:
 	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,docs]"
 	@touch $@
 
-# Its setup asks for torch, so torch comes first, in the version of constraints.txt, and is not hidden by build isolation;
+# Its setup imports torch, so torch comes first, in the version of constraints.txt, and is not hidden by build isolation;
 # and it would compile for CUDA where it finds nvcc. The other one then finds what it needs.
 .venv-peers/peers.stamp: constraints.txt benchmarks/peers-build.txt benchmarks/peers-compiled.txt benchmarks/peers.txt
 	$(PYTHON) -m venv .venv-peers

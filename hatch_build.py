@@ -1,4 +1,4 @@
-"""Puts compiled kernels into a wheel, where LONGSPAN_PREBUILT=1 asks for it: ``make wheel``.
+"""Puts compiled kernels into a wheel, if LONGSPAN_PREBUILT=1 is set: ``make wheel``.
 
 Without it a wheel has no compiled code, serves every platform, and compiles its kernels on first use.
 """
@@ -84,7 +84,7 @@ def platform_tag(libraries: list[Path]) -> str:
 
 
 def granted(libraries: list[Path], tag: str) -> str:
-    """What auditwheel says of a wheel with nothing but these libraries, which is built for the systems of ``tag``."""
+    """Return the output of auditwheel for a wheel of these libraries alone, built for the systems of ``tag``."""
     parts = {f"probe/{library.name}": library.read_bytes() for library in libraries}
     parts["probe-0.dist-info/METADATA"] = b"Metadata-Version: 2.1\nName: probe\nVersion: 0\n"
     parts["probe-0.dist-info/WHEEL"] = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: py3-none-{tag}\n".encode()

@@ -18,7 +18,7 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 def shared(name: str) -> Path:
     if not (SHARED / name).exists():
-        pytest.skip(f"no {name} data beside the repository")
+        pytest.skip(f"no {name} data next to the repository")
     return SHARED / name
 
 

@@ -39,5 +39,5 @@ def heads_of(x, heads=HEADS):
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def beside(x):
+def merge_heads(x):
     return x.transpose(1, 2).flatten(-2)

@@ -59,7 +59,7 @@ MAMBA = {
     "mamba_chunk_size": 16,
 }
 
-# name: (class, what its configuration has beside COMMON)
+# name: (class, what its configuration adds to COMMON)
 KINDS = {
     "qwen3_next": ("Qwen3Next", {**DELTA, **EXPERTS}),
     "qwen3_5": ("Qwen3_5", DELTA),
@@ -148,7 +148,7 @@ def version():
 
 
 def served(kind):
-    """Skip where these transformers have a type that longspan leaves as it is, and says so."""
+    """Skip if longspan leaves this type unchanged in the installed version of transformers."""
     if version() < (5, 15) and kind in WHOLE:
         pytest.skip("transformers before 5.15 has its recurrence in one piece")
 
@@ -200,7 +200,7 @@ def tokens(*shape, seed=0):
 
 
 def judge(kind, made):
-    """The same model in float64 throughout, also where its file says float32: what both ways are measured by."""
+    """Return the same model in float64 throughout, even where its file casts to float32; the reference of both."""
     if version() < (5, 16) and kind in WHOLE:
         pytest.skip("the files of transformers before 5.16 for this type cannot be had in float64")
     source = Path(file(kind).__file__).read_text(encoding="utf-8")

@@ -34,7 +34,7 @@ def riff(
     more: bytes = b"",
     before: bytes = b"",
 ) -> bytes:
-    """Samples behind a header that says what one likes; ``more`` of the format chunk, chunks ``before`` the samples."""
+    """Return samples behind a header of any content: ``more`` of the format chunk, chunks ``before`` the samples."""
     width = channels * bits // 8
     fields = struct.pack("<HHIIHH", code, channels, rate, width * rate & 0xFFFFFFFF, width & 0xFFFF, bits) + more
     size = len(data) if size is None else size
@@ -57,7 +57,7 @@ def config(**fields) -> TranscriberConfig:
 
 
 def transcriber(seed: int = 0, **fields) -> Transcriber:
-    """A model of float64 with weights so large that it says something; channels have a mean and a deviation."""
+    """Return a float64 model with weights large enough to give labels; channels have a mean and a deviation."""
     torch.manual_seed(seed)
     model = Transcriber(config(**fields)).double().eval()
     with torch.no_grad():

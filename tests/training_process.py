@@ -1,4 +1,4 @@
-"""Tiny runs for the tests; and one in a process of its own, to be killed or doubled: ``python THIS_FILE JOB``.
+"""Tiny runs for the tests; and one in a separate process, to be killed or started twice: ``python THIS_FILE JOB``.
 
 JOB is JSON: ``model`` and ``run`` (fields), ``resume``, ``pause`` (seconds before each micro-batch), ``record`` (a
 folder to which each rank writes the examples it took and its weights at the end).

@@ -16,6 +16,7 @@ Configs are frozen dataclasses of plain values. Their fields are the entries of 
 `TrainConfig` under `run`. `from_dict` and `to_dict` convert a model's config. An unknown field or a value of another
 type raises `ValueError`. [](models.md) describes the options of `attention`, `stack`, `residual` and `positions`."""
 
+
 def meanings(cls: type) -> dict[str, str]:
     """The docstring below each field that a class defines itself."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body

@@ -1,4 +1,4 @@
-"""Names in a picture: beside their marks, inside the axis, and none on another."""
+"""Labels in a picture: next to their marks, inside the axis, without overlap."""
 
 from itertools import combinations
 

@@ -49,7 +49,7 @@ def test_an_attention_is_refused(text, message):
 
 @pytest.mark.parametrize("name", longspan.list_mechanisms())
 def test_every_option_has_a_kind_and_is_checked_by_hand_too(name):
-    """The signature is the config: whoever builds a mechanism, an option of another kind is named."""
+    """Options of another type raise an error with their name, however a mechanism is built."""
     cls = REGISTRY[name]
     causal = "causal" in cls.directions
     for option, parameter in own_options(cls).items():
@@ -97,7 +97,7 @@ def test_a_model_is_refused_before_it_takes_memory(make, config, message):
 
 
 def test_what_is_weighed_is_what_is_built(monkeypatch):
-    """At the bytes that a model has it is built, with one byte less it is not; and nobody's random numbers move."""
+    """A model is built with exactly its bytes, not with one less; the random generator does not move."""
     config = DecoderConfig(dim=16, depth=5, heads=2, attention="linear; softmax(kv_heads=1); linear", feedforward=24)
     torch.manual_seed(0)
     decoder = Decoder(config)

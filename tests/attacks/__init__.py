@@ -1,13 +1,13 @@
-"""Attacks on the library: seeded cases, each of which must be refused well or answered rightly.
+"""Attacks on the library: seeded cases, each of which must raise a clear error or give the right result.
 
 An attack is one module of this package:
 
-* its docstring's first line says what is done and what must hold;
+* its docstring's first line describes the cases and what must hold;
 * ``SHORT`` and ``LONG``: how many cases the default suite and ``make attack`` take;
 * ``cases(seed, count, folder)`` yields ``count`` pairs (label, run), the same ones for the same seed. ``run()`` returns
-  None where the library held, and otherwise a sentence that says what it did. ``folder`` is an empty folder to work in.
+  None if the library held, and otherwise a sentence about what it did. ``folder`` is an empty folder to work in.
 
-A failing case is had again by its seed and its label: ``python -m attacks NAME --seed 0 --only LABEL`` in ``tests``.
+To reproduce a failing case, pass its seed and its label: ``python -m attacks NAME --seed 0 --only LABEL`` in ``tests``.
 """
 
 import importlib

@@ -19,7 +19,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m attacks", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of: {', '.join(names())}; without any, all")
     parser.add_argument("--seed", type=int, default=0, help="which cases")
-    parser.add_argument("--cases", type=int, default=0, help="so many of each; 0: its own number")
+    parser.add_argument(
+        "--cases", type=int, default=0, help="number of cases of each attack; 0: the default of the attack"
+    )
     parser.add_argument("--only", default="", help="the case of this label alone")
     parser.add_argument("--json", type=Path, help="write the counts into this file too")
     args = parser.parse_args()

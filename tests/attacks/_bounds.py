@@ -12,7 +12,7 @@ class TooLong(Exception):
 
 @contextlib.contextmanager
 def bounded(seconds: float, gib: float) -> Iterator[None]:
-    """Raise TooLong after so many seconds, and let allocations fail beyond so much memory, where the system can."""
+    """Raise TooLong after ``seconds``, and let allocations beyond ``gib`` fail where the system supports it."""
     if sys.platform != "linux":
         yield
         return

@@ -1,7 +1,7 @@
 """Mutated command lines of every ``longspan`` command: a documented exit code, and one line on stderr if it is wrong.
 
 Words that are missing, doubled, misspelt, of another type, beyond all sizes, no Unicode. What could start long work has
-a word that it cannot read or asks for help; ``show``, ``cite`` and ``list`` run as they are.
+an invalid word or --help; ``show``, ``cite`` and ``list`` run as they are.
 """
 
 import contextlib

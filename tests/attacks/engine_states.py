@@ -20,14 +20,14 @@ MODELS = ("linear", "softmax", "linear; softmax(kv_heads=1)", "local(window=3); 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     """See the package."""
-    told: dict[int, str] = {}
+    results: dict[int, str] = {}
     for i in range(count):
-        yield f"{i}", lambda i=i: answer(seed, i, count, told)
+        yield f"{i}", lambda i=i: answer(seed, i, count, results)
 
 
-def answer(seed: int, i: int, count: int, told: dict[int, str]) -> str | None:
-    """What became of a case: asked for together with those after it."""
-    if i not in told:
+def answer(seed: int, i: int, count: int, results: dict[int, str]) -> str | None:
+    """Return the result of a case; the child process that computes it also runs the cases after it."""
+    if i not in results:
         command = [
             sys.executable,
             "-c",
@@ -41,10 +41,10 @@ def answer(seed: int, i: int, count: int, told: dict[int, str]) -> str | None:
             check=False,
         )
         lines = [line.split("\t", 2) for line in done.stdout.splitlines() if line.startswith("case\t")]
-        told |= {int(number): said for _, number, said in lines}
-        if i not in told:
+        results |= {int(number): said for _, number, said in lines}
+        if i not in results:
             return f"the process ended with code {done.returncode}: {done.stderr[-300:]}"
-    return told[i] or None
+    return results[i] or None
 
 
 def serve(seed: int, begin: int, count: int) -> None:
@@ -93,7 +93,7 @@ def attack(dice: random.Random) -> str | None:
 
 
 def abuse(x: torch.Tensor, dice: random.Random) -> tuple[torch.Tensor, bool | None]:
-    """A part of a state, abused; whether it still says the same (None: something else, which may be served)."""
+    """A part of a state, abused; whether its values are unchanged (None: other values, which may be accepted)."""
     if x.dtype == torch.int64:
         row = dice.randrange(len(x))
         match dice.randrange(8):

@@ -30,7 +30,7 @@ from ._bounds import TooLong, bounded, complaint
 
 SHORT, LONG = 40, 3000
 SECONDS, GIB = 20.0, 1.0
-NOBODY = 54321
+OTHER_USER = 54321
 UNSET = None
 WORDS = (UNSET, "", " ", "x", "-1", "'", '"', "\\", "~", "~no-such-user", "~no-such-user/x", "relative", "a" * 5000)
 PATHS = (*WORDS, "/proc/x", "/dev/null", "/dev/null/x", "FOLDER/file", "FOLDER/fifo", "FOLDER/open", "FOLDER/new/deep")
@@ -60,7 +60,7 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
         change = {name: text and text.replace("FOLDER", str(folder)) for name, text in change.items()}
         unknown = number % 10 == 9 and hasattr(os, "getuid") and os.getuid() == 0
         case = functools.partial(_in_child, change) if unknown else functools.partial(_attack, change, folder)
-        yield f"{number} {'nobody, ' * unknown}{change!r}"[:200].replace(str(folder), "FOLDER"), case
+        yield f"{number} {'other user, ' * unknown}{change!r}"[:200].replace(str(folder), "FOLDER"), case
 
 
 def _attack(change: dict[str, str | None], folder: Path) -> str | None:
@@ -163,8 +163,8 @@ def _in_child(change: dict[str, str | None]) -> str | None:
             try:
                 os.chdir(folder)
                 os.setgroups([])
-                os.setgid(NOBODY)
-                os.setuid(NOBODY)
+                os.setgid(OTHER_USER)
+                os.setuid(OTHER_USER)
                 torch.set_num_threads(1)
                 said = _run({"HOME": UNSET, "LONGSPAN_CACHE": UNSET, "XDG_CACHE_HOME": UNSET} | change)
             except BaseException as error:

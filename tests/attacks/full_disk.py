@@ -1,4 +1,4 @@
-"""Let the disk fill up at any byte of a save: it says so in a line, the older file stays, and nothing else is left.
+"""Let the disk fill up at any byte of a save: one line reports it, the older file stays, and nothing else is left.
 
 Files that may not grow stand in for the disk, so that no other program meets it.
 """
@@ -95,7 +95,7 @@ def _number(folder: Path, name: str) -> int:
 
 
 def _images(number: int) -> torch.Tensor:
-    """One whose mean is 100 times the number, in so many levels that it does not become a small file."""
+    """Return an image with a mean of 100 times the number, and enough levels to make its file large."""
     noise = torch.randint(50, (1, 24, 12), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
     return (100 * number + torch.cat([noise, -noise], 2)).to(torch.uint8)
 

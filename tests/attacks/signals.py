@@ -86,7 +86,7 @@ def _case(folder: Path, i: int, name: str, number: int, after: float, second: fl
 
 
 def start(at: Path, *words: str) -> subprocess.Popen:
-    """The command ``longspan``, once its signals are its own; what it says goes to the files out and err."""
+    """Start the command ``longspan`` with default signal handlers; its output goes to the files out and err."""
     command = [sys.executable, "-W", "ignore:longspan runs without its native CPU kernels", "-c", START, *words]
     if words[0] == "train":
         command.append("--run.out=run")

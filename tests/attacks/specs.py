@@ -91,7 +91,7 @@ def _attention(text: str) -> str | None:
             with torch.no_grad():
                 built(torch.zeros(1, 5, 12))
         except RuntimeError as error:
-            # What a call needs beside the weights is not foreseen: docs/reference/guarantees.md.
+            # The memory of a call beyond the weights is not predicted: docs/reference/guarantees.md.
             if "allocate memory" not in str(error):
                 raise
     return None

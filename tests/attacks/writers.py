@@ -1,6 +1,6 @@
 """Several processes and threads save to one folder while others load: each load gives one save, whole, and none fails.
 
-A case is a round of saves. Model number k has all weights k, and says so in its config, header and training state.
+A case is a round of saves. Model number k has all weights k, and k in its config, header and training state.
 """
 
 import multiprocessing

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import longspan
-from gated_cases import DIM, HEADS, B, N, beside, fill, heads_of, seeded, tokens
+from gated_cases import DIM, HEADS, B, N, fill, heads_of, merge_heads, seeded, tokens
 from longspan.ops.linear.features import dpfp
 
 
@@ -41,7 +41,7 @@ def test_is_the_loop_of_the_paper():
         new = beta[:, :, t, None] * v[:, :, t] + (1 - beta[:, :, t, None]) * old
         w = w + torch.einsum("bhe,bhf->bhef", new - old, k[:, :, t])
         y.append(torch.einsum("bhef,bhf->bhe", w, q[:, :, t]))
-    torch.testing.assert_close(module(x)[0], module.out(beside(torch.stack(y, 2))))
+    torch.testing.assert_close(module(x)[0], module.out(merge_heads(torch.stack(y, 2))))
 
 
 def test_the_sum_rule_is_linear_attention():

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from gated_cases import DIM, HEADS, B, Bare, N, beside, fill, heads_of, seeded, tokens
+from gated_cases import DIM, HEADS, B, Bare, N, fill, heads_of, merge_heads, seeded, tokens
 
 
 def test_by_hand():
@@ -34,7 +34,7 @@ def test_is_the_matrix_of_all_pairs():
         for j in range(i + 1):
             scores[:, :, i, j] = (q[:, :, i] * k[:, :, j] * alpha[:, :, j + 1 : i + 1].prod(2)).sum(-1) / 2
     o = F.rms_norm(scores @ v, (6,), module.norm.weight, 1e-5)
-    torch.testing.assert_close(module(x)[0], module.out(F.silu(module.out_gate(x)) * beside(o)))
+    torch.testing.assert_close(module(x)[0], module.out(F.silu(module.out_gate(x)) * merge_heads(o)))
 
 
 def test_sizes_follow_the_paper():

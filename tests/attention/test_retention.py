@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from gated_cases import DIM, HEADS, B, Bare, N, beside, fill, heads_of, seeded, tokens
+from gated_cases import DIM, HEADS, B, Bare, N, fill, heads_of, merge_heads, seeded, tokens
 from longspan.ops import gated
 
 
@@ -33,7 +33,7 @@ def test_is_the_matrix_of_all_pairs(rotary):
     a, b = (torch.complex(*t.chunk(2, -1)) for t in (q, k))
     turned = torch.polar(torch.ones(N, N, 4, dtype=torch.float64), gap[..., None] * rates)
     scores = torch.einsum("bhnd,nmd,bhmd->bhnm", a, turned, b.conj()).real / math.sqrt(8)
-    o = beside((scores * decay) @ v)
+    o = merge_heads((scores * decay) @ v)
     o = F.group_norm(o.flatten(0, 1), HEADS).view_as(o)
     torch.testing.assert_close(module(x)[0], module.out(F.silu(module.out_gate(x)) * o))
 
@@ -44,7 +44,7 @@ def test_is_scalar_decay_with_a_constant():
     log_decay = torch.tensor([31 / 32, 63 / 64], dtype=torch.float64).log()[:, None].expand(B, HEADS, N)
     o = gated.decay_attention(q, k, v, log_decay=log_decay)
     module.norm = Bare()
-    torch.testing.assert_close(module(x)[0], module.out(beside(o)))
+    torch.testing.assert_close(module(x)[0], module.out(merge_heads(o)))
 
 
 def test_rates_are_defined_for_any_number_of_heads():

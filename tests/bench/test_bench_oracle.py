@@ -180,7 +180,7 @@ def test_a_worker_answers_and_is_not_disturbed_by_what_is_printed(fake):
         remote.sampler(TASK | {"what": "model"})
 
 
-def test_a_worker_that_fails_or_dies_says_how(fake):
+def test_a_worker_that_fails_or_dies_reports_how(fake):
     with pytest.raises(candidates.Refused, match="^TypeError: of no use$"):
         fake("failing").sampler(TASK)
     sample = fake("dying").sampler(TASK)

@@ -290,7 +290,7 @@ def test_check_prints_each_law_and_fails_with_code_1(capsys, monkeypatch):
     assert seeds == [7, 7]
 
 
-def test_demo_hands_on_what_it_was_given_and_says_how_to_go_on(at, capsys, monkeypatch):
+def test_demo_passes_its_arguments_on_and_prints_how_to_resume(at, capsys, monkeypatch):
     calls = []
 
     def run(*arguments, **options):
@@ -458,7 +458,7 @@ def test_train_checks_its_flags_before_data_and_packages(flag, message, at, caps
     assert message in refused(capsys, "train", "--run.data", "digits", flag)
 
 
-def test_a_folder_with_a_run_says_how_to_resume_it(at, capsys):
+def test_a_folder_with_a_run_is_an_error_that_names_resume(at, capsys):
     Path("my run").mkdir()
     Path("my run/config.yaml").write_text("model: {}\nrun: {}\n")
     line = refused(capsys, "train", "--run.out", "my run", *TINY)

@@ -45,7 +45,7 @@ def test_the_ops_say_what_serves(spec, whole, steps):
 
 
 @needs_kernels
-def test_a_decoder_of_what_the_engine_serves_says_so_too():
+def test_a_decoder_of_what_the_engine_serves_is_listed_too():
     calls = served("linear")
     assert calls.pop("a decoder's steps") == [("the decode engine", "native")]
     assert calls == {kind: [("linear attention", "native")] for kind in ("whole sequences", "steps")}
@@ -105,7 +105,7 @@ def test_a_watch_ends_with_its_block_and_hides_none_around_it():
     assert around == within == [ops.BackendUse(SOFTMAX, "torch")]
 
 
-def test_a_step_that_a_kernel_refuses_is_not_told():
+def test_a_step_that_a_kernel_refuses_is_not_listed():
     attention = longspan.build("linear", 8, 2).double()
     x = torch.zeros(1, 1, 8, dtype=torch.float64)
     with torch.no_grad():

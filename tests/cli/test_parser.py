@@ -25,12 +25,12 @@ def test_both_spellings_are_read(spelling, value, capsys):
     assert "data: a_b" in shown
 
 
-def test_an_unknown_option_is_told_the_spelling_of_the_known_ones(capsys):
+def test_an_unknown_option_gets_a_suggestion(capsys):
     assert main(["train", "--run.save_evry", "7"]) == WRONG
     said = capsys.readouterr().err
     assert "unknown option '--run.save-evry' (did you mean '--run.save-every'?)" in said
 
 
-def test_a_value_that_does_not_fit_is_told_so_with_hyphens(capsys):
+def test_a_value_that_does_not_fit_is_an_error_with_hyphens(capsys):
     assert main(["train", "--run.save-every", "often"]) == WRONG
     assert "--run.save-every" in capsys.readouterr().err

@@ -91,13 +91,13 @@ def test_any_cut_of_the_samples_has_the_same_words_and_scores(model, size, beams
     torch.testing.assert_close(torch.cat(logits, 1), expected, rtol=0, atol=1e-5)
 
 
-def test_words_are_told_while_they_are_heard(model):
+def test_words_are_printed_while_they_are_heard(model):
     listener = Listener(model, 8000)
     early = listener.feed(torch.from_numpy(noise(24_000, 1) / 32768.0).float())
     assert len(early) > 3
 
 
-def test_an_interruption_says_what_is_done(model, files, capsys, monkeypatch):
+def test_an_interruption_prints_what_is_done(model, files, capsys, monkeypatch):
     def interrupted(path, seconds):
         if str(path) == files[1]:
             raise KeyboardInterrupt
@@ -277,7 +277,7 @@ def test_an_unknown_name_is_refused_with_the_models_of_the_kind(files, capsys, t
     assert len(said(capsys, "numbers", files[0])) == 1
 
 
-def test_without_filter_banks_it_says_what_to_install(model, files, capsys, monkeypatch):
+def test_without_filter_banks_it_prints_what_to_install(model, files, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "kaldi_native_fbank", None)
     line = refused(capsys, "transcribe", "model", *files)
     assert 'missing for filter banks: kaldi_native_fbank; pip install "longspan[speech]"' in line

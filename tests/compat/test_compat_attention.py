@@ -164,7 +164,7 @@ def test_exact_topk_attention_sees_the_best_of_what_is_allowed(qkv, random, topk
         check(a.ExactTopKAttention(topk), (q, k, v), attn, lengths, weighted(softmax(scores, allowed & best), v))
 
 
-def test_conditional_full_attention_asks_for_the_length(qkv):
+def test_conditional_full_attention_requires_the_length(qkv):
     other = nn.Module()
     other.forward = lambda q, k, v, *masks: -torch.ones_like(q)
     module = a.ConditionalFullAttention(other, length_limit=L).eval()

@@ -101,7 +101,7 @@ def test_left_padding_changes_nothing(spec, positions):
     assert torch.equal(found[:1, 4:], lm.generate(tokens, **beams))
 
 
-def test_rows_that_begin_with_the_start_token_beside_rows_that_do_not():
+def test_rows_with_and_without_the_start_token_in_one_batch():
     lm, tokens = model(), ids(2, 6)
     mixed = torch.cat([started(tokens[:1, :5]), tokens[1:]])
     found = lm(mixed).logits

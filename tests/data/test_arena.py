@@ -129,7 +129,7 @@ class TestListOps:
         dice, children, operators, nodes, depths = random.Random(0), Counter(), Counter(), [0, 0], set()
         for _ in range(300):
             open_ = []
-            # So many tokens that no tree is left out.
+            # Enough tokens that no tree is left out.
             for symbol in listops.tree(dice, 10**6):
                 if symbol == "]":
                     operator, count = open_.pop()
@@ -198,7 +198,7 @@ def reached(picture: torch.Tensor) -> set[tuple[int, int]]:
 
 class TestPathfinder:
     @pytest.mark.parametrize("length", [144, 1024])
-    def test_discs_are_connected_exactly_where_the_class_says_so(self, length):
+    def test_discs_are_connected_exactly_in_the_class_of_connected_discs(self, length):
         task = drawn("pathfinder", length=length, examples=40)
         size, labels = task.grid[0], task.splits["train"].labels
         for picture, label in zip(task.splits["train"].tokens.view(-1, size, size), labels, strict=True):

@@ -82,7 +82,7 @@ def test_real_mnist():
     assert pixels.sum(dtype=torch.float64).item() / pixels.numel() / 255 == pytest.approx(0.1307, abs=5e-5)
 
 
-def test_a_compressed_file_unpacks_to_no_more_than_its_header_says(tmp_path, monkeypatch):
+def test_a_compressed_file_unpacks_to_at_most_the_size_in_its_header(tmp_path, monkeypatch):
     path = mnist_folder(tmp_path, compress=True) / "t10k-labels-idx1-ubyte.gz"
     whole = gzip.decompress(path.read_bytes())
     unpacked, read = [], gzip.GzipFile.read

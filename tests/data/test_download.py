@@ -74,13 +74,13 @@ def test_fetch_replaces_a_file_that_was_damaged(server, tmp_path):
     assert (tmp_path / "tiny.bin").read_bytes() == b"right"
 
 
-def test_fetch_says_when_nobody_listens(tmp_path):
+def test_fetch_reports_a_refused_connection(tmp_path):
     # Port 9 of this machine is not in use.
     with pytest.raises(ValueError, match=r"cannot download tiny.bin .*; http://127.0.0.1:9/tiny.bin: "):
         fetch(["http://127.0.0.1:9/tiny.bin"], "0" * 64, tmp_path)
 
 
-def test_fetch_says_when_the_cache_cannot_be_written(tmp_path):
+def test_fetch_reports_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(
         ValueError, match=f"cannot write the cache folder {tmp_path}/file/deeper: .*; set LONGSPAN_CACHE"

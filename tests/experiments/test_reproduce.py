@@ -232,10 +232,10 @@ def test_the_error_of_the_output_shrinks_with_the_root_of_the_features():
 def test_a_map_of_two_features_a_row_gets_half_the_rows(estimator, rows, monkeypatch):
     drawn, sample = [], random_features.sample
 
-    def told(count, features, *arguments, **options):
+    def recorded(count, features, *arguments, **options):
         drawn.append(features)
         return sample(count, features, *arguments, **options)
 
-    monkeypatch.setattr(random_features, "sample", told)
+    monkeypatch.setattr(random_features, "sample", recorded)
     approximation.measure(approximation.QUICK, {"features": 8, "estimator": estimator, "rows": "iid"}, NOWHERE)
     assert set(drawn) == {rows}

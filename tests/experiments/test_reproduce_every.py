@@ -1,4 +1,4 @@
-"""``longspan reproduce all``: each experiment in turn, what is there skipped, what cannot run told, one page of all."""
+"""``longspan reproduce all`` runs each experiment, skips finished ones, reports failures and writes one page."""
 
 import json
 import re
@@ -87,7 +87,7 @@ def test_each_runs_once_and_the_page_has_all(measured, capsys):
         assert {f"{name}.json", f"{name}.png", f"{name}.md"} <= {path.name for path in Path("out").iterdir()}
         assert re.search(rf"\| `{name}` \| squares \| [-:\d]+ \| \[below\]\(#{name}\) \|", page)
         assert f"## {name}\n\n{Path(f'out/{name}.md').read_text(encoding='utf-8').rstrip()}\n" in page
-    # Whoever runs it again finds it done, and the page as it was.
+    # A second run skips everything and leaves the page unchanged.
     out, err = ran(capsys)
     assert measured == [1, 2, 1, 2]
     assert err.splitlines() == ["first (1 of 2): done before", "second (2 of 2): done before"]
@@ -143,7 +143,7 @@ def test_what_cannot_run_does_not_end_the_others(measured, capsys, monkeypatch):
     assert (result["settings"]["data"], result["data"]) == (f"toy:{Path('data', 'toy')}", {"toy": "0af"})
 
 
-def test_a_missing_package_is_told_and_a_bug_is_not_hidden(measured, capsys, monkeypatch):
+def test_a_missing_package_is_reported_and_a_bug_is_not_hidden(measured, capsys, monkeypatch):
     def refuse(error):
         def measure(*_):
             raise error
@@ -198,7 +198,7 @@ MISTAKES = {
     "--skip third": "unknown experiment 'third'; known: first, second",
     "--scale paper --only first": "this experiment has no scale 'paper'; it has: laptop",
     "--data nowhere": "--data=nowhere",
-    "--quick --scale paper": "--quick is a scale of its own, so --scale paper beside it is one too many",
+    "--quick --scale paper": "--quick cannot be combined with --scale paper",
     "--rounds 3": "unknown option '--rounds'",
 }
 

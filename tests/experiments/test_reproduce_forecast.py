@@ -1,4 +1,4 @@
-"""Forecasts: what a model sees of the hours to come, what costs next to nothing, and what is told of it all."""
+"""Forecasts: which hours a model sees, the cheap baselines, and the report."""
 
 import json
 from dataclasses import replace
@@ -39,11 +39,11 @@ def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypat
     ("line", "message"),
     [
         ("--series OIL", "unknown series 'OIL'; known: HUFL, HULL, LUFL"),
-        ("--horizons 300", "validation of synthetic ends after 960 hours, too few to forecast 300 hours from 24"),
+        ("--horizons 300", "validation of synthetic ends after 960 hours, too few to forecast 300 hours"),
         ("--data ett:nowhere.csv", "nowhere.csv"),
     ],
 )
-def test_what_the_data_do_not_have_is_told_before_anything_is_measured(line, message, capsys, tmp_path, monkeypatch):
+def test_missing_data_are_an_error_before_the_first_measurement(line, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "forecast", "--quick", *line.split()]) == WRONG
     assert message in capsys.readouterr().err
@@ -220,9 +220,9 @@ def test_seeds_make_other_models_and_the_tables_have_their_means(tmp_path):
         ),
     ]
     settings = {"horizons": [6], "series": "all", "data": "synthetic"}
-    first, told = forecast.tables({"settings": settings, "rows": rows})
+    first, trained = forecast.tables({"settings": settings, "rows": rows})
     assert first[1:] == [[forecast.VALUE, "2.000 / 1.000"], ["linear", "1.500 / 0.500"]]
-    assert told[2] == ["linear", "6", "1", "1,234", "2", "3.000", "4.000"]
+    assert trained[2] == ["linear", "6", "1", "1,234", "2", "3.000", "4.000"]
     one, two = (forecast.QUICK.model("linear", 7, seed).state_dict() for seed in (0, 1))
     assert not torch.equal(one["head.weight"], two["head.weight"])
 
@@ -243,7 +243,7 @@ def test_evenly_spaced_windows():
     assert forecast.spaced(range(5, 9), 1).tolist() == [5]
 
 
-def test_a_run_says_which_data_it_used(capsys, tmp_path):
+def test_a_run_prints_which_data_it_used(capsys, tmp_path):
     assert (
         main(["reproduce", "forecast", "--quick", "--out", str(tmp_path), "--specs", "linear", "--horizons", "6"]) == OK
     )

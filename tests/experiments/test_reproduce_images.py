@@ -1,4 +1,4 @@
-"""Images drawn pixel by pixel: what the experiment trains, keeps, times and shows is what it says."""
+"""Images drawn pixel by pixel: what the experiment trains, saves, times and shows."""
 
 import json
 import math
@@ -371,7 +371,7 @@ def test_the_experiment_in_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "images", "--quick", "--debug"]) == 0
     out, err = capsys.readouterr()
-    # What the trainings say where nobody watches.
+    # The lines that trainings print without a terminal.
     assert err.count("steps; best checkpoint: ") == 2
     assert "error" not in err
     kinds = {f"images-{kind}-{name}.png" for kind in ("samples", "completions") for name in ("linear", "softmax")}

@@ -114,7 +114,7 @@ def test_an_lstm_writes_as_a_decoder_does():
     assert torch.stack(list(families.written(decoder, prompt, 7)), 1).equal(expected)
 
 
-def test_states_have_the_bytes_that_theory_says():
+def test_states_have_the_bytes_of_the_theory():
     size = replace(QUICK, dim=8, heads=2, depth=2, layers=2, window=3).size()
     prompt = torch.zeros(1, 20, dtype=torch.long)
     held = {name: families.state_bytes(families.build(name, size), prompt) for name in ("softmax", "local", "lstm")}
@@ -227,7 +227,7 @@ def test_models_begin_alike_whatever_was_drawn_before(text):
     assert all(two[name].equal(weight) for name, weight in one.items())
 
 
-def test_a_loss_that_is_not_finite_is_told(text, dataset, tmp_path):
+def test_a_loss_that_is_not_finite_is_an_error(text, dataset, tmp_path):
     settings = replace(QUICK, data=text)
     model = language.born(settings, "lstm")
     with torch.no_grad():

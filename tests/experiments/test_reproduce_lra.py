@@ -176,7 +176,7 @@ class TestCosts:
         assert found["linear"] < found["talking_heads"] / 2
 
     @pytest.mark.full
-    def test_memory_is_told_by_two_threads(self):
+    def test_memory_is_measured_with_two_threads(self):
         """Not as in a child of a process whose threads have computed, which waits for them for ever."""
         code = (
             "import torch; torch.set_num_threads(2); from longspan.experiments import lra_cost, lra_models;"
@@ -203,7 +203,7 @@ class TestCosts:
         step()
         assert not torch.equal(made[0].head[0].weight, before)
 
-    def test_what_cannot_be_had_is_told(self, monkeypatch):
+    def test_missing_data_are_an_error(self, monkeypatch):
         def fails(*_):
             raise Refused("its process ended with code -9: killed, perhaps for want of memory")
 

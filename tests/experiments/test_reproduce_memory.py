@@ -109,7 +109,7 @@ class TestAlgorithm:
         torch.testing.assert_close(ppo.clipped(ratio, advantage, 0.2), expected)
 
     def test_the_loss_by_hand(self):
-        """Of an agent that says the same whatever it sees."""
+        """For an agent whose output does not depend on the input."""
         one, advantage = rollout(torch.zeros(2, 3, dtype=torch.bool)), drawn(2, 3, seed=9)
         chances = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 
@@ -240,10 +240,10 @@ def test_a_batch_goes_on_with_the_next_episode():
     batch.begin([7, 8])
     assert batch.first.tolist() == [True, True]
     assert batch.observations.shape == (2, 3)
-    told = [(batch.step([1, 2]), batch.first.tolist()) for _ in range(6)]
-    assert [rewards.tolist() for (rewards, _), _ in told] == [[1.0, 2.0]] * 6
-    assert [returns for (_, returns), _ in told] == [[], [2.0], [6.0], [2.0], [], [2.0, 6.0]]
-    assert [first for _, first in told] == [
+    steps_taken = [(batch.step([1, 2]), batch.first.tolist()) for _ in range(6)]
+    assert [rewards.tolist() for (rewards, _), _ in steps_taken] == [[1.0, 2.0]] * 6
+    assert [returns for (_, returns), _ in steps_taken] == [[], [2.0], [6.0], [2.0], [], [2.0, 6.0]]
+    assert [first for _, first in steps_taken] == [
         [False, False],
         [True, False],
         [False, True],
@@ -283,8 +283,8 @@ class TestTasks:
             assert torch.equal(rewards, again.step([i % batch.actions])[0])
             assert torch.equal(batch.observations, again.observations)
 
-    def test_who_remembers_gets_everything(self):
-        """And without a memory one gets what ``blind`` says, over many episodes."""
+    def test_perfect_memory_has_the_full_return(self):
+        """``blind`` is the mean return without a memory, over many episodes."""
         previous, autoencode = tasks.Batch([tasks.make("repeat_previous")]), tasks.Batch([tasks.make("autoencode")])
         previous.begin([3])
         suits, returns = [], []
@@ -304,7 +304,7 @@ class TestTasks:
         assert returns == pytest.approx([1.0])
 
     @pytest.mark.parametrize("name", ["repeat_previous", "repeat_previous_medium", "autoencode"])
-    def test_who_always_says_the_same_gets_what_is_said(self, name):
+    def test_constant_actions_have_the_return_of_a_blind_agent(self, name):
         batch = tasks.Batch([tasks.make(name) for _ in range(4)])
         batch.begin(range(4))
         returns = []

@@ -51,7 +51,7 @@ def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("pairs", "length", "vocab"), [(1, 7, 2), (3, 12, 6), (3, 29, 14)])
-def test_every_query_asks_for_what_its_key_came_with(pairs, length, vocab):
+def test_the_target_of_every_query_is_the_value_of_its_key(pairs, length, vocab):
     drawn = recall.draw(11, pairs, length, vocab, numbers())
     orders = set()
     for tokens, targets in zip(*(x.tolist() for x in drawn), strict=True):
@@ -180,7 +180,7 @@ def weights(model) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in model.state_dict().items()}
 
 
-def test_a_swap_keeps_every_weight_and_draws_the_rows_that_the_seed_says():
+def test_a_swap_keeps_every_weight_and_draws_the_rows_of_the_seed():
     model = transfer.fresh(SMALL, "softmax")
     swapped, scratch = transfer.swap(model, SMALL.performer(32)), transfer.fresh(SMALL, SMALL.performer(32))
     before, after = model.state_dict(), swapped.state_dict()

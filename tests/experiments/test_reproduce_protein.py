@@ -1,4 +1,4 @@
-"""Proteins: what stands in a row, what a model is asked of it, and that nothing else is told."""
+"""Proteins: the contents of a row, the targets of a model, and what it sees."""
 
 import math
 from dataclasses import replace
@@ -44,7 +44,7 @@ def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypat
         ("--data protein:nowhere.fasta", "nowhere.fasta"),
     ],
 )
-def test_data_that_are_not_there_are_told_before_anything_is_measured(line, message, capsys, tmp_path, monkeypatch):
+def test_missing_data_are_an_error_before_the_first_measurement(line, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "protein", *line.split()]) == WRONG
     assert message in capsys.readouterr().err
@@ -262,7 +262,7 @@ def test_residues_are_the_twenty_and_five_more():
     assert set(RESIDUES[:20]) == set("ACDEFGHIKLMNPQRSTVWY")
 
 
-def test_a_run_says_which_data_it_used(capsys, tmp_path):
+def test_a_run_prints_which_data_it_used(capsys, tmp_path):
     words = ["--quick", "--out", str(tmp_path), "--specs", "linear"]
     assert main(["reproduce", "protein", *words]) == OK
     out = capsys.readouterr().out

@@ -66,7 +66,7 @@ def test_a_call_is_forward_and_backward_of_the_whole_layer(name):
     torch.testing.assert_close(list(found), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_backend_is_forced_where_the_name_says_so(monkeypatch):
+def test_a_name_with_a_backend_forces_it(monkeypatch):
     forced = []
     monkeypatch.setattr(scaling, "build", lambda *args: _Spy(forced))
     scaling.call(SMALL, "softmax@reference", 64)()
@@ -93,7 +93,7 @@ def test_memory_is_that_of_one_call_and_sees_a_matrix_of_all_pairs():
 
 
 @pytest.mark.full
-def test_a_layer_that_fails_in_the_other_process_says_why():
+def test_a_layer_that_fails_in_the_other_process_has_its_error_reported():
     with pytest.raises(ValueError, match=r"memory of softmax@flex at 64 tokens ended: ValueError: backend 'flex'"):
         scaling.weighed(SMALL, "softmax@flex", 64)
 

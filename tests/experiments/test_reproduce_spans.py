@@ -1,4 +1,4 @@
-"""Spans as they are learned: what is trained, what a head costs, and what is told of it."""
+"""Learned spans: what is trained, the cost of a head, and the report."""
 
 import math
 

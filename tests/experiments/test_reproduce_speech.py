@@ -22,7 +22,7 @@ from mistaken import refused
 QUICK = speech.QUICK
 MISTAKES = {
     "speech --data fsd": "unknown corpus of speech 'fsd' (did you mean 'fsdd'?); known: an4, fsdd, tones",
-    "speech --data an4": "an4 has no address of its own any more; where its files are at hand, write an4:FOLDER",
+    "speech --data an4": "an4 cannot be downloaded; if you have its files, pass an4:FOLDER",
     "speech --units sounds": "unknown unit of labels 'sounds'; known: letters, phonemes, words",
     "speech --encoders linaer": "unknown name 'linaer' (did you mean 'linear'?)",
     "speech --encoders lstm;lstm": "encoders=lstm;lstm: each of them must come once",

@@ -1,4 +1,4 @@
-"""Ponder time by difficulty, and copying beyond the lengths of the training: tasks, measures, and what is told."""
+"""Ponder time by difficulty, and copying beyond the lengths of the training: tasks, measures, and the report."""
 
 from dataclasses import replace
 
@@ -105,7 +105,7 @@ class TestLengths:
 
     @pytest.mark.parametrize("kind", lengths.VARIANTS)
     def test_offsets_move_the_positions_of_every_model(self, kind):
-        """Against the outputs after so many tokens that nobody sees, at the places where these are."""
+        """Equal to the outputs after as many masked tokens, at the same positions."""
         settings = replace(lengths.QUICK, longest=2)
         model = learning.fresh(settings.config(kind, "sinusoidal"), 0).double().eval()
         tokens = lengths.sequences(settings, 2, 2, "test")

@@ -40,7 +40,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_asks_for_all_that_is_missing_before_it_makes_a_folder(command, bare, tmp_path, capsys):
+def test_a_command_names_all_missing_packages_before_it_makes_a_folder(command, bare, tmp_path, capsys):
     what, wanted = COMMANDS[command]
     assert entry.main([*command.split(), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
@@ -157,7 +157,7 @@ def test_a_wheel_is_tagged_as_auditwheel_grants(hook, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="auditwheel is for Linux")
-def test_the_tag_is_read_from_what_auditwheel_says(hook, monkeypatch, tmp_path):
+def test_the_tag_is_read_from_the_output_of_auditwheel(hook, monkeypatch, tmp_path):
     library = tmp_path / "x86-64.so"
     library.write_bytes(b"elf")
     said = 'probe.whl is consistent with the following\nplatform tag: "manylinux_2_27_x86_64".\n'

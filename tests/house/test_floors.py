@@ -113,7 +113,7 @@ def rings(package: Path) -> list[str]:
     for name, path in files.items():
         found = {dotted if dotted in files else dotted.rpartition(".")[0] for _, dotted in imports(path, package)}
         needs[name] = {other for other in found if other in files and other != name}
-    # Whoever needs nothing that is left is in no circle; what remains, taken from both sides, is.
+    # A file that needs no remaining file is in no cycle; what remains, reduced from both sides, is.
     while free := [name for name, others in needs.items() if not others]:
         needs = {name: others - set(free) for name, others in needs.items() if name not in free}
     while free := [name for name in needs if not any(name in others for others in needs.values())]:
@@ -257,7 +257,7 @@ def test_a_constant_is_marked_as_torch_marks_it():
 
 
 @pytest.mark.full
-def test_every_module_imports_and_registers_as_its_source_says():
+def test_every_module_imports_and_registers_what_its_source_lists():
     listed = run_python(
         "import importlib, pkgutil, longspan\n"
         "for module in pkgutil.walk_packages(longspan.__path__, 'longspan.'):\n"

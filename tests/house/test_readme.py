@@ -20,7 +20,7 @@ import longspan
 ROOT = Path(__file__).parents[2]
 README, DOCS, SOURCE = ROOT / "README.md", ROOT / "docs", ROOT / "src" / "longspan"
 PAGES = [page for page in (README, *sorted(DOCS.rglob("*.md"))) if "```console" in page.read_text(encoding="utf-8")]
-# Setting up is what the tests stand on, and the demo has a test of its own.
+# The tests need the set-up already, and the demo has a separate test.
 SETUP = re.compile(r"make \w+|python3 -m venv |\.venv/bin/|source ")
 
 
@@ -38,7 +38,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def figures():
-    """The script tools/figures.py, as a module of its own, so that its paths can be changed."""
+    """Import the script tools/figures.py as a fresh module, so that its paths can be changed."""
     spec = importlib.util.spec_from_file_location("figures", DOCS.parent / "tools" / "figures.py")
     assert spec is not None
     assert spec.loader is not None

@@ -122,9 +122,9 @@ def test_an_installed_wheel_needs_no_compiler(builder, tmp_path):
 
     (tmp_path / "empty").mkdir()
     bare = {"PATH": str(tmp_path / "empty"), "LONGSPAN_CACHE": str(tmp_path / "cache"), "CXX": "", "PYTHONPATH": ""}
-    told = run(python, "-P", "-m", "longspan", "doctor", **bare)
-    assert f"prebuilt for {prebuilt.level()}" in told
-    assert str(site) in told
+    printed = run(python, "-P", "-m", "longspan", "doctor", **bare)
+    assert f"prebuilt for {prebuilt.level()}" in printed
+    assert str(site) in printed
     kernels = ("ops/test_native", "ops/test_sequence", "model/test_engine", "ops/test_gated_native", "ops/test_tiles")
     whole = " ".join(f"tests/{part}.py" for part in kernels)
     for battery in (whole, "tests/ops/test_threads.py -k not(becomes_visible)"):

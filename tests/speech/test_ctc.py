@@ -166,7 +166,7 @@ def test_a_speller_tells_what_its_words_are_in_the_end(text):
         assert found + speller.finish() == labels.words(classes, text)
 
 
-def test_a_word_is_told_when_it_ends():
+def test_a_word_is_returned_when_it_ends():
     speller = labels.Speller("| a b")
     assert [speller.feed([label]) for label in (2, 3, 1, 2)] == [[], [], ["ab"], []]
     assert speller.finish() == ["a"]

@@ -43,7 +43,7 @@ def test_digits_are_there():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_is_small_and_says_how_it_was_made(name):
+def test_a_model_is_small_and_records_how_it_was_made(name):
     folder = pretrained.path(name)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, pretrained.RECORD}
@@ -64,7 +64,7 @@ def test_a_model_is_small_and_says_how_it_was_made(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_record_says_is_far_from_chance(name):
+def test_the_recorded_errors_are_far_from_chance(name):
     record = pretrained.record(name)
     for part in ("held-out speaker", "official test, other speakers"):
         found = record["recordings"][part]

@@ -206,7 +206,7 @@ class TestTraining:
         kept = checkpoint.load_training(checkpoint.resolve(whole / "run", prefer="last"))
         assert "state_dict" not in kept
 
-    def test_what_they_add_is_logged_beside_the_loss(self, tmp_path, whole):
+    def test_what_they_add_is_logged_next_to_the_loss(self, tmp_path, whole):
         fit(DEEP, tiny(tmp_path, steps=1, intermediate=True, targets=2), progress=False)
         fit(DEEP, tiny(tmp_path / "plain", steps=1), progress=False)
         (one,), (plain,) = rows(tmp_path), rows(tmp_path / "plain")

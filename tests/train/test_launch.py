@@ -116,7 +116,7 @@ def test_one_process_leads(environment, leads, monkeypatch):
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
 @pytest.mark.parametrize("value", ["", "x"])
-def test_a_signal_ends_a_command_whatever_the_rank_says(name, value, monkeypatch, capsys):
+def test_a_signal_ends_a_command_for_any_rank_variable(name, value, monkeypatch, capsys):
     put(monkeypatch, {name: value})
     monkeypatch.setattr("longspan.cli.listing.run", lambda args: signal.raise_signal(signal.SIGTERM))
     assert main(["list"]) == 143

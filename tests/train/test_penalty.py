@@ -196,7 +196,7 @@ class TestTraining:
         for name, grad in zip(found, torch.autograd.grad(loss, model.parameters()), strict=True):
             torch.testing.assert_close(found[name], grad, msg=name)
 
-    def test_it_is_logged_beside_a_loss_without_it(self, tmp_path, whole):
+    def test_it_is_logged_next_to_a_loss_without_it(self, tmp_path, whole):
         fit(LEARNING, tiny(tmp_path, steps=1, penalty=0.01), progress=False)
         fit(LEARNING, tiny(tmp_path / "plain", steps=1), progress=False)
         (one,), (plain,) = rows(tmp_path), rows(tmp_path / "plain")

@@ -134,7 +134,7 @@ def test_a_mechanism_without_the_positions_is_refused_with_the_flag_that_helps(t
     assert not list(tmp_path.iterdir())
 
 
-def test_help_says_how_to_train_on_a_text(capsys):
+def test_help_shows_how_to_train_on_a_text(capsys):
     shown = said(capsys, "train", "--help")
     assert "text:FILE" in shown
     assert "--run.data text:book.txt" in shown

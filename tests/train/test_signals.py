@@ -156,7 +156,7 @@ class TestTraining:
             fit(TINY, tiny(tmp_path), progress=False)
         assert error.value.number == signal.SIGTERM
 
-    def test_nobody_else_writes_into_the_folder(self, tmp_path):
+    def test_no_other_process_writes_into_the_folder(self, tmp_path):
         run = tiny(tmp_path, steps=2)
         with run_dir.held(Path(run.out)):
             for resume in (False, True):
@@ -213,7 +213,7 @@ class TestTraining:
             fit(TINY, tiny(tmp_path, steps=2), resume=True, progress=False)
 
     @pytest.mark.parametrize("what", ["longspan.train.report.Table.write", "longspan.train.report.Events._add"])
-    def test_a_full_disk_is_one_line_that_says_what_is_kept(self, what, tmp_path, monkeypatch, capsys):
+    def test_a_full_disk_is_one_line_with_what_is_kept(self, what, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         done = []
 
@@ -345,7 +345,7 @@ class TestProgress:
         monkeypatch.setattr(progress, "EVERY", 0.0)
         monkeypatch.setattr(progress, "FIRST", 0.0)
 
-    def test_a_line_now_and_then_where_nobody_watches(self, monkeypatch):
+    def test_occasional_lines_without_a_terminal(self, monkeypatch):
         monkeypatch.setattr(sys, "stderr", screen := Screen(False))
         assert list(progress.track(["x", "y"], 2, "batch 1")) == ["x", "y"]
         assert screen.text.splitlines() == ["batch 1, x: 0/2, ? left", "batch 1, y: 1/2, 00:00 left"]

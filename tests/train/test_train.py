@@ -183,7 +183,7 @@ class TestFolder:
         assert list((whole / "run" / "tensorboard").glob("events.*"))
         assert not list(whole.rglob("*.ckpt"))
 
-    def test_checkpoint_says_where_it_comes_from(self, whole):
+    def test_checkpoint_records_where_it_comes_from(self, whole):
         header = checkpoint.read_config(checkpoint.resolve(whole / "run", prefer="last"))
         assert header["step"] == 11
         assert TrainConfig(**header["run"]) == tiny(whole)
@@ -285,7 +285,7 @@ class TestTraining:
 
 
 class TestReport:
-    def test_lines_and_nothing_else_where_nobody_watches(self, tmp_path, capfd):
+    def test_only_lines_without_a_terminal(self, tmp_path, capfd):
         fit(TINY, tiny(tmp_path))
         out, err = capfd.readouterr()
         assert out == ""

@@ -23,7 +23,7 @@ def number(error: KeyboardInterrupt) -> int:
     return error.number if isinstance(error, Interrupted) else signal.SIGINT
 
 
-def told(error: KeyboardInterrupt, kept: str) -> Interrupted:
+def with_text(error: KeyboardInterrupt, kept: str) -> Interrupted:
     """Return the same interruption with a text that describes what was kept."""
     return Interrupted(kept, number(error))
 

@@ -59,7 +59,7 @@ def collect(out: Path, benchmark: str, results: Generator[Result, None, None]) -
         checkpoint.write_text(out / f"{benchmark}.csv", rows_csv(result["rows"]))
         plots.draw(out / f"{benchmark}.png", result)
     except KeyboardInterrupt as error:
-        raise signals.told(error, f"interrupted: {_kept(path, count)}") from error
+        raise signals.with_text(error, f"interrupted: {_kept(path, count)}") from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ValueError(f"{where}{error.strerror or error}; {_kept(path, count)}") from error

@@ -35,5 +35,5 @@ def run(args) -> int:
         demo.run(out, steps=args.steps, seed=args.seed)
     except KeyboardInterrupt as error:
         said = str(error).removesuffix("; go on with resume") or f"interrupted; what is trained is in {out}"
-        raise signals.told(error, f"{said}; the same command goes on from there") from error
+        raise signals.with_text(error, f"{said}; the same command goes on from there") from error
     return 0

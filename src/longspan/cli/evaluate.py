@@ -197,7 +197,7 @@ def _classified(args, model, data) -> int:
             raise
         _, right, seen = torch.stack(sums).sum(0).tolist()
         text = f"interrupted: {right / seen:.2%} accuracy on {int(seen)} of {count} examples, evenly spaced"
-        raise signals.told(error, text) from error
+        raise signals.with_text(error, text) from error
     nats, right, _ = torch.stack(sums).sum(0).tolist()
     result = {"data": data.name, "split": args.split, "examples": count, "accuracy": right / count}
     result |= {"bits": nats / count / math.log(2), "unit": data.unit}
@@ -228,7 +228,7 @@ def _bits(model, data, split: str, batch: int, examples: int = 0) -> dict:
             raise
         bits, tokens = _mean(sums)
         seen = f"{int(tokens) // data.length} of {chosen} examples, evenly spaced"
-        raise signals.told(error, f"interrupted: {bits:.4f} bits/{data.unit} on {seen}") from error
+        raise signals.with_text(error, f"interrupted: {bits:.4f} bits/{data.unit} on {seen}") from error
     bits, tokens = _mean(sums)
     return {
         "data": data.name,

@@ -179,7 +179,7 @@ def _drawn(steps, count: int, path: Path, data, prompt=None):
         parts = [*([] if prompt is None else [prompt]), torch.stack(found, 1), rest]
         png.save(partial, data.picture(torch.cat(parts, 1)))
         text = f"interrupted: {len(found)} of {count} pixels of each of {len(rest)} images are in {partial}"
-        raise signals.told(error, text) from error
+        raise signals.with_text(error, text) from error
     return torch.stack(found, 1)
 
 
@@ -231,7 +231,7 @@ def _text(model, args, options) -> None:
     except KeyboardInterrupt as error:
         # End the line, so that the message on stderr begins a new one.
         _write(decoder.decode(b"", final=True) + "\n")
-        raise signals.told(error, f"interrupted after {done} of {steps} bytes") from error
+        raise signals.with_text(error, f"interrupted after {done} of {steps} bytes") from error
     _write(decoder.decode(b"", final=True) + "\n")
 
 

@@ -66,7 +66,7 @@ def write(model: Any, name: str, length: int, args: Any) -> None:
             for line in _targets(model, some, steps, numbers, args, args.seed + done):
                 print(line, flush=True)
     except KeyboardInterrupt as error:
-        raise signals.told(error, f"interrupted after the targets of {done} of {len(found)} sources") from error
+        raise signals.with_text(error, f"interrupted after the targets of {done} of {len(found)} sources") from error
 
 
 def _sources(args: Any, numbers: bool) -> list[tuple[str, list[int]]]:
@@ -165,5 +165,5 @@ def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[floa
             raise
         _, _, exact, seen = map(math.fsum, zip(*sums, strict=True))
         text = f"interrupted: {exact / seen:.2%} exact on {int(seen)} of {count} examples"
-        raise signals.told(error, f"{text}, evenly spaced") from error
+        raise signals.with_text(error, f"{text}, evenly spaced") from error
     return [math.fsum(column) for column in zip(*sums, strict=True)]

@@ -103,7 +103,7 @@ def run(args) -> int:
     try:
         result = fit(config, run, resume=args.resume)
     except KeyboardInterrupt as error:
-        raise signals.told(error, _how_to_resume(str(error), Path(run.out) / "config.yaml")) from error
+        raise signals.with_text(error, _how_to_resume(str(error), Path(run.out) / "config.yaml")) from error
     # Only the first of several processes has the result.
     if result.bits:
         bits = ", ".join(f"{s} {value:.3f} ({result.examples[s]:,} examples)" for s, value in result.bits.items())

@@ -63,7 +63,7 @@ def run(args) -> int:
             done += 1
     except KeyboardInterrupt as error:
         _write("\n")
-        raise signals.told(error, f"interrupted after {done} of {len(args.files)} recordings") from error
+        raise signals.with_text(error, f"interrupted after {done} of {len(args.files)} recordings") from error
     return 0
 
 

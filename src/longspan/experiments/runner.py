@@ -61,7 +61,7 @@ def _run(name: str, experiment: Experiment, scale: str, settings: Any, out: Path
             _write(path, result)
         show(name, experiment, result, out)
     except KeyboardInterrupt as error:
-        raise signals.told(error, f"interrupted: {_kept(path, points)}") from error
+        raise signals.with_text(error, f"interrupted: {_kept(path, points)}") from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         raise ValueError(f"{where}{error.strerror or error}; {_kept(path, points)}") from error

@@ -45,6 +45,7 @@ class Auxiliary(nn.Module):
     def __init__(self, model: Decoder, *, intermediate: bool, targets: int, steps: int, seed: int = 0):
         super().__init__()
         config = model.config
+        # The exact types: reversible and act are subclasses of these.
         if intermediate and type(model.stack.run) not in (Plain, Universal):
             raise ValueError(
                 f"intermediate losses require a hidden state after each layer; stack={config.stack!r} has none"
