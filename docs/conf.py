@@ -35,9 +35,9 @@ napoleon_use_rtype = False
 
 
 def keep_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Put a blank line first, so that napoleon does not read the words before a colon as the type of an attribute."""
+    """Put an empty comment first: napoleon takes words before a colon in the first line for the type."""
     if what in ("attribute", "data", "property"):
-        lines.insert(0, "")
+        lines[:0] = ["..", ""]
 
 
 def setup(app: Any) -> None:
