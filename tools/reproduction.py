@@ -170,7 +170,7 @@ def recognized(name: str) -> str:
     rows = speech_report.rows(found, "training") if found else []
     for row in rows:
         if speech_report.called(row["encoder"]) == name:
-            unit = found["settings"]["units"].removesuffix("s")  # type: ignore[index]
+            unit = found["settings"]["units"].removesuffix("s")  # pyright: ignore[reportOptionalSubscript] (the result exists)
             errors = speech_report.percent(row["errors"]["test"]["greedy"]["labels"])
             return f"{errors} % {unit} errors, {row['seconds']:.3g} s an epoch, other data"
     return OPEN

@@ -124,7 +124,7 @@ def test_a_nested_spec_is_passed_on_as_text():
 
 def test_a_spec_is_a_string():
     with pytest.raises(ValueError, match="a spec is a string .*, not int"):
-        spec.parse(3, NAMES)  # type: ignore[arg-type]
+        spec.parse(3, NAMES)
 
 
 def test_split():

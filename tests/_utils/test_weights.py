@@ -57,7 +57,7 @@ def test_every_option_has_a_kind_and_is_checked_by_hand_too(name):
         with pytest.raises(ValueError, match=rf"^{name}: {option}=.* must be "):
             cls(12, 4, causal=causal, **{option: [object()]})
     with pytest.raises(ValueError, match=f"{name}: dim=12.0 must be a whole number"):
-        cls(12.0, 4, causal=causal)  # type: ignore[arg-type]
+        cls(12.0, 4, causal=causal)
 
 
 def test_an_attention_without_annotations_is_refused():

@@ -70,12 +70,12 @@ def attack(dice: random.Random) -> str | None:
     with torch.no_grad():
         _, state = model(prompt, model.init_state(2, dice.choice([0, 5, 9])))
         expected, _ = model(token, state)
-    leaves, tree = torch.utils._pytree.tree_flatten(state)  # type: ignore[attr-defined]
+    leaves, tree = torch.utils._pytree.tree_flatten(state)
     counters = [n for n, t in enumerate(leaves) if t.dtype == torch.int64]
     # Half of them in what counts, where harm is done.
     which = dice.choice(counters) if dice.random() < 0.5 else dice.randrange(len(leaves))
     leaves[which], same = abuse(leaves[which], dice)
-    state = torch.utils._pytree.tree_unflatten(leaves, tree)  # type: ignore[attr-defined]
+    state = torch.utils._pytree.tree_unflatten(leaves, tree)
     engine = dice.random() < 0.6 and available() and not Engine.why_not(model)
     try:
         with torch.no_grad():

@@ -148,9 +148,9 @@ def test_first_derivatives_of_softmax_are_those_of_the_fused_kernel():
 def test_a_model_and_a_path_in_torchs_order(tmp_path):
     model = Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=5, length=7))
     with pytest.raises(ValueError, match=r"save\(model, folder\)"):
-        longspan.save(tmp_path / "model", model)  # type: ignore[arg-type]
+        longspan.save(tmp_path / "model", model)
     with pytest.raises(ValueError, match=r"folder .*int"):
-        longspan.save(model, 3)  # type: ignore[arg-type]
+        longspan.save(model, 3)
     assert list(tmp_path.iterdir()) == []
 
 

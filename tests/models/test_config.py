@@ -62,6 +62,6 @@ def test_unknown_fields_are_named():
 
 def test_a_config_is_made_from_a_dict():
     with pytest.raises(ValueError, match=r"Config.from_dict .* not \[3\]"):
-        DecoderConfig.from_dict([3])  # type: ignore[arg-type]
+        DecoderConfig.from_dict([3])
     with pytest.raises(ValueError, match="unknown field of DecoderConfig 3; known: activation"):
-        DecoderConfig.from_dict({3: 3})  # type: ignore[dict-item]
+        DecoderConfig.from_dict({3: 3})

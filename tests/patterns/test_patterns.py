@@ -267,7 +267,7 @@ def test_bounds_of_differences_are_exact():
     ("make", "message"),
     [
         (lambda: band(-1), "left=-1 must be a whole number of at least 0"),
-        (lambda: band(1, 0.5), "right=0.5 must be a whole number of at least 0"),  # type: ignore[arg-type]
+        (lambda: band(1, 0.5), "right=0.5 must be a whole number of at least 0"),
         (lambda: dilated(-1, 2), "window=-1 must be"),
         (lambda: dilated(1, 0), "stride=0 must be a whole number of at least 1"),
         (lambda: strided(0), "stride=0 must be"),
@@ -287,19 +287,19 @@ def test_bounds_of_differences_are_exact():
         (lambda: random(1, seed=1 << 32), "seed=4294967296 must be at most 4294967295"),
         (lambda: random(1, block=0), "block=0 must be"),
         (lambda: blockwise(0, 1), "size=0 must be"),
-        (lambda: blockwise(band(2), 16), r"size=band\(left=2, right=0\) must be"),  # type: ignore[arg-type]
+        (lambda: blockwise(band(2), 16), r"size=band\(left=2, right=0\) must be"),
         (lambda: blockwise(3, -1), "side=-1 must be"),
         (lambda: local1d(0, 1), "block=0 must be"),
         (lambda: local1d(1, -1), "memory=-1 must be"),
         (lambda: local2d((2, 3), (1, 1), 10), "width=10 is not a multiple of the block's width 3"),
         (lambda: local2d((0, 3), (1, 1), 9), "block's height=0 must be"),
         (lambda: local2d((2, 3), (1, -1), 9), "memory's width=-1 must be"),
-        (lambda: local2d(3, (1, 1), 9), r"block=3 must be \(height, width\)"),  # type: ignore[arg-type]
+        (lambda: local2d(3, (1, 1), 9), r"block=3 must be \(height, width\)"),
         (lambda: local2d((2, 3), (1, 1), 0), "width=0 must be"),
         (lambda: block_order(7, 9, (2, 3)), "an image of 7 x 9 .* 2 x 3"),
         (lambda: block_order(0, 9, (2, 3)), "height=0 must be"),
         (lambda: by_head(), r"by_head\(\) has no pattern"),
-        (lambda: by_layer(band(1), 3), "by_layer .*, not 3"),  # type: ignore[arg-type]
+        (lambda: by_layer(band(1), 3), "by_layer .*, not 3"),
         (lambda: parse("3"), "'3' is not a pattern"),
         (lambda: parse("bend(3)"), "did you mean 'band'"),
         (lambda: parse("band"), "missing a required argument: 'left'"),

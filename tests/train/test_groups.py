@@ -89,7 +89,7 @@ def test_frozen_parameters_are_in_no_group():
 def test_training_uses_them():
     model = Decoder(DecoderConfig(**SIZES, attention="kda", vocab=17, length=64))
     run = TrainConfig(weight_decay=0.25)
-    optimizer = loop.Task(model, run, nn.Module()).configure_optimizers()  # type: ignore[arg-type]
+    optimizer = loop.Task(model, run, nn.Module()).configure_optimizers()
     ours = parameter_groups(model, 0.25)
     for group, expected in zip(optimizer.param_groups, ours, strict=True):
         assert group["weight_decay"] == expected["weight_decay"]

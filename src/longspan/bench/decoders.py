@@ -59,7 +59,7 @@ def build(name: Name, task: Task, weights: dict[str, Tensor] | None = None) -> D
 
 def stepping(name: Name, model: Decoder) -> Step:
     """How the candidate steps. Raises ValueError where it names the engine, which does not serve the model."""
-    return Engine(model) if name.engine else lambda tokens, state: model(tokens, state, donate=True)  # type: ignore[return-value]
+    return Engine(model) if name.engine else lambda tokens, state: model(tokens, state, donate=True)
 
 
 def makers(text: str) -> Makers:

@@ -70,7 +70,7 @@ def operands(rule: str, batch: int, length: int, options: Options) -> dict[str, 
 def ours(name: str, given: dict[str, Tensor | None]) -> Tensor:
     """The public op on a backend."""
     with backend(name):
-        return gated.recur(**given)[0]  # type: ignore[arg-type]
+        return gated.recur(**given)[0]  # pyright: ignore[reportArgumentType] (a mixed dict)
 
 
 @torch.no_grad()
@@ -145,7 +145,7 @@ def outcome(
 def check(function: Callable, rule: str, options: Options, *, backward: bool) -> float:
     """The largest relative error against the loop of the definition in float64. Raises Refused if it is too large."""
     given = operands(rule, 1, min(options.length, COMPARED), options)
-    upstream = torch.randn_like(given["v"])  # type: ignore[arg-type]
+    upstream = torch.randn_like(given["v"])  # pyright: ignore[reportArgumentType] (v is always set)
     exact = {name: None if t is None else t.double() for name, t in given.items()}
     expected = outcome(partial(ours, "reference"), exact, upstream.double(), backward=backward)
     found = outcome(function, given, upstream, backward=backward)
@@ -207,7 +207,7 @@ def _sequence(rule: str, mode: str, options: Options, watch: Watch, rows: list[d
     """Rows of one rule in one mode -> the best GFLOP/s of a matrix product in the same rounds."""
     backward = mode == MODES[1]
     given = operands(rule, options.batch, options.length, options)
-    upstream = torch.randn_like(given["v"])  # type: ignore[arg-type]
+    upstream = torch.randn_like(given["v"])  # pyright: ignore[reportArgumentType] (v is always set)
     samplers: dict[str, Sampler] = {}
     errors = {}
     for name, function in ways(rule).items():
@@ -240,7 +240,7 @@ def _step(rule: str, batch: int, options: Options, watch: Watch, rows: list[dict
             refused[f"{rule}, {name}"] = str(error)
             continue
         state = torch.ones(batch, options.heads, options.size, options.size)
-        call = partial(gated.recur, **given, state=state, donate=True)  # type: ignore[arg-type]
+        call = partial(gated.recur, **given, state=state, donate=True)
 
         def on_torch(call: Callable = call) -> object:
             with backend("torch"):

@@ -122,7 +122,7 @@ def _step(name: Name, task: Task) -> Function:
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal state
-        o, state = linear_attention(q, k, v, state=state, return_state=True, donate=True, **given)  # type: ignore[misc]
+        o, state = linear_attention(q, k, v, state=state, return_state=True, donate=True, **given)
         return o
 
     return step

@@ -64,7 +64,7 @@ def find(name: str) -> Makers:
     """The makers of a candidate of this benchmark, ``WAY@PATTERN``; a layout is made anew at each call."""
     way, _, text = name.partition("@")
     if way in LAYOUTS:
-        return {"attention": lambda task: lambda q, k, v: lay(way, text, q.shape[1])}  # type: ignore[return-value]
+        return {"attention": lambda task: lambda q, k, v: lay(way, text, q.shape[1])}  # pyright: ignore[reportReturnType] (no tensor)
     return {"attention": lambda task: _attention(way, text, task)}
 
 
@@ -107,7 +107,7 @@ def _flex(pattern: Pattern, heads: int) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def see(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return pattern.see(i, j, head, 0)  # type: ignore[arg-type]
+        return pattern.see(i, j, head, 0)  # pyright: ignore[reportArgumentType] (flex passes tensors)
 
     compiled = torch.compile(flex_attention, dynamic=False)
 
@@ -116,7 +116,7 @@ def _flex(pattern: Pattern, heads: int) -> Callable[..., Tensor]:
         return create_block_mask(see, None, heads if pattern.per_head else None, n, n, device="cpu")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compiled(q.contiguous(), k.contiguous(), v.contiguous(), block_mask=block_mask(q.shape[2]))  # type: ignore[return-value]
+        return compiled(q.contiguous(), k.contiguous(), v.contiguous(), block_mask=block_mask(q.shape[2]))
 
     return run
 

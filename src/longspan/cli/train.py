@@ -88,7 +88,7 @@ def parser_of(kind: str) -> Parser:
     parser.add_class_arguments(CONFIG_CLASSES[kind], "model")
     parser.add_class_arguments(TrainConfig, "run")
     parser.set_defaults({"model.vocab": 0})
-    parser.kind = kind  # type: ignore[attr-defined]
+    parser.kind = kind  # pyright: ignore[reportAttributeAccessIssue] (read by the help)
     return parser
 
 

@@ -60,13 +60,13 @@ def to_native(encoder: TransformerEncoder | RecurrentTransformerEncoder, *, caus
                 f"layers of longspan.compat.fast_transformers"
             )
         specs.append(_spec(layer.attention, causal))
-    first: EncoderParts = encoder.layers[0]  # type: ignore[assignment]
+    first: EncoderParts = encoder.layers[0]  # pyright: ignore[reportAssignmentType] (torch types items as Module)
     if first.activation not in ACTIVATIONS:
         raise ValueError(f"activation {first.activation.__name__!r} has no counterpart; use relu or gelu")
     config = StackConfig(
         dim=first.norm1.normalized_shape[0],
         depth=len(specs),
-        heads=first.attention.n_heads,  # type: ignore[union-attr]
+        heads=first.attention.n_heads,  # pyright: ignore[reportArgumentType] (an int)
         attention=specs[0] if len(set(specs)) == 1 else "; ".join(specs),
         feedforward=first.linear1.out_features,
         activation=ACTIVATIONS[first.activation],

@@ -188,7 +188,7 @@ def _proto(graph: Graph, domain: str) -> Any:
 
 def _translation(domain: str) -> Any:
     """Return the function that writes the recurrence into the graph."""
-    import onnxscript  # pyright: ignore[reportMissingImports]
+    import onnxscript  # pyright: ignore[reportMissingImports] (an optional package)
 
     own = domain == "com.microsoft"
     if own:
@@ -267,7 +267,7 @@ def _register(domain: str) -> None:
 
 def _compare(graph: Graph, content: bytes) -> float:
     """Return the largest difference between the model and onnxruntime; raise ValueError if it is too large."""
-    import onnxruntime  # pyright: ignore[reportMissingImports]
+    import onnxruntime  # pyright: ignore[reportMissingImports] (an optional package)
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3

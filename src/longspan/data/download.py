@@ -116,7 +116,7 @@ def opened(path: Path, published: str = "") -> Iterator[BinaryIO]:
                     yield raw
                 return
         try:
-            yield file  # type: ignore[misc]
+            yield file  # pyright: ignore[reportReturnType] (both read bytes)
         except errors as error:
             raise ValueError(f"{path} is truncated or corrupt ({error}){describe(path, published)}") from error
 

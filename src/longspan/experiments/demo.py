@@ -186,7 +186,7 @@ def _train(out: Path, dataset: Dataset, steps: int, seed: int) -> tuple[dict[str
         settings = replace(TRAINING, steps=steps, warmup=min(TRAINING.warmup, steps), out=str(folder), seed=seed)
         # What an earlier, interrupted demo has trained is not trained again.
         trained = fit(replace(DIGITS, attention=spec), settings, resume=begun(folder))
-        models[spec] = checkpoint.load(folder)  # type: ignore[assignment]
+        models[spec] = checkpoint.load(folder)
         found["bits_per_dim"][spec] = trained.bits["test"]
         found["parameters"][spec] = sum(parameter.numel() for parameter in models[spec].parameters())
         curves[spec] = _curve(folder / "metrics.csv")
@@ -307,7 +307,7 @@ def _shipped(out: Path, seed: int, scale: Scale) -> dict[str, Any]:
 def _tokens(model: Decoder, prompt: Tensor | None, batch: int, count: int, seed: int) -> Tensor:
     """(B,count) new tokens, with a bar."""
     given = {"batch": batch} if prompt is None else {}
-    steps = generate(model, prompt, max_new_tokens=count, seed=seed, stream=True, **given)  # type: ignore[call-overload]
+    steps = generate(model, prompt, max_new_tokens=count, seed=seed, stream=True, **given)  # pyright: ignore[reportCallIssue, reportArgumentType] (a mixed dict)
     return torch.stack(list(progress.track(steps, count, "pixels")), 1)
 
 

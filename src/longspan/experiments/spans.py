@@ -129,13 +129,13 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 def spans(model: Decoder) -> list[list[float]]:
     """The spans of the heads of each layer, in tokens."""
     x = torch.zeros(1, 1, model.config.dim)
-    return [attention.spans(x)[0, :, 0].tolist() for attention in model.stack.attentions()]  # type: ignore[operator]
+    return [attention.spans(x)[0, :, 0].tolist() for attention in model.stack.attentions()]  # pyright: ignore[reportCallIssue] (a method of the mechanism)
 
 
 def cost(model: Decoder) -> float:
     """Keys with a weight above zero for a query far from the start: the mean of ceil(z + R)."""
     ramps = [attention.ramp for attention in model.stack.attentions()]
-    return mean(math.ceil(z + ramp) for layer, ramp in zip(spans(model), ramps, strict=True) for z in layer)  # type: ignore
+    return mean(math.ceil(z + ramp) for layer, ramp in zip(spans(model), ramps, strict=True) for z in layer)  # pyright: ignore[reportOperatorIssue] (ramp is a number)
 
 
 def learned(folder: Path, settings: Settings) -> list[list]:

@@ -44,9 +44,9 @@ def prefill(
         lengths = mask.sum(1) if mask is not None else begin.new_full((len(begin),), tokens.shape[1])
     outputs, state = model(tokens, model.init_state(len(prompt), capacity), mask=mask, prefix=lengths, donate=True)
     if mask is None:
-        return outputs[:, -1], state  # type: ignore[return-value]
+        return outputs[:, -1], state
     last = mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
-    return outputs[torch.arange(len(last), device=last.device), last], state  # type: ignore[return-value]
+    return outputs[torch.arange(len(last), device=last.device), last], state
 
 
 @overload

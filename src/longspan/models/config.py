@@ -28,7 +28,7 @@ class _Fields:
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Raise TypeError for an unknown argument and suggest a field."""
         # Every subclass is a dataclass, but the type checker only sees this base.
-        names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        names = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType] (subclasses are dataclasses)
         refuse(cls.__name__, options, names)
         return super().__new__(cls)
 
@@ -41,14 +41,14 @@ class _Fields:
         """
         if not isinstance(values, dict):
             raise ValueError(f"{cls.__name__}.from_dict takes a dict of fields, not {typecheck.format_value(values)}")
-        names = {field.name: field for field in fields(cls)}  # type: ignore[arg-type]
+        names = {field.name: field for field in fields(cls)}  # pyright: ignore[reportArgumentType] (subclasses are dataclasses)
         for name in values:
             known(name, names, f"field of {cls.__name__}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as a dict of plain values, for JSON or YAML."""
-        return asdict(self)  # type: ignore[call-overload]
+        return asdict(self)  # pyright: ignore[reportArgumentType] (subclasses are dataclasses)
 
 
 @dataclass(frozen=True)

@@ -113,5 +113,5 @@ class Decoder(nn.Module):
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
         # Always an nn.Embedding here; for vectors it would be an nn.Identity without a weight.
-        outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore[index]
+        outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # pyright: ignore[reportIndexIssue] (a Parameter)
         return outputs, None if layers is None else DecoderState(end, layers)

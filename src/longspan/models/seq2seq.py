@@ -191,7 +191,7 @@ class Seq2Seq(nn.Module):
 
     def _outputs(self, x: Tensor) -> Tensor:
         # Always an nn.Embedding here; for vectors it would be an nn.Identity without a weight.
-        return F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # type: ignore[index]
+        return F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # pyright: ignore[reportIndexIssue] (a Parameter)
 
 
 def _encoder(config: Seq2SeqConfig) -> EncoderConfig:

@@ -85,7 +85,7 @@ class Transcriber(nn.Module):
         check_fits_in_memory(config, Transcriber)
         self.config = config
         self.front = Front(config.features, config.stride, config.context, config.dim)
-        self.embedding = Embedding(0, config)  # type: ignore[arg-type]
+        self.embedding = Embedding(0, config)  # pyright: ignore[reportArgumentType] (the fields that it reads are there)
         self.stack = Stack(config, causal=config.causal, positions=config.positions)
         self.head = nn.Linear(config.dim, 1 + len(config.labels.split()))
 
@@ -143,7 +143,7 @@ class Transcriber(nn.Module):
             return self.head(x), state._replace(frames=left)
         x, position = self.embedding(x, state.position)
         x, layers = self.stack(x, state.layers)
-        return self.head(x), TranscriberState(left, position, layers)  # type: ignore[arg-type]
+        return self.head(x), TranscriberState(left, position, layers)
 
     def loss(self, frames: Tensor, lengths: Tensor, targets: list[list[int]]) -> Tensor:
         """Return the CTC loss in mean nats per label; see ``ctc.loss`` for the targets and the errors."""

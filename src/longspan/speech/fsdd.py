@@ -112,13 +112,13 @@ def recordings(source: str = "") -> tuple[list[Recording], str]:
         if rate != RATE:
             raise ValueError(f"{name} has {rate} samples per second; expected {RATE}")
         digest.update(name.encode() + contents[name])
-        digit, speaker, index = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+        digit, speaker, index = NAME.fullmatch(name).groups()  # pyright: ignore[reportOptionalMemberAccess] (names are checked)
         found.append(Recording(int(digit), speaker, int(index), samples))
     return found, digest.hexdigest()
 
 
 def _order(name: str) -> tuple[str, int, int]:
-    digit, speaker, index = NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+    digit, speaker, index = NAME.fullmatch(name).groups()  # pyright: ignore[reportOptionalMemberAccess] (names are checked)
     return speaker, int(digit), int(index)
 
 

@@ -202,7 +202,7 @@ def _decoded(path: Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
     place = name if os.name == "nt" else os.fsencode(path)
     try:
         # A TypeError is raised for files named .raw, which have no header.
-        with Forward(place) as sound:  # pyright: ignore[reportArgumentType]  # soundfile takes bytes
+        with Forward(place) as sound:  # pyright: ignore[reportArgumentType] (soundfile takes bytes)
             rate = sound.samplerate
             count = _checked(sound.channels, rate, name, seconds)
             done = 0

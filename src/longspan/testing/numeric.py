@@ -88,8 +88,8 @@ def attention_matrix(subject: Subject, gauge: Gauge) -> None:
         mask[0, 20:], mask[1, 5:9] = False, False
         seen: dict[str, Tensor] = {}
         hooks = [
-            module.value.register_forward_hook(lambda _m, _i, v, seen=seen: seen.setdefault("v", v)),  # type: ignore
-            module.out.register_forward_pre_hook(lambda _m, i, seen=seen: seen.update(o=i[0])),  # type: ignore
+            module.value.register_forward_hook(lambda _m, _i, v, seen=seen: seen.setdefault("v", v)),
+            module.out.register_forward_pre_hook(lambda _m, i, seen=seen: seen.update(o=i[0])),
         ]
         record: dict[str, Tensor] = {}
         module(x, mask=mask, record=record, **arguments)
@@ -207,7 +207,7 @@ def adversarial(subject: Subject, gauge: Gauge) -> None:
         x = (subject.data(dtype=torch.float32) * scale).requires_grad_()
         y = module(x)[0]
         y.sum().backward()
-        gauge.require(y.isfinite().all() and x.grad.isfinite().all(), f"inputs of norm {scale}: not finite")  # type: ignore
+        gauge.require(y.isfinite().all() and x.grad.isfinite().all(), f"inputs of norm {scale}: not finite")  # pyright: ignore[reportOptionalMemberAccess] (x has a gradient)
     for n in (0, 1):
         y = module(subject.data(n=n, dtype=torch.float32))[0]
         gauge.require(y.shape == (BATCH, n, DIM) and y.isfinite().all(), f"{n} tokens: {tuple(y.shape)}, or not finite")

@@ -41,7 +41,7 @@ def rebuilds(subject: Subject, gauge: Gauge) -> None:
     module, x = subject.make(), subject.data()
     y = module(x)[0]
     if subject.single:
-        again: nn.Module = build(module.spec, DIM, HEADS, causal=subject.causal).double().eval()  # type: ignore
+        again: nn.Module = build(module.spec, DIM, HEADS, causal=subject.causal).double().eval()
         gauge.require(again.spec == module.spec, f"{module.spec!r} builds {again.spec!r}")
     else:
         again = Subject(subject.spec, subject.seed + 1, subject.stack).make()
@@ -167,6 +167,6 @@ def cross(subject: Subject, gauge: Gauge) -> None:
 def carry(subject: Subject, gauge: Gauge) -> None:
     """A layer without a carry behaves as the first layer of a stack, and passes a carry on."""
     module, x = subject.make(), subject.data()
-    y, _, handed = module(x, carry=module.init_carry(x, None))  # type: ignore[operator]
+    y, _, handed = module(x, carry=module.init_carry(x, None))
     gauge.close(module(x)[0], y, "no carry against the first layer's carry")
     gauge.require(handed is not None, "a class with has_layer_carry returns no carry")

@@ -53,7 +53,7 @@ def learned(model: Decoder, dataset: Dataset) -> dict[str, Any]:
         means = {i: torch.stack([a.spans(x).mean((0, 2)) for x in read[i]]).mean(0) for i, a in spanned.items()}
         found["spans"] = [[i + 1, [round(z, 3) for z in heads.tolist()]] for i, heads in means.items()]
     if ponders:
-        ponder, steps = record["ponder"].float(), record["steps"].float()  # type: ignore[attr-defined]
+        ponder, steps = record["ponder"].float(), record["steps"].float()  # pyright: ignore[reportAttributeAccessIssue] (the call filled both)
         found["ponder"] = [round(value, 4) for value in ponder.mean(0).tolist()]
         found["steps"] = [round(value, 4) for value in steps.mean(0).tolist()]
         # A position reads the token before it and predicts its own token.

@@ -138,7 +138,7 @@ class Keeper(Callback):
         self.stopped = ""
         self.opened = contextlib.ExitStack()
 
-    def on_train_start(self, trainer: Trainer, task: Task) -> None:  # type: ignore[override]
+    def on_train_start(self, trainer: Trainer, task: Task) -> None:
         run, step = self.run, trainer.global_step
         self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.objective.tokens)
         # Lightning has installed its signal handlers by now; its SIGTERM would end the run without a checkpoint.
@@ -157,7 +157,7 @@ class Keeper(Callback):
                 self._save(trainer, step, improved)
         self.clock.resume()
 
-    def on_train_batch_end(self, trainer: Trainer, task: Task, *_: Any) -> None:  # type: ignore[override]
+    def on_train_batch_end(self, trainer: Trainer, task: Task, *_: Any) -> None:
         if task.micro % self.run.accumulate:
             return
         run, step, speed = self.run, trainer.global_step, self.clock.lap()
@@ -184,10 +184,10 @@ class Keeper(Callback):
             trainer.should_stop = True
         self.clock.resume()
 
-    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:  # type: ignore[override]
+    def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
         self.opened.close()
 
-    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:  # type: ignore[override]
+    def on_exception(self, trainer: Trainer, task: Task, exception: BaseException) -> None:
         self.opened.close()
 
     def _recent(self) -> dict[str, float]:

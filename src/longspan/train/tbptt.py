@@ -66,9 +66,9 @@ def first(model: Decoder, batch: int) -> DecoderState:
     """The state before the first token, valid for any later values of the weights."""
     state, attentions = model.init_state(batch), model.stack.attentions()
     steps = isinstance(state.layers, UniversalState)
-    count = len(state.layers.layers) if steps else len(state.layers)  # type: ignore[attr-defined]
+    count = len(state.layers.layers) if steps else len(state.layers)  # pyright: ignore[reportAttributeAccessIssue] (a UniversalState)
     layers = tuple(attentions[i % len(attentions)].init_trainable_state(batch) for i in range(count))
-    return state._replace(layers=state.layers._replace(layers=layers) if steps else layers)  # type: ignore
+    return state._replace(layers=state.layers._replace(layers=layers) if steps else layers)  # pyright: ignore[reportAttributeAccessIssue] (a UniversalState)
 
 
 def renewed(state: DecoderState, new: DecoderState, fresh: Tensor) -> DecoderState:

@@ -49,7 +49,7 @@ class Choice(Spec):
     def __eq__(self, other):
         return isinstance(other, Choice) and self._choices == other._choices
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # pyright: ignore[reportAssignmentType] (makes it unhashable)
 
 
 class Optional(Spec):
@@ -62,7 +62,7 @@ class Optional(Spec):
     def __eq__(self, other):
         return isinstance(other, Optional) and (self._spec, self._default) == (other._spec, other._default)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None  # pyright: ignore[reportAssignmentType] (makes it unhashable)
 
 
 def _boolean(x):

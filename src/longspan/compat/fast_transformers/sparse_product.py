@@ -48,7 +48,7 @@ def _pieces(read: Callable[[Tensor, Tensor], Tensor], x: Tensor, topk: Tensor, s
     """Run ``read`` on a few queries at a time; the backward pass gathers again instead of storing."""
     together = max(1, _ROOM // max(1, topk[:, :, :1].numel() * size))
     parts = zip(x.split(together, 2), topk.split(together, 2), strict=True)
-    return torch.cat([checkpoint(read, one, top, use_reentrant=False) for one, top in parts], 2)  # type: ignore[misc]
+    return torch.cat([checkpoint(read, one, top, use_reentrant=False) for one, top in parts], 2)
 
 
 def clustered_sparse_dot_product(

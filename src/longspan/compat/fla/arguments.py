@@ -85,4 +85,4 @@ def laid_out(
         raise ValueError(f"cu_seqlens needs operands with one row, not {len(q)}; flatten the batch first")
     wide = upcast_half(v[:0]).dtype
     over = (t if t is None else t.transpose(1, 2) for t in (q, k, v, g, beta))
-    return LaidOut(*over, None if state is None else state.to(wide))  # type: ignore[misc]
+    return LaidOut(*over, None if state is None else state.to(wide))  # pyright: ignore[reportCallIssue] (over has the other fields)

@@ -26,7 +26,9 @@ _WHERE = {
     "byte_tokenizer": "byte_tokens",
 }
 
-__all__ = [  # pyright: ignore[reportUnsupportedDunderAll]
+# Some names are loaded on first use.
+# pyright: reportUnsupportedDunderAll=false
+__all__ = [
     "LongspanCache",
     "LongspanConfig",
     "LongspanForCausalLM",

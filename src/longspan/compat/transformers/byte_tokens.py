@@ -25,8 +25,8 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     made = Tokenizer(models.BPE(vocab={**_letters(), START: 256}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue]
-    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
+    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token=START, eos_token=START, pad_token=START, clean_up_tokenization_spaces=False
     )

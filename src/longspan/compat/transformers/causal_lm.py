@@ -206,7 +206,7 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
             logits = logits[:, logits_to_keep]
         elif logits_to_keep:
             logits = logits[:, -logits_to_keep:]
-        found = CausalLMOutputWithPast(loss=loss, logits=logits, **{NAME: cache if use_cache else None})  # type: ignore[arg-type]
+        found = CausalLMOutputWithPast(loss=loss, logits=logits, **{NAME: cache if use_cache else None})  # pyright: ignore[reportArgumentType] (NAME is one field)
         return found if return_dict is not False else found.to_tuple()
 
     def _outputs(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: LongspanCache | None):

@@ -49,7 +49,7 @@ class LongspanConfig(PreTrainedConfig):
         rest = {name: value for name, value in values.items() if names[name] not in own} | {
             "tie_word_embeddings": False
         }
-        super().__init__(**rest)  # type: ignore[arg-type]
+        super().__init__(**rest)  # pyright: ignore[reportArgumentType] (fields of any type)
 
     def native(self) -> DecoderConfig:
         """Return the config as a ``longspan.DecoderConfig``."""

@@ -97,7 +97,7 @@ def pass_borders(original: Callable, refused: str, unplaced: bool = False) -> Ca
 
     @functools.wraps(original)
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or len(args) > len(names):  # pyright: ignore[reportPrivateImportUsage]
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or len(args) > len(names):  # pyright: ignore[reportPrivateImportUsage] (documented by torch)
             return original(self, *args, **kwargs)
         given = dict(zip(names, args, strict=False)) | kwargs
         tokens = next((t for t in map(given.get, ("input_ids", "inputs_embeds")) if t is not None), None)

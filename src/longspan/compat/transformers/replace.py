@@ -152,7 +152,7 @@ def _replace(kind: str, name: str, owner: Any, attribute: str, original: Callabl
 def _put(one: Replaced, new: Callable) -> None:
     if hasattr(one.original, "__longspan__"):
         return
-    new.__longspan__ = True  # type: ignore[attr-defined]
+    new.__longspan__ = True
     one.put, one.inherited = new, inspect.isclass(one.owner) and one.attribute not in one.owner.__dict__
     setattr(one.owner, one.attribute, new)
     replaced.append(one)
@@ -165,7 +165,7 @@ def _dispatch(one: Replaced, ours: Ours) -> Callable:
     @functools.wraps(original)
     def run(*args, **kwargs):
         # First, so that a compiler sees only the original.
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not one.active:  # pyright: ignore[reportPrivateImportUsage]
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or not one.active:  # pyright: ignore[reportPrivateImportUsage] (documented by torch)
             return original(*args, **kwargs)
         why_not = _elsewhere(args, kwargs)
         if not why_not and check is not None:

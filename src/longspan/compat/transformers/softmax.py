@@ -68,7 +68,7 @@ def mask(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
-    served = not torch.compiler.is_compiling() and not torch.jit.is_tracing() and torch.device(device).type == "cpu"  # pyright: ignore[reportPrivateImportUsage]
+    served = not torch.compiler.is_compiling() and not torch.jit.is_tracing() and torch.device(device).type == "cpu"  # pyright: ignore[reportPrivateImportUsage] (documented by torch)
     if served and q_length > 1:
         offsets = int(q_offset), int(kv_offset)
         whole = not (allow_is_causal_skip or allow_is_bidirectional_skip)

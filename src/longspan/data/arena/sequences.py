@@ -23,7 +23,7 @@ class Batch(NamedTuple):
 
     def to(self, device: str) -> "Batch":
         """The same on another device."""
-        return Batch(*(None if tensor is None else tensor.to(device) for tensor in self))  # type: ignore[arg-type]
+        return Batch(*(None if tensor is None else tensor.to(device) for tensor in self))  # pyright: ignore[reportArgumentType] (None only where None was)
 
 
 class Sequences(NamedTuple):
