@@ -1,5 +1,6 @@
 """Softmax attention over a few edges per token, which a recurrent network selects and learns by reward."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,9 +70,7 @@ class SparseAdaptive(Attention[SparseAdaptiveState]):
         2020,
     )
     examples = ("sac(edges=2)",)
-    exempt: Mapping[str, str] = {
-        "bidirectional": "edges are selected, so the first token may not read the last one"
-    }
+    exempt: Mapping[str, str] = {"bidirectional": "edges are selected, so the first token may not read the last one"}
     states, samples, apart = (SparseAdaptiveState,), True, True
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, edges: int = 4):
