@@ -11,7 +11,7 @@ TOOLS = HERE.parent / "tools"
 project, author, copyright = "longspan", "the longspan contributors", "the longspan contributors"
 version = release = installed("longspan")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
-exclude_patterns = ["_build", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
 
 html_theme, html_title = "furo", "longspan"
 html_static_path, html_css_files = ["static"], ["narrow.css", "formulas.css", "home.css", "sort.css"]
