@@ -221,7 +221,7 @@ def check_state(attention: Contract, state: Any, x: Tensor) -> None:
         )
     leaves, batch = tensors(state), x.shape[0]
     check_stored("the state", *leaves)
-    if leaves and leaves[0].dim() and len(leaves[0]) != batch:
+    if leaves and leaves[0].dim() and leaves[0].shape[0] != batch:
         raise ValueError(f"state is for {len(leaves[0])} sequences, x has {batch}")
     for leaf in leaves:
         if leaf.device != x.device:
@@ -237,7 +237,7 @@ def check_state(attention: Contract, state: Any, x: Tensor) -> None:
             f"has {len(expected)}; init_state returns one"
         )
     for leaf, (shape, dtype) in zip(leaves, expected, strict=True):
-        if leaf.shape[:1] != (batch,) or (leaf.shape[1:] != shape and not _grown(leaf.shape[1:], shape)):
+        if not leaf.dim() or leaf.shape[0] != batch or not _fits(leaf.shape[1:], shape):
             raise ValueError(
                 f"state has a tensor of shape {tuple(leaf.shape)}, but {attention.name} with dim={attention.dim}, "
                 f"heads={attention.heads} needs {(batch, *shape)}; use a state of an attention of the same size"
@@ -249,8 +249,11 @@ def check_state(attention: Contract, state: Any, x: Tensor) -> None:
             check_counts("counter", leaf)
 
 
-def _grown(shape: torch.Size, expected: torch.Size) -> bool:
-    """Whether a tensor has the expected shape, where a dimension that starts at zero may grow."""
+def _fits(shape: torch.Size, expected: torch.Size) -> bool:
+    """Whether one row of a state's tensor has this shape. A dimension that starts at zero may have any size."""
+    # Size by size while a compiler traces: comparing whole shapes would fix sizes that must stay free.
+    if not torch.compiler.is_compiling() and shape == expected:
+        return True
     return len(shape) == len(expected) and all(e in (0, s) for s, e in zip(shape, expected, strict=True))
 
 

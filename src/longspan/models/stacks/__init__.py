@@ -240,7 +240,7 @@ class Stack(nn.Module):
             came = type(state).__name__ if named or not isinstance(state, tuple) else len(state)
             raise ValueError(f"the state of this stack must be {kind} of {count} states, not {came}")
         if steps:
-            if state.position.dtype != torch.int64 or tuple(state.position.shape) != (len(x),):
+            if state.position.dtype != torch.int64 or tuple(state.position.shape) != (x.shape[0],):
                 came = describe(state.position)
                 raise ValueError(f"the position of this stack's state must be int64 {(len(x),)}, not {came}")
             check_stored("the state", state.position)
