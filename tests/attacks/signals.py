@@ -119,7 +119,7 @@ def judged(at: Path, name: str, code: int, number: int, *, twice: bool) -> str |
         if not twice and (result.get("partial", False) != (name == "bench") or (result["rows"] and kept not in said)):
             return f"it said {said!r} with {len(result['rows'])} rows in {path.name}"
     if name == "train" and not twice and (at / "run" / "config.yaml").exists():
-        if "is saved in run; go on with: longspan train --config run/config.yaml --resume" not in said:
+        if "is saved in run; continue with: longspan train --config run/config.yaml --resume" not in said:
             return f"it said {said!r}"
         saved = checkpoint.resolve(at / "run", prefer="last")
         if f"{saved.name} is saved" not in said:

@@ -161,7 +161,7 @@ def test_an_interrupted_training_prints_the_modules_it_needs(folder, capsys, mon
     def interrupted(config, run, *, resume):
         Path(run.out).mkdir()
         Path(run.out, "config.yaml").touch()
-        raise KeyboardInterrupt("interrupted at step 3; go on with resume")
+        raise KeyboardInterrupt("interrupted at step 3; continue with resume=True")
 
     monkeypatch.setattr("longspan.train.fit", interrupted)
     (folder / "near.py").write_text(MODULE.format(name="near"))

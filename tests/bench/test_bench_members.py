@@ -226,7 +226,7 @@ MISTAKES = {
     "--dim 7": "dim=7 is not a multiple of heads=4",
     "--heads 0": "--heads=0 must be at least 1",
     "--limit 0": "--limit=0.0 must be a positive number of seconds",
-    "--lengths x": "--lengths=x: expected whole numbers from 1 on",
+    "--lengths x": "--lengths=x: expected positive integers",
 }
 
 

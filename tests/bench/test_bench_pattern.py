@@ -274,7 +274,7 @@ MISTAKES = {
     "--patterns band(3);;causal": "empty spec in 'band(3);;causal'",
     "--patterns 3": "'3' is not a pattern; write one like 'band(256) | strided(64)'",
     "--matrix -1": "--matrix=-1 must not be negative",
-    "--lengths 0": "--lengths=0: expected whole numbers from 1 on",
+    "--lengths 0": "--lengths=0: expected positive integers",
     "--rounds 0": "--rounds=0 must be at least 1",
     "--limit 0": "--limit=0.0 must be a positive number of seconds",
 }

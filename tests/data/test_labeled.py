@@ -144,7 +144,7 @@ def test_generated_texts_are_labeled_by_their_majority():
         ("a.tsv", "", "line 1 of .*a.tsv must name the columns"),
         ("a.tsv", "text\tlabel\nx\ty\tz\n", "line 2 of .*a.tsv has more columns than line 1"),
         ("a.tsv", "text\tlabel\nx\n", "line 2 of .*a.tsv: its label must be a word"),
-        ("a.tsv", 'text\tlabel\n"x\ty\n', "a.tsv excel-tab.*unexpected end of data"),
+        ("a.tsv", 'text\tlabel\n"x\ty\n', "a.tsv .*excel-tab.*unexpected end of data"),
         ("a.jsonl", jsonl(PLAIN[:5]), "has 5 texts"),
         (
             "a.jsonl",

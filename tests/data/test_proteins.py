@@ -54,7 +54,7 @@ def test_a_folder_is_its_one_fasta_file(tmp_path):
         (b"MKVLAAGI\n", "is not a FASTA file: it begins with b'MKVLAAGI"),
         (b"", "is not a FASTA file: it begins with b''"),
         (b">one\nMKVLJAGI\n", "one has 'J', which is not an amino acid; known: ACDEFGHIKLMNPQRSTVWYBOUXZ"),
-        (b">one\nMK*VLAAGI\n", "one has '*', which stands for no amino acid"),
+        (b">one\nMK*VLAAGI\n", "one has '*'"),
         (b">one\nMKV\n", f"has no protein of at least {WORD} residues"),
     ],
 )

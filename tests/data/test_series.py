@@ -104,7 +104,7 @@ MISTAKES = {
     "gap": (lambda rows: [*rows[:9], *rows[10:]], "line 10: 2016-07-01 09:00:00 does not come an hour after"),
     "constant": (
         lambda rows: [rows[0], *(f"{row.split(',')[0]},1,1,{i}" for i, row in enumerate(rows[1:]))],
-        "A never",
+        "A is constant",
     ),
 }
 

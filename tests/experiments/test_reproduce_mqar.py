@@ -28,7 +28,7 @@ MISTAKES = {
     "mqar --heads 3": "dim=8 is not a multiple of heads=3",
     "mqar --rates 0": "rates=0.0 must be positive",
     "mqar --rates nan": "rates=nan must be a number from 0",
-    "mqar --pairs x": "--pairs=x: expected numbers, separated by commas: 2,4",
+    "mqar --pairs x": "--pairs=x",
     "mqar --tokens 3": "tokens=3 must be at least 4",
     "mqar --vocab 31": "vocab=31 must be at least 32, twice the number of pairs",
     "mqar --steps 0": "steps=0 must be at least 1",

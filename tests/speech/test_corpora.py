@@ -276,7 +276,7 @@ NAMES = {
     "fsd": "unknown corpus of speech 'fsd' (did you mean 'fsdd'?); known: an4, fsdd, tones",
     "fsdd:": "nothing follows the colon of 'fsdd:'; pass e.g. fsdd:FOLDER",
     "tones:a": "tones:a: ",
-    "an4": "an4:FOLDER",
+    "an4": "an4 cannot be downloaded",
 }
 
 

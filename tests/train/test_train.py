@@ -94,8 +94,8 @@ def test_step_seeds_differ_by_seed_index_and_rank():
         ({"optimizer": "sdg"}, "unknown optimizer 'sdg'; known: adamw, radam"),
         ({"schedule": "cosin"}, r"unknown schedule 'cosin' \(did you mean 'cosine'\?\)"),
         ({"precision": "16"}, "unknown precision '16'.*; known: 32, bf16"),
-        ({"schedule": "drop"}, "schedule='drop' needs drop_at"),
-        ({"drop_at": 3}, "drop_at=3 is read by schedule='drop' only, not 'cosine'"),
+        ({"schedule": "drop"}, "schedule='drop' requires drop_at"),
+        ({"drop_at": 3}, "drop_at=3 requires schedule='drop', not 'cosine'"),
         ({"out": " "}, "out is empty"),
     ],
 )

@@ -14,7 +14,6 @@ MARKS = palette.MARKERS
 PANEL = (4.5, 3.9)  # inches; with type of 9 points, two panels are readable where a page shows them 700 pixels wide
 STYLE = {
     "figure.facecolor": "white",
-    "savefig.facecolor": "white",
     "font.size": 9.5,
     "axes.titlesize": 10,
     "axes.labelsize": 9.5,

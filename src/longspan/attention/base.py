@@ -239,7 +239,6 @@ class Attention(nn.Module, Generic[S]):
         carry: None = None,
         record: dict[str, Any] | None = None,
         donate: bool = False,
-        _trusted: Trusted | None = None,
     ) -> tuple[Tensor, S | None]: ...
 
     @overload
@@ -256,7 +255,6 @@ class Attention(nn.Module, Generic[S]):
         carry: Tensor | tuple[Any, ...],
         record: dict[str, Any] | None = None,
         donate: bool = False,
-        _trusted: Trusted | None = None,
     ) -> tuple[Tensor, S | None, Any]: ...
 
     def forward(

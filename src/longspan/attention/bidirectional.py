@@ -1,6 +1,6 @@
 """A causal mechanism run in both directions, for encoders."""
 
-from typing import Never
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -91,13 +91,14 @@ class Bidirectional(Attention[Never]):
         self, x: Tensor, state: None, *, mask: Tensor | None = None, segments: Tensor | None = None
     ) -> tuple[Tensor, None]:
         # This call's arguments have been checked, and its packed sequences are kept apart.
-        y, _ = self.forwards(x, mask=mask, segments=segments, _trusted=Trusted.ISOLATED)
+        checked: dict[str, Any] = {"_trusted": Trusted.ISOLATED}
+        y, _ = self.forwards(x, mask=mask, segments=segments, **checked)
         turned = {
             "mask": None if mask is None else mask.flip(1),
             # ~id = -id - 1 turns the falling ids of a reversed row into rising ones.
             "segments": None if segments is None else ~segments.flip(1),
         }
-        reverse, _ = (self.backwards or self.forwards)(x.flip(1), **turned, _trusted=Trusted.ISOLATED)
+        reverse, _ = (self.backwards or self.forwards)(x.flip(1), **turned, **checked)
         return y + reverse.flip(1), None
 
 

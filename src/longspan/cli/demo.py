@@ -34,6 +34,6 @@ def run(args) -> int:
     try:
         demo.run(out, steps=args.steps, seed=args.seed)
     except KeyboardInterrupt as error:
-        said = str(error).removesuffix("; go on with resume") or f"interrupted; what is trained is in {out}"
+        said = str(error).removesuffix("; continue with resume=True") or f"interrupted; what is trained is in {out}"
         raise signals.with_text(error, f"{said}; the same command goes on from there") from error
     return 0

@@ -131,7 +131,7 @@ def completed(fields: dict[str, Any], run: Any) -> dict[str, Any]:
 def _how_to_resume(text: str, recipe: Path) -> str:
     if not recipe.exists():
         return text or "interrupted; nothing was saved"
-    text = text.removesuffix("; go on with resume") or "interrupted"
+    text = text.removesuffix("; continue with resume=True") or "interrupted"
     modules = "".join(f" --import {module}" for module in plugins.brought())
     return f"{text}; continue with: longspan train{modules} --config {shlex.quote(str(recipe))} --resume"
 

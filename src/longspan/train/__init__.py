@@ -131,7 +131,9 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
     if end.signal:
         last = folder / "checkpoints" / "last"
         where = f"{runs.pointer(last)} is saved" if last.exists() else "nothing was saved"
-        raise signals.Interrupted(f"{end.why} at step {end.steps}; {where} in {folder}; go on with resume", end.signal)
+        raise signals.Interrupted(
+            f"{end.why} at step {end.steps}; {where} in {folder}; continue with resume=True", end.signal
+        )
     best = checkpoint.load(folder)
     objective = objectives.build(best, run, dataset)
     figures = {split: objective.score(best, split) for split in SPLITS}
