@@ -117,7 +117,7 @@ def test_a_line_that_is_no_pair_is_named(file, line, message):
     ("line", "message"),
     [
         ("{", "line 1 of .* is not JSON: Expecting"),
-        ("[[1], [2]]", r"line 1 of .* must be \{\"source\": .*, \[\[1\], \[2\]\]"),
+        ("[[1], [2]]", r"line 1 of .* must be \{\"source\": .* \[\[1\], \[2\]\]"),
         ('{"source": 3, "target": [1]}', "line 1 of .*: its source must be a list of integers, got 3"),
         ('{"source": [1], "target": [true]}', "line 1 of .*: its target has True; tokens are integers from 0"),
         ('{"source": [-1], "target": []}', "line 1 of .*: its source has -1; tokens are"),
