@@ -441,7 +441,7 @@ def report(result: dict[str, Any]) -> str:
         lines += ["", f"{title}:"]
         lines += [f"  {row[0]:<20}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in table]
     shipped = result["shipped"]
-    lines += ["", f"{SHIPPED}: {shipped['images_per_second']:.2g} images per second of 28 x 28 pixels"]
+    lines += ["", f"{SHIPPED}: {shipped['images_per_second']:,.0f} images per second of 28 x 28 pixels"]
     if why := result["layer"].get("skipped"):
         lines.append(f"transformers: skipped; {why}")
     lines.append(f"{result['seconds']:.0f} s in all ({result['processor_seconds']:.0f} s of processor time)")
