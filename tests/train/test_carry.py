@@ -39,7 +39,7 @@ XL = DecoderConfig(
 LENGTH = 11
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

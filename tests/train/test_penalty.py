@@ -27,7 +27,7 @@ LEARNING = DecoderConfig(**SMALL, depth=2, attention=SPANS, vocab=17, length=64)
 MASK = torch.tensor([[True] * 9 + [False] * 4, [False] * 2 + [True] * 11])
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

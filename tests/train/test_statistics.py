@@ -13,7 +13,7 @@ SPEC = "routing(clusters=3, window=5); softmax"
 LEARNING = DecoderConfig(dim=8, heads=2, feedforward=12, depth=2, attention=SPEC, vocab=17, length=64)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from longspan.train.report import COLUMNS, _short
 from training_process import TINY, best_at, checkpoints, tiny, weights
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
