@@ -13,8 +13,8 @@ def cache_folder() -> Path:
 
     Without a home folder it is ``longspan-UID`` in the folder for temporary files.
 
-    Raises ValueError if LONGSPAN_CACHE begins with the home of an unknown user, or if there is no folder for temporary
-    files.
+    Raises ValueError if LONGSPAN_CACHE begins with ``~USER`` and that user does not exist, or if no folder for
+    temporary files exists.
     """
     if chosen := os.environ.get("LONGSPAN_CACHE", ""):
         try:

@@ -8,7 +8,7 @@ from .parser import SEEDS, Parser, make, natural_int, positive_int
 def parser() -> Parser:
     parser = make(
         "demo",
-        "Show what the library does, in one to three minutes: train a linear and a softmax transformer on images of "
+        "Show what the library does, in a few minutes: train a linear and a softmax transformer on images of "
         "digits, measure time and memory of four mechanisms by length, draw and complete digits with the model that "
         "comes with longspan, and time a recurrent layer of Hugging Face transformers, if it is installed. Writes a "
         "page, index.html, whose path is the last line printed; its pictures, demo.json and demo.csv are next to it.",
