@@ -21,6 +21,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
 
+if not torch.cuda.is_available():
+    # Triton reads this when it decorates a kernel. Tests of kernels then run on the CPU; other tests never see Triton.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Commands that tests start print nothing about kernels that they compile first.
 os.environ.setdefault("LONGSPAN_QUIET", "1")
 
@@ -37,6 +41,7 @@ AREAS = {
     "cli": ("cli", "_utils"),
     "train": ("train", "models", "generation", "data", "speech"),
     "experiments": ("experiments", "bench"),
+    "gpu": ("gpu",),
     "docs": ("house",),
 }
 AREA = {folder: area for area, folders in AREAS.items() for folder in folders}

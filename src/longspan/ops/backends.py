@@ -13,6 +13,7 @@ BACKENDS = {
     "reference": "the definition: a readable loop, or the full matrix",
     "torch": "chunks of matrix products with bounded memory in the backward pass; any device",
     "native": "C++ kernels for the CPU",
+    "triton": "Triton kernels for CUDA GPUs",
     "flex": "torch's FlexAttention for the GPU, with block lists from longspan",
 }
 
@@ -30,7 +31,7 @@ def backend(name: str) -> Generator[None, None, None]:
     ValueError with the reason.
 
     Args:
-        name: ``auto``, ``reference``, ``torch``, ``native`` or ``flex``.
+        name: ``auto``, ``reference``, ``torch``, ``native``, ``triton`` or ``flex``.
 
     Raises:
         ValueError: the name is unknown.
@@ -69,6 +70,11 @@ def refuse_tracing() -> None:
             "torch.jit.trace records the sizes of the example as constants, so that other sizes give wrong results or "
             "a crash; use torch.export or torch.compile, which check sizes"
         )
+
+
+def forced_backend() -> str:
+    """Return the backend that ``backend`` forces; ``auto`` for none."""
+    return _backend
 
 
 def resolve_backend(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
@@ -118,6 +124,34 @@ def select_backend(
     return name
 
 
+def choose_backend(op: str, served: tuple[str, ...], why_not: dict[str, str], prefer: str = "") -> str:
+    """Return the backend that serves a call, and record it for ``watch``.
+
+    Args:
+        op: Name of the op.
+        served: The backends that have this op.
+        why_not: For each backend with kernels, the fastest first, why it cannot serve the call; empty if it can.
+        prefer: The backend that ``auto`` selects; empty for the first with an empty reason, or else ``torch``.
+
+    Returns:
+        The name of the backend.
+
+    Raises:
+        ValueError: the forced backend does not have this op or cannot serve the call, or ``torch.jit.trace`` is active.
+    """
+    prefer = prefer or next((kernels for kernels, reason in why_not.items() if not reason), "torch")
+    name = resolve_backend(op, served, prefer)
+    if why_not.get(name):
+        raise ValueError(f"backend {name!r} cannot serve this call of {op}: {why_not[name]}")
+    # Kernels for another device are no news; the reason that a user can act on is.
+    reasons = [reason for reason in why_not.values() if reason and reason not in OTHER_DEVICE]
+    log_backend(op, name, (reasons or list(why_not.values()) or [""])[0])
+    return name
+
+
+OTHER_DEVICE = ("they are for the CPU", "they are for CUDA GPUs")
+
+
 class BackendUse(NamedTuple):
     """The backend that ran an op; ``why_not`` is the reason why native kernels did not, if the op has some."""
 
@@ -155,5 +189,8 @@ def watch() -> Generator[list[BackendUse], None, None]:
 
 def log_backend(op: str, name: str, why_not: str = "") -> None:
     """Record for ``watch``, if one is active, that the backend ``name`` runs ``op``."""
-    if _watch is not None and (found := BackendUse(op, name, "" if name == "native" else why_not)) not in _watch:
+    if (
+        _watch is not None
+        and (found := BackendUse(op, name, "" if name in ("native", "triton") else why_not)) not in _watch
+    ):
         _watch.append(found)

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from ..._utils.spec import known
 from ..arguments import check_mask, check_segments, describe
-from ..backends import log_backend, resolve_backend, select_backend
+from ..backends import choose_backend, log_backend, resolve_backend
 from ..operands import check_donation, check_stored, materialize_neg, same_device
 from ..packed import check_packed
 from ..rows import gather_valid, last_valid, scatter_back
 from ..tensors import upcast_half
 from . import native as kernels
+from . import triton
 
 OP = "the causal convolution"
-SERVED = ("reference", "torch", "native")
+SERVED = ("reference", "torch", "native", "triton")
 ACTIVATIONS = {"silu": F.silu}
 
 
@@ -126,11 +127,14 @@ def convolve(
     x, weight, bias, state = materialize_neg(x, weight, bias, state)
     assert state is not None
     options: dict[str, Any] = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens}
-    why_not = kernels.why_not(x, weight, bias, state, segments, cu_seqlens)
-    match select_backend(OP, SERVED, "torch" if why_not else "native", why_not):
+    why_not = {
+        "triton": triton.why_not(x, weight, bias, state, segments, cu_seqlens),
+        "native": kernels.why_not(x, weight, bias, state, segments, cu_seqlens),
+    }
+    match choose_backend(OP, SERVED, why_not):
+        case "triton":
+            return triton.convolve(x, weight, bias, state, **options)
         case "native":
-            if why_not:
-                raise ValueError(f"backend 'native' cannot serve this call of {OP}: {why_not}")
             return kernels.convolve(x, weight, bias, state, composed=composed, **options)
         case "reference":
             return reference(x, weight, bias, state, **options)

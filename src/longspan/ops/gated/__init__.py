@@ -10,19 +10,19 @@ from torch import Tensor
 
 from ..._utils.spec import known
 from ..arguments import check_mask, check_segments, check_state, describe
-from ..backends import log_backend, resolve_backend, select_backend
+from ..backends import choose_backend, log_backend, resolve_backend
 from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
 from ..tensors import per_root, upcast_half
-from . import chunks, exported
+from . import chunks, exported, triton
 from . import native as kernels
 from .decays import LOWEST
 from .prepared import NORMS, prepared
 
 SUM, DECAY, DELTA = "a running sum of outer products", "decay attention", "the delta rule"
-SERVED = ("reference", "torch", "native")
+SERVED = ("reference", "torch", "native", "triton")
 
 
 @overload
@@ -372,12 +372,15 @@ def recur(
     op, factor = _op(log_decay, beta), per_root(q.shape[-1]) if scale is None else scale
     options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
     options |= {"segments": segments, "normalize": normalize is not None, "cu_seqlens": cu_seqlens}
-    why_not = call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, family="gated")
     token = q.shape[2] == 1 and cu_seqlens is None
-    match select_backend(op, SERVED, "torch" if why_not or token else "native", why_not):
+    why_not = {
+        "triton": triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens),
+        "native": call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, family="gated"),
+    }
+    match choose_backend(op, SERVED, why_not, prefer="torch" if token else ""):
+        case "triton":
+            return triton.attend(q, k, v, **options)
         case "native":
-            if why_not:
-                raise ValueError(f"backend 'native' cannot serve this call of {op}: {why_not}")
             return kernels.attend(q, k, v, **options)
         case "reference":
             return prepared(reference, q, k, v, **options)

@@ -9,18 +9,18 @@ from torch import Tensor
 
 from .. import prefix
 from ..arguments import check_mask, check_segments, check_state, describe
-from ..backends import log_backend, resolve_backend, select_backend
+from ..backends import choose_backend, log_backend, resolve_backend
 from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_eps, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
 from ..tensors import upcast_half, with_ones
-from . import bidirectional, composed, native, recurrence
+from . import bidirectional, composed, native, recurrence, triton
 from . import causal as causally
 from .features import MAPS, FeatureMap, divisors
 from .features import feature_map as choose
 
-OP, SERVED = "linear attention", ("reference", "torch", "native")
+OP, SERVED = "linear attention", ("reference", "torch", "native", "triton")
 
 
 @overload
@@ -214,14 +214,17 @@ def named(
     if token and state is not None and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
         return found
     q, k, v, state = materialize_neg(q, k, v, state)
-    why_not = (
-        call.why_not(q, k, v, state, mask, segments, family="linear") if causal else "they are for causal attention"
-    )
+    why_not = {
+        "triton": triton.why_not(q, k, v, state, mask, segments, causal=causal),
+        "native": call.why_not(q, k, v, state, mask, segments, family="linear")
+        if causal
+        else "they are for causal attention",
+    }
     options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-    match select_backend(OP, SERVED, "torch" if why_not else "native", why_not):
+    match choose_backend(OP, SERVED, why_not):
+        case "triton":
+            return triton.attend(q, k, v, state=state, causal=causal, **options)
         case "native":
-            if why_not:
-                raise ValueError(f"backend 'native' cannot serve this call of linear attention: {why_not}")
             return native.Attend.apply(q, k, v, state, mask, segments, feature_map, eps)  # pyright: ignore[reportReturnType] (torch types it as Any | None)
         case "torch" if transformed():
             return composed.composed(q, k, v, state, causal=causal, **options)
