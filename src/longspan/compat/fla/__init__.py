@@ -1,4 +1,6 @@
-"""Functions of flash-linear-attention on longspan's operations, on any device and in any precision.
+"""flash-linear-attention on longspan's operations, on any device and in any precision: its functions and its models.
+
+``load(folder)`` loads a published checkpoint; ``register()`` adds its model types to transformers.
 
 After ``longspan.compat.fla.install()``, imports such as ``from fla.ops.gated_delta_rule import chunk_gated_delta_rule``
 find them. Layouts and arguments are the original's: queries and keys (B,T,H,K), values (B,T,HV,V).
@@ -11,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from . import ops
+from .models import load, register
+
+__all__ = ["install", "load", "register", "uninstall"]
 
 NAME = "fla"
 # Modules of the original below fla.ops with their functions. Each function is also in fla.ops.

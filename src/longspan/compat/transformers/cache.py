@@ -1,6 +1,6 @@
-"""A decoder's state as a cache of transformers: it can be reordered and repeated, but not cropped."""
+"""A state as a cache of transformers: it can be reordered and repeated, but not cropped."""
 
-from typing import NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -10,55 +10,29 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ...generation.native_decoder import Engine
 from ...generation.sampling import FEW
 from ...models.decoder import Decoder, DecoderState
-from ...states.utils import clone, select
+from ...states.utils import clone, select, tensors
 
 # Its name in outputs and in ``generate``: ``cache`` from transformers 5.24 on.
 NAME = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-class LongspanCache(Cache):
-    """The state of a ``LongspanForCausalLM`` between calls; each call overwrites the given cache.
+class StateCache(Cache):
+    """The state of a recurrent model between calls; each call overwrites the given cache.
 
     Args:
-        state: a ``DecoderState``, or None before the first token.
-        seen: number of tokens read, including padding but not the start token.
+        state: the state, a nest of tensors with the batch first, or None before the first token.
+        seen: number of tokens read, including padding.
     """
 
-    def __init__(self, state: DecoderState | None = None, seen: int = 0):
+    def __init__(self, state: Any = None, seen: int = 0):
         super().__init__(layers=[])
         self.state, self.seen = state, seen
-        self._engine: Engine | None = None
-        self._steps = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(seen={self.seen})"
 
-    def __deepcopy__(self, memo: dict) -> "LongspanCache":
-        # The copy builds a separate engine when it needs one.
+    def __deepcopy__(self, memo: dict) -> Self:
         return type(self)(None if self.state is None else clone(self.state), self.seen)
-
-    def step(self, decoder: Decoder, token: Tensor) -> Tensor:
-        """Run one decode step without gradients.
-
-        It uses the decode engine if that supports the decoder and the text is long enough for its setup to pay off. The
-        engine keeps the weights of its first step, so start a new cache after you change the weights.
-
-        Args:
-            decoder: the decoder whose state this is.
-            token: one token per row, (B,1) int64.
-
-        Returns:
-            Outputs (B,1,size).
-        """
-        assert self.state is not None
-        self._steps += 1
-        if self._steps == FEW and not Engine.why_not(decoder):
-            self._engine = Engine(decoder)
-        if self._engine is None:
-            outputs, self.state = decoder(token, self.state, donate=True)
-        else:
-            outputs, self.state = self._engine(token, self.state)
-        return outputs
 
     @property
     def is_linear(self) -> list[bool]:
@@ -90,11 +64,12 @@ class LongspanCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, with the copies next to each other."""
         if self.state is not None:
-            self.state = select(self.state, torch.arange(len(self.state.position)).repeat_interleave(repeats))
+            rows = len(tensors(self.state)[0])
+            self.state = select(self.state, torch.arange(rows).repeat_interleave(repeats))
 
     def reset(self) -> None:
         """Remove the state."""
-        self.state, self.seen, self._engine, self._steps = None, 0, None, 0
+        self.state, self.seen = None, 0
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Raise ValueError: a state of fixed size cannot drop its last tokens."""
@@ -102,3 +77,46 @@ class LongspanCache(Cache):
             f"cannot crop {tokens_to_remove} tokens: a recurrent state cannot return to an earlier token; keep a "
             "copy.deepcopy of the cache at that token"
         )
+
+
+class LongspanCache(StateCache):
+    """The state of a ``LongspanForCausalLM`` between calls; each call overwrites the given cache.
+
+    Args:
+        state: a ``DecoderState``, or None before the first token.
+        seen: number of tokens read, including padding but not the start token.
+    """
+
+    def __init__(self, state: DecoderState | None = None, seen: int = 0):
+        super().__init__(state, seen)
+        # A copy builds a separate engine when it needs one.
+        self._engine: Engine | None = None
+        self._steps = 0
+
+    def step(self, decoder: Decoder, token: Tensor) -> Tensor:
+        """Run one decode step without gradients.
+
+        It uses the decode engine if that supports the decoder and the text is long enough for its setup to pay off. The
+        engine keeps the weights of its first step, so start a new cache after you change the weights.
+
+        Args:
+            decoder: the decoder whose state this is.
+            token: one token per row, (B,1) int64.
+
+        Returns:
+            Outputs (B,1,size).
+        """
+        assert self.state is not None
+        self._steps += 1
+        if self._steps == FEW and not Engine.why_not(decoder):
+            self._engine = Engine(decoder)
+        if self._engine is None:
+            outputs, self.state = decoder(token, self.state, donate=True)
+        else:
+            outputs, self.state = self._engine(token, self.state)
+        return outputs
+
+    def reset(self) -> None:
+        """Remove the state."""
+        super().reset()
+        self._engine, self._steps = None, 0

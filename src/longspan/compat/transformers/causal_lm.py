@@ -1,16 +1,13 @@
 """A decoder as a causal language model of transformers, for generate, Trainer, peft and other tools."""
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_utils import load_state_dict
 
 from ..._utils import model_memory
 from ...models import checkpoint, pretrained
@@ -18,6 +15,7 @@ from ...models.decoder import Decoder
 from ...models.likelihood import Categorical
 from .cache import NAME, LongspanCache
 from .config import LongspanConfig
+from .loading import StrictLoading
 from .tokens import read
 
 # Additional arguments that callers pass: for the loss, and for packed rows, which position_ids describe too.
@@ -26,7 +24,7 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 IGNORED = -100
 
 
-class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
+class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     """A ``longspan.Decoder`` with the interface of transformers; ``model.decoder`` is the decoder.
 
     A decoder's sequences begin with its start token, number ``vocab_size``. Where the given tokens lack it, the model
@@ -117,42 +115,6 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
                 f"peft's merge_and_unload()"
             )
         checkpoint.save(self.decoder, folder, extra={"run": self.config.run} if self.config.run else None)
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """Load a model as transformers does, but raise an error where transformers would invent or convert weights.
-
-        Args:
-            args: arguments of ``PreTrainedModel.from_pretrained``.
-            output_loading_info: return the model and a dict with details.
-            kwargs: keyword arguments of ``PreTrainedModel.from_pretrained``.
-
-        Raises:
-            ValueError: weights are missing, unexpected, NaN, or of another shape or kind of numbers than the model's.
-        """
-        found: Any = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        model, info = found
-        odd = {
-            what: sorted(str(one) for one in info.get(key) or ())
-            for what, key in (
-                ("missing", "missing_keys"),
-                ("unexpected", "unexpected_keys"),
-                ("of another shape", "mismatched_keys"),
-            )
-        }
-        problems = [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in odd.items() if names]
-        if problems:
-            raise ValueError(f"the weights do not fit the model; {'; '.join(problems)}")
-        checkpoint.refuse_nan("the model", {n: t for n, t in model.state_dict().items() if not t.is_meta})
-        model._begin()
-        return (model, info) if output_loading_info else model
-
-    @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
-        """Load weights after a check: transformers silently converts integers, bools and complex numbers to reals."""
-        if not load_config.is_quantized:
-            _check_kinds(model.state_dict(), state_dict, checkpoint_files or ())
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
 
     def forward(
         self,
@@ -266,6 +228,9 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
             hint = "; pass position_ids to mark packed rows" if odd[0] in _PACKED else ""
             raise ValueError(f"LongspanForCausalLM.forward has no argument {odd[0]!r}{hint}")
 
+    def _loaded(self) -> None:
+        self._begin()
+
     def _begin(self) -> None:
         if self.generation_config is not None and self.generation_config.bos_token_id is None:
             self.generation_config.bos_token_id = self.decoder.start
@@ -309,25 +274,6 @@ class LongspanForCausalLM(PreTrainedModel, GenerationMixin):
     def is_gradient_checkpointing(self) -> bool:
         """Whether the backward recomputes blocks."""
         return self.decoder.stack.checkpointing
-
-
-def _check_kinds(wanted: Mapping[str, Tensor], given: Mapping[str, Any] | None, files: Sequence[str]) -> None:
-    """Raise ValueError for weights whose kind of numbers differs from the model's, given or in files."""
-    found = {name: t.dtype for name, t in (given or {}).items() if isinstance(t, Tensor)}
-    for file in files:
-        try:
-            found |= {name: t.dtype for name, t in load_state_dict(file, map_location="meta").items()}
-        # transformers raises ValueError for complex numbers.
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"cannot load {file}: {' '.join(str(error).split())}") from error
-    odd = [
-        f"{name} {dtype} instead of {wanted[name].dtype}"
-        for name, dtype in found.items()
-        if name in wanted and not checkpoint.same_kind(dtype, wanted[name].dtype)
-    ]
-    if odd:
-        more = ", ..." if len(odd) > 3 else ""
-        raise ValueError(f"the weights do not fit the model; {len(odd)} of another kind: {', '.join(odd[:3])}{more}")
 
 
 AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM, exist_ok=True)

@@ -1,0 +1,95 @@
+"""Models of flash-linear-attention on longspan's operations, from their published checkpoints.
+
+``load(folder)`` reads a checkpoint that flash-linear-attention has written: the modules here have the original's
+parameter names, so weights need no conversion, and ``save_pretrained`` writes the same format. ``register()`` adds the
+model types to ``AutoConfig`` and ``AutoModelForCausalLM`` of transformers.
+"""
+
+import functools
+import importlib
+import json
+import os
+import pkgutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...._utils.optional_deps import need
+
+if TYPE_CHECKING:
+    from .causal_lm import FlaForCausalLM
+
+
+@functools.cache
+def supported() -> dict[str, Any]:
+    """Return the supported families by model type."""
+    need("longspan.compat.fla.load", "transformers")
+    from . import families as modules
+
+    found = {}
+    for module in pkgutil.iter_modules(modules.__path__):
+        for family in importlib.import_module(f"{modules.__name__}.{module.name}").FAMILIES:
+            found[family.model_type] = family
+    return found
+
+
+def register() -> None:
+    """Add the model types of flash-linear-attention to ``AutoConfig`` and ``AutoModelForCausalLM``.
+
+    ``AutoModelForCausalLM.from_pretrained`` then loads them on longspan's operations. A second call changes nothing.
+
+    Raises:
+        ImportError: transformers is not installed.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for family in supported().values():
+        if not family.of_transformers:
+            AutoConfig.register(family.model_type, family.config, exist_ok=True)
+            AutoModelForCausalLM.register(family.config, family.model, exist_ok=True)
+
+
+def load(source: str | os.PathLike[str], **options: Any) -> "FlaForCausalLM":
+    """Load a causal language model that flash-linear-attention has trained.
+
+    Args:
+        source: A folder with ``config.json`` and weights, or a name on the Hugging Face Hub.
+        options: Keyword arguments of ``from_pretrained``, such as ``dtype``.
+
+    Returns:
+        The model, in evaluation mode. Every tensor of the checkpoint is used.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: The model type is not supported, the config has an option that is not, or weights are missing,
+            unexpected or of another shape.
+    """
+    known = supported()
+    config = _config(source, options)
+    kind = config.get("model_type")
+    if kind not in known:
+        raise ValueError(
+            f"{os.fspath(source)} has model_type {kind!r}, {refusal(kind)}; supported: {', '.join(sorted(known))}"
+        )
+    return known[kind].load(source, config, **options)
+
+
+def refusal(kind: Any) -> str:
+    """Return why a model type is not supported."""
+    from .unserved import UNSERVED
+
+    return UNSERVED.get(kind, "which is not a model type of flash-linear-attention that longspan knows")
+
+
+def _config(source: str | os.PathLike[str], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of ``config.json``."""
+    path = Path(source) / "config.json"
+    if not path.is_file():
+        if Path(source).is_dir():
+            raise ValueError(f"{os.fspath(source)} has no config.json")
+        from transformers.utils.hub import cached_file
+
+        hub = ("cache_dir", "revision", "token", "local_files_only", "subfolder", "force_download")
+        found = cached_file(os.fspath(source), "config.json", **{k: v for k, v in options.items() if k in hub})
+        assert found is not None
+        path = Path(found)
+    return json.loads(path.read_text(encoding="utf-8"))

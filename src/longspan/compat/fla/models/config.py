@@ -1,0 +1,167 @@
+"""Configs of flash-linear-attention: the options of each family, and which of them longspan supports."""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+# Options of all families with their defaults in flash-linear-attention.
+COMMON: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "elementwise_affine": True,
+    "attn": None,
+    "use_cache": True,
+    "initializer_range": 0.02,
+    "vocab_size": 32000,
+}
+# Options that choose a kernel or a loss of flash-linear-attention, without another result.
+WITHOUT_EFFECT = (
+    "attn_mode",
+    "fuse_norm",
+    "fuse_swiglu",
+    "fuse_cross_entropy",
+    "fuse_linear_cross_entropy",
+    "use_l2warp",
+    "max_position_embeddings",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of flash-linear-attention.
+
+    Args:
+        model_type: Its name in ``config.json``.
+        title: The original's class names begin with it: ``GLA`` for ``GLAForCausalLM``.
+        mixer: Builds the recurrent layer: ``mixer(config, layer)``, a ``mixer.Mixer``.
+        options: Options of the family with their defaults, beyond ``COMMON`` or other than there.
+        ignored: Further options without an effect on the result.
+        check: Returns why a config is not supported, "" if it is.
+        block: Builds a block: ``block(config, layer, mixer)``; None is norm, mixer, norm, gated feed-forward.
+    """
+
+    model_type: str
+    title: str
+    mixer: Callable[[Any, int], nn.Module]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    check: Callable[[Any], str] = lambda config: ""
+    block: Callable[[Any, int, Callable[[Any, int], nn.Module]], nn.Module] | None = None
+    of_transformers: ClassVar[bool] = False
+
+    @functools.cached_property
+    def config(self) -> "type[FlaConfig]":
+        """The config class."""
+        # transformers replaces an inherited ``__init__`` by one that takes its own fields only.
+        members = {"model_type": self.model_type, "family": self, "__init__": FlaConfig.__init__}
+        return type(f"{self.title}Config", (FlaConfig,), members)
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model class, for transformers' Auto classes and ``from_pretrained``."""
+        from .causal_lm import FlaForCausalLM
+
+        members = {"config_class": self.config, "__module__": FlaForCausalLM.__module__}
+        return type(f"{self.title}ForCausalLM", (FlaForCausalLM,), members)
+
+    def load(self, source: str | os.PathLike[str], config: Mapping[str, Any], **options: Any) -> Any:
+        """Load a model of this family; ``config`` is the content of ``config.json``."""
+        return self.model.from_pretrained(source, **options)
+
+
+class FlaConfig(PreTrainedConfig):
+    """Config of a model of flash-linear-attention, with the original's option names.
+
+    Args:
+        values: Options of the family, and fields of ``PreTrainedConfig``.
+
+    Raises:
+        ValueError: An option is unknown or not supported.
+    """
+
+    family: ClassVar[Family]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]  # pyright: ignore[reportIncompatibleVariableOverride] (a list in transformers too)
+
+    def __init__(self, **values: Any):
+        options = COMMON | dict(self.family.options)
+        ignored = (*WITHOUT_EFFECT, *self.family.ignored)
+        rest: dict[str, Any] = {
+            "pad_token_id": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "tie_word_embeddings": False,
+        }
+        unknown = []
+        for name, value in values.items():
+            if name in rest:
+                rest[name] = value
+            elif name in options:
+                options[name] = value
+            elif name in ignored:
+                setattr(self, name, value)
+            elif name == "attnres_block_size":
+                if value is not None:
+                    raise ValueError(
+                        f"attnres_block_size={value} (residual attention) is not supported; it must be null"
+                    )
+            elif name.startswith("_") or hasattr(PreTrainedConfig, name) or name in _fields():
+                rest[name] = value
+            else:
+                unknown.append(name)
+        if unknown:
+            raise ValueError(
+                f"a config of {self.model_type} has options that longspan does not know: "
+                f"{', '.join(f'{name}={values[name]!r}' for name in unknown)}; known are {', '.join(options)}"
+            )
+        for name, value in options.items():
+            setattr(self, name, value)
+        PreTrainedConfig.__init__(self, **rest)
+        for name, value in rest.items():
+            if not hasattr(self, name):  # transformers drops special tokens that are None
+                setattr(self, name, value)
+        if reason := _common_check(self) or self.family.check(self):
+            raise ValueError(f"this {self.model_type} model is not supported: {reason}")
+
+    def attention_of(self, layer: int) -> Mapping[str, Any] | None:
+        """Return the options of the softmax attention of a layer in a hybrid model; None for a recurrent layer."""
+        given = self.attn
+        for one in given if isinstance(given, list | tuple) else [given] if given else []:
+            if layer in one["layers"]:
+                return one
+        return None
+
+
+def _common_check(config: Any) -> str:
+    if config.hidden_act not in ("swish", "silu"):
+        return f"hidden_act={config.hidden_act!r} must be 'swish'"
+    attn = config.attn
+    for one in attn if isinstance(attn, list | tuple) else [attn] if attn else []:
+        known = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "qk_norm", "window_size", "rope_theta"}
+        if not isinstance(one, dict) or not {"layers", "num_heads"} <= one.keys():
+            return f"attn={one!r} must have 'layers' and 'num_heads'"
+        if odd := sorted(one.keys() - known):
+            return f"attn has options that longspan does not know: {', '.join(odd)}"
+    return ""
+
+
+@functools.cache
+def _fields() -> frozenset[str]:
+    """Names of the fields that every config of transformers has, of this version or an earlier one."""
+    earlier = (
+        "torch_dtype",
+        "auto_map",
+        "transformers_version",
+        "use_bfloat16",
+        "is_encoder_decoder",
+        "tokenizer_class",
+    )
+    return frozenset((*PreTrainedConfig().to_dict(), *vars(PreTrainedConfig()), *earlier))
