@@ -83,15 +83,18 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     config_class = FlaConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    body: ClassVar[type[nn.Module]] = Body
     _is_stateful = True
     _no_split_modules: ClassVar[list[str]] = ["Block"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embeddings.weight"}  # pyright: ignore[reportIncompatibleVariableOverride]
+    _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
     def __init__(self, config: FlaConfig):
         super().__init__(config)
-        self.model = self.body(config)
+        self.model = (config.family.body or Body)(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if tied := config.family.tied(config):
+            layers = [i for i in range(config.num_hidden_layers) if config.attention_of(i) is None]
+            names = {f"model.layers.{i}.{a}": f"model.layers.{i}.{b}" for i in layers for a, b in tied.items()}
+            self._tied_weights_keys = type(self)._tied_weights_keys | names
         self.post_init()
 
     def forward(
@@ -203,4 +206,4 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Replace the token embedding."""
-        self.model.embeddings = value
+        self.model.embeddings = value  # pyright: ignore[reportAttributeAccessIssue]

@@ -46,6 +46,8 @@ class Family:
         options: Options of the family with their defaults, beyond ``COMMON`` or other than there.
         ignored: Further options without an effect on the result.
         check: Returns why a config is not supported, "" if it is.
+        tied: Returns names of weights of a layer that are the same as others: {name: other}.
+        body: The model without its head, a ``causal_lm.Body``; None is the common one.
         block: Builds a block: ``block(config, layer, mixer)``; None is norm, mixer, norm, gated feed-forward.
     """
 
@@ -55,6 +57,8 @@ class Family:
     options: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     check: Callable[[Any], str] = lambda config: ""
+    tied: Callable[[Any], Mapping[str, str]] = lambda config: {}
+    body: Callable[[Any], nn.Module] | None = None
     block: Callable[[Any, int, Callable[[Any, int], nn.Module]], nn.Module] | None = None
     of_transformers: ClassVar[bool] = False
 
