@@ -22,6 +22,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, text: str, layer: int) -> str:
         return f"it needs a GPU: on {q.device.type} it has no backward and no log-sum-exp"
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace the block lists"
+    if torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportAttributeAccessIssue] (torch's stubs lack it)
+        return "its kernels are invisible to the dispatch mode that follows the operations of torch"
     if v.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels support float32, bfloat16 and float16, not {v.dtype}"
     heads = range(q.shape[1] if patterns.parse(text).per_head else 1)
