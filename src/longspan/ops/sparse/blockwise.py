@@ -13,7 +13,7 @@ from ..operands import double_backward
 from ..softmax.dense import repeat
 from . import definition, flex, tiles
 from . import native as kernels
-from .schedule import Classes, listed, plan
+from .schedule import Classes, listed, placed, plan
 
 OP, SERVED = "attention under a pattern", ("reference", "torch", "native", "flex")
 
@@ -109,7 +109,7 @@ def _forward(
     """Return output (B,H,N,E) and log-sum-exp (B,H,N); N < M only if the C++ kernels compute all blocks."""
     out, lse, n = _empty_output(q, v), _empty_lse(q), k.shape[2]
     for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
-        length, parts = plan(pattern, n, head, layer, by_kernels)
+        length, parts = placed(pattern, n, head, layer, by_kernels, q.device)
         blocks = listed(pattern, n, head, layer) if by_kernels else None
         if blocks is not None:
             log_backend(OP, "native")
@@ -147,7 +147,7 @@ def _backward(
     """Gradients of q, k, v."""
     n, grads = k.shape[2], None
     for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
-        length, parts = plan(pattern, n, head, layer, by_kernels)
+        length, parts = placed(pattern, n, head, layer, by_kernels, q.device)
         blocks = listed(pattern, n, head, layer) if by_kernels else None
         group = head // (q.shape[1] // k.shape[1])
         shared = own if q_ is q else slice(group, group + 1)

@@ -19,7 +19,10 @@ DENSE = 1024  # largest number of tokens of a residue class whose mask is stored
 
 
 class Tiles(NamedTuple):
-    """Blocks of ``size`` queries, each with the same number of key blocks."""
+    """Blocks of ``size`` queries, each with the same number of key blocks.
+
+    On a GPU a mask is bool, True where a pair is hidden: a quarter of the memory, and as many kernels.
+    """
 
     size: int
     rows: Tensor  # (g,) int64, blocks of queries, ascending
@@ -83,6 +86,27 @@ def plan(
         done = member if done is None else done | member
     length = max([_up(n, p.size if isinstance(p, Tiles) else p.apart) for p in parts], default=n)
     return length, tuple(parts)
+
+
+@lru_cache(maxsize=64)
+def placed(
+    text: str, n: int, head: int, layer: int, classes_alone: bool, device: torch.device
+) -> tuple[int, tuple[Part, ...]]:
+    """Return ``plan`` with its tensors on a device, where they stay for later calls."""
+    length, parts = plan(text, n, head, layer, classes_alone)
+    if device.type == "cpu":
+        return length, parts
+    # The first call may be in inference mode, and a later one in training.
+    with torch.inference_mode(False):
+        return length, tuple(_moved(part, device) for part in parts)
+
+
+def _moved(part: Part, device: torch.device) -> Part:
+    mask = None if part.mask is None else (part.mask < 0).to(device)
+    blind = None if part.blind is None else part.blind.to(device)
+    if isinstance(part, Classes):
+        return part._replace(mask=mask, blind=blind)
+    return part._replace(rows=part.rows.to(device), keys=part.keys.to(device), mask=mask, blind=blind)
 
 
 def _up(n: int, multiple: int) -> int:

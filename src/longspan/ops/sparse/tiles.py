@@ -6,8 +6,11 @@ from torch import Tensor
 
 from .schedule import Classes, Part, Tiles
 
-GATHERED = 2**24  # elements of keys that are copied at a time, if they are not in runs
-LOGITS = 2**20  # logits in memory at a time in the backward pass
+# Elements of keys that are copied at a time, if they are not in runs, and logits in memory at a time in the backward
+# pass: on a CPU what its caches hold; on a GPU at least these, and as many as an operand has elements, since each piece
+# costs launches.
+GATHERED = {"cpu": 2**24, "cuda": 2**26}
+LOGITS = {"cpu": 2**20, "cuda": 2**26}
 
 
 def forward(
@@ -61,10 +64,14 @@ def _pieces(part: Part, x: Tensor, *, backward: bool) -> list[slice]:
     total, count = _rows(part), _rows(part)
     if backward:
         each = len(x) * wide * (part.count if isinstance(part, Classes) else part.size)
-        count = max(1, LOGITS // each)
+        count = max(1, _budget(LOGITS, x) // each)
     elif isinstance(part, Tiles) and part.begin < 0:
-        count = max(1, GATHERED // (len(x) * wide * x.shape[-1]))
+        count = max(1, _budget(GATHERED, x) // (len(x) * wide * x.shape[-1]))
     return [slice(start, min(total, start + count)) for start in range(0, total, count)]
+
+
+def _budget(limits: dict[str, int], x: Tensor) -> int:
+    return max(limits["cuda"], x.numel()) if x.is_cuda else limits["cpu"]
 
 
 def _rows(part: Part) -> int:
@@ -83,7 +90,7 @@ def _queries(part: Part, piece: slice, x: Tensor) -> Tensor:
     blocks = _blocks(part, x)
     if part.first >= 0:
         return blocks[:, part.first + piece.start : part.first + piece.stop]
-    return blocks[:, part.rows[piece].to(x.device)]
+    return blocks[:, part.rows[piece]]
 
 
 def _keys(part: Part, piece: slice, x: Tensor) -> Tensor:
@@ -91,7 +98,7 @@ def _keys(part: Part, piece: slice, x: Tensor) -> Tensor:
     if isinstance(part, Classes):
         return _queries(part, piece, x)
     if part.begin < 0:
-        return _blocks(part, x)[:, part.keys[piece].to(x.device)].flatten(2, 3)
+        return _blocks(part, x)[:, part.keys[piece]].flatten(2, 3)
     dim, wide, begin = x.shape[-1], part.keys.shape[1] * part.size, part.begin + piece.start * part.stride
     shape, strides = (len(x), piece.stop - piece.start, wide, dim), (x.stride(0), part.stride * part.size * dim, dim, 1)
     return x.as_strided(shape, strides, x.storage_offset() + begin * part.size * dim)
@@ -106,7 +113,7 @@ def _add_keys(part: Part, piece: slice, total: Tensor, grad: Tensor) -> None:
     grad = grad.unflatten(2, (wide, part.size))  # (B',g,s,b,D)
     begin = part.begin + piece.start * part.stride
     if part.begin < 0:
-        blocks.index_add_(1, part.keys[piece].flatten().to(total.device), grad.flatten(1, 2))
+        blocks.index_add_(1, part.keys[piece].flatten(), grad.flatten(1, 2))
     elif part.stride:
         for r in range(wide):
             last = begin + r + (count - 1) * part.stride
@@ -121,10 +128,11 @@ def _own(part: Part, piece: slice, table: Tensor) -> Tensor:
 
 
 def _bias(part: Part, piece: slice, like: Tensor) -> Tensor | None:
-    """The mask as a bias of the logits, (1,g|1,b,m)."""
+    """The mask (1,g|1,b,m): a bias of the logits, or bool, True where a pair is hidden."""
     if part.mask is None:
         return None
-    return _own(part, piece, part.mask).to(like.device, torch.promote_types(like.dtype, torch.float32))
+    mask = _own(part, piece, part.mask)
+    return mask if mask.dtype == torch.bool else mask.to(torch.promote_types(like.dtype, torch.float32))
 
 
 def _accumulate(
@@ -134,7 +142,7 @@ def _accumulate(
     q, k, v = _queries(part, piece, rows[0]), _keys(part, piece, rows[1]), _keys(part, piece, rows[2])
     new, lse = _attend(q, k, v, _bias(part, piece, q), scale, softcap)
     if part.blind is not None:
-        blind = _own(part, piece, part.blind).to(q.device)
+        blind = _own(part, piece, part.blind)
         new, lse = new.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -torch.inf)
     if fresh:
         _put(part, piece, o, new)
@@ -153,7 +161,7 @@ def _put(part: Part, piece: slice, total: Tensor, values: Tensor) -> None:
     if isinstance(part, Classes) or part.first >= 0:
         _queries(part, piece, total).copy_(values)
     else:
-        _blocks(part, total)[:, part.rows[piece].to(total.device)] = values
+        _blocks(part, total)[:, part.rows[piece]] = values
 
 
 def _adjoint(
@@ -166,7 +174,7 @@ def _adjoint(
     if isinstance(part, Classes) or part.first >= 0:
         _queries(part, piece, found[0]).add_(dq)
     else:
-        _blocks(part, found[0]).index_add_(1, part.rows[piece].to(dq.device), dq)
+        _blocks(part, found[0]).index_add_(1, part.rows[piece], dq)
     _add_keys(part, piece, found[1], dk)
     _add_keys(part, piece, found[2], dv)
 
@@ -174,16 +182,23 @@ def _adjoint(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
-    """q (B',g,b,D), k, v (B',g,m,D), bias (1,g|1,b,m) -> output, log-sum-exp; undefined in rows without keys."""
+    """q (B',g,b,D), k, v (B',g,m,D), bias as of ``_bias`` -> output, log-sum-exp; undefined in rows without keys."""
     if q.device.type == "cpu" and not softcap:
         # Unlike the public function, this one returns the log-sum-exp, which the merge of parts needs.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, False, attn_mask=bias, scale=scale
         )
     logits = capped((q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale, softcap)
-    logits = logits if bias is None else logits + bias
+    logits = _biased(logits, bias)
     lse = logits.logsumexp(-1)
     return logits.softmax(-1).to(v.dtype) @ v, lse
+
+
+def _biased(logits: Tensor, bias: Tensor | None) -> Tensor:
+    """Hide the pairs of ``_bias``, in place."""
+    if bias is None:
+        return logits
+    return logits.masked_fill_(bias, -torch.inf) if bias.dtype == torch.bool else logits.add_(bias)
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
@@ -206,7 +221,7 @@ def _attend_backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = capped((q @ k.mT).to(wide).mul_(scale), softcap)
     slope = 1 - (logits / softcap) ** 2 if softcap else None
-    p = (logits if bias is None else logits.add_(bias)).sub_(lse[..., None]).exp_()
+    p = _biased(logits, bias).sub_(lse[..., None]).exp_()
     delta = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
     dv = p.to(q.dtype).mT @ grad
     ds = (grad @ v.mT).to(wide).sub_(delta).mul_(p).mul_(scale)
