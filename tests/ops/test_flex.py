@@ -28,26 +28,40 @@ def inputs(n, *, heads=2, groups=2, dim=16, values=16, dtype=torch.float32, devi
     return [torch.randn(2, h, n, d, generator=g, dtype=torch.float64).to(device, dtype) for h, d in shapes]
 
 
+def spread(count, index):
+    """Lists of blocks (B,H,nb) and (B,H,nb,nb) -> bool (B,H,nb,nb)."""
+    listed = torch.arange(index.shape[-1]) < count[..., None]
+    return torch.zeros(index.shape, dtype=torch.bool).scatter(-1, index.long(), listed)
+
+
+def seen(mask, n):
+    """What the kernels see: full blocks without a question, partial ones pair by pair; and the predicate alone."""
+    blocks = spread(mask.kv_num_blocks, mask.kv_indices)
+    full = spread(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert not (blocks & full).any()
+    rows, heads = blocks.shape[:2]
+    b, h, at = torch.arange(rows)[:, None, None, None], torch.arange(heads)[:, None, None], torch.arange(n)
+    by_pair = mask.mask_mod(b, h, at[:, None], at[None]).expand(rows, heads, n, n)
+    wide = [x.repeat_interleave(128, 2).repeat_interleave(128, 3)[..., :n, :n] for x in (blocks, full)]
+    return wide[1] | (wide[0] & by_pair), by_pair
+
+
 @pytest.mark.parametrize("text", EXPRESSIONS)
 @pytest.mark.parametrize("n", [1, 100, 128, 391])
 def test_blocks_and_predicate_are_the_pattern(text, n):
-    pattern, at = patterns.parse(text), torch.arange(n)
-    for head in range(2):
-        mask = flex.block_mask(repr(pattern), n, head, 1, PLAIN)
-        zero = torch.zeros((), dtype=torch.long)
-        by_pair = mask.mask_mod(zero, zero, at[:, None], at[None])
-        blocks, full = torch.zeros(2, -(-n // 128), -(-n // 128), dtype=torch.bool)
-        lists = ((mask.kv_num_blocks, mask.kv_indices, blocks), (mask.full_kv_num_blocks, mask.full_kv_indices, full))
-        for count, index, found in lists:
-            for row, (c, line) in enumerate(zip(count[0, 0].tolist(), index[0, 0], strict=True)):
-                found[row, line[:c].long()] = True
-        assert not (blocks & full).any()
-        # What the kernels see: full blocks without a question, partial ones pair by pair.
-        wide = [x.repeat_interleave(128, 0).repeat_interleave(128, 1)[:n, :n] for x in (blocks, full)]
-        expected = pattern.dense(n, heads=2, layer=1)
-        expected = expected[head] if len(expected) > 1 else expected[0]
-        torch.testing.assert_close(wide[1] | (wide[0] & by_pair), expected, rtol=0, atol=0)
-        torch.testing.assert_close(by_pair, expected, rtol=0, atol=0)
+    pattern = patterns.parse(text)
+    found, by_pair = seen(flex.block_mask(repr(pattern), n, 2 if pattern.per_head else 1, 1, PLAIN), n)
+    expected = pattern.dense(n, heads=2, layer=1)[None]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(by_pair, expected, rtol=0, atol=0)
+
+
+def test_a_range_of_distances_needs_no_masks():
+    for text in ("causal", "everywhere", "band(200)", "causal & band(9, right=3)", "by_head(band(5), band(7))"):
+        pairs = flex.blocks_of(text, 300, 2 if "head" in text else 1, 0, PLAIN)
+        assert pairs.range is not None
+        assert len(pairs.masks) == 2
+    assert flex.blocks_of("dilated(2, stride=3)", 300, 1, 0, PLAIN).range is None
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
@@ -77,7 +91,7 @@ def test_its_kernels_agree_with_ours(monkeypatch):
     for text in ("causal & (band(63) | globals(3))", "band(200) | random(2, seed=5)"):
         for n in (141, 391):
             q, k, v = inputs(n, heads=2, groups=1)
-            found = compiled(q, k, v, block_mask=flex.block_mask(text, n, 0, 0, PLAIN), enable_gqa=True)
+            found = compiled(q, k, v, block_mask=flex.block_mask(text, n, 1, 0, PLAIN), enable_gqa=True)
             logits = (q @ k.mT / 4).masked_fill(~patterns.parse(text).dense(n)[0], -torch.inf)
             expected = logits.softmax(-1) @ v
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

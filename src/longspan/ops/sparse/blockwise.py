@@ -57,6 +57,39 @@ def attend(
     return (out[:, :, before:], lse[:, :, before:].detach()) if before else (out, lse.detach())
 
 
+def attend_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: patterns.Pattern,
+    *,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    layer: int,
+    scale: float,
+    softcap: float = 0.0,
+) -> Tensor | None:
+    """Attend in padded and packed rows in one call, without waiting for the device; None if no backend can.
+
+    Args:
+        q: (B,H,N,D) queries.
+        k: (B,G,N,D) keys.
+        v: (B,G,N,E) values.
+        pattern: The pattern of each sequence.
+        mask: (B,N) bool, True on real tokens, or None.
+        segments: (B,N) int64, packed sequences, or None.
+        layer: Number of the layer, for patterns that differ by layer.
+        scale: Factor of the logits.
+        softcap: Cap of the logits; 0: none.
+    """
+    text = _spec(pattern)
+    backend, no_kernels = _select(q, k, v, text, layer, softcap)
+    if backend != "flex":
+        return None
+    log_backend(OP, backend, no_kernels)
+    return flex.attend(q, k, v, text, layer, scale, mask, segments)[0]
+
+
 def _num_padding(q: Tensor, k: Tensor, text: str, layer: int, backend: str) -> int:
     """Number of padding queries before the real ones: 0 if the C++ kernels compute all blocks."""
     before = k.shape[2] - q.shape[2]
