@@ -166,9 +166,11 @@ def attend(
     if dense_form:
         out = _masked(q, k, v, pattern, mask, segments, bias, scale, layer, softcap)
     elif packed:
-        own = {"mask": mask, "segments": segments, "layer": layer, "scale": scale, "softcap": softcap}
-        alone = composed or way not in ("", "flex")
-        found = None if alone else blockwise.attend_packed(q, k, v, pattern, **own)
+        found = None
+        if not composed and way in ("", "flex"):
+            found = blockwise.attend_packed(
+                q, k, v, pattern, mask=mask, segments=segments, layer=layer, scale=scale, softcap=softcap
+            )
         out = ragged(q, k, v, run, mask, segments, exact=pattern.lookahead != 0) if found is None else found
     else:
         out = run(q, k, v)
