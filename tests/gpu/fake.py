@@ -260,6 +260,9 @@ def costs(count: Count, text: str) -> dict[str, dict[str, Any]]:
         found[event], result = counted(count, run)
         return result
 
+    # The first call makes tables that later ones read.
+    with torch.no_grad():
+        counted(count, lambda: module(x, **carry))
     made = note("forward", lambda: module(x, **carry))
     if made is not None:
         note("backward", lambda: made[0].sum().backward())
@@ -274,7 +277,7 @@ def costs(count: Count, text: str) -> dict[str, dict[str, Any]]:
             if after is not None:
                 token = torch.empty(BATCH, 1, DIM, device=DEVICE)
                 one = {"carry": module.init_carry(token, None)} if carry else {}
-                # The first step makes tables that later ones read.
+                # So does the first step.
                 counted(count, lambda: module(token, after[1], **one))
                 note("step", lambda: module(token, after[1], **one))
                 note("donated", lambda: module(token, after[1], donate=True, **one))
