@@ -113,6 +113,17 @@ class AdaptiveSpan(Attention[Window]):
         except RuntimeError:  # fake and meta tensors have sizes, but no values
             return self.span + self.ramp
 
+    def _keys_read(self, x: Tensor, state: Window | None) -> int:
+        """``keys_seen``; in a decode step on CUDA all keys of the state, since reading the spans waits for the device.
+
+        Keys beyond the spans have weight 0. That the state holds all others is asserted on the device.
+        """
+        if state is None or not x.is_cuda or x.shape[1] != 1 or self.dynamic or torch.compiler.is_compiling():
+            return self.keys_seen()
+        slots = state.keys.shape[2]
+        torch._assert_async(self._fixed().max() + self.ramp <= slots, "the state has fewer keys than the spans see")
+        return slots
+
     def start(self, batch: int, capacity: int) -> Window:
         return self._ring(batch, self.keys_seen())
 
@@ -145,7 +156,7 @@ class AdaptiveSpan(Attention[Window]):
         donate: bool = False,
     ) -> tuple[Tensor, Window | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        seen = self.keys_seen()
+        seen = self._keys_read(x, state)
         if state is not None and not torch.compiler.is_compiling() and state.keys.shape[2] < seen:
             raise ValueError(
                 f"the state keeps {state.keys.shape[2]} keys, and the spans have grown to {seen}; start a new state"

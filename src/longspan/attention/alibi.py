@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from .._utils.constants import constant
 from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, positions, split
 from ..states import kv_cache
@@ -74,7 +74,7 @@ class Alibi(Attention[KeyValues]):
         places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         distance = (at[:, :, None] - places[:, None, :]).abs().to(products.dtype)  # (B,N,M)
         # Not a buffer, which would be rounded with half-precision weights.
-        m = torch.tensor(slopes(self.heads), dtype=products.dtype, device=x.device)
+        m = constant(tuple(slopes(self.heads)), products.dtype, x.device)
         p = scores.weights(products - m[:, None, None] * distance[:, None], allowed)
         if record is not None:
             record.update(mask=allowed, matrix=p)

@@ -167,6 +167,8 @@ class Longformer(Attention[LongformerState]):
         o = _read(q, _with_globals(state, 0, view.keys, view.values), self.locally, view, seen)
         # After the global tokens their projections are not needed, except for gradients of zero.
         free = segments is None and not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        # To know this waits for the device; a decode step on CUDA computes them instead.
+        free = free and not (x.is_cuda and x.shape[1] == 1)
         if free and bool((before >= self.globals).all()):
             return o, LongformerState(near, state.keys, state.values)
         query, key, value = self._global(x)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.constants import constant
 from ..modules.norms import HeadNorm, expanded
 from ..modules.rotary import check_rotary, rotate
 from ..ops import gated
@@ -112,7 +113,7 @@ class Retention(Attention[RetentionState | RetentionRotaryState]):
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
             make = partial(RetentionRotaryState, position=end)
-        log_decay = torch.tensor(self.log_decay, dtype=upcast_half(x[:0]).dtype, device=x.device)
+        log_decay = constant(tuple(self.log_decay), upcast_half(x[:0]).dtype, x.device)
         o, sums = gated.recur(
             q,
             k,

@@ -152,7 +152,7 @@ class Synthesizer(Attention[SynthesizerState | KeyValues]):
         places = scores.key_positions(at, view.values.shape[2], kept=state is not None, packed=segments is not None)
         # Invisible keys may have positions beyond the tables.
         places = places.masked_fill(~allowed.any(-2)[:, 0], 0)
-        self._check(places)
+        self._check(places, x.shape[1])
         at = at if mask is None else at.masked_fill(~mask, 0)
         p = scores.weights(self._mixed(x, view.keys, at, places), allowed)
         if record is not None:
@@ -160,9 +160,13 @@ class Synthesizer(Attention[SynthesizerState | KeyValues]):
         y = self.out(merge(similarity.attend(p, view.values)))
         return y, state if state is None or "dot" in self.kinds else SynthesizerState(state.values, state.length)
 
-    def _check(self, places: Tensor) -> None:
+    def _check(self, places: Tensor, queries: int) -> None:
         if torch.compiler.is_compiling() or not places.numel():
             return  # in compiled code, the look-up of a position beyond the tables raises
+        if places.is_cuda and queries == 1:
+            # A decode step must not wait for the device.
+            torch._assert_async((places < self.length).all(), "a position is beyond length= of this synthesizer")
+            return
         if (last := int(places.max())) >= self.length:
             raise ValueError(
                 f"position {last} is beyond length={self.length} of this synthesizer; shorten the sequence, or train "

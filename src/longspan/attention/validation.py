@@ -97,8 +97,8 @@ def check_supported(attention: Contract, given: Iterable[str]) -> None:
 def check_tokens(attention: Contract, x: Tensor, given: dict[str, Any]) -> dict[str, Tensor]:
     """Validate mask, ``segments`` and ``prefix``, and return the latter two in the form that ``attend`` expects.
 
-    This is the only place that reads values, which waits for the device. The result is valid for every attention of a
-    stack.
+    This is the only place that reads values, which waits for the device, except for calls with one token that have no
+    ``prefix``. The result is valid for every attention of a stack.
 
     Args:
         attention: The attention.
@@ -166,8 +166,8 @@ def weight_of(module: nn.Module | Contract) -> Tensor | None:
 
 
 def _check_order(segments: Tensor, real: Tensor, mask: Tensor | None) -> None:
-    if torch.compiler.is_compiling():
-        return  # values are unknown while a compiler traces
+    if torch.compiler.is_compiling() or segments.shape[1] <= 1:
+        return  # values are unknown while a compiler traces; a single token cannot decrease
     falls = segments < real.cummax(1).values
     if mask is not None:
         falls = falls & mask

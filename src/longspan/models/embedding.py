@@ -32,7 +32,7 @@ class Embedding(nn.Module):
         x = self.tokens(tokens)
         if isinstance(self.positions, Learned):
             at = at if mask is None else at.masked_fill(~mask, 0)
-            if not torch.compiler.is_compiling() and at.numel() and (last := int(at.max())) >= self.length:
+            if not _unread(at) and (last := int(at.max())) >= self.length:
                 raise ValueError(
                     f"position {last} is beyond the table of {self.length} learned positions; "
                     f"shorten the sequence, or train with a larger length= or with other positions"
@@ -45,16 +45,28 @@ class Embedding(nn.Module):
 
 
 def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None, segments: Tensor | None = None) -> None:
-    """Raise ValueError unless tokens are int64 (B,N) in 0..highest, and mask and segments fit."""
+    """Raise ValueError unless tokens are int64 (B,N) in 0..highest, and mask and segments fit.
+
+    The range of one token per row on a CUDA device is not read, which would wait for the device in each decode step:
+    the look-up of the embedding asserts it on the device.
+    """
     if not isinstance(tokens, Tensor) or tokens.dtype != torch.int64 or tokens.dim() != 2:
         came = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ValueError(f"tokens must be int64 (B, N), not {came}")
     _check_own(tokens, mask, segments)
-    if torch.compiler.is_compiling() or not tokens.numel():
+    if _unread(tokens):
         return
     low, high = (int(t) for t in tokens.aminmax())
     if low < 0 or high > highest:
         raise ValueError(f"tokens range from {low} to {high}; this model accepts 0 to {highest}")
+
+
+def _unread(indices: Tensor) -> bool:
+    """Whether the values of indices (B,N) are not checked here: there are none, they are unknown, or in a decode step.
+
+    Reading them in a decode step on a CUDA device would wait for it; the look-up asserts their range on the device.
+    """
+    return torch.compiler.is_compiling() or not indices.numel() or (indices.is_cuda and indices.shape[1] == 1)
 
 
 def _check_own(x: Tensor, mask: Tensor | None, segments: Tensor | None) -> None:

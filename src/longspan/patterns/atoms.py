@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._utils.constants import constant
 from .algebra import Pattern
 from .blocks import Certain, Grid
 from .numbers import whole
@@ -189,7 +190,7 @@ class globals(Pattern):
     def _among(self, x: Tensor) -> Tensor:
         if isinstance(self.indices, int):
             return (x >= 0) & (x < self.indices)
-        return torch.isin(x, torch.tensor(self.indices, device=x.device))
+        return torch.isin(x, constant(self.indices, torch.int64, x.device))
 
     def _count(self, first: Tensor, last: Tensor) -> Tensor:
         """Number of global positions in first ... last."""
@@ -380,7 +381,7 @@ class random(Pattern):
     def draws(self, rows: Tensor, head: int, layer: int) -> Tensor:
         """Draw keys for rows: (...,) -> (..., keys) int64, different numbers of 0 ... row; -1 if there are no more."""
         rows = rows.long()
-        state = _mix(_mix(torch.tensor(self.seed, device=rows.device)) + layer)
+        state = _mix(_mix(constant((self.seed,), torch.int64, rows.device)[0]) + layer)
         state = _mix(_mix(state + head) + rows)
         drawn: list[Tensor] = []
         for slot in range(self.keys):

@@ -1,14 +1,15 @@
 """The KV cache: the state of every mechanism that attends to single earlier tokens."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ..ops.prefix import join
 from ..ops.tensors import positions, visible
-from .counters import check_counts, counted
+from .counters import check_counts, counted, readable
 
 
 class KeyValues(NamedTuple):
@@ -17,6 +18,24 @@ class KeyValues(NamedTuple):
     keys: Tensor  # (B,H,capacity,D)
     values: Tensor  # (B,H,capacity,E)
     length: Tensor  # (B,) int64, slots in use
+
+
+class FixedKeyValues(KeyValues):
+    """A cache whose number of slots never changes, so that a step with one token does not read ``length``.
+
+    A query scores all slots, under a mask. A call beyond the last slot raises ValueError on the CPU. On a CUDA device,
+    where reading the length would wait for the device, a step with one token fails with a device-side assertion.
+    """
+
+    __slots__ = ()
+
+
+# Older versions of torch know only direct named tuples.
+pytree.register_pytree_node(
+    FixedKeyValues, lambda cache: (list(cache), None), lambda leaves, _: FixedKeyValues(*leaves)
+)
+
+C = TypeVar("C", bound=KeyValues)
 
 
 class CachedContext(NamedTuple):
@@ -57,6 +76,23 @@ def empty(batch: int, heads: int, capacity: int, dim: int, like: Tensor) -> KeyV
     """Return a cache without tokens and with ``capacity`` slots, in the dtype and on the device of ``like``."""
     slots = like.new_zeros(batch, heads, capacity, dim)
     return KeyValues(slots, slots.clone(), torch.zeros(batch, dtype=torch.long, device=like.device))
+
+
+def fixed(cache: KeyValues, capacity: int) -> FixedKeyValues:
+    """Return a cache with exactly ``capacity`` slots, which share the memory of the given ones if it has as many.
+
+    Raises:
+        ValueError: For a capacity below the number of slots in use.
+    """
+    slots = cache.keys.shape[2]
+    if slots == capacity:
+        return FixedKeyValues(*cache)
+    used = counted("length", cache.length, slots)[1]
+    if used > capacity:
+        raise ValueError(f"capacity={capacity} is too small for the {used} tokens of the cache")
+    pad = (0, 0, 0, capacity - min(slots, capacity))
+    keys, values = (torch.nn.functional.pad(t[:, :, :capacity], pad).contiguous() for t in (cache.keys, cache.values))
+    return FixedKeyValues(keys, values, cache.length)
 
 
 def within(
@@ -108,7 +144,7 @@ def view(
 
 
 def extend(
-    cache: KeyValues,
+    cache: C,
     k: Tensor,
     v: Tensor,
     *,
@@ -116,7 +152,7 @@ def extend(
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
     donate: bool = False,
-) -> tuple[CacheView, KeyValues]:
+) -> tuple[CacheView, C]:
     """Add tokens to a cache for causal attention.
 
     Args:
@@ -134,8 +170,10 @@ def extend(
 
     Raises:
         ValueError: For a cache with a negative length or a length beyond its slots, except while a compiler traces, and
-            for packed sequences on a GPU.
+            for packed sequences on a GPU; for tokens beyond the last slot of a cache of fixed capacity.
     """
+    if isinstance(cache, FixedKeyValues):
+        return _extend_fixed(cache, k, v, mask, segments, prefix, donate)
     k, v = k.to(cache.keys.dtype), v.to(cache.values.dtype)  # they differ under autocast
     if prefix is not None:
         view, added = extend(cache, k, v, mask=mask, donate=donate)
@@ -161,6 +199,31 @@ def extend(
     last = at if mask is None else at - (~mask).long()
     allowed = slots <= last[:, None, :, None]  # (B,1,N,used)
     return CacheView(added.keys[:, :, :used], added.values[:, :, :used], allowed, False), added
+
+
+def _extend_fixed(
+    cache: FixedKeyValues,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    prefix: Tensor | None,
+    donate: bool,
+) -> tuple[CacheView, FixedKeyValues]:
+    batch, _, n, _ = k.shape
+    capacity = cache.keys.shape[2]
+    if n != 1 or mask is not None or segments is not None or prefix is not None:
+        options = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate}
+        view, added = extend(KeyValues(*cache), k, v, **options)
+        return view, fixed(added, capacity)
+    if readable(cache.length) and batch and counted("length", cache.length, capacity)[1] == capacity:
+        raise ValueError(f"all {capacity} slots of the cache of fixed capacity are in use; fix a larger capacity")
+    k, v = k.to(cache.keys.dtype), v.to(cache.values.dtype)  # they differ under autocast
+    slot, rows = cache.length, torch.arange(batch, device=k.device)
+    keys, values = (t if donate else t.clone() for t in (cache.keys, cache.values))
+    keys[rows, :, slot], values[rows, :, slot] = k[:, :, 0], v[:, :, 0]
+    allowed = torch.arange(capacity, device=k.device) <= slot[:, None]
+    return CacheView(keys, values, allowed[:, None, None], False), FixedKeyValues(keys, values, slot + 1)
 
 
 def _extend_even(cache: KeyValues, k: Tensor, v: Tensor, used: int, donate: bool) -> tuple[CacheView, KeyValues]:

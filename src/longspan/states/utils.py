@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .._utils import atomic_io
 from ..ops.operands import check_stored
+from .kv_cache import FixedKeyValues, KeyValues, fixed
 
 # Names with one meaning in every state: counters, fields of a state that keeps every token, and its axes of tokens.
 COUNTERS = (".length", ".position")
@@ -96,6 +97,49 @@ def select(state: S, rows: Tensor | Sequence[int]) -> S:
     """
     check_stored("the state", *pytree.tree_leaves(state))
     return pytree.tree_map(lambda t: t.index_select(0, torch.as_tensor(rows, device=t.device)), state)
+
+
+def fix_capacity(state: S, capacity: int) -> S:
+    """Give the KV caches of a state a fixed number of slots.
+
+    With such a cache, a step with one token has the same shapes and addresses each time, and it never waits for a CUDA
+    device to learn the length. Each query scores all ``capacity`` slots. Other states stay as they are.
+
+    Args:
+        state: The state of a mechanism, of a stack or of a decoder.
+        capacity: Number of slots, for the tokens so far and all later ones. A cache that has as many, from
+            ``init_state(batch, capacity)``, keeps its memory.
+
+    Returns:
+        The state. A later call that needs more slots raises ValueError on the CPU; on a CUDA device, a step with one
+        token fails with a device-side assertion.
+
+    Raises:
+        ValueError: For a capacity below the number of slots in use.
+
+    Example:
+        >>> import torch, longspan
+        >>> attention = longspan.build("softmax", dim=8, heads=2)
+        >>> state = longspan.states.fix_capacity(attention.init_state(1), 20)
+        >>> _, state = attention(torch.randn(1, 1, 8), state)
+        >>> state.keys.shape
+        torch.Size([1, 2, 20, 4])
+    """
+    if isinstance(state, KeyValues):
+        return cast(S, state if _is_fixed(state, capacity) else fixed(state, capacity))
+    if type(state) is tuple:
+        return cast(S, tuple(fix_capacity(part, capacity) for part in state))
+    inner = {name: fix_capacity(part, capacity) for name, part in _nested(state)}
+    return cast(Any, state)._replace(**inner) if inner else state
+
+
+def _is_fixed(cache: KeyValues, capacity: int) -> bool:
+    return isinstance(cache, FixedKeyValues) and cache.keys.shape[2] == capacity
+
+
+def _nested(state: Any) -> list[tuple[str, Any]]:
+    """The fields of a state that hold states of other modules: the layers of a stack, the attention of a block."""
+    return [(name, getattr(state, name)) for name in ("layers", "own") if hasattr(state, name)]
 
 
 def nbytes(state: Any) -> int:
