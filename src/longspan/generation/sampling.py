@@ -13,10 +13,13 @@ from ..attention.validation import check_mask
 from ..models.decoder import Decoder, DecoderState
 from ..models.seq2seq import Seq2Seq
 from ..ops.buffers import reuse_pages
-from ..states import nbytes
+from ..states import fix_capacity, nbytes
+from . import static_step
 from .native_decoder import Engine
 
 FEW = 8  # up to this number of tokens, preparing the decode engine takes longer than it saves
+CAPTURE = 32  # up to this number of tokens, no CUDA graph is captured unless it is asked for
+STOP_EVERY = 16  # tokens between two looks at the stop condition, each of which waits for a CUDA device
 
 
 @torch.no_grad()
@@ -66,6 +69,7 @@ def generate(
     seed: int | None = None,
     stop: int | None = None,
     stream: Literal[False] = False,
+    cuda_graph: bool | None = None,
 ) -> Tensor: ...
 
 
@@ -86,6 +90,7 @@ def generate(
     seed: int | None = None,
     stop: int | None = None,
     stream: Literal[True],
+    cuda_graph: bool | None = None,
 ) -> Iterator[Tensor]: ...
 
 
@@ -106,6 +111,7 @@ def generate(
     seed: int | None = None,
     stop: int | None = None,
     stream: bool = False,
+    cuda_graph: bool | None = None,
 ) -> Tensor | Iterator[Tensor]:
     """Generate up to ``max_new_tokens`` tokens for every sequence.
 
@@ -124,13 +130,16 @@ def generate(
         seed: Makes the samples reproducible, independent of the global generator.
         stop: A row that has drawn this token repeats it; generation ends when every row has drawn it.
         stream: Return an iterator that yields the next token of every sequence, (B,) int64, as it is drawn.
+        cuda_graph: Capture the decode step in a CUDA graph, and replay it for each token. None: on a CUDA device, if
+            the model's step can be captured and there are more than 32 tokens to generate.
 
     Returns:
         The new tokens, (B, T) int64 with T at most ``max_new_tokens``; with ``stream=True`` an iterator of (B,) int64.
 
     Raises:
-        ValueError: At the call, for a prompt, source or sampling option out of range, and for ``prefix=True`` without a
-            prompt or with an attention without a prefix mode.
+        ValueError: At the call, for a prompt, source or sampling option out of range, for ``prefix=True`` without a
+            prompt or with an attention without a prefix mode, and for ``cuda_graph=True`` with a model whose step
+            cannot be captured.
 
     Example:
         >>> import torch, longspan
@@ -141,6 +150,10 @@ def generate(
 
     The prompt is read in one call, and each token takes one decode step. If the native decoder supports the model, it
     runs these steps with a copy of the weights, made at the call.
+
+    On a CUDA device, KV caches get a fixed capacity of all tokens, and the stop condition is read every 16 tokens, or
+    after each one with ``stream=True``. The tokens are the same, but without a seed, the global generator advances to
+    the end of the last 16.
     """
     check_source(model, prompt, mask, source, source_mask)
     device = model.device
@@ -152,6 +165,9 @@ def generate(
     check_type("top_k", top_k, int | None)
     check_type("stop", stop, int | None)
     check_type("seed", seed, int | None)
+    check_type("cuda_graph", cuda_graph, bool | None)
+    if cuda_graph and (reason := static_step.why_not(model)):
+        raise ValueError(f"cuda_graph=True cannot capture the decode step: {reason}; pass cuda_graph=None or False")
     if source is not None:
         if prefix or batch != 1:
             raise ValueError("prefix= and batch= are for a Decoder; a Seq2Seq writes one target per source")
@@ -185,12 +201,21 @@ def generate(
     # Packing the weights takes as long as a few decode steps.
     if isinstance(model, Decoder) and tokens > FEW and not Engine.why_not(model):
         step = Engine(model)
+    if cuda_graph is None:
+        cuda_graph = device.type == "cuda" and tokens > CAPTURE and not static_step.why_not(model)
+    waits = cuda_graph or device.type == "cuda"
+    if waits and tokens > 1:
+        state = fix_capacity(state, prompt.shape[1] + tokens)
+    if cuda_graph:
+        step = static_step.StaticStep(step, static_step.capture_cuda_graph)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    drawn = _tokens(model, step, outputs, state, tokens, options, generator, stop)
+    every = STOP_EVERY if waits and not stream else 1
+    drawn = _tokens(model, step, outputs, state, tokens, options, generator, stop, every)
     if stream:
         return drawn
     columns = list(drawn)
-    return torch.stack(columns, 1) if columns else prompt.new_zeros(len(prompt), 0)
+    found = torch.stack(columns, 1) if columns else prompt.new_zeros(len(prompt), 0)
+    return found if every == 1 or stop is None else _until_stopped(found, stop)
 
 
 def check_source(
@@ -255,7 +280,8 @@ def begun(
     return outputs[:, -1], state, lambda token, state: model.step(token, state, donate=True)
 
 
-def _tokens(model, step, outputs, state, tokens, options, generator, stop) -> Iterator[Tensor]:
+def _tokens(model, step, outputs, state, tokens, options, generator, stop, every) -> Iterator[Tensor]:
+    """Draw up to ``tokens`` tokens; all rows may have drawn ``stop`` up to ``every`` - 1 tokens before the last one."""
     done = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
     for i in range(tokens):
         token = model.likelihood.sample(outputs, **options, generator=generator)
@@ -263,12 +289,19 @@ def _tokens(model, step, outputs, state, tokens, options, generator, stop) -> It
             token = token.masked_fill(done, stop)
             done = done | (token == stop)
         yield token
-        if i + 1 == tokens or (stop is not None and bool(done.all())):
+        if i + 1 == tokens or (stop is not None and (i + 1) % every == 0 and bool(done.all())):
             return
         # Entered for each token: a generator must not keep a context open while its caller runs.
         with torch.no_grad():
             outputs, state = step(token[:, None], state)
             outputs = outputs[:, 0]
+
+
+def _until_stopped(found: Tensor, stop: int) -> Tensor:
+    """Cut tokens (B,T) after the one with which the last row stops."""
+    ended = (found == stop).all(0)
+    # A row that has stopped repeats the token, so all later columns are equal.
+    return found[:, : int((~ended).sum()) + 1].contiguous()
 
 
 @hinted
