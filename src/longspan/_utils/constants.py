@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 # Nothing is ever dropped: a CUDA graph reads its constants at the same addresses in each replay. The mode is that of
 # fake tensors, which are valid in their mode alone.
@@ -23,7 +24,7 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     """
     if device.type in ("cpu", "meta") or torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
-    key = values, dtype, device, torch._guards.detect_fake_mode()
+    key = values, dtype, device, detect_fake_mode()
     found = _UPLOADED.get(key)
     if found is None:
         # An inference tensor could not be saved for a backward pass.

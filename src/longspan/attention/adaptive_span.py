@@ -121,7 +121,9 @@ class AdaptiveSpan(Attention[Window]):
         if state is None or not x.is_cuda or x.shape[1] != 1 or self.dynamic or torch.compiler.is_compiling():
             return self.keys_seen()
         slots = state.keys.shape[2]
-        torch._assert_async(self._fixed().max() + self.ramp <= slots, "the state has fewer keys than the spans see")
+        fits = self._fixed().max() + self.ramp <= slots
+        message = "the state has fewer keys than the spans see"
+        torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage]  # no public equivalent
         return slots
 
     def start(self, batch: int, capacity: int) -> Window:

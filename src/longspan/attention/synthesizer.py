@@ -165,7 +165,8 @@ class Synthesizer(Attention[SynthesizerState | KeyValues]):
             return  # in compiled code, the look-up of a position beyond the tables raises
         if places.is_cuda and queries == 1:
             # A decode step must not wait for the device.
-            torch._assert_async((places < self.length).all(), "a position is beyond length= of this synthesizer")
+            fits, message = (places < self.length).all(), "a position is beyond length= of this synthesizer"
+            torch._assert_async(fits, message)  # pyright: ignore[reportPrivateImportUsage]  # no public equivalent
             return
         if (last := int(places.max())) >= self.length:
             raise ValueError(

@@ -1,7 +1,7 @@
 """The KV cache: the state of every mechanism that attends to single earlier tokens."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ class FixedKeyValues(KeyValues):
 pytree.register_pytree_node(
     FixedKeyValues, lambda cache: (list(cache), None), lambda leaves, _: FixedKeyValues(*leaves)
 )
-
-C = TypeVar("C", bound=KeyValues)
 
 
 class CachedContext(NamedTuple):
@@ -144,7 +142,7 @@ def view(
 
 
 def extend(
-    cache: C,
+    cache: KeyValues,
     k: Tensor,
     v: Tensor,
     *,
@@ -152,7 +150,7 @@ def extend(
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
     donate: bool = False,
-) -> tuple[CacheView, C]:
+) -> tuple[CacheView, KeyValues]:
     """Add tokens to a cache for causal attention.
 
     Args:
@@ -213,7 +211,7 @@ def _extend_fixed(
     batch, _, n, _ = k.shape
     capacity = cache.keys.shape[2]
     if n != 1 or mask is not None or segments is not None or prefix is not None:
-        options = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate}
+        options: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate}
         view, added = extend(KeyValues(*cache), k, v, **options)
         return view, fixed(added, capacity)
     if readable(cache.length) and batch and counted("length", cache.length, capacity)[1] == capacity:

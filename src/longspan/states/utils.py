@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -125,16 +125,15 @@ def fix_capacity(state: S, capacity: int) -> S:
         >>> state.keys.shape
         torch.Size([1, 2, 20, 4])
     """
+    found: Any = state
     if isinstance(state, KeyValues):
-        return cast(S, state if _is_fixed(state, capacity) else fixed(state, capacity))
-    if type(state) is tuple:
-        return cast(S, tuple(fix_capacity(part, capacity) for part in state))
-    inner = {name: fix_capacity(part, capacity) for name, part in _nested(state)}
-    return cast(Any, state)._replace(**inner) if inner else state
-
-
-def _is_fixed(cache: KeyValues, capacity: int) -> bool:
-    return isinstance(cache, FixedKeyValues) and cache.keys.shape[2] == capacity
+        fits = isinstance(state, FixedKeyValues) and state.keys.shape[2] == capacity
+        found = state if fits else fixed(state, capacity)
+    elif type(state) is tuple:
+        found = tuple(fix_capacity(part, capacity) for part in state)
+    elif inner := {name: fix_capacity(part, capacity) for name, part in _nested(state)}:
+        found = found._replace(**inner)
+    return found
 
 
 def _nested(state: Any) -> list[tuple[str, Any]]:
