@@ -117,6 +117,21 @@ def test_needed_mechanisms_can_be_captured():
     assert static_step.CAPTURABLE <= REGISTRY.keys()
 
 
+@torch.no_grad()
+def test_adaptive_span_may_read_all_keys_of_the_state(monkeypatch):
+    """As on CUDA, where the step does not read the spans: keys beyond them have no weight."""
+    torch.manual_seed(0)
+    attention = longspan.build("adaptive_span(span=7, ramp=3, initial=2.5)", 16, 2).double().eval()
+    x = torch.randn(2, 20, 16).double()
+    expected, _ = attention(x)
+    monkeypatch.setattr(type(attention), "_keys_read", lambda self, x, state: state.keys.shape[2])
+    state = attention.init_trainable_state(2)
+    assert state.keys.shape[2] > attention.keys_seen()
+    for i in range(20):
+        found, state = attention(x[:, i : i + 1], state, donate=True)
+        torch.testing.assert_close(found[:, 0], expected[:, i], atol=1e-12, rtol=0)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("spec", [*NEEDED, "gla; softmax; local(window=3)"])
 def test_graphs_draw_the_tokens_of_the_plain_step(spec):
