@@ -1,10 +1,26 @@
 """Decay attention and the delta rule in Triton: sequences, forward and backward, and one token."""
 
+import importlib.util
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import triton
+from ..backends import forced_backend, mark_dynamo_constant
+from ..operands import double_backward, mark_overwritten, stored, transformed
+from .chunks import CHUNK, composed
+from .prepared import prepared
+
+LARGEST = 1024  # channels of a head in a step, as in the C++ kernels
+
+
+@mark_dynamo_constant
+def _delta() -> Any:
+    """Return the module with the kernels of the delta rule; None if there is none."""
+    name = f"{__package__}.triton_delta"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
 def why_not(
@@ -19,8 +35,174 @@ def why_not(
     cu_seqlens: Tensor | None,
 ) -> str:
     """Return why the kernels cannot serve these operands; empty if they can."""
-    return triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens) or "they are not written yet"
+    if reason := triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens):
+        return reason
+    if beta is not None:
+        delta = _delta()
+        given = (q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
+        return "they are not written yet" if delta is None else delta.why_not(*given)
+    return "they take one decay per head" if log_decay is not None and log_decay.dim() == 4 else ""
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    state: Tensor,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``gated.recur`` in Triton: q, k (B,G,N,D), v (B,H,N,E), of any strides, float32, bfloat16 or float16.
+
+    -> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is
+    O(N (D E + 64 (D + E))). Beyond inputs, output and gradients, memory is that of one state per head and 256 tokens;
+    the gradient of decays takes one more per 64 tokens. Two runs give the same bits. Only for operands for which
+    ``why_not`` is empty.
+    """
+    if beta is not None:
+        options: dict[str, Any] = {"scale": scale, "mask": mask, "segments": segments, "state": state}
+        options |= {"normalize": normalize, "cu_seqlens": cu_seqlens}
+        return _delta().attend(q, k, v, log_decay=log_decay, beta=beta, **options)
+    offsets = None if cu_seqlens is None else cu_seqlens.long()
+    return _Attend.apply(q, k, v, log_decay, state, mask, segments, offsets, scale, normalize)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor | None,
+        state: Tensor,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        offsets: Tensor | None,
+        scale: float,
+        normalize: bool,
+    ) -> tuple[Tensor, Tensor]:
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        o, end, starts, wholes = run(q, k, v, log_decay, state, mask, segments, offsets, scale, normalize)
+        ctx.save_for_backward(q, k, v, log_decay, state, mask, segments, offsets, starts, wholes)
+        ctx.options = scale, normalize
+        return o, end
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        grad, grad_end = upstream
+        q, k, v, log_decay, state, mask, segments, offsets, starts, wholes = ctx.saved_tensors
+        scale, normalize = ctx.options
+        decays = ctx.needs_input_grad[3]
+        if torch.is_grad_enabled():
+            options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
+            form = partial(prepared, composed, normalize=normalize, cu_seqlens=offsets)
+            inputs = (q, k, v, log_decay, None, state)
+            dq, dk, dv, ddecay, _, first = double_backward(form, inputs, (grad, grad_end), **options)
+        else:
+            run = _backward_op if torch.compiler.is_compiling() else _backward
+            given = (q, k, v, log_decay, mask, segments, offsets, starts, wholes, scale, normalize)
+            dq, dk, dv, first, *rest = run(grad, grad_end, *given, decays)
+            ddecay = rest[0] if decays else None
+        return dq, dk, dv, ddecay, first, None, None, None, None, None
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """o (B,H,N,E), the last state (B,H,D,E), and for the backward pass the states before and shares of all spans."""
+    from ..triton import decay
+
+    with torch.cuda.device_of(q):
+        return decay.forward(state, q, k, v, log_decay, mask, segments, offsets, scale, normalize)
+
+
+def _backward(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+    starts: Tensor,
+    wholes: Tensor,
+    scale: float,
+    normalize: bool,
+    decays: bool,
+) -> list[Tensor]:
+    """Return the gradients of q, k, v, of the first state, and with ``decays`` of log_decay."""
+    from ..triton import decay
+
+    with torch.cuda.device_of(q):
+        given = (q, k, v, log_decay, mask, segments, offsets, scale, normalize)
+        dq, dk, dv, ddecay, first = decay.backward(grad, grad_end, starts, wholes, decays, *given)
+    return [t for t in (dq, dk, dv, first, ddecay) if t is not None]
+
+
+_forward_op = torch.library.custom_op("longspan::triton_decay_forward", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("longspan::triton_decay_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    state: Tensor,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+    scale: float,
+    normalize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, n, values = v.shape
+    spans = -(-n // SPAN) if offsets is None else n // SPAN + len(offsets) - 1
+    starts = state.new_empty(batch * heads, spans, q.shape[-1], values)
+    end = torch.empty_like(state, memory_format=torch.contiguous_format)
+    return torch.empty_like(v), end, starts, state.new_empty(batch * heads, spans)
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor,
+    grad_end: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+    starts: Tensor,
+    wholes: Tensor,
+    scale: float,
+    normalize: bool,
+    decays: bool,
+) -> list[Tensor]:
+    # Gradients that are summed over value heads, or scaled afterwards, are contiguous.
+    shared = v.shape[1] > q.shape[1] or normalize
+    found = [t.new_empty(t.shape) if shared else torch.empty_like(t) for t in (q, k)]
+    found += [torch.empty_like(v), torch.empty_like(grad_end, memory_format=torch.contiguous_format)]
+    return [*found, log_decay.new_empty(log_decay.shape)] if decays and log_decay is not None else found
+
+
+SPAN = 256  # as in the kernels
