@@ -411,14 +411,16 @@ def _token(
     state: Tensor,
     donate: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return ``kernels.step`` if the backend is native, else None."""
+    """Return the step of the kernels for the device if they serve the call, else None."""
     op = _op(log_decay, beta)
-    if resolve_backend(op, SERVED, "native") != "native" or normalize not in (None, "l2"):
+    name = resolve_backend(op, SERVED, "triton" if v.is_cuda else "native")
+    if name not in ("native", "triton") or normalize not in (None, "l2"):
         return None
     options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "donate": donate}
-    found = kernels.step(q, k, v, normalize=normalize is not None, **options)
+    form = triton.step if name == "triton" else kernels.step
+    found = form(q, k, v, normalize=normalize is not None, **options)
     if found is not None:
-        log_backend(op, "native")
+        log_backend(op, name)
     return found
 
 

@@ -206,3 +206,63 @@ def _(
 
 
 SPAN = 256  # as in the kernels
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    scale: float | None,
+    state: Tensor,
+    donate: bool,
+    normalize: bool = False,
+) -> tuple[Tensor, Tensor] | None:
+    """One token of ``gated.recur`` in one launch and one pass over ``state`` (B,H,D,E), in place with ``donate``.
+
+    q, k (B,G,1,D), v (B,H,1,E), in float32, bfloat16 or float16, log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), state
+    float32, all of any strides -> o (B,H,1,E) in v's dtype, state. Returns None for other operands. It runs once per
+    token and layer, so it is written for speed.
+    """
+    if v.dtype not in triton.TYPES or not q.dtype == k.dtype == v.dtype or not q.dim() == v.dim() == 4:
+        return None
+    if state.dtype is not torch.float32 or not _readable(q, k, v, log_decay, beta, state) or not stored(state):
+        return None
+    batch, groups, tokens, keys = shape = q.shape
+    _, heads, _, values = v.shape
+    if k.shape != shape or v.shape != (batch, heads, 1, values) or state.shape != (batch, heads, keys, values):
+        return None
+    if tokens != 1 or not batch * groups or heads % groups or not (0 < keys <= LARGEST and 0 < values <= LARGEST):
+        return None
+    token = (batch, heads, 1)
+    if log_decay is not None and (log_decay.shape not in (token, (*token, keys)) or not log_decay.is_floating_point()):
+        return None
+    if beta is not None and (beta.shape != token or not beta.is_floating_point()):
+        return None
+    from ..triton import gated_step
+
+    factor = keys**-0.5 if scale is None else float(scale)
+    with torch.cuda.device_of(q):
+        found = gated_step.step(q, k, v, log_decay, beta, state, factor, donate, normalize)
+    if donate:
+        mark_overwritten(state)
+    return found
+
+
+def _readable(*tensors: Tensor | None) -> bool:
+    """Return whether the step may read these tensors: plain, on one GPU, without gradients, modes or transforms."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed() or triton.missing():
+        return False
+    grad, on_cpu = torch.is_grad_enabled(), forced_backend() == "triton" and triton.interpreted()
+    first = tensors[0]
+    assert first is not None
+    if not (first.is_cuda or on_cpu):
+        return False
+    for t in tensors:
+        if t is not None and (
+            type(t) is not Tensor or t.device != first.device or t.is_neg() or (grad and t.requires_grad)
+        ):
+            return False
+    return True
