@@ -1,5 +1,7 @@
 """Decay attention and the delta rule in Triton: sequences, forward and backward, and one token."""
 
+import functools
+import importlib
 import importlib.util
 from functools import partial
 from typing import Any
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import triton
-from ..backends import forced_backend, mark_dynamo_constant
+from ..backends import forced_backend
 from ..operands import double_backward, mark_overwritten, stored, transformed
 from .chunks import CHUNK, composed
 from .prepared import prepared
@@ -16,7 +18,7 @@ from .prepared import prepared
 LARGEST = 1024  # channels of a head in a step, as in the C++ kernels
 
 
-@mark_dynamo_constant
+@functools.cache
 def _delta() -> Any:
     """Return the module with the kernels of the delta rule; None if there is none."""
     name = f"{__package__}.triton_delta"
@@ -175,7 +177,8 @@ def _(
     normalize: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, heads, n, values = v.shape
-    spans = -(-n // SPAN) if offsets is None else n // SPAN + len(offsets) - 1
+    span = min(SPAN, max(64, 1 << (n - 1).bit_length()))
+    spans = -(-n // span) if offsets is None else n // span + len(offsets) - 1
     starts = state.new_empty(batch * heads, spans, q.shape[-1], values)
     end = torch.empty_like(state, memory_format=torch.contiguous_format)
     return torch.empty_like(v), end, starts, state.new_empty(batch * heads, spans)

@@ -26,10 +26,14 @@ def interpreted() -> bool:
 
 
 @mark_dynamo_constant
-@functools.cache
 def missing() -> str:
     """Return why Triton cannot be used; empty if it can."""
-    return "" if importlib.util.find_spec("triton") else "Triton is not installed; torch for CUDA brings it"
+    return "" if _installed() else "Triton is not installed; torch for CUDA brings it"
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def unreadable(*tensors: Tensor | None) -> str:

@@ -1,7 +1,7 @@
 """Triton kernels of decay attention with a decay per head: spans of tokens, inside them chunks of C tokens.
 
-With G_i the sum of the log decays of a chunk up to token i, S the state before the chunk, c the scale and g the gradient
-of the outputs,
+With G_i the sum of the log decays of a chunk up to token i, S the state before the chunk, c the scale and g the
+gradient of the outputs,
 
     o_i  = c sum_(j<=i) e^(G_i - G_j) (q_i . k_j) v_j + c e^(G_i) S^T q_i
     S'   = e^(G_C) S + sum_j e^(G_C - G_j) k_j v_j^T
@@ -21,8 +21,9 @@ The sums G are float64; their differences are formed from two float32 parts.
 A border of packed sequences is a log decay that leaves nothing. A masked token has decay 0, and its q, k, v, g are 0.
 With ``table`` (spans, 2), spans begin and end where it says, so that each lies in one sequence of cu_seqlens.
 
-Products of two inputs multiply in their type. A state, a decayed key and the like would lose digits in 16 bits, and
-overflow in float16: their products are TF32 (``FINE``). The interpreter multiplies in float32 (``WIDE``).
+Products of two inputs multiply in their type. A state, a decayed key and the like would lose digits in 16 bits:
+``mixed`` multiplies them as two bfloat16 numbers each, or in TF32 with float16, in which they would overflow. The
+interpreter multiplies in float32 (``WIDE``), but rounds as the products on a GPU do.
 """
 
 from typing import Any
@@ -35,8 +36,8 @@ from torch import Tensor
 
 from . import interpreted, precision
 
-SPAN = 256  # tokens between two states that are kept
-CHUNK = 64  # tokens whose products are formed at once
+SPAN = 256  # tokens between two states that are kept, at most
+CHUNK = 64  # tokens whose products are formed at once, at most
 
 LOWEST = tl.constexpr(-800.0)  # a log decay that stands for -inf
 
@@ -64,6 +65,22 @@ def operand(x, WIDE: tl.constexpr):
     else:
         y = x
     return y
+
+
+@triton.jit
+def mixed(x, y, FINE: tl.constexpr, WIDE: tl.constexpr):
+    """Return the product of two matrices, of which one is an input and the other one computed, in float32."""
+    if x.dtype == tl.bfloat16:
+        high = rounded(y, x.dtype, WIDE)
+        low = rounded(y - high.to(tl.float32), x.dtype, WIDE)
+        z = tl.dot(operand(x, WIDE), low) + tl.dot(operand(x, WIDE), high)
+    elif y.dtype == tl.bfloat16:
+        high = rounded(x, y.dtype, WIDE)
+        low = rounded(x - high.to(tl.float32), y.dtype, WIDE)
+        z = tl.dot(low, operand(y, WIDE)) + tl.dot(high, operand(y, WIDE))
+    else:
+        z = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision=FINE)
+    return z
 
 
 @triton.jit
@@ -171,6 +188,7 @@ def sums_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     FINE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """sums (BH,NP,D,E): the writes of each span to the state after it, and wholes (BH,NP): what it leaves of a state.
 
@@ -202,8 +220,8 @@ def sums_kernel(
         if unit is not None:
             share *= tl.load(unit + first + o_c, mask=real, other=0.0)
         xt = columns(x, first, o_c, o_d, xs_n, xs_d, real, D).to(tl.float32) * share[None, :]
-        yn = rows(y, first, o_c, o_e, ys_n, ys_d, real, E).to(tl.float32)
-        s = s * tl.exp(last.to(tl.float32)) + tl.dot(xt, yn, input_precision=FINE)
+        yn = rows(y, first, o_c, o_e, ys_n, ys_d, real, E)
+        s = s * tl.exp(last.to(tl.float32)) + mixed(xt, yn, FINE, WIDE)
         all_decays += last
     at = sums + (i_bh * NP + i_s) * D * E + o_d[:, None] * E + o_e[None, :]
     tl.store(at, s, mask=(o_d[:, None] < D) & (o_e[None, :] < E))
@@ -327,10 +345,10 @@ def outputs_kernel(
         a = tl.dot(operand(xq, WIDE), operand(kt, WIDE), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
         y = tl.dot(rounded(a, v.dtype.element_ty, WIDE), operand(x, WIDE), input_precision=PRECISION)
-        y += tl.dot(xq.to(tl.float32), s, input_precision=FINE) * reading[:, None]
+        y += mixed(xq, s, FINE, WIDE) * reading[:, None]
         store_rows(o, y, first, o_c, o_e, os_n, os_d, there, E, WIDE)
         kept = kt.to(tl.float32) * share[None, :]
-        s = s * tl.exp(last.to(tl.float32)) + tl.dot(kept, x.to(tl.float32), input_precision=FINE)
+        s = s * tl.exp(last.to(tl.float32)) + mixed(kept, x, FINE, WIDE)
 
 
 @triton.jit
@@ -417,10 +435,10 @@ def values_backward_kernel(
         a = tl.dot(operand(xk, WIDE), operand(qt, WIDE), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
         y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(g, WIDE), input_precision=PRECISION)
-        y += tl.dot(xk.to(tl.float32), r, input_precision=FINE) * share[:, None]
+        y += mixed(xk, r, FINE, WIDE) * share[:, None]
         store_rows(dv, y, first, o_c, o_e, dvs_n, dvs_d, there, E, WIDE)
         read = qt.to(tl.float32) * reading[None, :]
-        r = r * tl.exp(last.to(tl.float32)) + tl.dot(read, g.to(tl.float32), input_precision=FINE)
+        r = r * tl.exp(last.to(tl.float32)) + mixed(read, g, FINE, WIDE)
 
 
 @triton.jit
@@ -517,7 +535,7 @@ def keys_backward_kernel(
         xq = rows(q, first, o_c, o_d, qs_n, qs_d, real, D)
         a = tl.dot(operand(x, WIDE), operand(gt, WIDE), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
-        out = tl.dot(x.to(tl.float32), r, input_precision=FINE) * share[:, None]
+        out = mixed(x, r, FINE, WIDE) * share[:, None]
         y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(xq, WIDE), input_precision=PRECISION) + out
         store_rows(dk, y, first, o_c, o_d, dks_n, dks_d, there, D, WIDE)
         if ddecay is not None:
@@ -531,7 +549,7 @@ def keys_backward_kernel(
             at = ahead + ((i_bh * NP + i_s) * (SPAN // C) + SPAN // C - 1 - i) * D * E
             tl.store(at + o_e[:, None] * D + o_d[None, :], r, mask=inside)
         read = xq.to(tl.float32) * reading[:, None]
-        r = r * tl.exp(last.to(tl.float32)) + tl.dot(gt.to(tl.float32), read, input_precision=FINE)
+        r = r * tl.exp(last.to(tl.float32)) + mixed(gt, read, FINE, WIDE)
 
 
 @triton.jit
@@ -627,7 +645,7 @@ def queries_backward_kernel(
         xk = rows(k, first, o_c, o_d, ks_n, ks_d, real, D)
         a = tl.dot(operand(g, WIDE), operand(vt, WIDE), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
-        from_read = tl.dot(g.to(tl.float32), s, input_precision=FINE) * (tl.exp(high) * scale)[:, None]
+        from_read = mixed(g, s, FINE, WIDE) * (tl.exp(high) * scale)[:, None]
         y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(xk, WIDE), input_precision=PRECISION) + from_read
         store_rows(dq, y, first, o_c, o_d, dqs_n, dqs_d, there, D, WIDE)
         if ddecay is not None:
@@ -650,7 +668,7 @@ def queries_backward_kernel(
             fades += tl.load(at, mask=there, other=0.0)
             tl.store(at, tl.where(real, fades, 0.0), mask=there)
         kept = xk.to(tl.float32) * share[:, None]
-        s = s * whole + tl.dot(vt.to(tl.float32), kept, input_precision=FINE)
+        s = s * whole + mixed(vt, kept, FINE, WIDE)
 
 
 class Call:
@@ -671,8 +689,9 @@ class Call:
         (self.batch, groups, self.n, self.keys), (self.heads, self.values) = q.shape, v.shape[1::2]
         self.q, self.k, self.v, self.scale = q, k, v, scale
         self.rows, self.repeats = self.batch * self.heads, self.heads // groups
-        self.table, self.firsts = (None, None) if offsets is None else packed_spans(offsets, self.n)
-        self.spans = triton.cdiv(self.n, SPAN) if self.table is None else len(self.table)
+        self.span, self.chunk = span_of(self.n), chunk_of(v)
+        self.table, self.firsts = (None, None) if offsets is None else packed_spans(offsets, self.n, self.span)
+        self.spans = triton.cdiv(self.n, self.span) if self.table is None else len(self.table)
         self.unit_q, self.unit_k = (inverse_norm(q), inverse_norm(k)) if normalize else (None, None)
         hidden = None if mask is None else mask.contiguous().view(torch.uint8)
         self.gates = log_decay, hidden, None if segments is None else segments.contiguous(), self.table
@@ -680,17 +699,19 @@ class Call:
         self.sizes = self.n, self.heads, self.repeats, self.keys, self.values, self.spans, scale
         self.block_d, self.block_e = (max(16, triton.next_power_of_2(size)) for size in (self.keys, self.values))
         narrow = precision(v.dtype)
-        # Of 16 bits, TF32 holds all digits.
-        self.fine = narrow if v.dtype == torch.float32 or interpreted() else "tf32"
-        self.precisions = {"PRECISION": narrow, "FINE": self.fine, "WIDE": interpreted()}
+        # TF32 holds all digits of float16.
+        fine = narrow if v.dtype == torch.float32 or interpreted() else "tf32"
+        self.fine = {"FINE": fine, "WIDE": interpreted()}
+        self.precisions = {"PRECISION": narrow, **self.fine}
 
     def tiles(self, *, keys: bool = False, values: bool = False) -> tuple[int, dict[str, int]]:
         """Return how many blocks the channels of keys or values have, and the options of a launch with such blocks."""
-        d = min(self.block_d, 64) if keys else self.block_d
-        e = min(self.block_e, 64) if values else self.block_e
+        block = block_of(self.v, max(self.block_d, self.block_e), backward=keys)
+        d = min(self.block_d, block) if keys else self.block_d
+        e = min(self.block_e, block) if values else self.block_e
         blocks = triton.cdiv(self.keys, d) if keys else triton.cdiv(self.values, e)
-        warps = 4 if max(d, e) <= 64 else 8
-        return blocks, {"SPAN": SPAN, "C": CHUNK, "BD": d, "BE": e, "num_warps": warps, "num_stages": 1}
+        warps = 4 if max(d, e) <= 32 else 8
+        return blocks, {"SPAN": self.span, "C": self.chunk, "BD": d, "BE": e, "num_warps": warps, "num_stages": 2}
 
     def states(self, x: Tensor, y: Tensor, given: Tensor, wholes: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
         """Return the states before all spans (BH,spans,D,E), or the gradients after them, and what the scan ends with.
@@ -703,7 +724,7 @@ class Call:
         strides = *x.stride(), *y.stride(), *self.gate_strides
         unit = self.unit_q if reverse else self.unit_k
         sums_kernel[(blocks, self.spans, self.rows)](
-            x, y, *self.gates, unit, sums, wholes, *self.sizes, *strides, REVERSE=reverse, FINE=self.fine, **how
+            x, y, *self.gates, unit, sums, wholes, *self.sizes, *strides, REVERSE=reverse, **self.fine, **how
         )
         size, block, packed = self.keys * self.values, 1024, self.table is not None
         scan_kernel[(triton.cdiv(size, block), given.shape[0] * self.heads)](
@@ -741,17 +762,33 @@ def inverse_norm(x: Tensor) -> Tensor:
     return (x.float().square().sum(-1) + 1e-6).rsqrt().contiguous()
 
 
-def packed_spans(offsets: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def block_of(x: Tensor, size: int, *, backward: bool) -> int:
+    """Return how many channels a program takes, such that few registers spill (tests/gpu/test_triton_decay.py)."""
+    hopper = not x.is_cuda or torch.cuda.get_device_capability(x.device)[0] == 9
+    return 64 if hopper and x.dtype != torch.float32 and not (backward and size > 64) else 32
+
+
+def chunk_of(x: Tensor) -> int:
+    """Return the tokens of a chunk: half as many in float32, whose three products take many registers."""
+    return CHUNK // 2 if x.dtype == torch.float32 and not interpreted() else CHUNK
+
+
+def span_of(n: int) -> int:
+    """Return how many tokens a span has: fewer than ``SPAN`` for short sequences."""
+    return min(SPAN, max(CHUNK, triton.next_power_of_2(n)))
+
+
+def packed_spans(offsets: Tensor, n: int, span: int) -> tuple[Tensor, Tensor]:
     """Cut the sequences of ``offsets`` (S+1,) into spans, without waiting for the device.
 
     Returns the first token of each span and the one after its last (spans,2), both int64, and the number of the first
     span of each sequence (S+1,). The number of spans is the largest possible one; those at the end may have no tokens.
     """
-    firsts = F.pad(((offsets.diff() + SPAN - 1) // SPAN).cumsum(0), (1, 0))
-    spans = torch.arange(n // SPAN + len(offsets) - 1, device=offsets.device)
+    firsts = F.pad(((offsets.diff() + span - 1) // span).cumsum(0), (1, 0))
+    spans = torch.arange(n // span + len(offsets) - 1, device=offsets.device)
     sequence = (torch.searchsorted(firsts, spans, right=True) - 1).clamp(0, len(offsets) - 2)
-    begin = offsets[sequence] + (spans - firsts[sequence]) * SPAN
-    stop = torch.minimum(begin + SPAN, offsets[sequence + 1])
+    begin = offsets[sequence] + (spans - firsts[sequence]) * span
+    stop = torch.minimum(begin + span, offsets[sequence + 1])
     return torch.stack([begin, stop], 1).clamp(0, n).contiguous(), firsts
 
 
@@ -796,7 +833,7 @@ def backward(
     ddecay = ahead = None
     if decays:
         ddecay = grad_end.new_empty(blocks, call.batch, call.heads, call.n)
-        ahead = grad_end.new_empty(call.rows, call.spans, SPAN // CHUNK, call.values, call.keys)
+        ahead = grad_end.new_empty(call.rows, call.spans, call.span // call.chunk, call.values, call.keys)
     strides = *q.stride(), *k.stride(), *v.stride(), *grad.stride()
     for kernel, into, states in ((keys_backward_kernel, dk, ends), (queries_backward_kernel, dq, starts)):
         found, gates = (*into.stride(), *call.gate_strides), (*call.gates, *units)

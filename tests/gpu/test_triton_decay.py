@@ -1,0 +1,321 @@
+"""Decay attention by the Triton kernels: values and gradients of the definition in float64, and builds for GPUs."""
+
+import importlib
+
+import pytest
+import torch
+from ahead import LIMITS, compiled_all, request
+
+import longspan
+from longspan.ops.gated import recur
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMIT = 5e-7
+
+
+@pytest.fixture(autouse=True)
+def _short_spans(monkeypatch):
+    """A few chunks then have several spans."""
+    monkeypatch.setattr(importlib.import_module("longspan.ops.triton.decay"), "SPAN", 64)
+
+
+def arguments(n, strength=0.1, *, batch=2, groups=1, repeats=1, sizes=(16, 24), states=None, dtype=torch.float32):
+    """Operands whose log decays lie between 0 and -strength; None for no decay."""
+    generator, (d, e), heads = torch.Generator().manual_seed(n), sizes, groups * repeats
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    decay = None if strength is None else -torch.rand(batch, heads, n, generator=generator).to(DEVICE) * strength
+    return {
+        "q": draw(batch, groups, n, d).to(dtype),
+        "k": (draw(batch, groups, n, d) / d**0.5).to(dtype),
+        "v": draw(batch, heads, n, e).to(dtype),
+        "log_decay": decay,
+        "state": draw(states or batch, heads, d, e),
+    }
+
+
+def outcome(backend, given, *, wide=False, **options):
+    """The output, the state, and the gradients of all operands for fixed random gradients of both."""
+    given = {name: t.double() if wide and t is not None else t for name, t in given.items()}
+    leaves = {name: t if t is None else t.detach().requires_grad_() for name, t in given.items()}
+    with longspan.backend(backend):
+        found = recur(**leaves, **options)
+    generator = torch.Generator().manual_seed(0)
+    # Of the numbers that bfloat16 has, so that all dtypes get the same.
+    ups = [torch.randn(t.shape, generator=generator).bfloat16().to(t) for t in found]
+    named = {name: t for name, t in leaves.items() if t is not None}
+    grads = torch.autograd.grad(found, list(named.values()), ups)
+    return {"o": found[0].detach(), "end": found[1].detach()} | dict(zip(named, grads, strict=True))
+
+
+def error(found, expected):
+    difference, size = (found.double() - expected).norm(), expected.norm()
+    return float(difference / size) if size else float(difference)
+
+
+def assert_exact(given, limit=LIMIT, **options):
+    found, expected = outcome("triton", given, **options), outcome("reference", given, wide=True, **options)
+    errors = {name: error(found[name], expected[name]) for name in expected}
+    assert all(e <= limit for e in errors.values()), errors  # NaN fails too
+    return found
+
+
+@pytest.mark.parametrize("strength", [None, 1e-4, 0.1, 1.0, 8.0, 20.0, 1e4], ids=str)
+def test_kernels_are_the_definition(strength, monkeypatch):
+    """Of two spans, the first of which has two chunks."""
+    monkeypatch.setattr(importlib.import_module("longspan.ops.triton.decay"), "SPAN", 128)
+    assert_exact(arguments(130, strength, groups=2, batch=1))
+
+
+@pytest.mark.parametrize(
+    ("n", "sizes", "repeats", "normalize"),
+    [
+        (1, (16, 16), 1, None),
+        (5, (2, 1), 2, "l2"),
+        (63, (3, 33), 3, None),
+        (150, (17, 5), 2, "l2"),
+        (65, (128, 72), 1, None),
+        (67, (40, 128), 1, "l2"),
+    ],
+)
+def test_sizes(n, sizes, repeats, normalize):
+    given = arguments(n, 0.3, batch=1, groups=2 if repeats == 2 else 1, repeats=repeats, sizes=sizes)
+    assert_exact(given, normalize=normalize, scale=0.7)
+
+
+def test_minus_infinity_clears_the_state():
+    given = arguments(130, 0.1, batch=1)
+    given["log_decay"][:, :, ::29] = -torch.inf
+    given["log_decay"][0, 0, 64:67] = -torch.inf
+    assert_exact(given)
+
+
+def test_strides_are_read_in_place():
+    given = arguments(70)
+    views = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in given.items() if name != "state"}
+    views["q"] = torch.cat([given["q"], given["k"]], -1)[..., :16]
+    views["v"] = given["v"].mT.contiguous().mT
+    views["log_decay"] = given["log_decay"][..., None].expand(-1, -1, -1, 3).contiguous()[..., 1]
+    views["state"] = given["state"].mT.contiguous().mT
+    plain, found = outcome("triton", given), outcome("triton", views)
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert found["o"].stride() == views["v"].stride()
+    # Gradients of one number for all tokens, as those of a sum.
+    with longspan.backend("triton"):
+        q = given["q"].clone().requires_grad_()
+        (grad,) = torch.autograd.grad(recur(**given | {"q": q})[0].sum(), q)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_masked_tokens_are_not_read(packed):
+    """Nor is the gradient of their outputs: the same bits with NaN there."""
+    given = arguments(70, 0.2, repeats=2)
+    generator = torch.Generator().manual_seed(1)
+    mask = (torch.rand(2, 70, generator=generator) < 0.6).to(DEVICE)
+    segments = (torch.rand(2, 70, generator=generator) < 0.05).cumsum(1).to(DEVICE) if packed else None
+    options = {"mask": mask, "segments": segments, "normalize": "l2" if packed else None}
+    plain = assert_exact(given, **options)
+    hidden = ~mask[:, None]
+    for name in ("q", "k", "v", "log_decay"):
+        given[name] = given[name].masked_fill(hidden[..., None] if given[name].dim() == 4 else hidden, torch.nan)
+    found = outcome("triton", given, **options)
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+
+
+def test_gradients_of_masked_outputs_are_not_read():
+    given = arguments(70)
+    mask = (torch.arange(70) % 3 > 0).to(DEVICE).expand(2, -1)
+    leaves = {name: t.requires_grad_() for name, t in given.items()}
+    with longspan.backend("triton"):
+        o, _ = recur(**leaves, mask=mask)
+    up = torch.randn_like(o)
+    found = [
+        torch.autograd.grad(o, list(leaves.values()), up.masked_fill(~mask[:, None, :, None], value), retain_graph=True)
+        for value in (0.0, torch.nan)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_packed_segments():
+    segments = torch.tensor([0] * 63 + [1] * 1 + [2] * 66 + [5] * 3 + [4] * 7).to(DEVICE).expand(2, -1).clone()
+    segments[1] = 7
+    assert_exact(arguments(140, 0.2), segments=segments)
+
+
+@pytest.mark.parametrize("normalize", [None, "l2"])
+def test_packed_sequences_have_their_own_states(normalize):
+    """Empty ones too, and one longer than a span."""
+    offsets = torch.tensor([0, 0, 5, 5, 85, 90, 90], dtype=torch.int32, device=DEVICE)
+    given = arguments(90, 0.2, batch=1, repeats=2, states=6)
+    assert_exact(given, cu_seqlens=offsets, normalize=normalize)
+
+
+@pytest.mark.parametrize("cut", [1, 64, 100])
+def test_two_parts_continue(cut):
+    given, found = arguments(110, batch=1), []
+    with longspan.backend("triton"):
+        whole, end = recur(**given)
+        state = given["state"]
+        for part in (slice(0, cut), slice(cut, None)):
+            tokens = {name: t[:, :, part] for name, t in given.items() if name != "state"}
+            o, state = recur(**tokens, state=state)
+            found.append(o)
+    assert error(torch.cat(found, 2), whole.double()) < LIMIT
+    assert error(state, end.double()) < LIMIT
+
+
+def test_sequence_is_its_steps():
+    given, found = arguments(20, 0.5, repeats=2), []
+    with longspan.backend("triton"):
+        whole, end = recur(**given)
+        state = given["state"]
+        for t in range(20):
+            token = {name: x[:, :, t : t + 1] for name, x in given.items() if name != "state"}
+            o, state = recur(**token, state=state)
+            found.append(o)
+    assert error(torch.cat(found, 2), whole.double()) < LIMIT
+    assert error(state, end.double()) < LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("strength", "normalize"), [(0.001, None), (0.1, "l2"), (4.0, None)], ids=str)
+def test_half_precision(strength, normalize, dtype):
+    """At most 1.5 times the error of the torch form. Float32 results are sums of TF32 products on a GPU."""
+    given = arguments(100, strength, batch=1, sizes=(64, 64), dtype=dtype)
+    found, plain = (outcome(backend, given, normalize=normalize) for backend in ("triton", "torch"))
+    expected = outcome("reference", given, wide=True, normalize=normalize)
+    for name, exact in expected.items():
+        allowed = 2e-5 if found[name].dtype == torch.float32 else 1.5 * error(plain[name], exact)
+        assert error(found[name], exact) <= allowed, name
+        assert found[name].dtype == plain[name].dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_log_decays_of_any_dtype(dtype):
+    given = arguments(70)
+    given["log_decay"] = given["log_decay"].to(dtype)
+    found = outcome("triton", given)
+    assert found["log_decay"].dtype == dtype
+    # The gradient is rounded to the dtype; all others see the rounded decays.
+    expected = outcome("reference", given, wide=True)
+    rounding = {"log_decay": 4e-3} if dtype == torch.bfloat16 else {}
+    assert all(error(found[name], expected[name]) < rounding.get(name, LIMIT) for name in expected)
+
+
+def test_two_runs_give_the_same_bits():
+    given = arguments(70, repeats=2)
+    first, second = outcome("triton", given), outcome("triton", given)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_second_derivatives(packed):
+    options = {"cu_seqlens": torch.tensor([0, 3, 9], device=DEVICE)} if packed else {}
+    given = arguments(9, 0.3, batch=1, groups=1, repeats=2, sizes=(3, 2), states=2 if packed else 1)
+    found = []
+    for backend, wide in (("triton", False), ("reference", True)):
+        leaves = {name: (t.double() if wide else t).detach().requires_grad_() for name, t in given.items()}
+        with longspan.backend(backend):
+            o, end = recur(**leaves, normalize="l2", **options)
+            first = torch.autograd.grad(o.square().sum() + end.sum(), list(leaves.values()), create_graph=True)
+            found.append(torch.autograd.grad(sum(t.square().sum() for t in first), list(leaves.values())))
+    assert all(error(a, b) < 2e-6 for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_compiled():
+    given = arguments(20, batch=1, repeats=2)
+
+    def loss(**given):
+        o, end = recur(**given)
+        return o.square().sum() + end.sum()
+
+    found = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
+        with longspan.backend("triton"):
+            found.append(torch.autograd.grad(function(**leaves), list(leaves.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"log_decay": lambda t: t[..., None].expand(-1, -1, -1, 16)}, "one decay per head"),
+        ({"state": lambda t: t.double()}, "a state in float32"),
+        ({"q": lambda t: t.double()}, "float32, bfloat16 or float16"),
+    ],
+)
+def test_calls_that_are_not_served_say_why(change, reason):
+    given = arguments(5)
+    given |= {name: function(given[name]) for name, function in change.items()}
+    with longspan.backend("triton"), pytest.raises(ValueError, match=reason):
+        recur(**given)
+
+
+def built(dtype, size, capability):
+    """Builds of all kernels for heads of ``size`` channels, with gradients of decays, as a launch chooses tiles."""
+    pointer, wide = f"*{'fp32' if dtype == 'float32' else 'bf16'}", dtype == "float32"
+    block, warps = (64 if capability == 90 and not wide else 32), 8
+    after = block if size <= 64 else 32
+    requests = []
+
+    def add(name, pointers, states, *, keys=False, none=(), **constants):
+        tile = {"C": 32 if wide else 64, "SPAN": 256, "FINE": "tf32x3" if wide else "tf32", "WIDE": False}
+        tile |= {"BD": min(size, after) if keys else size, "BE": size if keys else min(size, block)}
+        if name != "sums_kernel":
+            tile["PRECISION"] = "tf32x3" if wide else "ieee"
+        ones = {f"{p}s_d": 1 for p in constants.pop("strided")} | {"gs_n": 1}
+        nothing = dict.fromkeys(("mask", "segments", "table", *none))
+        types = dict.fromkeys(pointers, pointer) | dict.fromkeys(("decay", *states), "*fp32")
+        requests.append(
+            request(
+                f"longspan.ops.triton.decay:{name}",
+                types,
+                tile | ones | nothing | constants,
+                floats=["scale"],
+                multiples=("s_b", "s_h", "s_n", "D", "E"),
+                capability=capability,
+                num_warps=warps,
+                num_stages=2,
+            )
+        )
+
+    units = ("unit_q", "unit_k")
+    for reverse in (False, True):
+        add("sums_kernel", "xy", ("sums", "wholes"), none=("unit",), REVERSE=reverse, strided="xy")
+    add("outputs_kernel", "qkvo", ("starts",), none=units, strided="qkvo")
+    add("values_backward_kernel", ("q", "k", "grad", "dv"), ("ends",), none=units, strided=("q", "k", "o", "dv"))
+    for name, into, states in (("keys", "dk", "ends"), ("queries", "dq", "starts")):
+        pointers, strided = ("q", "k", "v", "grad", into), ("q", "k", "v", "o", f"{into}")
+        given = ("ddecay", states, "ahead")
+        add(f"{name}_backward_kernel", pointers, given, keys=True, none=units, strided=strided)
+    return compiled_all(requests)
+
+
+# Bytes of the stack that registers spill to: of the kernels up to the outputs, and of the gradients of q, k, v.
+SPILLS = {
+    ("bfloat16", 64, 90): (0, 64),
+    ("bfloat16", 128, 90): (0, 256),
+    ("bfloat16", 64, 80): (0, 192),
+    ("bfloat16", 128, 80): (8, 192),
+    ("float32", 64, 90): (16, 256),
+    ("float32", 64, 80): (64, 256),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dtype", "size", "capability"), list(SPILLS))
+def test_builds_fit_a_gpu(dtype, size, capability):
+    forward, backward = SPILLS[dtype, size, capability]
+    for build in built(dtype, size, capability):
+        allowed = backward if "backward" in build.kernel else forward
+        assert build.stack <= allowed, (build.kernel, build.stack)
+        assert build.shared <= LIMITS[capability]
+        assert "cp.async" in build.ptx, build.kernel
+        if capability == 90 and dtype == "bfloat16":
+            assert "wgmma.mma_async" in build.ptx, build.kernel
