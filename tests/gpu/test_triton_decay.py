@@ -226,7 +226,7 @@ def test_second_derivatives(packed):
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled():
     given = arguments(20, batch=1, repeats=2)
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from ahead import LIMITS, compiled_all, request
 
 import longspan
 from longspan.ops.gated import recur
@@ -120,3 +121,28 @@ def test_operands_that_do_not_fit_raise_as_elsewhere():
         longspan.decay_attention(
             given["q"], given["k"], given["v"], log_decay=given["log_decay"][:, 1:], state=given["state"]
         )
+
+
+@pytest.mark.full
+def test_builds_fit_a_gpu():
+    """In one pass: no registers spill for heads of up to 256 channels."""
+    names = [f"{t}s_{axis}" for t in "qkvg" for axis in "bhd"] + ["bs_b", "bs_h", "ss_b", "ss_h", "ss_d", "ss_e"]
+    ones = {"qs_d": 1, "ks_d": 1, "vs_d": 1, "gs_d": 1, "ss_e": 1}
+    pointers = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("state", "decay", "beta"), "*fp32")
+    requests = [
+        request(
+            "longspan.ops.triton.gated_step:step_kernel",
+            pointers | {"after": "*fp32"},
+            ones | {"CHANNELS": True, "NORMALIZE": True, "DONATE": True, "WIDE": False, "BD": size, "BE": 2048 // size},
+            floats=["scale"],
+            multiples=[name for name in names if name not in ones] + ["D", "E"],
+            capability=capability,
+            num_warps=4,
+        )
+        for size in (64, 256)
+        for capability in (80, 90)
+    ]
+    for build in compiled_all(requests):
+        assert build.stack == 0
+        assert build.shared <= LIMITS[80]
+        assert ".v4" in build.ptx  # the state is read and written in wide accesses

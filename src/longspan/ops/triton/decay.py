@@ -543,7 +543,7 @@ def keys_backward_kernel(
             if unit_k is not None:
                 written *= tl.load(unit_k + first + o_c, mask=real, other=0.0)
             # Token t fades the writes before it.
-            fades = tl.sum(tl.where(o_c[:, None] < o_c[None, :], written[:, None], 0.0), 0)
+            fades = tl.sum(tl.where(o_c[:, None] < o_c[None, :], tl.expand_dims(written, 1), 0.0), 0)
             at = ddecay + (i_d * tl.num_programs(2) + i_bh) * n + first + o_c
             tl.store(at, fades, mask=there)
             at = ahead + ((i_bh * NP + i_s) * (SPAN // C) + SPAN // C - 1 - i) * D * E
@@ -659,8 +659,8 @@ def queries_backward_kernel(
             # Pairs of a write before t and a read from t on: summed over the writes up to t - 1, then over the reads.
             before = tl.cumsum(tl.where(o_c[:, None] > o_c[None, :], a, 0.0), 1)
             pairs = tl.sum(tl.where(o_c[:, None] > o_c[None, :], before, 0.0), 0)
-            fades = tl.sum(tl.where(o_c[:, None] == o_c[None, :] - 1, pairs[:, None], 0.0), 0)
-            fades += tl.sum(tl.where(o_c[:, None] >= o_c[None, :], reads[:, None], 0.0), 0)
+            fades = tl.sum(tl.where(o_c[:, None] == o_c[None, :] - 1, tl.expand_dims(pairs, 1), 0.0), 0)
+            fades += tl.sum(tl.where(o_c[:, None] >= o_c[None, :], tl.expand_dims(reads, 1), 0.0), 0)
             at = ahead + ((i_bh * NP + i_s) * (SPAN // C) + i) * D * E + o_e[:, None] * D + o_d[None, :]
             after = tl.load(at, mask=inside, other=0.0)
             fades += tl.sum(tl.sum(s * after, 1), 0) * whole
@@ -669,6 +669,11 @@ def queries_backward_kernel(
             tl.store(at, tl.where(real, fades, 0.0), mask=there)
         kept = xk.to(tl.float32) * share[:, None]
         s = s * whole + mixed(vt, kept, FINE, WIDE)
+
+
+def launch(kernel: Any, grid: tuple[int, int] | tuple[int, int, int], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel. Triton's types know neither the numbers that it makes constants nor ``num_warps``."""
+    kernel[grid](*arguments, **options)
 
 
 class Call:
@@ -723,12 +728,36 @@ class Call:
         blocks, how = self.tiles(values=True)
         strides = *x.stride(), *y.stride(), *self.gate_strides
         unit = self.unit_q if reverse else self.unit_k
-        sums_kernel[(blocks, self.spans, self.rows)](
-            x, y, *self.gates, unit, sums, wholes, *self.sizes, *strides, REVERSE=reverse, **self.fine, **how
+        launch(
+            sums_kernel,
+            (blocks, self.spans, self.rows),
+            x,
+            y,
+            *self.gates,
+            unit,
+            sums,
+            wholes,
+            *self.sizes,
+            *strides,
+            REVERSE=reverse,
+            **self.fine,
+            **how,
         )
         size, block, packed = self.keys * self.values, 1024, self.table is not None
-        scan_kernel[(triton.cdiv(size, block), given.shape[0] * self.heads)](
-            sums, wholes, given, found, self.firsts, self.spans, self.heads, size, reverse, packed, block
+        launch(
+            scan_kernel,
+            (triton.cdiv(size, block), given.shape[0] * self.heads),
+            sums,
+            wholes,
+            given,
+            found,
+            self.firsts,
+            self.spans,
+            self.heads,
+            size,
+            reverse,
+            packed,
+            block,
         )
         return sums, found
 
@@ -800,8 +829,20 @@ def forward(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tu
     blocks, how = call.tiles(values=True)
     strides = *q.stride(), *k.stride(), *v.stride(), *o.stride(), *call.gate_strides
     units = call.unit_q, call.unit_k
-    outputs_kernel[(blocks, call.spans, call.rows)](
-        q, k, v, o, *call.gates, *units, starts, *call.sizes, *strides, **call.precisions, **how
+    launch(
+        outputs_kernel,
+        (blocks, call.spans, call.rows),
+        q,
+        k,
+        v,
+        o,
+        *call.gates,
+        *units,
+        starts,
+        *call.sizes,
+        *strides,
+        **call.precisions,
+        **how,
     )
     return o, end, starts, wholes
 
@@ -825,8 +866,20 @@ def backward(
 
     dv, (blocks, how) = torch.empty_like(v), call.tiles(values=True)
     strides = *q.stride(), *k.stride(), *grad.stride(), *dv.stride(), *call.gate_strides
-    values_backward_kernel[(blocks, call.spans, call.rows)](
-        q, k, grad, dv, *call.gates, *units, ends, *call.sizes, *strides, **precisions, **how
+    launch(
+        values_backward_kernel,
+        (blocks, call.spans, call.rows),
+        q,
+        k,
+        grad,
+        dv,
+        *call.gates,
+        *units,
+        ends,
+        *call.sizes,
+        *strides,
+        **precisions,
+        **how,
     )
 
     dq, dk, (blocks, how) = call.gradient(q), call.gradient(k), call.tiles(keys=True)
@@ -837,8 +890,23 @@ def backward(
     strides = *q.stride(), *k.stride(), *v.stride(), *grad.stride()
     for kernel, into, states in ((keys_backward_kernel, dk, ends), (queries_backward_kernel, dq, starts)):
         found, gates = (*into.stride(), *call.gate_strides), (*call.gates, *units)
-        kernel[(blocks, call.spans, call.rows)](
-            q, k, v, grad, into, ddecay, *gates, states, ahead, *call.sizes, *strides, *found, **precisions, **how
+        launch(
+            kernel,
+            (blocks, call.spans, call.rows),
+            q,
+            k,
+            v,
+            grad,
+            into,
+            ddecay,
+            *gates,
+            states,
+            ahead,
+            *call.sizes,
+            *strides,
+            *found,
+            **precisions,
+            **how,
         )
     dq, dk = call.summed(dq, q, call.unit_q), call.summed(dk, k, call.unit_k)
     if ddecay is not None and log_decay is not None:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import interpreted
-from .decay import rounded
+from .decay import launch, rounded
 
 
 @triton.jit
@@ -110,7 +110,9 @@ def step(
     qs, ks, vs = ((*t.stride()[:2], t.stride(3)) for t in (q, k, v))
     rates = (0, 0) if beta is None else beta.stride()[:2]
     strides = *qs, *ks, *vs, *decays, *rates, *state.stride()
-    step_kernel[(triton.cdiv(values, block_e), batch * heads)](
+    launch(
+        step_kernel,
+        (triton.cdiv(values, block_e), batch * heads),
         q,
         k,
         v,
