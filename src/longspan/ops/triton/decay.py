@@ -1,3 +1,5 @@
+# Parameters of kernels have no types that a checker knows.
+# pyright: basic
 """Triton kernels of decay attention with a decay per head: spans of tokens, inside them chunks of C tokens.
 
 With G_i the sum of the log decays of a chunk up to token i, S the state before the chunk, c the scale and g the

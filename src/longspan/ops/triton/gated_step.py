@@ -1,3 +1,5 @@
+# Parameters of kernels have no types that a checker knows.
+# pyright: basic
 """Triton kernel of one token of decay attention and the delta rule, in one launch and one pass over the state.
 
 P = Diag(e^g) S,   u = beta (v - P^T k) or v,   S' = P + k u^T,   o = c S'^T q
