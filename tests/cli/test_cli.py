@@ -273,6 +273,24 @@ def test_check_refuses_what_its_laws_have_no_memory_for(capsys, monkeypatch):
     assert "this machine has 1 MiB" in said
 
 
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("gpu0", "device='gpu0' is not a device; pass cpu, cuda or cuda:1"),
+        ("meta", "device='meta' holds no values to check; pass cpu or cuda"),
+        pytest.param(
+            "cuda",
+            f"device='cuda': torch {torch.__version__} finds no CUDA GPU; pass cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+@pytest.mark.whole
+def test_check_refuses_a_device_that_cannot_run_it(device, words, capsys):
+    assert main(["check", "linear", "--device", device]) == entry.WRONG
+    assert words in capsys.readouterr().err
+
+
 def test_check_prints_each_law_and_fails_with_code_1(capsys, monkeypatch):
     monkeypatch.setattr(testing, "laws", lambda: ("beginning", "carry"))
     shown = said(capsys, "check", "linear; softmax")
@@ -281,7 +299,7 @@ def test_check_prints_each_law_and_fails_with_code_1(capsys, monkeypatch):
     assert "does not apply" in shown
     seeds = []
 
-    def fail(law, spec, *, seed, stack):
+    def fail(law, spec, *, seed, stack, device):
         seeds.append(seed)
         return testing.Row(law, "failed", 0.5, 0.1, "broken")
 

@@ -15,6 +15,7 @@ def parser() -> Parser:
         "longspan check linear",
         'longspan check "linear; softmax"',
         'longspan check linear --stack "universal(steps=3)"',
+        "longspan check linear --device cuda",
     )
     parser.add_argument("spec", type=str, metavar="SPEC", help="a spec, or several separated by ';' for a stack")
     parser.add_argument(
@@ -25,6 +26,13 @@ def parser() -> Parser:
         help="check a whole stack that runs its blocks in this way: plain, universal(steps=3), act(steps=4) or "
         "reversible; by default a single spec is checked alone",
     )
+    parser.add_argument(
+        "--device",
+        type=str,
+        default="cpu",
+        metavar="DEVICE",
+        help="device that runs the checks: cpu, cuda, cuda:1, ...; it needs float64 numbers",
+    )
     parser.add_argument("--seed", type=natural_int(SEEDS), default=0, help="seed of the random weights and inputs")
     return parser
 
@@ -34,10 +42,13 @@ def run(args) -> int:
     from .._utils.progress import track
 
     # Build first, so that a mistake in the spec is reported before the progress bar starts.
-    subject = testing.Subject(args.spec, args.seed, args.stack)
+    subject = testing.Subject(args.spec, args.seed, args.stack, args.device)
     subject.make()
     laws = testing.laws()
-    rows = [testing.check(law, args.spec, seed=args.seed, stack=args.stack) for law in track(laws, len(laws), "checks")]
+    rows = [
+        testing.check(law, args.spec, seed=args.seed, stack=args.stack, device=args.device)
+        for law in track(laws, len(laws), "checks")
+    ]
     report = testing.Report(subject.named, tuple(rows))
     print(show(report))
     return 0 if report.ok else 1

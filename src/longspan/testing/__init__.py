@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from ..attention import list_mechanisms, mechanism_examples
 from . import blocks, content, numeric, prefix, recurrent, software, stacks
 from .gauge import Broken, Gauge, Subject
@@ -96,7 +98,7 @@ def laws() -> tuple[str, ...]:
     return tuple(_LAWS)
 
 
-def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
+def check(law: str, spec: str, *, seed: int = 0, stack: str = "", device: torch.device | str = "cpu") -> Row:
     """Run one law on one spec, or on a stack of specs.
 
     An exemption is a class attribute ``exempt = {law: reason}``, or one of an instance if an option causes it.
@@ -108,17 +110,18 @@ def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
         seed: Seed of weights and inputs.
         stack: How the blocks of a stack run, as in ``DecoderConfig.stack``, such as ``universal(steps=3)``. The default
             checks a single attention alone, and several in a plain stack.
+        device: Device that runs the law, such as ``cuda``. Weights and inputs are the same on every device.
 
     Returns:
         The result, with status ``passed``, ``failed``, ``exempt`` or ``does not apply``.
 
     Raises:
-        ValueError: If the law, mechanism, stack or option is unknown.
+        ValueError: If the law, mechanism, stack or option is unknown, or the device cannot be used.
     """
     if law not in _LAWS:
         raise ValueError(f"unknown law {law!r}; known: {', '.join(_LAWS)}")
     function, needs = _LAWS[law]
-    subject, gauge = Subject(spec, seed, stack), Gauge()
+    subject, gauge = Subject(spec, seed, stack, device), Gauge()
     if missing := subject.why_not(needs):
         return Row(law, "does not apply", 0.0, 0.0, missing)
     reason = subject.exempt(law)
@@ -135,7 +138,9 @@ def check(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
     return Row(law, "passed", gauge.error, gauge.tolerance, (function.__doc__ or "").strip(), gauge.excused)
 
 
-def check_attention(spec: str, *, seed: int = 0, raises: bool = True, stack: str = "") -> Report:
+def check_attention(
+    spec: str, *, seed: int = 0, raises: bool = True, stack: str = "", device: torch.device | str = "cpu"
+) -> Report:
     """Run every law on one spec, or on a stack of specs.
 
     Args:
@@ -143,21 +148,22 @@ def check_attention(spec: str, *, seed: int = 0, raises: bool = True, stack: str
         seed: Seed of weights and inputs.
         raises: Whether a failed law raises AssertionError. Default: True.
         stack: How the blocks of a stack run, as in ``check``.
+        device: Device that runs the laws, as in ``check``.
 
     Returns:
         A report with one row per law.
 
     Raises:
         AssertionError: If a law fails and ``raises`` is True. The message is the whole report.
-        ValueError: If the mechanism, stack or option is unknown.
+        ValueError: If the mechanism, stack or option is unknown, or the device cannot be used.
 
     Example:
         >>> import longspan
         >>> longspan.check_attention("linear").ok
         True
     """
-    rows = tuple(check(law, spec, seed=seed, stack=stack) for law in _LAWS)
-    report = Report(Subject(spec, seed, stack).named, rows)
+    rows = tuple(check(law, spec, seed=seed, stack=stack, device=device) for law in _LAWS)
+    report = Report(Subject(spec, seed, stack, device).named, rows)
     if raises and not report.ok:
         raise AssertionError(str(report))
     return report
@@ -194,7 +200,7 @@ def cases() -> list[tuple[str, str]]:
     return [(law, spec) for spec in specs for law in applicable(spec)]
 
 
-def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
+def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "", device: torch.device | str = "cpu") -> Row:
     """Run one law and raise AssertionError if it fails.
 
     Args:
@@ -202,22 +208,23 @@ def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "") -> Row:
         spec: Spec of an attention, or several separated by ``;`` for a stack.
         seed: Seed of weights and inputs.
         stack: How the blocks of a stack run, as in ``check``.
+        device: Device that runs the law, as in ``check``.
 
     Returns:
         The result; its status is not ``failed``.
 
     Raises:
         AssertionError: If the law fails. The message names what differs, and by how much.
-        ValueError: If the law, mechanism, stack or option is unknown.
+        ValueError: If the law, mechanism, stack or option is unknown, or the device cannot be used.
 
     Example:
         >>> import longspan
         >>> longspan.testing.assert_law("causal", "linear").status
         'passed'
     """
-    row = check(law, spec, seed=seed, stack=stack)
+    row = check(law, spec, seed=seed, stack=stack, device=device)
     if row.status == "failed":
-        raise AssertionError(str(Report(Subject(spec, seed, stack).named, (row,))))
+        raise AssertionError(str(Report(Subject(spec, seed, stack, device).named, (row,))))
     return row
 
 

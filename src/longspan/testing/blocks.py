@@ -26,14 +26,14 @@ def blocks(subject: Subject, gauge: Gauge) -> None:
 
 def _forms(subject: Subject, n: int) -> dict[str, tuple[dict[str, Tensor], list[list[Tensor]]]]:
     """Arguments of each call, with the tokens of each row that form separate runs."""
-    everything = torch.arange(n)
+    everything = torch.arange(n, device=subject.device)
     forms: dict[str, tuple[dict[str, Tensor], list[list[Tensor]]]] = {"whole": ({}, [[everything]] * BATCH)}
     if not subject.why_not(("segments",)):
-        first = torch.tensor([0, 1, 2]).repeat_interleave(torch.tensor([*SINGLE, n - sum(SINGLE)]))
+        first = torch.tensor([0] * SINGLE[0] + [1] * SINGLE[1] + [2] * (n - sum(SINGLE)), device=subject.device)
         segments = torch.stack([first, torch.zeros_like(first)])
         forms["packed"] = {"segments": segments}, [[*everything.split([*SINGLE, n - sum(SINGLE)])], [everything]]
     if not subject.why_not(("mask",)):
-        mask = torch.rand(BATCH, n, generator=torch.Generator().manual_seed(3)) < 0.7
+        mask = subject.mask(BATCH, n, seed=3, kept=0.7)
         forms["padded"] = {"mask": mask}, [[everything[row]] for row in mask]
     return forms
 

@@ -19,23 +19,24 @@ SINGLE = 1e-4
 
 def content(subject: Subject, gauge: Gauge) -> None:
     """Contents of masked tokens and packed neighbors, even NaN and infinity, reach no output, state or gradient."""
-    segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * TOKENS])
+    segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * TOKENS], device=subject.device)
     forms: dict[str, dict[str, Any]] = {"a mask": {}}
     forms |= {} if subject.why_not(("segments",)) else {"segments": {"segments": segments}}
-    forms |= {} if subject.why_not(("causal", "prefix")) else {"a prefix": {"prefix": torch.tensor([5, 11])}}
+    if not subject.why_not(("causal", "prefix")):
+        forms["a prefix"] = {"prefix": torch.tensor([5, 11], device=subject.device)}
     for plain in (False, True):
         for causal in (True, False):
             if subject.why_not(("causal" if causal else "bidirectional",)):
                 continue
             module = _module(subject, causal, plain)
-            for place, mask in _masks().items():
+            for place, mask in _masks(subject).items():
                 for form, arguments in forms.items():
                     if form == "a prefix" and not causal:
                         continue
                     what = f"padding {place}, with {form}"
                     _moves_nothing(module, subject.data(), mask, {"mask": mask, **arguments}, what, gauge)
     if not subject.why_not(("context",)) and not (module := _module(subject, subject.causal, True)).positional:
-        for place, mask in _masks().items():
+        for place, mask in _masks(subject).items():
             _moves_nothing_across(module, subject.data(), subject.data(2), mask, f"a context padded {place}", gauge)
     if not subject.why_not(("segments",)):
         for causal in (True, False):
@@ -47,7 +48,7 @@ def content(subject: Subject, gauge: Gauge) -> None:
 
 def _neighbors(subject: Subject, causal: bool, dtype: torch.dtype, what: str, gauge: Gauge) -> None:
     """A sequence with NaN or infinity in its inputs or gradients does not change the others of its row."""
-    segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * 13 + [1] * 16])
+    segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * 13 + [1] * 16], device=subject.device)
     spoiled = torch.stack([segments[0] == 1, segments[1] == 0])
     module = subject.make(causal=causal, dtype=dtype)
     x, more = subject.data(dtype=dtype), subject.data(2, 5, dtype=dtype)
@@ -63,7 +64,7 @@ def _neighbors(subject: Subject, causal: bool, dtype: torch.dtype, what: str, ga
             outputs.append(y)
             after.append(module(more, state)[0])
         generator.manual_seed(4)
-        upstream = [torch.randn(y.shape, generator=generator).to(dtype) for y in (*outputs, *after)]
+        upstream = [torch.randn(y.shape, generator=generator).to(y) for y in (*outputs, *after)]
         for grad in upstream[: len(outputs)]:
             grad[spoiled] *= factor
         (of_x,) = torch.autograd.grad([*outputs, *after], [x], upstream)
@@ -87,19 +88,19 @@ def _module(subject: Subject, causal: bool, plain: bool) -> Any:
     return module
 
 
-def _masks() -> dict[str, Tensor]:
+def _masks(subject: Subject) -> dict[str, Tensor]:
     """Masks by position of the padding: row 0 has at least 11 real tokens, row 1 has no padding."""
-    between = torch.rand(TOKENS, generator=torch.Generator().manual_seed(7)) < 0.6
+    between = subject.mask(TOKENS, seed=7, kept=0.6)
     masks = {}
     for place, kept in {"left": slice(9, TOKENS), "right": slice(0, 20), "in between": between}.items():
-        masks[place] = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+        masks[place] = torch.zeros(BATCH, TOKENS, dtype=torch.bool, device=subject.device)
         masks[place][0, kept], masks[place][1] = True, True
     return masks
 
 
 def _spoiled(x: Tensor, mask: Tensor) -> Tensor:
     which = torch.randint(len(CONTENTS), x.shape, generator=torch.Generator().manual_seed(8))
-    return torch.where(mask[..., None], x, CONTENTS[which].to(x.dtype))
+    return torch.where(mask[..., None], x, CONTENTS[which].to(x))
 
 
 def _moves_nothing(module: Any, x: Tensor, mask: Tensor, arguments: dict[str, Any], what: str, gauge: Gauge) -> None:

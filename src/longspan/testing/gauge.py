@@ -1,5 +1,6 @@
 """The parts of a law: the subject under test and the gauge that compares errors with tolerances."""
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -56,7 +57,7 @@ class Gauge:
             self.require(x.shape == y.shape, f"{what}: shape {tuple(x.shape)} where {tuple(y.shape)} is expected")
             if x.numel() == 0:
                 continue
-            x, y = x.detach().double(), y.detach().double()
+            x, y = x.detach().double().to(y.device), y.detach().double()
             error = (x - y).abs()
             scale = y.abs().max().clamp(min=1)
             whole = (error.max() / scale).item()
@@ -98,6 +99,31 @@ _MISSING = {
 }
 
 
+def usable(device: torch.device | str) -> torch.device:
+    """Return the device on which the laws will run.
+
+    Args:
+        device: A device, or its name.
+
+    Raises:
+        ValueError: If there is no such device here, or it has no float64 numbers, which the laws compare.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device={device!r} is not a device; pass cpu, cuda or cuda:1") from error
+    if found.type == "meta":
+        raise ValueError("device='meta' holds no values to check; pass cpu or cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}: torch {torch.__version__} finds no CUDA GPU; pass cpu")
+    try:
+        torch.zeros(1, dtype=torch.float64, device=found)
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device={str(device)!r} cannot hold the float64 numbers of the laws: {reason}") from error
+    return found
+
+
 class Subject:
     """The attention or stack under test.
 
@@ -106,13 +132,15 @@ class Subject:
         seed: Seed of weights and inputs.
         stack: How the blocks of a stack run, such as ``universal(steps=3)``. The default tests a single attention
             alone, and several in a plain stack.
+        device: Device of weights and inputs. They are drawn on the CPU, so they are the same on every device.
 
     Raises:
-        ValueError: If the spec or stack cannot be built, or the laws would need more memory than this machine has.
+        ValueError: If the spec or stack cannot be built, the device cannot be used, or the laws would need more memory
+            than this machine has.
     """
 
-    def __init__(self, spec: str, seed: int = 0, stack: str = ""):
-        self.spec, self.seed, self.stack = spec, seed, stack
+    def __init__(self, spec: str, seed: int = 0, stack: str = "", device: torch.device | str = "cpu"):
+        self.spec, self.seed, self.stack, self.device = spec, seed, stack, usable(device)
         self.specs = split(spec)
         self.kind: Any = kind_of(stack) if stack else None
         self.classes = [mechanism(part.split("(")[0].strip()) for part in self.specs]
@@ -154,7 +182,8 @@ class Subject:
     @property
     def named(self) -> str:
         """The name in reports."""
-        return f"{self.spec} in {self.stack}" if self.stack else self.spec
+        name = f"{self.spec} in {self.stack}" if self.stack else self.spec
+        return name if self.device.type == "cpu" else f"{name} on {self.device}"
 
     def exempt(self, law: str) -> str:
         """Return the reason for which a part or the stack is exempt from a law; "" if the law must hold."""
@@ -188,12 +217,31 @@ class Subject:
                 how = {"stack": self.stack or "plain", "feedforward": 2 * DIM} | (fields or {})
                 config = StackConfig(DIM, max(len(self.specs), 2), HEADS, self.spec, **how)
                 module = Stack(config, causal=causal)
-        return module.to(dtype).eval()
+        return module.to(self.device, dtype).eval()
 
     def data(self, seed: int = 1, n: int = TOKENS, dtype: torch.dtype = torch.float64, width: int = DIM) -> Tensor:
         """Return random numbers (BATCH, n, width), the same for the same seed."""
         generator = torch.Generator().manual_seed(1000 * self.seed + seed)
-        return torch.randn(BATCH, n, width, dtype=torch.float64, generator=generator).to(dtype)
+        return torch.randn(BATCH, n, width, dtype=torch.float64, generator=generator).to(self.device, dtype)
+
+    def fork_generators(self) -> contextlib.AbstractContextManager[None]:
+        """Restore the global random generators of the CPU and the device at the end of a ``with`` block."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng(devices=[])
+        index = self.device.index
+        if index is None:
+            index = torch.get_device_module(self.device).current_device()
+        return torch.random.fork_rng(devices=[index], device_type=self.device.type)
+
+    def generator_state(self) -> Tensor:
+        """Return the state of the global random generator from which dropout on the device draws."""
+        if self.device.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(self.device).get_rng_state(self.device)
+
+    def mask(self, *shape: int, seed: int, kept: float) -> Tensor:
+        """Return a random mask that keeps each token with probability ``kept``, the same for the same seed."""
+        return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < kept).to(self.device)
 
 
 def derivatives(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) -> list[Tensor]:
@@ -206,10 +254,20 @@ def derivatives(outputs: list[Tensor], inputs: list[Tensor], module: nn.Module) 
     return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
 
 
+def agrees(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> bool:
+    """Return whether the gradients of ``call`` equal finite differences.
+
+    The backward runs twice and must repeat. On a GPU torch adds gradients of gathered elements in any order, so there
+    the two runs may differ by rounding.
+    """
+    repeats = 0.0 if inputs[0].device.type == "cpu" else EXACT
+    return torch.autograd.gradcheck(call, inputs, raise_exception=False, fast_mode=True, nondet_tol=repeats)
+
+
 def off_kinks(module: Any) -> Any:
     """Move the weights a little in place: some start where the gradient is undefined, such as a span of 0."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in module.parameters():
-            weight.add_(0.01 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype))
+            weight.add_(0.01 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype).to(weight.device))
     return module

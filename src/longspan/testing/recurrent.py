@@ -107,10 +107,10 @@ def padding(subject: Subject, gauge: Gauge) -> None:
 
 def _padding(subject: Subject, gauge: Gauge) -> None:
     module, x, more = subject.make(), subject.data(), subject.data(2, 5)
-    kept = torch.rand(TOKENS, generator=torch.Generator().manual_seed(7)) < 0.6
+    kept = subject.mask(TOKENS, seed=7, kept=0.6)
     places = {"left": slice(4, TOKENS), "right": slice(0, 20), "middle": kept}
     for place, keep in places.items():
-        mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
+        mask = torch.zeros(BATCH, TOKENS, dtype=torch.bool, device=subject.device)
         mask[0, keep], mask[1] = True, True
         garbage = torch.where(mask[..., None], x, 1e3 * subject.data(9))
         alone, full = module(x[:1, mask[0]])[0], module(x[1:])[0]
@@ -142,12 +142,13 @@ def mixed_rows(subject: Subject, gauge: Gauge) -> None:
 def _mixed_rows(subject: Subject, fresh: int, gauge: Gauge) -> None:
     module, before, x, more = subject.make(), subject.data(3, 7), subject.data(), subject.data(2, 5)
     forms: dict[str, dict[str, Tensor]] = {"one call": {}}
-    forms["a mask"] = {"mask": torch.rand(BATCH, TOKENS, generator=torch.Generator().manual_seed(7)) < 0.7}
+    forms["a mask"] = {"mask": subject.mask(BATCH, TOKENS, seed=7, kept=0.7)}
     if not subject.why_not(("segments",)):
-        forms["segments"] = {"segments": torch.tensor([[0] * 7 + [1] * (TOKENS - 7), [0] * TOKENS])}
+        segments = torch.tensor([[0] * 7 + [1] * (TOKENS - 7), [0] * TOKENS], device=subject.device)
+        forms["segments"] = {"segments": segments}
     if not subject.why_not(("prefix",)):
-        forms["a prefix"] = {"prefix": torch.tensor([5, 11])}
-    read = (torch.arange(BATCH) != fresh)[:, None].expand(-1, 7)
+        forms["a prefix"] = {"prefix": torch.tensor([5, 11], device=subject.device)}
+    read = (torch.arange(BATCH, device=subject.device) != fresh)[:, None].expand(-1, 7)
     _, state = module(before, module.init_state(BATCH), mask=read)
     for row in range(BATCH):
         own, alone = slice(row, row + 1), module.init_state(1)
@@ -182,14 +183,14 @@ def packed(subject: Subject, gauge: Gauge) -> None:
 def _packed(subject: Subject, gauge: Gauge) -> None:
     directions = [d for d in (True, False) if not subject.why_not(("causal" if d else "bidirectional",))]
     x, more = subject.data(), subject.data(2, 5)
-    segments = torch.tensor([[0] * 7 + [3] * 11 + [4] * 11, [2] * TOKENS])
-    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    segments = torch.tensor([[0] * 7 + [3] * 11 + [4] * 11, [2] * TOKENS], device=subject.device)
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool, device=subject.device)
     mask[0, [0, 2, 7, 17, 28]] = False
     for direction in directions:
         module = subject.make(causal=direction)
         y = module(x, segments=segments)[0]
         holes = module(x, segments=segments, mask=mask)[0]
-        odd = torch.where(mask, segments, torch.arange(TOKENS).flip(0) - 5)
+        odd = torch.where(mask, segments, torch.arange(TOKENS, device=subject.device).flip(0) - 5)
         gauge.close(module(x, segments=odd, mask=mask)[0], holes, "other ids of masked tokens")
         for part in (slice(0, 7), slice(7, 18), slice(18, TOKENS)):
             gauge.close(y[:1, part], module(x[:1, part])[0], "a packed segment")

@@ -43,7 +43,7 @@ class Question:
         """The allowed change of each element, before the factor AMPLE."""
         if eps not in self._changes:
             self._changes[eps] = changes = self._elements(eps)
-            scales = [e.abs().max().clamp(min=1) if e.numel() else torch.ones(()) for e in self.answer]
+            scales = [e.abs().max().clamp(min=1) if e.numel() else torch.ones((), device=e.device) for e in self.answer]
             relative = max(float((c / s).max()) for c, s in zip(changes, scales, strict=True) if c.numel())
             for i in range(len(changes) - self.sums, len(changes)):
                 changes[i] = changes[i] + relative * scales[i]
@@ -54,7 +54,8 @@ class Question:
         generator = torch.Generator().manual_seed(6)
 
         def moved(t: Tensor) -> Tensor:
-            return t.double() * (1 + eps * (2 * torch.rand(t.shape, generator=generator, dtype=torch.float64) - 1))
+            drawn = torch.rand(t.shape, generator=generator, dtype=torch.float64).to(t.device)
+            return t.double() * (1 + eps * (2 * drawn - 1))
 
         changes = [torch.zeros_like(e) for e in self.answer]
         for _ in range(NEIGHBORS):

@@ -1,6 +1,7 @@
 """Laws of the interface: argument checks, compilation, export, rebuilding, bidirectional and cross attention."""
 
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +18,19 @@ TRACER = "eager"
 def arguments(subject: Subject, gauge: Gauge) -> None:
     """Wrong ranks, shapes, dtypes and states raise ValueError."""
     module, x = subject.make(), subject.data()
+    ones, tokens = partial(torch.ones, device=x.device), torch.arange(TOKENS, device=x.device).expand(BATCH, -1)
     gauge.raises(lambda: module(x[0]), "x of rank 2")
     gauge.raises(lambda: module(x[..., :-1]), "x of another width")
     gauge.raises(lambda: module(x.float()), "x of another dtype")
-    gauge.raises(lambda: module(x, mask=torch.ones(BATCH, TOKENS)), "a float mask")
-    gauge.raises(lambda: module(x, mask=torch.ones(BATCH, TOKENS - 1, dtype=torch.bool)), "a mask of another length")
-    gauge.raises(lambda: module(x, segments=torch.zeros(BATCH, 1, dtype=torch.long)), "segments of another length")
-    gauge.raises(lambda: module(x, segments=-torch.arange(TOKENS).expand(BATCH, -1)), "segments that decrease")
+    gauge.raises(lambda: module(x, mask=ones(BATCH, TOKENS)), "a float mask")
+    gauge.raises(lambda: module(x, mask=ones(BATCH, TOKENS - 1) > 0), "a mask of another length")
+    gauge.raises(lambda: module(x, segments=0 * tokens[:, :1]), "segments of another length")
+    gauge.raises(lambda: module(x, segments=-tokens), "segments that decrease")
     gauge.raises(lambda: module(x, donate=True), "donate=True without a state")
     gauge.raises(lambda: module(x, (x,)), "a state of another kind")
     if subject.single:
         gauge.raises(lambda: build(subject.spec, DIM + 1, HEADS), "a width that is not a multiple of heads")
-        gauge.raises(lambda: module(x, context_mask=torch.ones(BATCH, 3, dtype=torch.bool)), "context_mask alone")
+        gauge.raises(lambda: module(x, context_mask=ones(BATCH, 3) > 0), "context_mask alone")
         gauge.raises(lambda: module(x, record=[]), "a record that is not a dict")
     if subject.causal:
         gauge.raises(lambda: module(x, module.init_state(BATCH + 1)), "a state of another batch size")
@@ -41,13 +43,13 @@ def rebuilds(subject: Subject, gauge: Gauge) -> None:
     module, x = subject.make(), subject.data()
     y = module(x)[0]
     if subject.single:
-        again: nn.Module = build(module.spec, DIM, HEADS, causal=subject.causal).double().eval()
+        again: nn.Module = build(module.spec, DIM, HEADS, causal=subject.causal).to(x).eval()
         gauge.require(again.spec == module.spec, f"{module.spec!r} builds {again.spec!r}")
     else:
-        again = Subject(subject.spec, subject.seed + 1, subject.stack).make()
+        again = Subject(subject.spec, subject.seed + 1, subject.stack, subject.device).make()
     again.load_state_dict(module.state_dict())
     gauge.close(again(x)[0], y, "rebuilt from spec and weights", 0.0)
-    torch.rand(3)
+    torch.rand(3, device=x.device)
     gauge.close(module(x)[0], y, "after other random draws", 0.0)
 
 
@@ -56,9 +58,9 @@ def compiles(subject: Subject, gauge: Gauge) -> None:
     module, x = subject.make(), subject.data().requires_grad_()
     calls = {"one call": lambda x: module(x)[0]}
     if not subject.why_not(("mask",)):
-        mask = torch.arange(TOKENS).expand(BATCH, -1) < torch.tensor([[TOKENS], [11]])
+        mask = torch.arange(TOKENS, device=x.device) < torch.tensor([[TOKENS], [11]], device=x.device)
         # Both in one call, since each compilation takes seconds.
-        more = {} if subject.why_not(("prefix",)) else {"prefix": torch.tensor([13, 5])}
+        more = {} if subject.why_not(("prefix",)) else {"prefix": torch.tensor([13, 5], device=x.device)}
         calls[" and ".join(["a mask", *more])] = lambda x: module(x, mask=mask, **more)[0]
     if subject.causal:
         before = clone(module(subject.data(2, 7), module.init_state(BATCH))[1])
@@ -117,12 +119,12 @@ def bidirectional(subject: Subject, gauge: Gauge) -> None:
         if isinstance(part, Attention) and part.max_lookahead is not None
     ]
     last = min([TOKENS - 1, *bounds, *(_last_seen(part) for part in parts)])
-    moved = module(x.index_copy(1, torch.tensor([last]), subject.data(2, 1)))[0]
+    moved = module(x.index_copy(1, torch.tensor([last], device=x.device), subject.data(2, 1)))[0]
     gauge.require((moved[:, 0] - y[:, 0]).abs().max() > 1e-6, f"the first output does not see token {last}")
     if not any(getattr(part, "positional", False) for part in module.modules()):
-        order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(5))
+        order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(5)).to(x.device)
         gauge.close(module(x[:, order])[0], y[:, order], "permuted tokens")
-    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool, device=x.device)
     mask[0, 3:9] = False
     alone = module(x[:1, mask[0]])[0]
     gauge.close(module(x, mask=mask)[0][:1, mask[0]], alone, "a bidirectional row with padding")
@@ -144,9 +146,9 @@ def cross(subject: Subject, gauge: Gauge) -> None:
         gauge.raises(lambda: module(x, context=context), "context= with built-in positions")
         return
     y, state = module(x, context=context)
-    mask = torch.ones(BATCH, 11, dtype=torch.bool)
+    mask = torch.ones(BATCH, 11, dtype=torch.bool, device=x.device)
     mask[0, 4:8] = False
-    order = torch.randperm(11, generator=torch.Generator().manual_seed(5))
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(5)).to(x.device)
     gauge.close(module(x, context=context[:, order])[0], y, "a permuted context")
     garbage = torch.where(mask[..., None], context, 1e3)
     masked, masked_state = module(x, context=garbage, context_mask=mask)

@@ -41,7 +41,7 @@ def ponder(subject: Subject, gauge: Gauge) -> None:
     for leaning in LEANINGS:
         with torch.no_grad():
             act.bias.fill_(leaning)
-            act.halt.copy_(torch.linspace(-0.5, 0.5, DIM))
+            act.halt.copy_(torch.linspace(-0.5, 0.5, DIM, device=subject.device))
         for state in (None, module.init_state(BATCH) if subject.causal else None):
             record: dict[str, Any] = {"penalty": None}
             what = f"a halting unit with bias {leaning:g}{'' if state is None else ', with a state'}"
@@ -76,11 +76,11 @@ def _gradients(subject: Subject, fields: dict[str, Any], wrapped: Any = lambda m
     """Outputs, gradients of x and of all weights in training mode, and the generator's state afterwards."""
     module = wrapped(subject.make(fields={"dropout": 0.2} | fields)).train()
     x = subject.data().requires_grad_()
-    with torch.random.fork_rng(devices=[]):
+    with subject.fork_generators():
         torch.manual_seed(3)
         y, _ = module(x)
-        upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+        upstream = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
         found = torch.autograd.grad(y, [x, *module.parameters()], upstream, allow_unused=True)
-        after = torch.get_rng_state()
+        after = subject.generator_state()
     wanted = [x, *module.parameters()]
     return [y, *(torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)), after]

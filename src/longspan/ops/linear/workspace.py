@@ -183,6 +183,6 @@ class Rows:
             out.copy_(flat.flip(0).cumsum(0).flip(0) if reverse else flat.cumsum(0))
         else:
             # A product with a triangle of ones is much faster than cumsum here, and than one sum per chunk.
-            ones = torch.ones(len(flat), len(flat), dtype=flat.dtype).tril_()
+            ones = torch.ones(len(flat), len(flat), dtype=flat.dtype, device=flat.device).tril_()
             torch.mm(ones.mT if reverse else ones, flat, out=out)
         return sums
