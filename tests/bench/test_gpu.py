@@ -11,7 +11,10 @@ import pytest
 import torch
 
 import longspan
+from longspan import testing
+from longspan.ops.backends import forced_backend
 
+PARTS = ("machine", "kernels", "bench", "decode", "laws", "training", "tests", "images")
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
@@ -33,74 +36,88 @@ def test_every_part_runs_in_small_on_a_cpu(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["parts"] == dict.fromkeys(("machine", "laws", "tests", "bench", "decode"), "done")
+    assert found["parts"] == dict.fromkeys(PARTS, "done")
+    assert (found["benchmark"], found["card"]) == ("gpu", "cpu")
     rows = {name: [row for row in found["rows"] if row["part"] == name] for name in found["parts"]}
     assert {row["what"] for row in rows["machine"]} == {"versions", "copy", "bfloat16 product"}
-    assert {row["law"] for row in rows["laws"]} == {
-        "equals_cpu",
-        "causal",
-        "parallel_is_recurrent",
-        "state",
-        "gradients",
-        "float32",
-        "bfloat16",
-        "padding",
-        "packed",
-    }
+    assert {row["status"] for row in rows["kernels"]} <= {"passed", "not served"}
+    assert len({row["kernel"] for row in rows["kernels"]}) == 14
+    assert {(row["law"], row["status"]) for row in rows["laws"]} == {("causal", "passed"), ("padding", "passed")}
     assert {row["status"] for row in rows["tests"]} <= {"passed", "skipped"}
-    assert [row for row in rows["bench"] if row.get("ms", 0) <= 0] == []
-    assert {row["candidate"] for row in rows["bench"]} >= {"sdpa causal", "linear_attention", "delta_rule"}
-    assert {row["batch"] for row in rows["decode"] if row["step_ms"] > 0} == {1, 64}
+    assert [row for row in rows["bench"] if row.get("ms", 1) <= 0] == []
+    measured = {row["candidate"] for row in rows["bench"] if "ms" in row}
+    assert measured >= {"sdpa causal", "linear_attention, torch", "delta_rule, torch", "sparse window 17"}
+    assert {row["batch"] for row in rows["decode"] if row.get("step_ms", 0) > 0} == {1, 64}
+    assert {row["how"] for row in rows["decode"] if row.get("token_ms", 0) > 0} >= {"eager"}
+    start, end = rows["training"]
+    assert end["bits"] < start["bits"]
+    assert end["tokens_per_s"] > 0
+    eager = [row for row in rows["images"] if row["how"] == "eager"]
+    assert {(row["mechanism"], row["batch"]) for row in eager if row["images_per_s"] > 0} == {
+        (spec, batch) for spec in ("linear", "softmax") for batch in (1, 4)
+    }
     assert "sdpa causal" in done.stdout.partition("bench: ms")[2]
     assert len((tmp_path / "gpu.jsonl").read_text().splitlines()) == len(found["rows"])
 
 
-@pytest.mark.slow
-def test_all_mechanisms_keep_the_laws_on_a_cpu(gpu):
-    rows = list(gpu.laws("cpu", False))
-    assert [row for row in rows if row["status"] != "passed"] == []
-    assert len({row["mechanism"] for row in rows}) == 12
+def test_the_laws_of_all_mechanisms_are_run_once(gpu):
+    tasks = gpu._tasks(False)
+    pairs = [(spec, law) for spec, laws in tasks for law in laws]
+    assert len(set(pairs)) == len(pairs)
+    assert {law for _, law in pairs} == set(testing.laws())
+    assert {spec.partition("(")[0] for spec, _ in pairs} == set(longspan.list_mechanisms())
+    assert [spec for spec, _ in tasks[: len(gpu.MECHANISMS)]] == list(gpu.MECHANISMS)
 
 
-def test_broken_laws_are_reported(gpu, monkeypatch):
-    build = longspan.build
-
-    def leaky(*arguments, **options):
-        attention = build(*arguments, **options)
-        forward = attention.forward
-
-        def call(x, *more, **given):
-            y, state = forward(x, *more, **given)
-            return y + x.mean(1, keepdim=True), state
-
-        attention.forward = call
-        return attention
-
-    monkeypatch.setattr(longspan, "build", leaky)
-    status = {row["law"]: row["status"] for row in gpu._laws("linear", "cpu", 13)}
-    broken = {law for law, one in status.items() if one == "failed"}
-    assert broken == {"causal", "parallel_is_recurrent", "padding", "packed", "gradients"}
+def test_a_law_that_does_not_apply_has_no_row(gpu):
+    rows = gpu._laws(("gla", ("causal", "cross"), "cpu"))
+    assert [(row["law"], row["status"]) for row in rows] == [("causal", "passed")]
 
 
-def test_nan_is_an_error(gpu, monkeypatch):
-    build = longspan.build
+def planted(wrong):
+    """A call of two operands that is wrong where the Triton kernels are forced."""
 
-    def blank(*arguments, **options):
-        attention = build(*arguments, **options)
-        forward = attention.forward
-        attention.forward = lambda *given, **more: (forward(*given, **more)[0] * float("nan"), None)
-        return attention
+    def call(a, b):
+        product = a * b
+        return [wrong(product) if forced_backend() == "triton" else product]
 
-    monkeypatch.setattr(longspan, "build", blank)
-    status = {row["law"]: row["status"] for row in gpu._laws("linear", "cpu", 13)}
-    assert set(status.values()) == {"failed"}
+    return call
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mistake", ["none", "values", "gradients", "NaN", "bits"])
+def test_a_kernel_that_is_wrong_fails(gpu, mistake, dtype):
+    generator = torch.Generator().manual_seed(0)
+    wrong = {
+        "none": lambda x: x,
+        "values": lambda x: 1.02 * x,
+        "gradients": lambda x: 0.98 * x + 0.02 * x.detach(),
+        "NaN": lambda x: x * torch.nan,
+        "bits": lambda x: x + 1e-4 * torch.randn(x.shape, generator=generator).to(x.dtype),
+    }[mistake]
+    row = gpu._kernel(planted(wrong), [torch.randn(7, 5).to(dtype) for _ in range(2)], dtype)
+    assert row["status"] == ("passed" if mistake == "none" else "failed")
+    assert row["same_bits"] == (mistake not in ("NaN", "bits"))
+    if mistake in ("values", "gradients"):
+        assert row["worst"].startswith({"values": ("output", "gradient"), "gradients": "gradient"}[mistake])
+
+
+def test_a_kernel_that_is_not_served_has_its_reason(gpu):
+    def call(a):
+        return [longspan.linear_attention(a, a, a)]
+
+    # 256 channels are too many for the kernels.
+    row = gpu._kernel(call, [torch.randn(1, 1, 3, 256, requires_grad=True)], torch.float32)
+    assert row["status"] == "not served"
+    assert row["note"]
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--device", "cpu"], "--device cpu is only to try the script: add --quick"),
-        (["--parts", "laws,none"], "unknown part 'none'; the parts are machine, laws, tests, bench, decode"),
+        (["--parts", "laws,none"], f"unknown part 'none'; the parts are {', '.join(PARTS)}"),
         pytest.param(
             [],
             f"torch {torch.__version__} finds no CUDA GPU; --device cpu --quick tries the script without one",
@@ -147,7 +164,23 @@ def test_a_part_is_stopped_at_its_limit(gpu):
 
 def test_failures_and_parts_that_do_not_end_are_exit_code_1(gpu, monkeypatch, tmp_path, capsys):
     rows = [
-        {"part": "laws", "mechanism": "gla", "law": "causal", "status": "failed", "error": 0.5, "tolerance": 1e-9},
+        {
+            "part": "laws",
+            "mechanism": "gla",
+            "law": "causal",
+            "status": "failed",
+            "error": 0.5,
+            "note": "differ by 0.5",
+        },
+        {
+            "part": "kernels",
+            "kernel": "delta_rule",
+            "n": 7,
+            "dim": 64,
+            "dtype": "float32",
+            "status": "failed",
+            "note": "x",
+        },
         {
             "part": "bench",
             "candidate": "sdpa causal",
@@ -167,7 +200,8 @@ def test_failures_and_parts_that_do_not_end_are_exit_code_1(gpu, monkeypatch, tm
     assert gpu.drive(["laws"], "cpu", True, tmp_path) == 1
     assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == rows
     out = capsys.readouterr().out
-    assert "FAILED gla, causal: error 5.0e-01, allowed 1e-09" in out
+    assert "FAILED gla, causal: differ by 0.5" in out
+    assert "FAILED delta_rule, 7 x 64, float32: x" in out
     assert "OutOfMemoryError" in out
     monkeypatch.setattr(gpu, "_ended", lambda *_: "stopped at its limit of 3 s")
     assert gpu.drive(["bench"], "cpu", True, tmp_path) == 1
