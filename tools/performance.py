@@ -7,14 +7,19 @@ copies the JSON, CSV and PNG files in FOLDER to ``benchmarks/results/MACHINE``, 
 ``MACHINES``. It then writes docs/results/benchmarks/MACHINE.md, the raw output of every run on that machine, and the
 marked blocks of docs/results/performance.md, each with the picture of the first machine that has the benchmark. Without
 an argument it only writes the pages.
+
+A ``gpu.json`` of ``make gpu`` in FOLDER goes to ``benchmarks/results/CARD``. Its parts replace those of an earlier run
+on the same card; other parts stay. Each card gets a page, and the block ``gpu`` has the main figures of all cards.
 """
 
 import importlib
 import json
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 from longspan.bench import report
 
@@ -71,17 +76,119 @@ SPECIAL = {
     ("xeon-avx512-2-cores", "shared"): "gated 'gated delta' 'channel delta' --size 128 --heads 32 --key-heads 16 "
     "--length 2048 --batches 1,16 --rounds 3",
 }
+GPU = "gpu"
+UNMEASURED = (
+    "Not measured yet. `make gpu` measures on a CUDA GPU, and `python tools/performance.py FOLDER` adds its gpu.json."
+)
+SCRIPT = DOCS.parent / "benchmarks" / "gpu.py"
+# Operation -> its candidates in Triton, in torch and in flash-linear-attention.
+CANDIDATES = {
+    "linear attention": ("linear_attention, triton", "linear_attention, torch", "fla chunk_linear_attn"),
+    "decay per head": ("decay_attention, head, triton", "decay_attention, head, torch", "fla chunk_simple_gla"),
+    "delta rule": ("delta_rule, triton", "delta_rule, torch", "fla chunk_delta_rule"),
+}
 BLOCK = "<!-- {}:begin -->\n{}<!-- {}:end -->"
 
 
 def block(name: str) -> str:
     """Return the picture of a result with its machine and a link to the raw figures, or how to measure it."""
+    if name == GPU:
+        return gpus()
     machine = next((m for m in MACHINES if (RESULTS / m / f"{name}.json").exists()), None)
     if machine is None:
         return f"\nNot measured yet. `python tools/performance.py FOLDER` adds {name}.json of a run's FOLDER.\n\n"
     picture = f"../../benchmarks/results/{machine}/{name}.png"
     raw = f"[raw figures](benchmarks/{machine}.md#{name.replace('.', '')})"
     return f"\n![{name}]({picture})\n\n*{TITLES.get(machine, machine)}; {raw}.*\n\n"
+
+
+def cards() -> list[str]:
+    """List the folders of the GPUs that have been measured."""
+    return sorted(path.parent.name for path in RESULTS.glob(f"*/{GPU}.json"))
+
+
+def gpu_result(card: str) -> dict[str, Any]:
+    """Return the figures of a GPU."""
+    return json.loads((RESULTS / card / f"{GPU}.json").read_text(encoding="utf-8"))
+
+
+def gpus() -> str:
+    """Return the main figures of every GPU, or how to measure them."""
+    if not cards():
+        return f"\n{UNMEASURED}\n\n"
+    parts = ["```{toctree}\n:hidden:\n\n" + "\n".join(f"benchmarks/{card}" for card in cards()) + "\n```"]
+    for card in cards():
+        result = gpu_result(card)
+        parts.append(f"### {result['card']}")
+        parts += [table for table in (operations(result), steps(result)) if table]
+        parts.append(f"*[All figures and failures](benchmarks/{card}.md).*")
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def operations(result: dict[str, Any]) -> str:
+    """Return a table of times by operation and size; empty if none was measured."""
+    rows = {
+        (row["candidate"], row["mode"], row["n"], row["dim"]): row for row in result["rows"] if row["part"] == "bench"
+    }
+    sizes = sorted({key[2:] for key in rows})
+    if not sizes:
+        return ""
+
+    def cell(name: str, n: int, dim: int) -> str:
+        pair = [rows.get((name, mode, n, dim), {}) for mode in ("forward", "training")]
+        return " / ".join(f"{row['ms']:.2f}" if "ms" in row else "-" for row in pair)
+
+    lines = ["Milliseconds forward / with backward, bfloat16. `-`: not measured or not served.", ""]
+    lines += [
+        "| operation | tokens | head size | Triton | torch | fla | causal SDPA |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for operation, names in CANDIDATES.items():
+        for n, dim in sizes:
+            cells = [cell(name, n, dim) for name in (*names, "sdpa causal")]
+            lines.append(f"| {operation} | {n} | {dim} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def steps(result: dict[str, Any]) -> str:
+    """Return a table of the time of a generated token; empty if none was measured."""
+    rows = {(row["mechanism"], row["batch"], row.get("how")): row for row in result["rows"] if row["part"] == "decode"}
+    pairs = list(dict.fromkeys(key[:2] for key in rows))
+    if not pairs:
+        return ""
+    lines = ["Milliseconds of a generated token, 12 layers of width 1024, bfloat16.", ""]
+    lines += ["| attention | sequences | step by step | CUDA graph |", "|---|---|---|---|"]
+    for spec, batch in pairs:
+        measured = [rows.get((spec, batch, how), {}) for how in ("eager", "graph")]
+        cells = [f"{row['token_ms']:.3f}" if "token_ms" in row else "-" for row in measured]
+        lines.append(f"| `{spec}` | {batch} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gpu_page(card: str) -> str:
+    """Return the page of one GPU: the tables that the script printed."""
+    result = gpu_result(card)
+    text = runpy.run_path(str(SCRIPT), run_name="gpu")["tables"](result).strip("\n")
+    source = f"benchmarks/results/{card}/{GPU}.json"
+    return (
+        f"# {result['card']}\n\nThe raw output behind [](../performance.md), from `{source}`."
+        f"\n\n```sh\nmake gpu\n```\n\n```text\n{text}\n```\n"
+    )
+
+
+def add_gpu(path: Path) -> None:
+    """Add the figures of a run of ``make gpu`` to those of its card."""
+    new = json.loads(path.read_text(encoding="utf-8"))
+    if new["quick"]:
+        raise ValueError(f"{path} is of a trial with --quick; its figures are no measurements")
+    folder = RESULTS / re.sub(r"[^a-z0-9]+", "-", new["card"].lower()).strip("-")
+    target = folder / f"{GPU}.json"
+    if target.exists() and not target.samefile(path):
+        old = json.loads(target.read_text(encoding="utf-8"))
+        kept = [row for row in old["rows"] if row["part"] not in new["parts"]]
+        new |= {"rows": kept + new["rows"], "parts": old["parts"] | new["parts"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
 
 
 def page(text: str) -> str:
@@ -119,6 +226,8 @@ def main(folders: list[str]) -> None:
     (RESULTS / MACHINES[0]).mkdir(parents=True, exist_ok=True)
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.json"))):
         found = json.loads(path.read_text(encoding="utf-8"))
+        if found.get("benchmark") == GPU:
+            add_gpu(path)
         # Other kinds, such as ``members``, belong to tools/choosing.py.
         if found.get("benchmark") in KINDS and not found.get("partial"):
             for ending in (".json", ".csv", ".png"):
@@ -127,6 +236,8 @@ def main(folders: list[str]) -> None:
     for machine in MACHINES:
         if names(machine):
             (RAW / f"{machine}.md").write_text(raw(machine), encoding="utf-8")
+    for card in cards():
+        (RAW / f"{card}.md").write_text(gpu_page(card), encoding="utf-8")
     PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -206,3 +206,80 @@ def test_failures_and_parts_that_do_not_end_are_exit_code_1(gpu, monkeypatch, tm
     monkeypatch.setattr(gpu, "_ended", lambda *_: "stopped at its limit of 3 s")
     assert gpu.drive(["bench"], "cpu", True, tmp_path) == 1
     assert "bench: stopped at its limit of 3 s" in capsys.readouterr().out
+
+
+@pytest.fixture
+def pages(monkeypatch, tmp_path):
+    """The script that writes the pages, in an empty folder."""
+    spec = importlib.util.spec_from_file_location("performance_script", SCRIPT.parents[1] / "tools" / "performance.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, value in {"PAGE": "performance.md", "RAW": "benchmarks", "RESULTS": "results"}.items():
+        monkeypatch.setattr(module, name, tmp_path / value)
+    module.PAGE.write_text("before\n<!-- gpu:begin -->\n<!-- gpu:end -->\nafter\n")
+    return module
+
+
+def measured(folder, parts, rows, **more):
+    folder.mkdir()
+    found = {"benchmark": "gpu", "card": "NVIDIA H100 80GB HBM3", "quick": False, "parts": parts, "rows": rows} | more
+    (folder / "gpu.json").write_text(json.dumps(found))
+    return str(folder)
+
+
+def bench_row(candidate, mode, ms):
+    sizes = {"batch": 8, "heads": 16, "n": 4096, "dim": 64}
+    return {"part": "bench", "candidate": candidate, "mode": mode, **sizes, "ms": ms, "peak_gib": 1.0}
+
+
+def test_without_figures_the_page_states_that_nothing_is_measured(pages):
+    pages.main([])
+    assert "Not measured yet. `make gpu`" in pages.PAGE.read_text()
+
+
+def test_the_page_takes_the_figures_of_a_card(pages, tmp_path):
+    refused = {
+        "part": "bench",
+        "candidate": "delta_rule, triton",
+        "mode": "forward",
+        "n": 4096,
+        "dim": 64,
+        "error": "E: x",
+    }
+    rows = [
+        bench_row("linear_attention, triton", "forward", 0.251),
+        bench_row("linear_attention, triton", "training", 0.952),
+        bench_row("linear_attention, torch", "forward", 2.6),
+        bench_row("sdpa causal", "forward", 0.8),
+        refused,
+        {"part": "decode", "mechanism": "linear", "batch": 1, "how": "graph", "token_ms": 0.271},
+    ]
+    first = measured(tmp_path / "first", {"bench": "done", "decode": "stopped at its limit of 9 s"}, rows)
+    pages.main([first])
+    text = pages.PAGE.read_text()
+    assert "### NVIDIA H100 80GB HBM3" in text
+    assert "benchmarks/nvidia-h100-80gb-hbm3\n" in text
+    assert "| linear attention | 4096 | 64 | 0.25 / 0.95 | 2.60 / - | - / - | 0.80 / - |" in text
+    assert "| delta rule | 4096 | 64 | - / - | - / - | - / - | 0.80 / - |" in text
+    assert "| `linear` | 1 | - | 0.271 |" in text
+    raw = (pages.RAW / "nvidia-h100-80gb-hbm3.md").read_text()
+    assert "# NVIDIA H100 80GB HBM3\n" in raw
+    assert "decode: stopped at its limit of 9 s" in raw
+    # A second run measures other parts, and one of the first again.
+    law = {"part": "laws", "mechanism": "gla", "law": "causal", "status": "failed", "error": 0.5, "note": "differs"}
+    again = {"part": "decode", "mechanism": "linear", "batch": 1, "how": "graph", "token_ms": 0.2}
+    pages.main([measured(tmp_path / "second", {"laws": "done", "decode": "done"}, [law, again])])
+    text = pages.PAGE.read_text()
+    assert "0.25 / 0.95" in text
+    assert "| `linear` | 1 | - | 0.200 |" in text
+    assert "0.271" not in text
+    raw = (pages.RAW / "nvidia-h100-80gb-hbm3.md").read_text()
+    assert "FAILED gla, causal: differs" in raw
+    assert "stopped" not in raw
+
+
+def test_a_trial_is_no_measurement(pages, tmp_path):
+    with pytest.raises(ValueError, match="trial with --quick"):
+        pages.main([measured(tmp_path / "trial", {}, [], quick=True)])

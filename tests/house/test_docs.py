@@ -260,5 +260,7 @@ def test_the_performance_pages_are_what_their_script_writes():
         page = script["RAW"] / f"{machine}.md"
         assert page.exists() == bool(script["names"](machine))
         assert page.read_text(encoding="utf-8") == script["raw"](machine)
+    for card in script["cards"]():
+        assert (script["RAW"] / f"{card}.md").read_text(encoding="utf-8") == script["gpu_page"](card)
     measured = {path.stem for path in script["RESULTS"].rglob("*.json") if not path.stem.startswith("every")}
-    assert measured <= {*script["COMMANDS"]}
+    assert measured <= {*script["COMMANDS"], script["GPU"]}
