@@ -813,8 +813,9 @@ def part(name: str, device: str, quick: bool, file: Path) -> int:
     return 0
 
 
-def drive(names: list[str], device: str, quick: bool, out: Path) -> int:
+def drive(names: list[str], device: str, quick: bool, out: Path, limits: dict[str, int] | None = None) -> int:
     """Run the parts one after the other, each in a process under its limit, and print the tables."""
+    limits = PARTS | (limits or {})
     out.mkdir(parents=True, exist_ok=True)
     file, begin = out / "gpu.jsonl", time.monotonic()
     file.write_text("", encoding="utf-8")
@@ -824,7 +825,7 @@ def drive(names: list[str], device: str, quick: bool, out: Path) -> int:
     if device == "cpu":
         environment["TRITON_INTERPRET"] = "1"  # the kernels then run on the CPU
     for name in names:
-        limit = min(PARTS[name], TOTAL - (time.monotonic() - begin))
+        limit = min(limits[name], TOTAL - (time.monotonic() - begin))
         if limit < 5:
             ends[name] = "not started: no time left"
             continue
@@ -1035,14 +1036,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, some seconds")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {','.join(PARTS)}")
+    parser.add_argument("--limits", default="", metavar="PART=SECONDS,...", help="other limits of parts")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.part:
         return part(args.part, args.device, args.quick, args.out / "gpu.jsonl")
-    names = args.parts.split(",")
+    names, limits = args.parts.split(","), dict(re.findall(r"(\w+)=(\d+)(?:,|$)", args.limits))
     problem = ""
     if unknown := [name for name in names if name not in PARTS]:
         problem = f"unknown part {unknown[0]!r}; the parts are {', '.join(PARTS)}"
+    elif ",".join(f"{name}={seconds}" for name, seconds in limits.items()) != args.limits or not limits.keys() <= {
+        *PARTS
+    }:
+        problem = f"--limits {args.limits} is not of the form laws=300,tests=200; the parts are {', '.join(PARTS)}"
     elif absent := missing():
         problem = f"missing: {', '.join(absent)}; install them with pip"
     elif args.device == "cpu" and not args.quick:
@@ -1055,7 +1061,8 @@ def main(argv: list[str] | None = None) -> int:
     if problem:
         print(f"benchmarks/gpu.py: {problem}", file=sys.stderr)
         return 2
-    return drive(names, args.device, args.quick, args.out or _folder(args.device))
+    seconds = {name: int(value) for name, value in limits.items()}
+    return drive(names, args.device, args.quick, args.out or _folder(args.device), seconds)
 
 
 def _folder(device: str) -> Path:

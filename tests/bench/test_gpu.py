@@ -117,6 +117,14 @@ def test_a_kernel_that_is_not_served_has_its_reason(gpu):
     ("words", "said"),
     [
         (["--device", "cpu"], "--device cpu is only to try the script: add --quick"),
+        (
+            ["--limits", "laws=300,tests"],
+            f"--limits laws=300,tests is not of the form laws=300,tests=200; the parts are {', '.join(PARTS)}",
+        ),
+        (
+            ["--limits", "lows=300"],
+            f"--limits lows=300 is not of the form laws=300,tests=200; the parts are {', '.join(PARTS)}",
+        ),
         (["--parts", "laws,none"], f"unknown part 'none'; the parts are {', '.join(PARTS)}"),
         pytest.param(
             [],
@@ -160,6 +168,13 @@ def test_a_part_is_stopped_at_its_limit(gpu):
     code = "import time; time.sleep(60)"
     assert gpu._ended([sys.executable, "-c", code], dict(os.environ), 0.2) == "stopped at its limit of 0 s"
     assert gpu._ended([sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), 20) == "ended with exit code 3"
+
+
+def test_limits_can_be_changed(gpu, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(gpu, "_ended", lambda command, environment, limit: seen.append(round(limit)) or "done")
+    gpu.main(["--device", "cpu", "--quick", "--parts", "machine,laws", "--limits", "laws=77", "--out", str(tmp_path)])
+    assert seen == [gpu.PARTS["machine"], 77]
 
 
 def test_failures_and_parts_that_do_not_end_are_exit_code_1(gpu, monkeypatch, tmp_path, capsys):
