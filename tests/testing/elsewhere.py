@@ -145,6 +145,9 @@ def register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     LIBRARY.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), "PrivateUse1")
     LIBRARY.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    # torch remembers at its first use which functions make tensors: these, not the wrappers.
+    with torch.device("meta"):
+        torch.empty(0)
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, moved(getattr(torch, name)))
     # torch would make these empty and resize them.

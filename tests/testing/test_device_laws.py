@@ -50,7 +50,7 @@ def test_no_law_mixes_devices():
     assert {status for status, _ in found.values()} == {"passed"}, found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", FIRST)
 def test_no_law_of_a_mechanism_mixes_devices(spec):
     laws = [law for law in testing.applicable(spec) if law not in ON_A_GPU_ALONE]
