@@ -18,6 +18,7 @@ from .ops.backends import backend
 from .ops.convolution import causal_convolution
 from .ops.gated import decay_attention, delta_rule
 from .ops.linear import linear_attention
+from .ops.scan import diagonal_scan, selective_scan
 from .ops.sparse import sparse_attention
 from .testing import check_attention
 
@@ -47,6 +48,7 @@ __all__ = [
     "check_attention",
     "decay_attention",
     "delta_rule",
+    "diagonal_scan",
     "generate",
     "linear_attention",
     "list_mechanisms",
@@ -55,6 +57,7 @@ __all__ = [
     "mechanism_examples",
     "patterns",
     "save",
+    "selective_scan",
     "sparse_attention",
     "states",
     "testing",

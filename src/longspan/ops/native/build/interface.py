@@ -24,6 +24,15 @@ FAMILIES: dict[str, dict[str, tuple[type | None, tuple[type, ...]]]] = {
         "longspan_convolution_part": (LONG, ()),
         "longspan_convolution_step": (INT, (*[POINTER] * 7, INT, INT, INT, INT)),
     },
+    "scan": {
+        "longspan_scan_tile": (LONG, ()),
+        "longspan_diagonal_forward": (INT, (*[POINTER] * 12, INT)),
+        "longspan_diagonal_backward": (INT, (*[POINTER] * 14, INT)),
+        "longspan_diagonal_step": (None, (*[POINTER] * 7, INT)),
+        "longspan_selective_forward": (INT, (*[POINTER] * 18, INT, INT)),
+        "longspan_selective_backward": (INT, (*[POINTER] * 27, INT, INT)),
+        "longspan_selective_step": (INT, (*[POINTER] * 13, INT, INT)),
+    },
     "pattern": {
         "longspan_pattern_forward": (INT, (*[POINTER] * 11, INT, FLOAT, FLOAT, INT)),
         "longspan_pattern_backward": (INT, (*[POINTER] * 15, INT, FLOAT, FLOAT, INT)),

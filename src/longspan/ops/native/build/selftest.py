@@ -98,6 +98,37 @@ def _convolutions() -> Comparisons:
             yield f"the {part} of the convolution of {n} tokens in {dtype}", result, definition
 
 
+def _scans() -> Comparisons:
+    """Both scans of tokens and sequences, on sizes that use several threads."""
+    from ... import scan
+    from ...backends import backend
+
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for n, channels, size in ((1, 133, 16), (150, 133, 16), (70, 21, 5), (70, 21, 64)):
+        tokens, states = (3, n, channels), (3, n, size)
+        g, rates = (-torch.rand(shape, generator=generator) for shape in (tokens, (channels, size)))
+        simple = {"x": numbers(*tokens), "log_decay": g, "state": numbers(3, channels)}
+        rich = {"x": numbers(*tokens), "dt": numbers(*tokens), "A": 4 * rates, "B": numbers(*states)}
+        rich |= {"C": numbers(*states), "D": numbers(channels), "z": numbers(*tokens), "dt_bias": numbers(channels)}
+        rich |= {"state": numbers(3, channels, size)}
+        for call, given in ((scan.diagonal, simple), (partial(scan.selective, softplus=True), rich)):
+            results = []
+            for name, dtype in (("native", torch.float32), ("reference", torch.float64)):
+                leaves = {part: t.to(dtype).requires_grad_(n > 1) for part, t in given.items()}
+                with backend(name):
+                    found = call(**leaves)
+                loss = found[0].sin().sum() + found[1].sin().sum()
+                grads = torch.autograd.grad(loss, list(leaves.values())) if n > 1 else ()
+                results.append([t.detach() for t in (*found, *grads)])
+            parts = ("output", "last state", *(f"gradient of {part}" for part in given))
+            for part, result, definition in zip(parts, *results, strict=False):
+                yield f"the {part} of a scan of {n} tokens, {channels} channels, {size} states", result, definition
+
+
 def _patterns() -> Comparisons:
     """Attention under patterns with full, partial and empty blocks, with two query heads per key head."""
     from .... import patterns
@@ -123,6 +154,7 @@ COMPARISONS: dict[str, Callable[[], Comparisons]] = {
     "linear": _linear,
     "gated": _gated,
     "convolution": _convolutions,
+    "scan": _scans,
     "pattern": _patterns,
 }
 PARTS = ("output", "last state", "gradient of queries", "gradient of keys", "gradient of values", "gradient of state")
