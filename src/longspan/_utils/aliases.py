@@ -46,7 +46,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("output_dir", "output"), ("out",)),
     **dict.fromkeys(("dataset",), ("data",)),
     # mechanisms
-    **dict.fromkeys(("mamba2", "mamba", "mamba_2"), ("ssd",)),
+    **dict.fromkeys(("mamba1", "mamba_1", "selective_ssm"), ("mamba",)),
+    **dict.fromkeys(("mamba2", "mamba_2"), ("ssd",)),
     **dict.fromkeys(("flash", "flash_attention", "sdpa", "full", "vanilla", "mha", "multihead"), ("softmax",)),
     **dict.fromkeys(("sliding_window", "swa", "window", "sliding"), ("local",)),
     **dict.fromkeys(("retnet", "lightning"), ("retention",)),

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .longformer import Longformer as Longformer
     from .lowrank_band import LowRankBand as LowRankBand
     from .luna import Luna as Luna
+    from .mamba import Mamba as Mamba
     from .memory_compressed import MemoryCompressed as MemoryCompressed
     from .nystrom import Nystrom as Nystrom
     from .performer import Performer as Performer
