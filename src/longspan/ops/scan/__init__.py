@@ -11,10 +11,8 @@ from ..backends import choose_backend, log_backend, resolve_backend
 from ..operands import check_donation, check_stored, materialize_neg, same_device
 from ..packed import check_packed
 from ..tensors import upcast_half
-from . import diagonal as diagonal_forms
-from . import exported
+from . import diagonal_forms, exported, selective_forms
 from . import native as kernels
-from . import selective as selective_forms
 from .apart import apart
 
 DIAGONAL, SELECTIVE = "the diagonal scan", "the selective scan"
@@ -106,9 +104,7 @@ def diagonal_scan(
     sequences = check_packed(cu_seqlens, x.shape[0], x.shape[1], segments)
     if state is not None:
         check_state(state, "(B, C)", (sequences, x.shape[2]), upcast_half(x[:0]).dtype)
-    y, state = diagonal(
-        x, log_decay, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state, donate=donate
-    )
+    y, state = diagonal(x, log_decay, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state, donate=donate)
     return (y, state) if return_state else y
 
 

@@ -13,8 +13,7 @@ from ..native.build.openmp import threads
 from ..native.call import HALVES, kernels, pointers, readable, strides
 from ..operands import double_backward, mark_overwritten, stored
 from ..packed import check_packed
-from . import diagonal as diagonal_forms
-from . import selective as selective_forms
+from . import diagonal_forms, selective_forms
 from .apart import apart
 
 TILE, BLOCK = 64, 64  # tokens and channels, as in native/scan/tiles.h
@@ -79,7 +78,8 @@ class _Diagonal(torch.autograd.Function):
             options: dict[str, Any] = {"mask": mask, "segments": segments, "cu_seqlens": offsets}
             return *double_backward(_diagonal_again, (x, g, state), upstream, **options), None, None, None
         run = _diagonal_backward_op if torch.compiler.is_compiling() else _diagonal_backward
-        dx, dg, first = run(*upstream, x, g, mask, segments, offsets, starts)
+        grad, grad_end = upstream
+        dx, dg, first = run(grad, grad_end, x, g, mask, segments, offsets, starts)
         return dx, dg, first, None, None, None
 
 
@@ -151,9 +151,7 @@ def diagonal_step(x: Tensor, g: Tensor, state: Tensor, *, donate: bool) -> tuple
         return None
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     y = torch.empty_like(x)
-    library.longspan_diagonal_step(
-        *pointers(x, g, y, state), *_layout(x, g, y), _sizes(len(x), x.shape[2]), threads()
-    )
+    library.longspan_diagonal_step(*pointers(x, g, y, state), *_layout(x, g, y), _sizes(len(x), x.shape[2]), threads())
     if donate:
         mark_overwritten(state)
     return y, state
@@ -181,9 +179,9 @@ def selective(
     memory is S / 32 numbers per number of x. Results do not depend on the number of threads, bit for bit. Only for
     operands for which ``why_not`` is empty. Raises MemoryError.
     """
-    A, D, dt_bias = (None if t is None else t.float() for t in (A, D, dt_bias))
+    skip, bias = (None if t is None else t.float() for t in (D, dt_bias))
     offsets = None if cu_seqlens is None else cu_seqlens.long()
-    return _Selective.apply(x, dt, A, B, C, D, z, dt_bias, state, mask, segments, offsets, softplus)
+    return _Selective.apply(x, dt, A.float(), B, C, skip, z, bias, state, mask, segments, offsets, softplus)
 
 
 class _Selective(torch.autograd.Function):
@@ -206,7 +204,8 @@ class _Selective(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         run = _selective_forward_op if torch.compiler.is_compiling() else _selective_forward
         given = (x, dt, A, B, C, D, z, dt_bias, state, mask, segments, offsets)
-        y, end, starts = run(*given, softplus, any(ctx.needs_input_grad))
+        options: tuple[Any, ...] = (softplus, any(ctx.needs_input_grad))
+        y, end, starts = run(*given, *options)
         ctx.save_for_backward(*given, starts)
         ctx.softplus = softplus
         return y, end
@@ -219,7 +218,9 @@ class _Selective(torch.autograd.Function):
             grads = double_backward(_selective_again, inputs, upstream, softplus=ctx.softplus, **options)
         else:
             run = _selective_backward_op if torch.compiler.is_compiling() else _selective_backward
-            found = iter(run(*upstream, *inputs[:8], mask, segments, offsets, starts, ctx.softplus))
+            grad, grad_end = upstream
+            given: tuple[Any, ...] = (*inputs[:8], mask, segments, offsets, starts, ctx.softplus)
+            found = iter(run(grad, grad_end, *given))
             grads = [None if t is None else next(found) for t in inputs]
         return (*grads, None, None, None, None)
 
@@ -263,10 +264,10 @@ def _selective_forward(
     check_packed(offsets, len(x), x.shape[1])
     assert kernels("scan").longspan_scan_tile() == TILE
     y, end, starts = fresh_like(x), _empty(state), _starts(state, x, offsets, keeps)
-    A, D, dt_bias, first = _plain(A, D, dt_bias, state)
+    rates, skip, bias, first = _plain(A, D, dt_bias, state)
     mask, segments, offsets = _plain(mask, segments, offsets)
     failed = kernels("scan").longspan_selective_forward(
-        *pointers(x, dt, B, C, z, y, A, D, dt_bias, first, end, starts if keeps else None, mask, segments, offsets),
+        *pointers(x, dt, B, C, z, y, rates, skip, bias, first, end, starts if keeps else None, mask, segments, offsets),
         *_layout(x, dt, B, C, z, y),
         _sizes(*x.shape, len(state), state.shape[2]),
         softplus,
@@ -301,10 +302,10 @@ def _selective_backward(
     shares, pairs = new(-(-channels // BLOCK), batch, n, 2, size), new(batch, n, 2, size)
     rate_sums, rates = new(sequences, channels, size), new(channels, size)
     channel_sums, others = new(2, sequences, channels), new(2, channels)
-    A, D, dt_bias = _plain(A, D, dt_bias)
+    weights = _plain(A, D, dt_bias)
     mask, segments, offsets = _plain(mask, segments, offsets)
     failed = kernels("scan").longspan_selective_backward(
-        *pointers(x, dt, B, C, z, grad, dx, ddt, dz, A, D, dt_bias, starts, grad_end, first),
+        *pointers(x, dt, B, C, z, grad, dx, ddt, dz, *weights, starts, grad_end, first),
         *pointers(shares, rate_sums, channel_sums, pairs, rates, others, mask, segments, offsets),
         *_layout(x, dt, B, C, z, grad, dx, ddt, dz),
         _sizes(batch, n, channels, sequences, size),

@@ -23,13 +23,14 @@ def reference(x: Tensor, g: Tensor, state: Tensor, *, mask: Tensor | None, segme
     """The definition, token by token, in the dtype of ``state``; arguments as in ``diagonal``."""
     out, clear, wide = [], borders(segments, x), state.dtype
     state = state.clone()
+    if mask is not None:
+        x, g = (t.masked_fill(~mask[..., None], 0.0) for t in (x, g))
     for t in range(x.shape[1]):
         kept = torch.where(clear[:, t], 0.0, state)
         log_decay = g[:, t].to(wide)
+        # Selected before the product, since 0 * inf is NaN, in its gradient too.
         cleared = log_decay == -torch.inf
-        after = x[:, t].to(wide) + torch.where(
-            cleared, 0.0, log_decay.masked_fill(cleared, 0.0).exp() * kept.masked_fill(cleared, 0.0)
-        )
+        after = x[:, t].to(wide) + log_decay.masked_fill(cleared, 0.0).exp() * kept.masked_fill(cleared, 0.0)
         state = after if mask is None else torch.where(mask[:, t, None], after, kept)
         out.append(state)
     y = torch.stack(out, 1) if out else torch.zeros_like(x, dtype=wide)

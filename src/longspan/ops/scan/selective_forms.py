@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..operands import transformed
-from .diagonal import CHUNK, borders, scan
+from .diagonal_forms import CHUNK, borders, scan
 
 
 def prepared(
@@ -49,13 +49,13 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """The definition, token by token, in the dtype of ``state``; arguments as in ``selective``."""
     dtype, wide, clear = x.dtype, state.dtype, borders(segments, x)
-    x, dt, B, C, z = prepared(x, dt, B, C, z, dt_bias, softplus, mask, wide)
+    x, dt, b, c, z = prepared(x, dt, B, C, z, dt_bias, softplus, mask, wide)
     state, out, rates = state.clone(), [], A.to(wide)
     for t in range(x.shape[1]):
         state = torch.where(clear[:, t, :, None], 0.0, state)
         step = dt[:, t, :, None]  # (B,channels,1)
-        state = (step * rates).exp() * state + step * x[:, t, :, None] * B[:, t, None]
-        y = (state * C[:, t, None]).sum(-1)
+        state = (step * rates).exp() * state + step * x[:, t, :, None] * b[:, t, None]
+        y = (state * c[:, t, None]).sum(-1)
         out.append(y if D is None else y + D.to(wide) * x[:, t])
     y = torch.stack(out, 1) if out else torch.zeros_like(x)
     y = y if z is None else y * F.silu(z)
@@ -83,14 +83,12 @@ def attend(
     """
     dtype, wide, clear = x.dtype, state.dtype, borders(segments, x)
     if not x.numel() or not A.numel():
-        return reference(
-            x, dt, A, B, C, D, z, dt_bias, state, softplus=softplus, mask=mask, segments=segments
-        )
-    x, dt, B, C, z = prepared(x, dt, B, C, z, dt_bias, softplus, mask, wide)
+        return reference(x, dt, A, B, C, D, z, dt_bias, state, softplus=softplus, mask=mask, segments=segments)
+    x, dt, b, c, z = prepared(x, dt, B, C, z, dt_bias, softplus, mask, wide)
     rates, out = A.to(wide), []
     keeps = torch.is_grad_enabled() and not transformed()
     for start in range(0, x.shape[1], CHUNK):
-        given = [t[:, start : start + CHUNK] for t in (x, dt, B, C, clear)]
+        given: list[Any] = [t[:, start : start + CHUNK] for t in (x, dt, b, c, clear)]
         if keeps:
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
             y, state = checkpoint(_chunk, *given, rates, state, **options)  # pyright: ignore[reportGeneralTypeIssues] (torch's stubs do not know what it returns)

@@ -1,0 +1,85 @@
+"""Mamba: worked by hand, and as the equations of the paper."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from gated_cases import DIM, HEADS, N, fill, seeded, tokens
+
+
+def test_by_hand():
+    module = longspan.build("mamba(expand=1, state_dim=1, conv=2)", 1, 1).double()
+    for part in ("input", "gate", "select", "out"):
+        fill(module, **{f"{part}__weight": 1.0})
+    # The convolution copies its input; dt = softplus(log(e - 1)) = 1 and e^(dt A) = e^-2 for every token; D = 3.
+    fill(module, mix__weight=torch.tensor([0.0, 1.0]), shift=0.0)
+    fill(module, dt__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
+    s, t = (float(F.silu(torch.tensor(n, dtype=torch.float64))) for n in (1.0, 2.0))
+    # u = s, t, which are also B and C, and the gates.
+    o = [s**3 + 3 * s, (math.exp(-2) * s**2 + t**2) * t + 3 * t]
+    torch.testing.assert_close(module(tokens((1,), (2,)))[0], tokens((o[0] * s,), (o[1] * t,)))
+
+
+@pytest.mark.parametrize("spec", ["mamba(state_dim=5, dt_rank=3)", "mamba(expand=3, state_dim=2, conv=3)"])
+def test_is_the_recurrence_of_the_paper(spec):
+    module, x = seeded(spec)
+    fill(module, skip=torch.linspace(-1, 2, module.expand * DIM))
+    width, rank = module.conv, module.widths[0]
+    u = F.pad(module.input(x).mT, (width - 1, 0))
+    u = F.silu(F.conv1d(u, module.mix.weight[:, None], module.shift, groups=u.shape[1]).mT)
+    r, b, c = module.select(u).split([rank, module.state_dim, module.state_dim], -1)
+    dt = F.softplus(module.dt(r) + module.dt_bias)
+    a, h, y = -module.a_log.exp(), torch.zeros(len(x), module.expand * DIM, module.state_dim, dtype=x.dtype), []
+    for t in range(N):
+        h = torch.exp(dt[:, t, :, None] * a) * h + dt[:, t, :, None] * b[:, t, None] * u[:, t, :, None]
+        y.append((h * c[:, t, None]).sum(-1) + module.skip * u[:, t])
+    expected = module.out(torch.stack(y, 1) * F.silu(module.gate(x)))
+    torch.testing.assert_close(module(x)[0], expected)
+
+
+def test_initialization():
+    module = longspan.build("mamba", 72, 2)
+    dt = F.softplus(module.dt_bias)
+    assert module.dt.weight.shape == (144, 5)  # 72 / 16, rounded up
+    assert module.a_log.exp().round().equal(torch.arange(1.0, 17.0).expand(144, 16))
+    assert 1e-3 <= dt.min() < 2e-3
+    assert 0.05 < dt.max() <= 0.1
+    assert module.dt.weight.abs().max() <= 5**-0.5
+    assert module.skip.eq(1).all()
+    assert "a_log" in module.no_decay
+
+
+def test_the_size_of_the_state_is_constant():
+    module, x = seeded("mamba")
+    state = module.init_state(len(x))
+    _, after = module(x, state)
+    for one in (state, after):
+        assert [tuple(t.shape) for t in one] == [(2, 3, 16), (2, 16, 16)]
+
+
+def test_heads_have_no_effect():
+    (one, x), (two, _) = seeded("mamba", DIM, 1), seeded("mamba", DIM, 4)
+    assert one(x)[0].equal(two(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mamba(state_dim=0)", "state_dim=0 must be at least 1"),
+        ("mamba(expand=0)", "expand=0 must be at least 1"),
+        ("mamba(dt_rank=0)", "dt_rank=0 must be at least 1"),
+        ("mamba(dt_rank='full')", "dt_rank='full' must be a whole number or 'auto'"),
+        ("mamba(conv=1)", "width=1 must be at least 2"),
+    ],
+)
+def test_bad_specs_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(spec, DIM, HEADS)
+
+
+def test_there_is_no_bidirectional_form():
+    with pytest.raises(ValueError, match="mamba has no bidirectional form; it has: causal"):
+        longspan.build("mamba", 8, 2, causal=False)
