@@ -288,20 +288,21 @@ def selective(
         if found is not None:
             log_backend(SELECTIVE, "native")
             return found
-    x, dt, A, B, C, D, z, dt_bias, state = materialize_neg(x, dt, A, B, C, D, z, dt_bias, state)
-    options: dict[str, Any] = {"softplus": softplus, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    given = materialize_neg(x, dt, A, B, C, D, z, dt_bias, state)
+    tokens, fixed, state = [given[i] for i in (0, 1, 3, 4, 6)], [given[i] for i in (2, 5, 7)], given[8]
     assert state is not None
-    reason = kernels.why_not((x, dt, B, C, z), (A, D, dt_bias), state, mask, segments, cu_seqlens)
+    options: dict[str, Any] = {"softplus": softplus, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    reason = kernels.why_not(tokens, fixed, state, mask, segments, cu_seqlens)
     if not reason and A.shape[1] > kernels.MOST:
         reason = f"they take at most {kernels.MOST} states of a channel"
     match choose_backend(SELECTIVE, SERVED, {"native": reason}):
         case "native":
-            return kernels.selective(x, dt, A, B, C, D, z, dt_bias, state, **options)
+            return kernels.selective(*given, **options)
         case "reference":
             form = selective_forms.reference
         case _:
             form = selective_forms.attend
-    return apart(_called_selective(form), (x, dt, B, C, z), (A, D, dt_bias), state, **options)
+    return apart(_called_selective(form), tokens, fixed, state, **options)
 
 
 def _diagonal_again(

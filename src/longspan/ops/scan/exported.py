@@ -100,7 +100,7 @@ def _registered(name: str, run: Any, shapes: Any, again: Scan, count: int) -> An
             found = [None if t is None else next(made) for t in inputs]
         return *found, *([None] * len(fixed))
 
-    made = torch.library.custom_op(name, run, mutates_args=())
+    made: Any = torch.library.custom_op(name, run, mutates_args=())
     made.register_fake(shapes)
     made.register_autograd(gradients, setup_context=keep)
     return made

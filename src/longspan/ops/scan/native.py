@@ -76,16 +76,18 @@ class _Diagonal(torch.autograd.Function):
         x, g, state, mask, segments, offsets, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
             options: dict[str, Any] = {"mask": mask, "segments": segments, "cu_seqlens": offsets}
-            return *double_backward(_diagonal_again, (x, g, state), upstream, **options), None, None, None
+            grads = double_backward(_diagonal_again, (x, g, state), upstream, **options)
+            return (*grads, None, None, None)
         run = _diagonal_backward_op if torch.compiler.is_compiling() else _diagonal_backward
         grad, grad_end = upstream
-        dx, dg, first = run(grad, grad_end, x, g, mask, segments, offsets, starts)
-        return dx, dg, first, None, None, None
+        found = run(grad, grad_end, x, g, mask, segments, offsets, starts)
+        return (*found, None, None, None)
 
 
 def _diagonal_again(x: Tensor, g: Tensor, state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     def form(tokens: Any, _: Any, state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        return diagonal_forms.attend(*tokens, state, **options)
+        x, g = tokens
+        return diagonal_forms.attend(x, g, state, **options)
 
     return apart(form, (x, g), (), state, **options)
 

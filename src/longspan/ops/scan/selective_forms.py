@@ -88,12 +88,12 @@ def attend(
     rates, out = A.to(wide), []
     keeps = torch.is_grad_enabled() and not transformed()
     for start in range(0, x.shape[1], CHUNK):
-        given: list[Any] = [t[:, start : start + CHUNK] for t in (x, dt, b, c, clear)]
+        given: list[Any] = [t[:, start : start + CHUNK] for t in (x, dt, b, c, clear)] + [rates, state]
         if keeps:
             options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-            y, state = checkpoint(_chunk, *given, rates, state, **options)  # pyright: ignore[reportGeneralTypeIssues] (torch's stubs do not know what it returns)
+            y, state = checkpoint(_chunk, *given, **options)  # pyright: ignore[reportGeneralTypeIssues] (torch's stubs do not know what it returns)
         else:
-            y, state = _chunk(*given, rates, state)
+            y, state = _chunk(*given)
         out.append(y)
     y = torch.cat(out, 1)
     y = y if D is None else y + D.to(wide) * x

@@ -115,7 +115,8 @@ def _scans() -> Comparisons:
         rich = {"x": numbers(*tokens), "dt": numbers(*tokens), "A": 4 * rates, "B": numbers(*states)}
         rich |= {"C": numbers(*states), "D": numbers(channels), "z": numbers(*tokens), "dt_bias": numbers(channels)}
         rich |= {"state": numbers(3, channels, size)}
-        for call, given in ((scan.diagonal, simple), (partial(scan.selective, softplus=True), rich)):
+        calls: Any = (scan.diagonal, simple), (partial(scan.selective, softplus=True), rich)
+        for call, given in calls:
             results = []
             for name, dtype in (("native", torch.float32), ("reference", torch.float64)):
                 leaves = {part: t.to(dtype).requires_grad_(n > 1) for part, t in given.items()}
