@@ -250,12 +250,14 @@ def named(
 def _token(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, feature_map: str, eps: float, donate: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Return ``native.step`` if the backend is native, else None."""
-    if resolve_backend(OP, SERVED, "native") != "native":
+    """Return the token step of the backend: ``native.step``, ``triton.step``, or None for others."""
+    steps = {"native": native.step, "triton": triton.step}
+    chosen = resolve_backend(OP, SERVED, "triton" if q.is_cuda else "native")
+    if chosen not in steps:
         return None
-    found = native.step(q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
+    found = steps[chosen](q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
     if found is not None:
-        log_backend(OP, "native")
+        log_backend(OP, chosen)
     return found
 
 

@@ -1,0 +1,810 @@
+# pyright: basic
+# Triton compiles these functions from their source, where parameters have no types that pyright knows.
+"""Triton kernels of normalized linear attention: sums over spans of tokens, outputs, gradients, and one token.
+
+The tokens of a head are cut into spans of SPAN tokens, and spans into chunks of C. One program computes a span, or a
+block of its channels, chunk after chunk:
+
+1. ``sums_kernel``: what each span adds to the state, P_l = sum_j phi(k_j) [v_j, 1].
+2. ``prefix_kernel``: the state before each span, S_l = S_(l-1) + P_(l-1), and the last state.
+3. ``outputs_kernel``: A = tril(phi(q) phi(k)^T), d = A 1 + phi(q) z + eps, o = (A v + phi(q) S) / d per chunk, after
+   which S += phi(k)^T v and z += sum phi(k).
+
+The gradients, with G = do / d and w = -(G . o), repeat this: ``grad_sums_kernel`` adds phi(q)^T [G, w] per span,
+``prefix_kernel`` sums from the end, which gives the gradient [R, r] of the state after each span, and then
+
+    dphi(q) = tril(G v^T + w 1^T) phi(k) + G S^T + w z^T
+    dphi(k) = tril(G v^T + w 1^T)^T phi(q) + v R^T + 1 r^T
+    dv = tril(phi(q) phi(k)^T)^T G + phi(k) R
+
+Without CAUSAL all queries read the sum over all keys, and the terms with tril are missing.
+
+A state of a span is stored as S (D,E), then z (D), so that rows of S are aligned. z, denominators and w are float32.
+Operands of products are bfloat16 for bfloat16 inputs (HALF), else float32, since features in float16 can overflow.
+Where a product needs an operand transposed, it is loaded transposed: Triton 3.4 to 3.7 miscompiles some products with
+a transposed result of a product on Hopper. No program adds to the memory of another, so results are the same bits in
+every run.
+
+``n`` is the number of tokens, ``spans`` that of spans in a buffer of states, ``heads`` H; strides end in the name of
+their dimension. ``mask`` (B,N) and ``segments`` (B,N) may be None.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def phi(x, MAP: tl.constexpr):
+    """Return the feature map number MAP of ``ops/linear/triton.py``. NaN stays NaN, which tl.maximum would not keep."""
+    if MAP == 0:
+        return tl.where(x < 0.0, tl.exp(x), x + 1.0)
+    elif MAP == 1:
+        return tl.where(x < 0.0, 0.0, x)
+    elif MAP == 2:
+        positive = tl.where(x < 0.0, 0.0, x)
+        return positive * positive
+    else:
+        return tl.exp(tl.where(x > 30.0, 30.0, x))
+
+
+@triton.jit
+def slope(x, MAP: tl.constexpr):
+    """Return the derivative of ``phi``, as torch defines it at the kinks."""
+    if MAP == 0:
+        return tl.where(x < 0.0, tl.exp(x), 1.0)
+    elif MAP == 1:
+        return tl.where(x > 0.0, 1.0, 0.0)
+    elif MAP == 2:
+        return tl.where(x > 0.0, 2.0 * x, 0.0)
+    else:
+        return tl.where(x > 30.0, 0.0, tl.exp(x))
+
+
+@triton.jit
+def operand(x, HALF: tl.constexpr, WIDE: tl.constexpr):
+    """Round to the type of operands. WIDE: keep it in float32, since the interpreter cannot multiply bfloat16."""
+    if HALF:
+        x = x.to(tl.bfloat16)
+    if WIDE or not HALF:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def rows(x, x_n, x_d, at_n, at_d, keep, D: tl.constexpr):
+    """Load tokens (C,D) of x, 0 where not ``keep``."""
+    return tl.load(x + at_n[:, None] * x_n + at_d[None, :] * x_d, mask=keep[:, None] & (at_d[None, :] < D), other=0.0)
+
+
+@triton.jit
+def columns(x, x_n, x_d, at_n, at_d, keep, D: tl.constexpr):
+    """Load tokens of x transposed (D,C), 0 where not ``keep``."""
+    return tl.load(x + at_d[:, None] * x_d + at_n[None, :] * x_n, mask=keep[None, :] & (at_d[:, None] < D), other=0.0)
+
+
+@triton.jit
+def feature_rows(x, at_d, keep, D: tl.constexpr, MAP: tl.constexpr):
+    """Map tokens (C,D). phi(0) is not 0, so what was not loaded is cleared again."""
+    return tl.where(keep[:, None] & (at_d[None, :] < D), phi(x.to(tl.float32), MAP), 0.0)
+
+
+@triton.jit
+def feature_columns(x, at_d, keep, D: tl.constexpr, MAP: tl.constexpr):
+    """``feature_rows`` of transposed tokens (D,C)."""
+    return tl.where(keep[None, :] & (at_d[:, None] < D), phi(x.to(tl.float32), MAP), 0.0)
+
+
+@triton.jit
+def place(spans, heads, BLOCKS: tl.constexpr):
+    """Return the block of channels, span, (row, head), row and head of this program."""
+    at = tl.program_id(0)
+    span = (at // BLOCKS) % spans
+    pair = (at // BLOCKS // spans).to(tl.int64)
+    return at % BLOCKS, span, pair, pair // heads, pair % heads
+
+
+@triton.jit
+def s_at(at_d, at_e, E: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the places of S (D,E) in a state of a span, or of the caller, (D,E+1), without CAUSAL."""
+    return at_d * (E if CAUSAL else E + 1) + at_e
+
+
+@triton.jit
+def z_at(at_d, D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the places of z (D,), as ``s_at``."""
+    if CAUSAL:
+        return D * E + at_d
+    else:
+        return at_d * (E + 1) + E
+
+
+@triton.jit
+def kept(mask, mask_n, at_n, left):
+    """Return which keys count: those before the end, and real by the mask."""
+    keep = at_n < left
+    if mask is not None:
+        keep = keep & (tl.load(mask + at_n * mask_n, mask=keep, other=0) != 0)
+    return keep
+
+
+@triton.jit
+def id_at(segments, segments_n, token, n):
+    """Return the segment of a token; before the first and after the last token, that of the first and last."""
+    return tl.load(segments + tl.minimum(tl.maximum(token, 0), n - 1).to(tl.int64) * segments_n)
+
+
+@triton.jit
+def ids_of(segments, segments_n, first, at_n, n):
+    """Return the segments of the tokens ``first`` + at_n, as ``id_at``."""
+    return tl.load(segments + tl.minimum(first + at_n, n - 1).to(tl.int64) * segments_n)
+
+
+@triton.jit
+def inverse(below, at_n, there):
+    """Return 1 / d, and 0 where d is 0: such queries have no gradient."""
+    d = tl.load(below + at_n, mask=there, other=1.0)
+    return tl.where(d == 0.0, 0.0, 1.0 / tl.where(d == 0.0, 1.0, d))
+
+
+@triton.jit(do_not_specialize=["n", "spans", "heads"])
+def sums_kernel(
+    k,
+    v,
+    parts,
+    mask,
+    segments,
+    n,
+    spans,
+    heads,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    v_b,
+    v_h,
+    v_n,
+    v_e,
+    mask_b,
+    mask_n,
+    segments_b,
+    segments_n,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MAP: tl.constexpr,
+    SPAN: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """parts (B,H,spans,[S|z]): the sum over the keys of each span; with segments, of those of its last segment."""
+    block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
+    first, left = span.to(tl.int64) * SPAN, n - span * SPAN
+    at_d, at_e = tl.arange(0, BD), block * BE + tl.arange(0, BE)
+    k += b * k_b + h * k_h + first * k_n
+    v += b * v_b + h * v_h + first * v_n
+    if mask is not None:
+        mask += b * mask_b + first * mask_n
+    if segments is not None:
+        segments += b * segments_b
+        last = id_at(segments, segments_n, span * SPAN + SPAN - 1, n)
+    s, z = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
+    for i in range(0, SPAN // C):
+        at_n = i * C + tl.arange(0, C)
+        keep = kept(mask, mask_n, at_n, left)
+        if segments is not None:
+            keep = keep & (ids_of(segments, segments_n, span * SPAN, at_n, n) == last)
+        fk = feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+        x = operand(rows(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
+        s = tl.dot(operand(fk, HALF, WIDE), x, s, input_precision=PRECISION)
+        z += tl.sum(fk, 1)
+    parts += (pair * spans + span) * (D * E + D)
+    tl.store(parts + at_d[:, None] * E + at_e[None, :], s, mask=(at_d[:, None] < D) & (at_e[None, :] < E))
+    if block == 0:
+        tl.store(parts + D * E + at_d, z, mask=at_d < D)
+
+
+@triton.jit(do_not_specialize=["n", "spans", "heads"])
+def prefix_kernel(
+    parts,
+    given,
+    end,
+    segments,
+    n,
+    spans,
+    heads,
+    given_b,
+    given_h,
+    given_d,
+    given_e,
+    segments_b,
+    segments_n,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    SPAN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    REVERSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Turn the sums of spans into running sums, in place, from the state ``given`` (B,H,D,E+1), or from 0 for None.
+
+    parts[l] becomes the state before span l, or after it with REVERSE, which sums from the last span. Without CAUSAL,
+    only ``end`` (B,H,D,E+1) is computed, the state after all spans.
+    """
+    SIZE: tl.constexpr = D * E + D
+    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    at = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    pair = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    b, h = pair // heads, pair % heads
+    there = at < SIZE
+    # S is stored first, then z, which is the last column of a state of the caller.
+    at_d, at_e = tl.where(at < D * E, at // E, at - D * E), tl.where(at < D * E, at % E, E)
+    s = tl.zeros([BLOCK], tl.float32)
+    if given is not None:
+        s += tl.load(given + b * given_b + h * given_h + at_d * given_d + at_e * given_e, mask=there, other=0.0)
+    if segments is not None:
+        segments += b * segments_b
+    parts += pair * spans * SIZE
+    # The first span to add, and the step to the next one. A loop over a range that is known at run time only does not
+    # run in the interpreter with numpy 2.4.
+    span, step = tl.zeros([], tl.int64), 1
+    if REVERSE:
+        span, step = span + spans - 1, -1
+    part = tl.load(parts + span * SIZE + at, mask=there, other=0.0)
+    done = 0
+    while done < spans:
+        # Loaded before the store, so that both take place at the same time.
+        follows = tl.load(parts + (span + step) * SIZE + at, mask=at < tl.where(done + 1 < spans, SIZE, 0), other=0.0)
+        if CAUSAL:
+            tl.store(parts + span * SIZE + at, s, mask=there)
+        if segments is not None:
+            before = id_at(segments, segments_n, span * SPAN - 1, n)
+            last = id_at(segments, segments_n, span * SPAN + SPAN - 1, n)
+            s = tl.where(before == last, s, 0.0)
+        s += part
+        part = follows
+        span += step
+        done += 1
+    tl.store(end + pair * SIZE + at_d * (E + 1) + at_e, s, mask=there)
+
+
+@triton.jit(do_not_specialize=["n", "spans", "states", "heads"])
+def outputs_kernel(
+    q,
+    k,
+    v,
+    o,
+    below,
+    starts,
+    mask,
+    segments,
+    n,
+    spans,
+    states,
+    heads,
+    eps,
+    q_b,
+    q_h,
+    q_n,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    v_b,
+    v_h,
+    v_n,
+    v_e,
+    o_b,
+    o_h,
+    o_n,
+    o_e,
+    mask_b,
+    mask_n,
+    segments_b,
+    segments_n,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPAN: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """o (B,H,N,E) and the denominators ``below`` (B,H,N) from ``starts``, the states before spans or the sum."""
+    block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
+    first, left = span.to(tl.int64) * SPAN, n - span * SPAN
+    at_c, at_d, at_e = tl.arange(0, C), tl.arange(0, BD), block * BE + tl.arange(0, BE)
+    q += b * q_b + h * q_h + first * q_n
+    k += b * k_b + h * k_h + first * k_n
+    v += b * v_b + h * v_h + first * v_n
+    o += b * o_b + h * o_h + first * o_n
+    below += pair * n + first
+    starts += pair * states * (D * E + D)
+    if CAUSAL:
+        starts += span.to(tl.int64) * (D * E + D)
+    if mask is not None:
+        mask += b * mask_b + first * mask_n
+    if segments is not None:
+        segments += b * segments_b
+    s_mask = (at_d[:, None] < D) & (at_e[None, :] < E)
+    s = tl.load(starts + s_at(at_d[:, None], at_e[None, :], E, CAUSAL), mask=s_mask, other=0.0)
+    z = tl.load(starts + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
+    for i in range(0, SPAN // C):
+        at_n = i * C + at_c
+        there = at_n < left
+        fq = feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
+        read = fq
+        if segments is not None:
+            ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
+            before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
+            read = tl.where((ids == before)[:, None], fq, 0.0)
+        d = tl.sum(read * z[None, :], 1) + eps
+        # One rounding of the state to the type of operands: 4e-4 of o, whose own rounding to bfloat16 is 1.8e-3.
+        total = tl.dot(operand(read, HALF, WIDE), operand(s, HALF, WIDE), input_precision=PRECISION)
+        if CAUSAL:
+            keep = kept(mask, mask_n, at_n, left)
+            fk = feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+            x = operand(rows(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
+            meet = at_c[:, None] >= at_c[None, :]
+            if segments is not None:
+                meet = meet & (ids[:, None] == ids[None, :])
+            a = tl.dot(operand(fq, HALF, WIDE), operand(fk, HALF, WIDE), input_precision=PRECISION)
+            a = tl.where(meet, a, 0.0)
+            d += tl.sum(a, 1)
+            total = tl.dot(operand(a, HALF, WIDE), x, total, input_precision=PRECISION)
+            if segments is not None:
+                last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
+                fk = tl.where((ids == last)[None, :], fk, 0.0)
+                s = tl.where(before == last, s, 0.0)
+                z = tl.where(before == last, z, 0.0)
+            s = tl.dot(operand(fk, HALF, WIDE), x, s, input_precision=PRECISION)
+            z += tl.sum(fk, 1)
+        y = tl.where(d[:, None] == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d)[:, None])
+        y_mask = there[:, None] & (at_e[None, :] < E)
+        tl.store(o + at_n[:, None] * o_n + at_e[None, :] * o_e, y.to(o.dtype.element_ty), mask=y_mask)
+        if block == 0:
+            tl.store(below + at_n, d, mask=there)
+
+
+@triton.jit(do_not_specialize=["n", "spans", "heads"])
+def grad_sums_kernel(
+    q,
+    o,
+    g,
+    below,
+    weights,
+    parts,
+    segments,
+    n,
+    spans,
+    heads,
+    q_b,
+    q_h,
+    q_n,
+    q_d,
+    o_b,
+    o_h,
+    o_n,
+    o_e,
+    g_b,
+    g_h,
+    g_n,
+    g_e,
+    segments_b,
+    segments_n,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MAP: tl.constexpr,
+    SPAN: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """parts (B,H,spans,[S|z]): sums of phi(q) [G, w] over the queries of a span that read its first state.
+
+    ``g`` is the gradient of o. ``weights`` (B,H,N) become w.
+    """
+    block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
+    first, left = span.to(tl.int64) * SPAN, n - span * SPAN
+    at_d, at_e = block * BD + tl.arange(0, BD), tl.arange(0, BE)
+    q += b * q_b + h * q_h + first * q_n
+    o += b * o_b + h * o_h + first * o_n
+    g += b * g_b + h * g_h + first * g_n
+    below += pair * n + first
+    weights += pair * n + first
+    if segments is not None:
+        segments += b * segments_b
+        before = id_at(segments, segments_n, span * SPAN - 1, n)
+    s, z = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
+    for i in range(0, SPAN // C):
+        at_n = i * C + tl.arange(0, C)
+        there = at_n < left
+        above = rows(g, g_n, g_e, at_n, at_e, there, E).to(tl.float32) * inverse(below, at_n, there)[:, None]
+        w = -tl.sum(above * rows(o, o_n, o_e, at_n, at_e, there, E).to(tl.float32), 1)
+        if block == 0:
+            tl.store(weights + at_n, w, mask=there)
+        reads = there
+        if segments is not None:
+            reads = there & (ids_of(segments, segments_n, span * SPAN, at_n, n) == before)
+        fq = feature_columns(columns(q, q_n, q_d, at_n, at_d, reads, D), at_d, reads, D, MAP)
+        s = tl.dot(operand(fq, HALF, WIDE), operand(above, HALF, WIDE), s, input_precision=PRECISION)
+        z += tl.sum(fq * w[None, :], 1)
+    parts += (pair * spans + span) * (D * E + D)
+    tl.store(parts + at_d[:, None] * E + at_e[None, :], s, mask=(at_d[:, None] < D) & (at_e[None, :] < E))
+    tl.store(parts + D * E + at_d, z, mask=at_d < D)
+
+
+@triton.jit(do_not_specialize=["n", "spans", "states", "heads"])
+def grad_q_kernel(
+    q,
+    k,
+    v,
+    g,
+    below,
+    weights,
+    starts,
+    dq,
+    mask,
+    segments,
+    n,
+    spans,
+    states,
+    heads,
+    q_b,
+    q_h,
+    q_n,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    v_b,
+    v_h,
+    v_n,
+    v_e,
+    g_b,
+    g_h,
+    g_n,
+    g_e,
+    dq_b,
+    dq_h,
+    dq_n,
+    dq_d,
+    mask_b,
+    mask_n,
+    segments_b,
+    segments_n,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPAN: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dq (B,H,N,D) from the states ``starts``, forward in time: S^T (E,D) in registers."""
+    block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
+    first, left = span.to(tl.int64) * SPAN, n - span * SPAN
+    at_c, at_d, at_e = tl.arange(0, C), block * BD + tl.arange(0, BD), tl.arange(0, BE)
+    q += b * q_b + h * q_h + first * q_n
+    k += b * k_b + h * k_h + first * k_n
+    v += b * v_b + h * v_h + first * v_n
+    g += b * g_b + h * g_h + first * g_n
+    dq += b * dq_b + h * dq_h + first * dq_n
+    below += pair * n + first
+    weights += pair * n + first
+    starts += pair * states * (D * E + D)
+    if CAUSAL:
+        starts += span.to(tl.int64) * (D * E + D)
+    if mask is not None:
+        mask += b * mask_b + first * mask_n
+    if segments is not None:
+        segments += b * segments_b
+    s_mask = (at_d[None, :] < D) & (at_e[:, None] < E)
+    s = tl.load(starts + s_at(at_d[None, :], at_e[:, None], E, CAUSAL), mask=s_mask, other=0.0)
+    z = tl.load(starts + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
+    for i in range(0, SPAN // C):
+        at_n = i * C + at_c
+        there = at_n < left
+        above = rows(g, g_n, g_e, at_n, at_e, there, E).to(tl.float32) * inverse(below, at_n, there)[:, None]
+        w = tl.load(weights + at_n, mask=there, other=0.0)
+        above = operand(above, HALF, WIDE)
+        change = tl.dot(above, operand(s, HALF, WIDE), input_precision=PRECISION) + w[:, None] * z[None, :]
+        if segments is not None:
+            ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
+            before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
+            change = tl.where((ids == before)[:, None], change, 0.0)
+        if CAUSAL:
+            keep = kept(mask, mask_n, at_n, left)
+            fk = feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+            x = operand(columns(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
+            meet = at_c[:, None] >= at_c[None, :]
+            if segments is not None:
+                meet = meet & (ids[:, None] == ids[None, :])
+            a = tl.where(meet, tl.dot(above, x, input_precision=PRECISION) + w[:, None], 0.0)
+            change = tl.dot(operand(a, HALF, WIDE), operand(fk, HALF, WIDE), change, input_precision=PRECISION)
+            if segments is not None:
+                last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
+                fk = tl.where((ids == last)[:, None], fk, 0.0)
+                s = tl.where(before == last, s, 0.0)
+                z = tl.where(before == last, z, 0.0)
+            s = tl.dot(x, operand(fk, HALF, WIDE), s, input_precision=PRECISION)
+            z += tl.sum(fk, 0)
+        x = rows(q, q_n, q_d, at_n, at_d, there, D).to(tl.float32)
+        y = (change * slope(x, MAP)).to(dq.dtype.element_ty)
+        tl.store(dq + at_n[:, None] * dq_n + at_d[None, :] * dq_d, y, mask=there[:, None] & (at_d[None, :] < D))
+
+
+@triton.jit(do_not_specialize=["n", "spans", "states", "heads"])
+def grad_k_kernel(
+    q,
+    k,
+    v,
+    g,
+    below,
+    weights,
+    ends,
+    dk,
+    mask,
+    segments,
+    n,
+    spans,
+    states,
+    heads,
+    q_b,
+    q_h,
+    q_n,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    v_b,
+    v_h,
+    v_n,
+    v_e,
+    g_b,
+    g_h,
+    g_n,
+    g_e,
+    dk_b,
+    dk_h,
+    dk_n,
+    dk_d,
+    mask_b,
+    mask_n,
+    segments_b,
+    segments_n,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPAN: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dk (B,H,N,D) from the gradients ``ends`` of the states after spans, back in time: R^T (E,D) in registers."""
+    block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
+    first, left = span.to(tl.int64) * SPAN, n - span * SPAN
+    at_c, at_d, at_e = tl.arange(0, C), block * BD + tl.arange(0, BD), tl.arange(0, BE)
+    q += b * q_b + h * q_h + first * q_n
+    k += b * k_b + h * k_h + first * k_n
+    v += b * v_b + h * v_h + first * v_n
+    g += b * g_b + h * g_h + first * g_n
+    dk += b * dk_b + h * dk_h + first * dk_n
+    below += pair * n + first
+    weights += pair * n + first
+    ends += pair * states * (D * E + D)
+    if CAUSAL:
+        ends += span.to(tl.int64) * (D * E + D)
+    if mask is not None:
+        mask += b * mask_b + first * mask_n
+    if segments is not None:
+        segments += b * segments_b
+    r_mask = (at_d[None, :] < D) & (at_e[:, None] < E)
+    r = tl.load(ends + s_at(at_d[None, :], at_e[:, None], E, CAUSAL), mask=r_mask, other=0.0)
+    u = tl.load(ends + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
+    for j in range(0, SPAN // C):
+        i = SPAN // C - 1 - j
+        at_n = i * C + at_c
+        there = at_n < left
+        keep = kept(mask, mask_n, at_n, left)
+        x = operand(rows(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
+        change = tl.dot(x, operand(r, HALF, WIDE), input_precision=PRECISION) + u[None, :]
+        if segments is not None:
+            ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
+            before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
+            last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
+            change = tl.where((ids == last)[:, None], change, 0.0)
+        if CAUSAL:
+            fq = feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
+            above = columns(g, g_n, g_e, at_n, at_e, there, E).to(tl.float32) * inverse(below, at_n, there)[None, :]
+            above = operand(above, HALF, WIDE)
+            w = tl.load(weights + at_n, mask=there, other=0.0)
+            meet = at_c[:, None] <= at_c[None, :]
+            if segments is not None:
+                meet = meet & (ids[:, None] == ids[None, :])
+            a = tl.where(meet, tl.dot(x, above, input_precision=PRECISION) + w[None, :], 0.0)
+            change = tl.dot(operand(a, HALF, WIDE), operand(fq, HALF, WIDE), change, input_precision=PRECISION)
+            if segments is not None:
+                fq = tl.where((ids == before)[:, None], fq, 0.0)
+                r = tl.where(before == last, r, 0.0)
+                u = tl.where(before == last, u, 0.0)
+            r = tl.dot(above, operand(fq, HALF, WIDE), r, input_precision=PRECISION)
+            u += tl.sum(fq * w[:, None], 0)
+        x = rows(k, k_n, k_d, at_n, at_d, keep, D).to(tl.float32)
+        y = tl.where(keep[:, None], change * slope(x, MAP), 0.0).to(dk.dtype.element_ty)
+        tl.store(dk + at_n[:, None] * dk_n + at_d[None, :] * dk_d, y, mask=there[:, None] & (at_d[None, :] < D))
+
+
+@triton.jit(do_not_specialize=["n", "spans", "states", "heads"])
+def grad_v_kernel(
+    q,
+    k,
+    g,
+    below,
+    ends,
+    dv,
+    mask,
+    segments,
+    n,
+    spans,
+    states,
+    heads,
+    q_b,
+    q_h,
+    q_n,
+    q_d,
+    k_b,
+    k_h,
+    k_n,
+    k_d,
+    g_b,
+    g_h,
+    g_n,
+    g_e,
+    dv_b,
+    dv_h,
+    dv_n,
+    dv_e,
+    mask_b,
+    mask_n,
+    segments_b,
+    segments_n,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    SPAN: tl.constexpr,
+    C: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dv (B,H,N,E) from the gradients ``ends`` of the states after spans, back in time: R (D,E) in registers."""
+    block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
+    first, left = span.to(tl.int64) * SPAN, n - span * SPAN
+    at_c, at_d, at_e = tl.arange(0, C), tl.arange(0, BD), block * BE + tl.arange(0, BE)
+    q += b * q_b + h * q_h + first * q_n
+    k += b * k_b + h * k_h + first * k_n
+    g += b * g_b + h * g_h + first * g_n
+    dv += b * dv_b + h * dv_h + first * dv_n
+    below += pair * n + first
+    ends += pair * states * (D * E + D)
+    if CAUSAL:
+        ends += span.to(tl.int64) * (D * E + D)
+    if mask is not None:
+        mask += b * mask_b + first * mask_n
+    if segments is not None:
+        segments += b * segments_b
+    r_mask = (at_d[:, None] < D) & (at_e[None, :] < E)
+    r = tl.load(ends + s_at(at_d[:, None], at_e[None, :], E, CAUSAL), mask=r_mask, other=0.0)
+    for j in range(0, SPAN // C):
+        i = SPAN // C - 1 - j
+        at_n = i * C + at_c
+        there = at_n < left
+        keep = kept(mask, mask_n, at_n, left)
+        fk = operand(feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP), HALF, WIDE)
+        change = tl.dot(fk, operand(r, HALF, WIDE), input_precision=PRECISION)
+        if segments is not None:
+            ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
+            before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
+            last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
+            change = tl.where((ids == last)[:, None], change, 0.0)
+        if CAUSAL:
+            fq = feature_columns(columns(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
+            above = rows(g, g_n, g_e, at_n, at_e, there, E).to(tl.float32) * inverse(below, at_n, there)[:, None]
+            above = operand(above, HALF, WIDE)
+            meet = at_c[:, None] <= at_c[None, :]
+            if segments is not None:
+                meet = meet & (ids[:, None] == ids[None, :])
+            a = tl.where(meet, tl.dot(fk, operand(fq, HALF, WIDE), input_precision=PRECISION), 0.0)
+            change = tl.dot(operand(a, HALF, WIDE), above, change, input_precision=PRECISION)
+            if segments is not None:
+                fq = tl.where((ids == before)[None, :], fq, 0.0)
+                r = tl.where(before == last, r, 0.0)
+            r = tl.dot(operand(fq, HALF, WIDE), above, r, input_precision=PRECISION)
+        y = tl.where(keep[:, None], change, 0.0).to(dv.dtype.element_ty)
+        tl.store(dv + at_n[:, None] * dv_n + at_e[None, :] * dv_e, y, mask=there[:, None] & (at_e[None, :] < E))
+
+
+@triton.jit(do_not_specialize=["heads"])
+def step_kernel(
+    q,
+    k,
+    v,
+    state,
+    after,
+    o,
+    heads,
+    eps,
+    q_b,
+    q_h,
+    q_d,
+    k_b,
+    k_h,
+    k_d,
+    v_b,
+    v_h,
+    v_e,
+    state_b,
+    state_h,
+    state_d,
+    state_e,
+    after_b,
+    after_h,
+    after_d,
+    after_e,
+    o_b,
+    o_h,
+    o_e,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    MAP: tl.constexpr,
+    BD: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """One token: o (B,H,E) and the state after it (B,H,D,E+1), which may be ``state`` itself. A program per head."""
+    pair = tl.program_id(0).to(tl.int64)
+    b, h = pair // heads, pair % heads
+    at_d, at_e = tl.arange(0, BD), tl.arange(0, BE)
+    in_d, in_e = at_d < D, at_e < E
+    state += b * state_b + h * state_h
+    after += b * after_b + h * after_h
+    xq = tl.load(q + b * q_b + h * q_h + at_d * q_d, mask=in_d, other=0.0).to(tl.float32)
+    xk = tl.load(k + b * k_b + h * k_h + at_d * k_d, mask=in_d, other=0.0).to(tl.float32)
+    x = tl.load(v + b * v_b + h * v_h + at_e * v_e, mask=in_e, other=0.0).to(tl.float32)
+    inside = in_d[:, None] & in_e[None, :]
+    s = tl.load(state + at_d[:, None] * state_d + at_e[None, :] * state_e, mask=inside, other=0.0)
+    z = tl.load(state + at_d * state_d + E * state_e, mask=in_d, other=0.0)
+    # Several threads load the same numbers: all must have them before one of them stores.
+    tl.debug_barrier()
+    fq, fk = tl.where(in_d, phi(xq, MAP), 0.0), tl.where(in_d, phi(xk, MAP), 0.0)
+    s += fk[:, None] * x[None, :]
+    z += fk
+    d = tl.sum(fq * z, 0) + eps
+    total = tl.sum(fq[:, None] * s, 0)
+    y = tl.where(d == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d))
+    tl.store(o + b * o_b + h * o_h + at_e * o_e, y.to(o.dtype.element_ty), mask=in_e)
+    tl.store(after + at_d[:, None] * after_d + at_e[None, :] * after_e, s, mask=inside)
+    tl.store(after + at_d * after_d + E * after_e, z, mask=in_d)
