@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from ahead import LIMITS, TYPES, Build, Request, compiled_all, request
+from ahead import LIMITS, TYPES, Request, compiled_all, request
 
 from longspan.ops.linear import triton as linear
 from longspan.ops.triton import tiles
 
+STACK = 256  # bytes a thread, of 255 registers: a few spilled sums
 POINTERS = {
     "sums": ("kv", ("parts",)),
     "outputs": ("qkvo", ("below", "starts")),
@@ -46,3 +47,30 @@ def wanted(kernel: str, size: int, dtype: torch.dtype, capability: int, *, bare:
         capability=capability,
         **options,
     )
+
+
+def check(requests: list[Request]) -> None:
+    """The kernels spill little, fit into shared memory, load through cp.async, and in bfloat16 use wgmma on Hopper."""
+    for wish, built in zip(requests, compiled_all(requests), strict=True):
+        assert built.stack <= STACK, wish
+        assert built.shared <= LIMITS[wish.capability], wish
+        assert built.count("cp.async.cg") + built.count("cp.async.ca"), wish
+        if wish.capability == 90 and wish.constants["HALF"]:
+            assert built.count("wgmma.mma_async"), wish
+
+
+def test_kernels_fit_a_gpu():
+    check([wanted(kernel, 64, torch.bfloat16, 90) for kernel in ("outputs", "grad_v")])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [64, 128])
+def test_all_kernels_fit_a_gpu(size, dtype, capability):
+    check([wanted(kernel, size, dtype, capability) for kernel in tiles.SPLIT])
+
+
+@pytest.mark.full
+def test_kernels_with_mask_and_segments_compile():
+    check([wanted(kernel, 64, torch.bfloat16, 90, bare=False) for kernel in tiles.SPLIT])

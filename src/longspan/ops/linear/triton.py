@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from .. import triton
-from ..backends import mark_dynamo_constant
 from ..buffers import fresh_like
 from ..operands import double_backward, mark_overwritten
 from ..triton import tiles
@@ -88,7 +87,6 @@ class _Attend(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
-@mark_dynamo_constant
 @functools.cache
 def _capability(device: torch.device) -> int:
     """Return the compute capability of a GPU, times 10; that of an H100 where kernels are interpreted."""
@@ -399,7 +397,7 @@ def step(
     values = v.shape[3]
     if k.shape != shape or v.shape != (batch, heads, 1, values) or state.shape != (batch, heads, keys, values + 1):
         return None
-    if triton.why_not(q, k, v, state) or any(t.is_neg() for t in (q, k, v, state)):
+    if triton.why_not(q, k, v, state) or _negated(q, k, v, state):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or state.requires_grad):
         return None
@@ -412,6 +410,11 @@ def step(
     out = _step(q, k, v, state, feature_map, eps)
     mark_overwritten(state)
     return out, state
+
+
+def _negated(*tensors: Tensor) -> bool:
+    # Dynamo cannot trace is_neg; the operations of torch.compile get tensors without lazy signs.
+    return not torch.compiler.is_compiling() and any(t.is_neg() for t in tensors)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, feature_map: str, eps: float) -> Tensor:
@@ -451,6 +454,8 @@ def _launch_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, after: Tensor, 
             MAP=MAPS[feature_map],
             BD=tiles.power_of_two(d),
             BE=tiles.power_of_two(e),
+            HALF=v.dtype == torch.bfloat16,
+            WIDE=triton.interpreted(),
             num_warps=4 if d * e <= 64 * 64 else 8,
         )
     return o

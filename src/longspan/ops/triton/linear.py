@@ -10,14 +10,18 @@ block of its channels, chunk after chunk:
 3. ``outputs_kernel``: A = tril(phi(q) phi(k)^T), d = A 1 + phi(q) z + eps, o = (A v + phi(q) S) / d per chunk, after
    which S += phi(k)^T v and z += sum phi(k).
 
-The gradients, with G = do / d and w = -(G . o), repeat this: ``grad_sums_kernel`` adds phi(q)^T [G, w] per span,
+The gradients, with w = -(do . o) and c = 1 / d, repeat this: ``grad_sums_kernel`` adds (c phi(q))^T [do, w] per span,
 ``prefix_kernel`` sums from the end, which gives the gradient [R, r] of the state after each span, and then
 
-    dphi(q) = tril(G v^T + w 1^T) phi(k) + G S^T + w z^T
-    dphi(k) = tril(G v^T + w 1^T)^T phi(q) + v R^T + 1 r^T
-    dv = tril(phi(q) phi(k)^T)^T G + phi(k) R
+    dphi(q) = c (tril(do v^T + w 1^T) phi(k) + do S^T + w z^T)
+    dphi(k) = tril(c (do v^T + w 1^T))^T phi(q) + v R^T + 1 r^T
+    dv = tril(c phi(q) phi(k)^T)^T do + phi(k) R
+
+c multiplies results, never do, which so enters products without another rounding.
 
 Without CAUSAL all queries read the sum over all keys, and the terms with tril are missing.
+
+z and d are sums of the rounded numbers that also enter products, since in the gradients both almost cancel.
 
 A state of a span is stored as S (D,E), then z (D), so that rows of S are aligned. z, denominators and w are float32.
 Operands of products are bfloat16 for bfloat16 inputs (HALF), else float32, since features in float16 can overflow.
@@ -61,13 +65,29 @@ def slope(x, MAP: tl.constexpr):
 
 
 @triton.jit
+def nearest(x):
+    """Round float32 to the nearest bfloat16, in float32. The interpreter cuts digits off where a GPU rounds."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def operand(x, HALF: tl.constexpr, WIDE: tl.constexpr):
     """Round to the type of operands. WIDE: keep it in float32, since the interpreter cannot multiply bfloat16."""
-    if HALF:
-        x = x.to(tl.bfloat16)
-    if WIDE or not HALF:
-        x = x.to(tl.float32)
-    return x
+    if HALF and WIDE:
+        return nearest(x.to(tl.float32))
+    elif HALF:
+        return x.to(tl.bfloat16)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def stored(y, like, HALF: tl.constexpr, WIDE: tl.constexpr):
+    """Round a result to the type of the tensor ``like``."""
+    if HALF and WIDE:
+        y = nearest(y)
+    return y.to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -196,10 +216,10 @@ def sums_kernel(
         keep = kept(mask, mask_n, at_n, left)
         if segments is not None:
             keep = keep & (ids_of(segments, segments_n, span * SPAN, at_n, n) == last)
-        fk = feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+        fk = operand(feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP), HALF, WIDE)
         x = operand(rows(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
-        s = tl.dot(operand(fk, HALF, WIDE), x, s, input_precision=PRECISION)
-        z += tl.sum(fk, 1)
+        s = tl.dot(fk, x, s, input_precision=PRECISION)
+        z += tl.sum(fk.to(tl.float32), 1)
     parts += (pair * spans + span) * (D * E + D)
     tl.store(parts + at_d[:, None] * E + at_e[None, :], s, mask=(at_d[:, None] < D) & (at_e[None, :] < E))
     if block == 0:
@@ -339,36 +359,36 @@ def outputs_kernel(
     for i in range(0, SPAN // C):
         at_n = i * C + at_c
         there = at_n < left
-        fq = feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
+        fq = operand(feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP), HALF, WIDE)
         read = fq
         if segments is not None:
             ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
             before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
             read = tl.where((ids == before)[:, None], fq, 0.0)
-        d = tl.sum(read * z[None, :], 1) + eps
+        d = tl.sum(read.to(tl.float32) * z[None, :], 1) + eps
         # One rounding of the state to the type of operands: 4e-4 of o, whose own rounding to bfloat16 is 1.8e-3.
-        total = tl.dot(operand(read, HALF, WIDE), operand(s, HALF, WIDE), input_precision=PRECISION)
+        total = tl.dot(read, operand(s, HALF, WIDE), input_precision=PRECISION)
         if CAUSAL:
             keep = kept(mask, mask_n, at_n, left)
-            fk = feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+            fk = operand(feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP), HALF, WIDE)
             x = operand(rows(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
             meet = at_c[:, None] >= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = tl.dot(operand(fq, HALF, WIDE), operand(fk, HALF, WIDE), input_precision=PRECISION)
-            a = tl.where(meet, a, 0.0)
-            d += tl.sum(a, 1)
-            total = tl.dot(operand(a, HALF, WIDE), x, total, input_precision=PRECISION)
+            a = tl.dot(fq, fk, input_precision=PRECISION)
+            a = operand(tl.where(meet, a, 0.0), HALF, WIDE)
+            d += tl.sum(a.to(tl.float32), 1)
+            total = tl.dot(a, x, total, input_precision=PRECISION)
             if segments is not None:
                 last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[None, :], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
-            s = tl.dot(operand(fk, HALF, WIDE), x, s, input_precision=PRECISION)
-            z += tl.sum(fk, 1)
+            s = tl.dot(fk, x, s, input_precision=PRECISION)
+            z += tl.sum(fk.to(tl.float32), 1)
         y = tl.where(d[:, None] == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d)[:, None])
         y_mask = there[:, None] & (at_e[None, :] < E)
-        tl.store(o + at_n[:, None] * o_n + at_e[None, :] * o_e, y.to(o.dtype.element_ty), mask=y_mask)
+        tl.store(o + at_n[:, None] * o_n + at_e[None, :] * o_e, stored(y, o, HALF, WIDE), mask=y_mask)
         if block == 0:
             tl.store(below + at_n, d, mask=there)
 
@@ -410,7 +430,7 @@ def grad_sums_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """parts (B,H,spans,[S|z]): sums of phi(q) [G, w] over the queries of a span that read its first state.
+    """parts (B,H,spans,[S|z]): sums of c phi(q) [do, w] over the queries of a span that read its first state.
 
     ``g`` is the gradient of o. ``weights`` (B,H,N) become w.
     """
@@ -429,14 +449,15 @@ def grad_sums_kernel(
     for i in range(0, SPAN // C):
         at_n = i * C + tl.arange(0, C)
         there = at_n < left
-        above = rows(g, g_n, g_e, at_n, at_e, there, E).to(tl.float32) * inverse(below, at_n, there)[:, None]
-        w = -tl.sum(above * rows(o, o_n, o_e, at_n, at_e, there, E).to(tl.float32), 1)
+        above = rows(g, g_n, g_e, at_n, at_e, there, E)
+        w = -tl.sum(above.to(tl.float32) * rows(o, o_n, o_e, at_n, at_e, there, E).to(tl.float32), 1)
         if block == 0:
             tl.store(weights + at_n, w, mask=there)
         reads = there
         if segments is not None:
             reads = there & (ids_of(segments, segments_n, span * SPAN, at_n, n) == before)
         fq = feature_columns(columns(q, q_n, q_d, at_n, at_d, reads, D), at_d, reads, D, MAP)
+        fq *= inverse(below, at_n, there)[None, :]
         s = tl.dot(operand(fq, HALF, WIDE), operand(above, HALF, WIDE), s, input_precision=PRECISION)
         z += tl.sum(fq * w[None, :], 1)
     parts += (pair * spans + span) * (D * E + D)
@@ -520,32 +541,37 @@ def grad_q_kernel(
     for i in range(0, SPAN // C):
         at_n = i * C + at_c
         there = at_n < left
-        above = rows(g, g_n, g_e, at_n, at_e, there, E).to(tl.float32) * inverse(below, at_n, there)[:, None]
+        above = operand(rows(g, g_n, g_e, at_n, at_e, there, E), HALF, WIDE)
         w = tl.load(weights + at_n, mask=there, other=0.0)
-        above = operand(above, HALF, WIDE)
-        change = tl.dot(above, operand(s, HALF, WIDE), input_precision=PRECISION) + w[:, None] * z[None, :]
+        rounded = operand(s, HALF, WIDE)
+        change = tl.dot(above, rounded, input_precision=PRECISION) + w[:, None] * z[None, :]
+        if HALF:
+            # S and z almost cancel, so S needs the digits that one rounding would lose.
+            rest = operand(s - rounded.to(tl.float32), HALF, WIDE)
+            change = tl.dot(above, rest, change, input_precision=PRECISION)
         if segments is not None:
             ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
             before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
             change = tl.where((ids == before)[:, None], change, 0.0)
         if CAUSAL:
             keep = kept(mask, mask_n, at_n, left)
-            fk = feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+            fk = operand(feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP), HALF, WIDE)
             x = operand(columns(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
             meet = at_c[:, None] >= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
             a = tl.where(meet, tl.dot(above, x, input_precision=PRECISION) + w[:, None], 0.0)
-            change = tl.dot(operand(a, HALF, WIDE), operand(fk, HALF, WIDE), change, input_precision=PRECISION)
+            change = tl.dot(operand(a, HALF, WIDE), fk, change, input_precision=PRECISION)
             if segments is not None:
                 last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[:, None], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
-            s = tl.dot(x, operand(fk, HALF, WIDE), s, input_precision=PRECISION)
-            z += tl.sum(fk, 0)
+            s = tl.dot(x, fk, s, input_precision=PRECISION)
+            z += tl.sum(fk.to(tl.float32), 0)
         x = rows(q, q_n, q_d, at_n, at_d, there, D).to(tl.float32)
-        y = (change * slope(x, MAP)).to(dq.dtype.element_ty)
+        change *= inverse(below, at_n, there)[:, None]
+        y = stored(change * slope(x, MAP), dq, HALF, WIDE)
         tl.store(dq + at_n[:, None] * dq_n + at_d[None, :] * dq_d, y, mask=there[:, None] & (at_d[None, :] < D))
 
 
@@ -636,22 +662,24 @@ def grad_k_kernel(
             change = tl.where((ids == last)[:, None], change, 0.0)
         if CAUSAL:
             fq = feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
-            above = columns(g, g_n, g_e, at_n, at_e, there, E).to(tl.float32) * inverse(below, at_n, there)[None, :]
-            above = operand(above, HALF, WIDE)
+            above = operand(columns(g, g_n, g_e, at_n, at_e, there, E), HALF, WIDE)
+            c = inverse(below, at_n, there)
             w = tl.load(weights + at_n, mask=there, other=0.0)
             meet = at_c[:, None] <= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = tl.where(meet, tl.dot(x, above, input_precision=PRECISION) + w[None, :], 0.0)
+            a = tl.dot(x, above, input_precision=PRECISION)
+            a = tl.where(meet, (a + w[None, :]) * c[None, :], 0.0)
             change = tl.dot(operand(a, HALF, WIDE), operand(fq, HALF, WIDE), change, input_precision=PRECISION)
             if segments is not None:
                 fq = tl.where((ids == before)[:, None], fq, 0.0)
                 r = tl.where(before == last, r, 0.0)
                 u = tl.where(before == last, u, 0.0)
+            fq *= c[:, None]
             r = tl.dot(above, operand(fq, HALF, WIDE), r, input_precision=PRECISION)
             u += tl.sum(fq * w[:, None], 0)
         x = rows(k, k_n, k_d, at_n, at_d, keep, D).to(tl.float32)
-        y = tl.where(keep[:, None], change * slope(x, MAP), 0.0).to(dk.dtype.element_ty)
+        y = stored(tl.where(keep[:, None], change * slope(x, MAP), 0.0), dk, HALF, WIDE)
         tl.store(dk + at_n[:, None] * dk_n + at_d[None, :] * dk_d, y, mask=there[:, None] & (at_d[None, :] < D))
 
 
@@ -733,18 +761,20 @@ def grad_v_kernel(
             change = tl.where((ids == last)[:, None], change, 0.0)
         if CAUSAL:
             fq = feature_columns(columns(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
-            above = rows(g, g_n, g_e, at_n, at_e, there, E).to(tl.float32) * inverse(below, at_n, there)[:, None]
-            above = operand(above, HALF, WIDE)
+            above = operand(rows(g, g_n, g_e, at_n, at_e, there, E), HALF, WIDE)
+            c = inverse(below, at_n, there)
             meet = at_c[:, None] <= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = tl.where(meet, tl.dot(fk, operand(fq, HALF, WIDE), input_precision=PRECISION), 0.0)
+            a = tl.dot(fk, operand(fq, HALF, WIDE), input_precision=PRECISION)
+            a = tl.where(meet, a * c[None, :], 0.0)
             change = tl.dot(operand(a, HALF, WIDE), above, change, input_precision=PRECISION)
             if segments is not None:
                 fq = tl.where((ids == before)[None, :], fq, 0.0)
                 r = tl.where(before == last, r, 0.0)
+            fq *= c[None, :]
             r = tl.dot(operand(fq, HALF, WIDE), above, r, input_precision=PRECISION)
-        y = tl.where(keep[:, None], change, 0.0).to(dv.dtype.element_ty)
+        y = stored(tl.where(keep[:, None], change, 0.0), dv, HALF, WIDE)
         tl.store(dv + at_n[:, None] * dv_n + at_e[None, :] * dv_e, y, mask=there[:, None] & (at_e[None, :] < E))
 
 
@@ -783,6 +813,8 @@ def step_kernel(
     MAP: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """One token: o (B,H,E) and the state after it (B,H,D,E+1), which may be ``state`` itself. A program per head."""
     pair = tl.program_id(0).to(tl.int64)
@@ -805,6 +837,6 @@ def step_kernel(
     d = tl.sum(fq * z, 0) + eps
     total = tl.sum(fq[:, None] * s, 0)
     y = tl.where(d == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d))
-    tl.store(o + b * o_b + h * o_h + at_e * o_e, y.to(o.dtype.element_ty), mask=in_e)
+    tl.store(o + b * o_b + h * o_h + at_e * o_e, stored(y, o, HALF, WIDE), mask=in_e)
     tl.store(after + at_d[:, None] * after_d + at_e[None, :] * after_e, s, mask=inside)
     tl.store(after + at_d * after_d + E * after_e, z, mask=in_d)

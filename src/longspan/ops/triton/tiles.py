@@ -25,12 +25,19 @@ class Tile(NamedTuple):
 # The dimension of the state that the programs of a kernel share. Each program holds all channels of the other one.
 SPLIT = {"sums": "E", "outputs": "E", "grad_sums": "D", "grad_q": "D", "grad_k": "D", "grad_v": "E"}
 
+# (up to 64 channels, bfloat16): the same for all kernels and capabilities so far. Products on Hopper need 64 tokens.
+# Three TF32 products need three times the registers of one, so float32 has smaller tiles.
+_SIZES = {
+    (True, True): Tile(64, 64, 4, 2),
+    (False, True): Tile(64, 64, 8, 2),
+    (True, False): Tile(32, 32, 4, 2),
+    (False, False): Tile(16, 32, 8, 2),
+}
 # (kernel, up to 64 channels, bfloat16, capability 9.0 and up)
 TILES: dict[tuple[str, bool, bool, bool], Tile] = {
-    (kernel, small, half, hopper): Tile(64, 64, 4 if small else 8, 2)
+    (kernel, small, half, hopper): _SIZES[small, half]
     for kernel in SPLIT
-    for small in (True, False)
-    for half in (True, False)
+    for small, half in _SIZES
     for hopper in (True, False)
 }
 

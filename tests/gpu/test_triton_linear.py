@@ -1,0 +1,323 @@
+"""Triton kernels of linear attention against the definition in float64: values, gradients, states, one token."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import longspan
+from longspan.ops.triton import tiles
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter multiplies in float32. Three TF32 products and the fast exponential lose a few more bits.
+LIMIT = 5e-7 if DEVICE == "cpu" else 1e-5
+MAPS = ("elu", "relu", "squared_relu", "exp")
+SEGMENTS = [3] * 40 + [4] * 41 + [1] * 1 + [2] * 63 + [7] * 5  # 150 tokens
+
+
+@pytest.fixture(autouse=True)
+def _several_spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Spans of one chunk, as long sequences have many spans. Every call must be served by Triton."""
+    monkeypatch.setattr(tiles, "SHORTEST", 64)
+    with longspan.backend("triton"):
+        yield
+
+
+def data(
+    n: int = 150, d: int = 24, e: int = 40, *, m: int | None = None, batch: int = 2, heads: int = 1
+) -> list[Tensor]:
+    """q, k, v with the heads of a token adjacent, so that tokens are not contiguous, and a state."""
+    generator = torch.Generator().manual_seed(n + d)
+    sizes = ((n, d), (m or n, d), (m or n, e))
+    tokens = [torch.randn(batch, length, heads, x, generator=generator).transpose(1, 2) for length, x in sizes]
+    return [t.to(DEVICE) for t in (*tokens, torch.rand(batch, heads, d, e + 1, generator=generator))]
+
+
+def run(operands: list[Tensor | None], **options: Any) -> list[Tensor]:
+    """The output, the last state and the gradients of all operands."""
+    leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
+    q, k, v, state = leaves
+    results = longspan.linear_attention(q, k, v, state=state, return_state=True, **options)
+    generator = torch.Generator().manual_seed(1)
+    # Numbers that bfloat16 holds, so that all dtypes get the same gradients.
+    above = [torch.randn(r.shape, generator=generator).bfloat16().to(r) for r in results]
+    found = torch.autograd.grad(results, [t for t in leaves if t is not None], above)
+    return [t.detach() for t in (*results, *found)]
+
+
+def wide(operands: list[Tensor | None]) -> list[Tensor | None]:
+    return [t if t is None else t.double() for t in operands]
+
+
+def distances(found: list[Tensor], right: list[Tensor]) -> list[float]:
+    """Norms of the differences, relative to the norm of what is right."""
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, right, strict=True)]
+
+
+def compare(operands: list[Tensor | None], limit: float = LIMIT, **options: Any) -> None:
+    found = run(operands, **options)
+    with longspan.backend("reference"):
+        right = run(wide(operands), **options)
+    with longspan.backend("torch"):
+        plain = run(operands, **options)
+    # Gradients of q can cancel almost completely, which costs digits in any form.
+    for ours, theirs in zip(distances(found, right), distances(plain, right), strict=True):
+        assert ours <= max(limit, 1.5 * theirs)
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_values_and_gradients(feature_map):
+    compare(data(), feature_map=feature_map)
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_values_and_gradients_of_bidirectional_attention(feature_map):
+    q, k, v, _ = data(150, m=70)
+    compare([q, k, v, None], feature_map=feature_map, causal=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("n", "d", "e"), [(1, 16, 16), (63, 1, 3), (64, 64, 64), (65, 128, 128), (130, 7, 128)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_sizes(n, d, e, causal):
+    q, k, v, state = data(n, d, e, batch=1)
+    compare([q, k, v, state if causal else None], causal=causal)
+
+
+def test_no_state():
+    q, k, v, _ = data()
+    compare([q, k, v, None])
+
+
+@pytest.mark.full
+def test_any_strides():
+    q, k, v, state = data(70)
+    strange = [q.transpose(2, 3).contiguous().transpose(2, 3), k[:, :1].expand_as(k), v[..., ::2], state[..., ::2]]
+    strange[3] = torch.cat([strange[3], state[..., -1:]], -1)[..., : strange[2].shape[-1] + 1]
+    found = run(strange)
+    assert all(torch.equal(a, b) for a, b in zip(found, run([t.contiguous() for t in strange]), strict=True))
+
+
+def test_two_parts_equal_the_whole():
+    q, k, v, state = data()
+    whole, end = longspan.linear_attention(q, k, v, state=state, return_state=True)
+    parts = []
+    for part in (slice(0, 83), slice(83, None)):
+        o, state = longspan.linear_attention(
+            q[:, :, part], k[:, :, part], v[:, :, part], state=state, return_state=True
+        )
+        parts.append(o)
+    assert max(distances([torch.cat(parts, 2), state], [whole.double(), end.double()])) <= LIMIT
+
+
+@pytest.mark.parametrize("span", [64, 256])
+def test_segments(span, monkeypatch):
+    monkeypatch.setattr(tiles, "SHORTEST", span)
+    ids = torch.tensor([SEGMENTS, SEGMENTS[::-1]], device=DEVICE)
+    compare(data(), segments=ids)
+
+
+def test_segments_with_a_mask():
+    ids = torch.tensor([SEGMENTS, SEGMENTS[::-1]], device=DEVICE)
+    mask = torch.rand(2, 150, generator=torch.Generator().manual_seed(0)) < 0.7
+    operands = data()
+    found = run(operands, segments=ids, mask=mask.to(DEVICE))
+    with longspan.backend("reference"):
+        right = run(wide(operands), segments=ids, mask=mask.to(DEVICE))
+    real = mask[:, None, :, None].to(DEVICE)
+    # Outputs of masked tokens are arbitrary.
+    assert max(distances([found[0] * real, found[1]], [right[0] * real, right[1]])) <= LIMIT
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_masked_tokens_may_hold_nan(causal):
+    q, k, v, state = data()
+    mask = (torch.rand(2, 150, generator=torch.Generator().manual_seed(0)) < 0.7).to(DEVICE)
+    mask[1] = False
+    away, real = ~mask[:, None, :, None], mask[:, None, :, None]
+    spoilt = [q, *(t.masked_fill(away, torch.nan) for t in (k, v))]
+    leaves = [t.detach().requires_grad_() for t in spoilt]
+    # Straight to the kernels, since the public function clears masked tokens itself.
+    options: dict[str, Any] = {"causal": causal, "feature_map": "elu", "eps": 1e-6, "mask": mask}
+    options["state"] = state if causal else None
+    o, end = longspan.ops.linear.named(*leaves, **options)
+    found = [o, end, *torch.autograd.grad((o.sum(), end.sum()), leaves)]
+    with longspan.backend("reference"):
+        plain = [t.double().requires_grad_() for t in (q, k.masked_fill(away, 0.0), v.masked_fill(away, 0.0))]
+        options["state"] = state.double() if causal else None
+        o, end = longspan.ops.linear.named(*plain, **options)
+        right = [o, end, *torch.autograd.grad((o.sum(), end.sum()), plain)]
+    assert max(distances(found, right)) <= LIMIT
+    assert not any((t * ~real).any() for t in found[3:])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_denominator_of_zero_gives_zero(causal):
+    q, k, v, _ = data(70)
+    q[:, :, ::3], k[:, :, :20] = -1.0, -1.0
+    options: dict[str, Any] = {"feature_map": "relu", "eps": 0, "causal": causal}
+    found = run([q, k, v, None], **options)
+    assert not found[0][:, :, ::3].any()
+    assert not found[2][:, :, ::3].any()
+    compare([q, k, v, None], **options)
+
+
+def test_nan_of_a_token_reaches_its_output():
+    q, k, v, _ = data(70)
+    q[0, 0, 3, 0] = torch.nan
+    for feature_map in MAPS:
+        o = longspan.linear_attention(q, k, v, feature_map=feature_map)
+        assert o[0, 0, 3].isnan().all()
+        assert o.isnan().sum() == o.shape[-1]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_half_precision(causal):
+    q, k, v, state = data(300, 32, 32, batch=1)
+    halves = [t.bfloat16() for t in (q, k, v)]
+    halves.append(state if causal else None)
+    found = run(halves, causal=causal)
+    with longspan.backend("torch"):
+        plain = run(halves, causal=causal)
+    with longspan.backend("reference"):
+        right = run(wide(halves), causal=causal)
+    ours, theirs = distances(found, right), distances(plain, right)
+    assert ours[0] <= 1.5 * theirs[0]
+    # The torch form multiplies in float32. Here states and gradients are sums of rounded products: a few roundings.
+    assert ours[1] <= 2**-9
+    assert all(a <= 3 * b for a, b in zip(ours[2:5], theirs[2:5], strict=True))
+
+
+def test_large_numbers_in_float16():
+    q, k, v, _ = (t.half() for t in data(70))
+    q, k = q + 20, k + 20  # products of features exceed the largest number of float16
+    o = longspan.linear_attention(q, k, v, feature_map="squared_relu")
+    with longspan.backend("reference"):
+        right = longspan.linear_attention(q.double(), k.double(), v.double(), feature_map="squared_relu")
+    torch.testing.assert_close(o.double(), right, rtol=1e-3, atol=1e-4)
+
+
+def test_two_runs_give_the_same_bits():
+    operands = data()
+    assert all(torch.equal(a, b) for a, b in zip(run(operands), run(operands), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("donate", [False, True])
+def test_steps_equal_the_sequence(dtype, donate):
+    q, k, v, state = data(5, 24, 40)
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    with longspan.backend("reference"):
+        whole, end = longspan.linear_attention(
+            *(t.double() for t in (q, k, v)), state=state.double(), return_state=True
+        )
+    kept, given = state.clone(), state
+    with torch.no_grad(), longspan.ops.watch() as seen:
+        for t in range(5):
+            now = slice(t, t + 1)
+            o, after = longspan.linear_attention(
+                q[:, :, now], k[:, :, now], v[:, :, now], state=state, return_state=True, donate=donate
+            )
+            torch.testing.assert_close(o, whole[:, :, now].to(dtype))
+            assert (after is state) == donate
+            state = after
+    torch.testing.assert_close(state, end.float())
+    assert donate or torch.equal(given, kept)
+    assert [use.backend for use in seen] == ["triton"]
+
+
+def test_a_step_runs_one_kernel(monkeypatch):
+    from longspan.ops.linear import triton
+
+    q, k, v, state = data(1)
+    monkeypatch.setattr(triton, "_forward", None)
+    with torch.no_grad():
+        longspan.linear_attention(q, k, v, state=state)
+
+
+def test_a_donated_state_is_marked_as_overwritten():
+    q, k, v, state = data(1)
+    weight = torch.ones_like(state).requires_grad_()
+    product = (weight * state).sum()
+    with torch.no_grad():
+        longspan.linear_attention(q, k, v, state=state, donate=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_a_step_has_gradients():
+    compare(data(1))
+
+
+def test_second_derivatives():
+    q, k, v, state = data(4, 3, 2, batch=1, heads=1)
+
+    def loss(forward: str, *leaves: Tensor) -> Tensor:
+        with longspan.backend(forward):
+            o, end = longspan.linear_attention(*leaves[:3], state=leaves[3], return_state=True)
+        return o.square().sum() + end.square().sum()
+
+    def second(leaves: list[Tensor], forward: str) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        first = torch.autograd.grad(loss(forward, *leaves), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+
+    # The second derivatives come from operations of torch, which choose their own backends.
+    with longspan.backend("auto"):
+        found = second([q, k, v, state], "triton")
+        right = second([t.double() for t in (q, k, v, state)], "reference")
+    assert max(distances(found, right)) <= 10 * LIMIT
+
+
+# torch warns about its own tracing of autograd functions.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("causal", [True, False])
+def test_compiled_by_torch(causal):
+    operands = data(70, batch=1)
+    if not causal:
+        operands[3] = None
+    nodes: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        nodes.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    function = torch.compile(run_compiled, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+    leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
+    results = function(*leaves, causal)
+    found = torch.autograd.grad(results, [t for t in leaves if t is not None], [torch.ones_like(r) for r in results])
+    leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
+    results = run_compiled(*leaves, causal)
+    right = torch.autograd.grad(results, [t for t in leaves if t is not None], [torch.ones_like(r) for r in results])
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+    assert {f"longspan.triton_linear_{name}.default" for name in ("forward", "backward")} <= set(nodes)
+
+
+def run_compiled(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    return longspan.linear_attention(q, k, v, state=state, causal=causal, return_state=True)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_compiled_by_torch(donate):
+    q, k, v, state = data(1)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return longspan.linear_attention(q, k, v, state=state, return_state=True, donate=donate)
+
+    with torch.no_grad():
+        right, end = longspan.linear_attention(q, k, v, state=state, return_state=True)
+        before = state.clone()
+        o, after = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, state)
+    assert torch.equal(o, right)
+    assert torch.equal(after, end)
+    assert torch.equal(state, end if donate else before)
+
+
+def test_packed_bidirectional_attention_is_refused():
+    q, k, v, _ = data()
+    with pytest.raises(ValueError, match="packed sequences with causal attention only"):
+        longspan.linear_attention(q, k, v, causal=False, segments=torch.tensor([SEGMENTS] * 2, device=DEVICE))
