@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import longspan
 from longspan.ops.triton import tiles
@@ -282,11 +284,11 @@ def test_compiled_by_torch(causal):
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         nodes.extend(str(node.target) for node in graph.graph.nodes)
-        return graph.forward
+        return make_boxed_func(graph)
 
-    from torch._dynamo.backends.common import aot_autograd
-
-    function = torch.compile(run_compiled, fullgraph=True, backend=aot_autograd(fw_compiler=backend))
+    function = torch.compile(
+        run_compiled, fullgraph=True, backend=aot_autograd(fw_compiler=backend, bw_compiler=backend)
+    )
     leaves = [t if t is None else t.detach().requires_grad_() for t in operands]
     results = function(*leaves, causal)
     found = torch.autograd.grad(results, [t for t in leaves if t is not None], [torch.ones_like(r) for r in results])
