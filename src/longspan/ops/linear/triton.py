@@ -87,6 +87,13 @@ class _Attend(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
+def _kernels() -> Any:
+    """Import the kernels, and Triton with them, on first use. Launches have parameters that no type declares."""
+    from ..triton import linear
+
+    return linear
+
+
 @functools.cache
 def _capability(device: torch.device) -> int:
     """Return the compute capability of a GPU, times 10; that of an H100 where kernels are interpreted."""
@@ -145,8 +152,7 @@ def _prefix(
     parts: Tensor, given: Tensor | None, end: Tensor, segments: Tensor | None, n: int, *, causal: bool, reverse: bool
 ) -> None:
     """Run ``prefix_kernel`` on parts (B,H,spans,D(E+1))."""
-    from ..triton import linear as kernels
-
+    kernels = _kernels()
     batch, heads, spans, size = parts.shape
     d, e = end.shape[-2], end.shape[-1] - 1
     strides = (0, 0, 0, 0) if given is None else given.stride()
@@ -172,8 +178,7 @@ def _forward(
 
     Without ``causal`` the last of them is empty.
     """
-    from ..triton import linear as kernels
-
+    kernels = _kernels()
     o, end, below = _outputs(q, v)
     (batch, heads, n, _), m = q.shape, k.shape[2]
     pairs = batch * heads
@@ -229,8 +234,7 @@ def _backward(
     feature_map: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and the first state from those of o and the last state."""
-    from ..triton import linear as kernels
-
+    kernels = _kernels()
     dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
     first, weights = _state(q, v), torch.empty_like(below)
     (batch, heads, n, _), m = q.shape, k.shape[2]
@@ -429,8 +433,7 @@ def _fresh_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, feature_map: str
 
 
 def _launch_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, after: Tensor, feature_map: str, eps: float) -> Tensor:
-    from ..triton import linear as kernels
-
+    kernels = _kernels()
     (batch, heads, _, d), e, o = q.shape, v.shape[-1], torch.empty_like(v)
     strides = [(t.stride(0), t.stride(1), t.stride(3)) for t in (q, k, v, o)]
     with torch.cuda.device_of(q):
