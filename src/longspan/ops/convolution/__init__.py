@@ -133,7 +133,7 @@ def convolve(
     }
     match choose_backend(OP, SERVED, why_not):
         case "triton":
-            return triton.convolve(x, weight, bias, state, **options)
+            return triton.convolve(x, weight, bias, state, composed=composed, **options)
         case "native":
             return kernels.convolve(x, weight, bias, state, composed=composed, **options)
         case "reference":
@@ -175,12 +175,16 @@ def _skipping(
 def _token(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None, donate: bool
 ) -> tuple[Tensor, Tensor] | None:
-    """Return ``kernels.step`` if the backend is native, else None."""
-    if x.dim() != 3 or x.shape[1] != 1 or resolve_backend(OP, SERVED, "native") != "native":
+    """Return the ``step`` of the kernels for x's device, or of the forced backend; None if they do not serve it."""
+    if x.dim() != 3 or x.shape[1] != 1:
         return None
-    found = kernels.step(x, weight, bias, state, activation=activation, donate=donate)
+    name = resolve_backend(OP, SERVED, "triton" if x.is_cuda else "native")
+    if name not in ("native", "triton"):
+        return None
+    take = (triton if name == "triton" else kernels).step
+    found = take(x, weight, bias, state, activation=activation, donate=donate)
     if found is not None:
-        log_backend(OP, "native")
+        log_backend(OP, name)
     return found
 
 

@@ -1,10 +1,17 @@
 """The causal convolution in Triton: sequences, forward and backward, and one token."""
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import triton
+from ..operands import double_backward, mark_overwritten, stored
+
+MOST = 8  # taps; each shifts a block of tokens that registers hold
+LONGEST = 64  # rows of a state in a step, which one block holds
+ACTIVATIONS = (None, "silu")
 
 
 def why_not(
@@ -16,8 +23,263 @@ def why_not(
     cu_seqlens: Tensor | None,
 ) -> str:
     """Return why the kernels cannot serve these operands; empty if they can."""
-    return triton.unreadable(x, weight, bias, state, segments, cu_seqlens) or "they are not written yet"
+    if reason := triton.unreadable(x, weight, bias, state, segments, cu_seqlens):
+        return reason
+    if any(t is not None and t.dtype not in triton.TYPES for t in (x, weight, bias, state)):
+        return "they take float32, bfloat16 or float16"
+    if weight.shape[1] > MOST:
+        return f"they take at most {MOST} taps"
+    if not x.numel() or not len(state):
+        return "there is nothing to compute"
+    return ""
 
 
-def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    raise NotImplementedError
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    *,
+    activation: str | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+    composed: Callable[..., Any],
+) -> tuple[Tensor, Tensor]:
+    """``convolution.convolve`` in Triton: x (B,N,C) of any strides -> y like x, state (B,R,C) of ``state``'s dtype.
+
+    All sums are in float32. The backward pass saves only the inputs and recomputes the input of the activation. Two
+    runs give the same bits. ``cu_seqlens`` stays on the device and is not checked. ``composed`` computes higher
+    derivatives. Only for operands for which ``why_not`` is empty.
+    """
+    return _Convolve.apply(x, weight, bias, state, activation, segments, cu_seqlens, composed)
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor,
+        activation: str | None,
+        segments: Tensor | None,
+        offsets: Tensor | None,
+        composed: Callable[..., Any],
+    ) -> tuple[Tensor, Tensor]:
+        # One operation for torch.compile; eager calls skip the dispatch of the operation.
+        run = _forward_op if torch.compiler.is_compiling() else _forward
+        y, end = run(x, weight, bias, state, activation is not None, segments, offsets)
+        ctx.save_for_backward(x, weight, bias, state, segments, offsets)
+        ctx.activation, ctx.composed = activation, composed
+        return y, end
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        grad, grad_end = upstream
+        *inputs, segments, offsets = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            options: dict[str, Any] = {"activation": ctx.activation, "segments": segments, "cu_seqlens": offsets}
+            grads = double_backward(ctx.composed, inputs, (grad, grad_end), **options)
+        else:
+            run = _backward_op if torch.compiler.is_compiling() else _backward
+            given: tuple[Any, ...] = (*inputs, ctx.activation is not None, segments, offsets)
+            dx, dweight, dbias, first = run(grad, grad_end, *given)
+            grads = [dx, dweight, None if inputs[2] is None else dbias, first]
+        return (*grads, None, None, None, None)
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    silu: bool,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """y (B,N,C), the last state (S,R,C)."""
+    from ..triton import convolution as kernels
+
+    y, end = _result(x), torch.empty_like(state, memory_format=torch.contiguous_format)
+    weight, bias, state, segments, offsets = _contiguous(weight, bias, state, segments, offsets)
+    sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
+    options = {"KIND": _kind(segments, offsets)}
+    taps = {"K": weight.shape[1], "BIAS": bias is not None, "SILU": silu, "STEPS": _steps(offsets)}
+    with torch.cuda.device_of(x):
+        tile, grid = _tile(x, backward=False, taps=weight.shape[1])
+        operands = x, y, weight, _or(bias, x), state, *marks
+        kernels.forward[grid](*operands, *sizes, *x.stride(), *y.stride(), **options, **taps, **tile)
+        if end.numel():
+            tile, grid = _state_tile(state)
+            kernels.ends[grid](x, state, end, *marks, *sizes, *x.stride(), **options, **tile)
+    return y.to(x.dtype), end
+
+
+def _backward(
+    grad: Tensor,
+    grad_end: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    silu: bool,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight, bias and the first state from those of y and the last state."""
+    from ..triton import convolution as kernels
+
+    dtype, count = weight.dtype, weight.shape[1]
+    dx, first = _result(x), _result(state, memory_format=torch.contiguous_format)
+    weight, bias, state, segments, offsets = _contiguous(weight, bias, state, segments, offsets)
+    grad_end = grad_end.contiguous()
+    sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
+    options = {"KIND": _kind(segments, offsets), "K": count, "BIAS": bias is not None, "SILU": silu}
+    with torch.cuda.device_of(x):
+        tile, grid = _tile(x, backward=True, taps=count)
+        sums = x.new_empty(grid[0], count + 1, x.shape[2], dtype=torch.float32)
+        operands = grad_end, weight, _or(bias, x), state, *marks
+        strides = *x.stride(), *grad.stride()
+        kernels.backward[grid](
+            x, grad, dx, sums, *operands, *sizes, *strides, *dx.stride(), **options, STEPS=_steps(offsets), **tile
+        )
+        if first.numel():
+            tile, grid = _state_tile(state)
+            kernels.starts[grid](x, grad, first, *operands, *sizes, *strides, **options, **tile)
+    total = sums.sum(0)
+    dbias = total[count].to(torch.float32 if bias is None else bias.dtype, copy=True)
+    dweight = total[:count].mT.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return dx.to(x.dtype), dweight, dbias, first.to(state.dtype)
+
+
+def step(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: str | None, donate: bool
+) -> tuple[Tensor, Tensor] | None:
+    """One token of ``convolution.convolve`` in one launch, which overwrites ``state`` (B,R,C) with ``donate``.
+
+    x (B,1,C), weight (C,K), bias (C,) or None, of any strides -> y (B,1,C), state. Returns None for other operands. It
+    runs once per token and layer, so it is written for speed.
+    """
+    if torch.compiler.is_compiling() or activation not in ACTIVATIONS or x.dim() != 3 or state.dim() != 3:
+        return None
+    grad = torch.is_grad_enabled()
+    for t in (x, weight, bias, state):
+        if t is not None and (t.dtype not in triton.TYPES or t.is_neg() or (grad and t.requires_grad)):
+            return None
+    batch, tokens, channels = x.shape
+    if weight.dim() != 2 or weight.shape[0] != channels or (bias is not None and bias.shape != (channels,)):
+        return None
+    rows, taps = state.shape[1], weight.shape[1]
+    if tokens != 1 or not batch * channels or not 0 < taps <= min(rows + 1, MOST) or rows > LONGEST:
+        return None
+    if state.shape != (batch, rows, channels) or state.dtype not in (torch.float32, x.dtype) or not stored(state):
+        return None
+    device = x.device
+    if any(t is not None and t.device != device for t in (weight, bias, state)):
+        return None
+    if triton.unreadable(x, weight, bias, state):
+        return None
+    from ..triton import convolution as kernels
+
+    after, y = state if donate else torch.empty_like(state), _result(x, memory_format=torch.contiguous_format)
+    x_b, _, x_c = x.stride()
+    with torch.cuda.device_of(x):
+        kernels.step[batch, -(-channels // 128)](
+            *(x, y, weight, _or(bias, x), state, after, channels, rows),
+            *(x_b, x_c, *state.stride(), *after.stride(), *weight.stride(), 1 if bias is None else bias.stride(0)),
+            K=taps,
+            BIAS=bias is not None,
+            SILU=activation is not None,
+            R=_power(max(rows, 1)),
+            C=128,
+            num_warps=4,
+        )
+    if donate:
+        mark_overwritten(state)
+    return y.to(x.dtype), after
+
+
+_forward_op = torch.library.custom_op("longspan::triton_convolution_forward", _forward, mutates_args=())
+_backward_op = torch.library.custom_op("longspan::triton_convolution_backward", _backward, mutates_args=())
+
+
+@_forward_op.register_fake
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    silu: bool,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
+
+
+@_backward_op.register_fake
+def _(
+    grad: Tensor,
+    grad_end: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor,
+    silu: bool,
+    segments: Tensor | None,
+    offsets: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    first = torch.empty_like(state, memory_format=torch.contiguous_format)
+    dbias = weight.new_empty(x.shape[-1], dtype=torch.float32 if bias is None else bias.dtype)
+    return torch.empty_like(x), weight.new_empty(weight.shape), dbias, first
+
+
+def _result(like: Tensor, **options: Any) -> Tensor:
+    """Return ``torch.empty_like``, in float32 under the interpreter, which would truncate instead of rounding."""
+    return torch.empty_like(like, dtype=torch.float32 if triton.interpreted() else like.dtype, **options)
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def _or(given: Tensor | None, other: Tensor) -> Tensor:
+    """Return what a kernel gets for an operand; ``other`` stands for None and is not read."""
+    return other if given is None else given
+
+
+def _kind(segments: Tensor | None, offsets: Tensor | None) -> int:
+    return 1 if segments is not None else 2 if offsets is not None else 0
+
+
+def _steps(offsets: Tensor | None) -> int:
+    """Return how many halvings find one of the packed sequences."""
+    return 0 if offsets is None else max(len(offsets) - 2, 0).bit_length()
+
+
+def _sizes(x: Tensor, state: Tensor) -> tuple[int, int, int, int]:
+    return x.shape[1], x.shape[2], state.shape[1], len(state)
+
+
+def _power(n: int) -> int:
+    """Return the smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _tile(x: Tensor, *, backward: bool, taps: int) -> tuple[dict[str, int], tuple[int, int]]:
+    """Return tokens and channels of a block, which lie along the memory of x, and the grid of programs.
+
+    A thread holds up to 2 K - 1 shifted numbers for each of its own in registers: 16 of its own, or 8 for many taps.
+    """
+    batch, tokens, channels = x.shape
+    long, short = 64, 16 if backward and taps > 4 else 32
+    width, height = (short, long) if x.stride(1) == 1 and x.stride(2) != 1 else (long, short)
+    # At least two, since blocks of one number are none.
+    width, height = min(width, max(_power(channels), 2)), min(height, max(_power(tokens), 2))
+    return {"T": height, "C": width, "num_warps": 4}, (batch * -(-tokens // height), -(-channels // width))
+
+
+def _state_tile(state: Tensor) -> tuple[dict[str, int], tuple[int, int]]:
+    lines = len(state) * state.shape[1]
+    height = min(8, max(_power(lines), 2))
+    return {"T": height, "C": 64, "num_warps": 4}, (-(-lines // height), -(-state.shape[2] // 64))

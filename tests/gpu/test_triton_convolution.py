@@ -1,0 +1,322 @@
+"""The Triton kernels of the causal convolution equal the definition, in values, states and gradients."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from longspan import backend, causal_convolution
+from longspan.ops import watch
+from longspan.ops.convolution import triton as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDED = 5e-7
+
+
+def arguments(n=29, channels=37, taps=4, *, rows=None, batch=2, bias=True, dtype=torch.float32, states=None):
+    generator = torch.Generator().manual_seed(n + channels)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+    return {
+        "x": random(batch, n, channels),
+        "weight": random(channels, taps) / taps,
+        "bias": random(channels) if bias else None,
+        "state": random(states or batch, taps - 1 if rows is None else rows, channels),
+    }
+
+
+def to(given, dtype):
+    return {name: None if t is None else t.to(dtype) for name, t in given.items()}
+
+
+def outcome(given, name, **options):
+    """y, the state and the gradients of all inputs from random ones of both, by a backend."""
+    inputs = {which: None if t is None else t.detach().requires_grad_() for which, t in given.items()}
+    with backend(name):
+        outputs = causal_convolution(**inputs, **options)
+    generator = torch.Generator().manual_seed(9)
+    # Exact in every type.
+    upstream = [torch.randn(t.shape, generator=generator).bfloat16().to(t) for t in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, [t for t in inputs.values() if t is not None], upstream)]
+
+
+def errors(found, expected):
+    """The largest difference of each, relative to the largest value."""
+    assert [t.shape for t in found] == [t.shape for t in expected]
+    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True) if a.numel()]
+    return [((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() for a, b in pairs]
+
+
+def packing(kind, n, batch):
+    """The arguments that mark the starts of sequences, empty ones included."""
+    if kind == "plain":
+        return {}
+    if kind == "segments":
+        generator = torch.Generator().manual_seed(n)
+        return {"segments": (torch.randint(0, 2, (batch, n), generator=generator).cumsum(1) // 3).to(DEVICE)}
+    two = min(2, n)
+    cuts = [0, 0, two, two, max(n // 2, two), max(n // 2, two) + (n > 40), n, n]
+    return {"cu_seqlens": torch.tensor(cuts, dtype=torch.int32, device=DEVICE)}
+
+
+KINDS = ("plain", "segments", "cu_seqlens")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1, 0, None),
+        (3, 5, 2, 1, "silu"),
+        (67, 37, 4, 3, "silu"),
+        (29, 70, 3, 2, None),
+        (29, 40, 2, 5, "silu"),
+        (18, 37, 7, 9, "silu"),
+        (16, 4, 8, 7, None),
+    ],
+)
+def test_values_and_gradients_are_those_of_the_definition(kind, sizes):
+    """Sizes below and above a block; states with more rows than the taps read."""
+    n, channels, taps, rows, activation = sizes
+    batch = 1 if kind == "cu_seqlens" else 2
+    packed = packing(kind, n, batch)
+    states = len(packed["cu_seqlens"]) - 1 if kind == "cu_seqlens" else None
+    for bias in (True, False):
+        given = arguments(n, channels, taps, rows=rows, batch=batch, states=states, bias=bias)
+        expected = outcome(to(given, torch.float64), "reference", activation=activation, **packed)
+        found = outcome(given, "triton", activation=activation, **packed)
+        assert max(errors(found, expected)) <= ROUNDED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [64, 200])
+def test_blocks_within_one_sequence_take_no_borders(kind, n):
+    """Long sequences, whose inner blocks take the shorter form; borders exactly between blocks."""
+    packed = {
+        "plain": {},
+        "segments": {"segments": (torch.arange(n, device=DEVICE) // 96)[None]},
+        "cu_seqlens": {"cu_seqlens": torch.tensor([0, n // 2, n // 2, n], device=DEVICE)},
+    }[kind]
+    given = arguments(n, 5, rows=4, batch=1, states=3 if kind == "cu_seqlens" else 1)
+    expected = outcome(to(given, torch.float64), "reference", activation="silu", **packed)
+    assert max(errors(outcome(given, "triton", activation="silu", **packed), expected)) <= ROUNDED
+
+
+def test_sequences_do_not_see_each_other():
+    """Exactly: NaN in one sequence reaches no other."""
+    given, packed = arguments(67, 5, batch=1, states=7), packing("cu_seqlens", 67, 1)
+    cuts = packed["cu_seqlens"].tolist()
+    y, *_ = clean = outcome(given, "triton", activation="silu", **packed)
+    spoilt = {name: t.clone() for name, t in given.items()}
+    spoilt["x"][:, : cuts[4]] = torch.nan
+    spoilt["state"][:4] = torch.nan
+    after, ends, dx, *_, first = outcome(spoilt, "triton", activation="silu", **packed)
+    assert after[:, cuts[4] :].equal(y[:, cuts[4] :])
+    assert ends[4:].equal(clean[1][4:])
+    assert dx[:, cuts[4] :].equal(clean[2][:, cuts[4] :])
+    assert first[4:].equal(clean[-1][4:])
+
+
+LAYOUTS = {
+    "tokens last": lambda t: t.mT.contiguous().mT,
+    "every other channel": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
+    "rows reversed in memory": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_read_where_they_are(layout):
+    given = arguments(67, 37)
+    moved = {name: LAYOUTS[layout](t) if t.dim() == 3 else t for name, t in given.items()}
+    moved["weight"] = given["weight"].mT.contiguous().mT
+    expected = outcome(to(given, torch.float64), "reference", activation="silu")
+    found = outcome(moved, "triton", activation="silu")
+    assert max(errors(found, expected)) <= ROUNDED
+    if layout != "every other channel":
+        assert found[0].stride() == moved["x"].stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype):
+    """Errors are within 1.5 times those of the torch form; the state holds the inputs as they came."""
+    given = arguments(67, 37, dtype=dtype)
+    exact = outcome(to(given, torch.float64), "reference", activation="silu")
+    found, torch_form = (outcome(given, name, activation="silu") for name in ("triton", "torch"))
+    assert [t.dtype for t in found] == [t.dtype for t in torch_form] == [dtype] * 6
+    assert found[1].double().equal(exact[1])
+    for ours, theirs in zip(errors(found, exact), errors(torch_form, exact), strict=True):
+        assert ours <= 1.5 * theirs
+
+
+def test_each_operand_keeps_its_dtype():
+    given = arguments(29, 37)
+    given |= {"x": given["x"].bfloat16(), "weight": given["weight"].half()}
+    exact = outcome(to(given, torch.float64), "reference", activation="silu")
+    found = outcome(given, "triton", activation="silu")
+    half, wide = torch.bfloat16, torch.float32
+    assert [t.dtype for t in found] == [half, wide, half, torch.float16, wide, wide]
+    for t, error in zip(found, errors(found, exact), strict=True):
+        assert error <= (ROUNDED if t.dtype is wide else torch.finfo(t.dtype).eps)
+
+
+def test_two_runs_give_the_same_bits():
+    given = arguments(130, 5)
+    first, second = (outcome(given, "triton", activation="silu") for _ in range(2))
+    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+
+
+def test_masked_tokens_are_skipped():
+    given = arguments(29, 5, batch=2)
+    mask = torch.rand(2, 29, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.6
+    expected = outcome(to(given, torch.float64), "reference", activation="silu", mask=mask)
+    assert max(errors(outcome(given, "triton", activation="silu", mask=mask), expected)) <= ROUNDED
+
+
+def test_any_cut_gives_one_answer():
+    given = arguments(29, rows=4)
+    with backend("triton"):
+        y, last = causal_convolution(**given, activation="silu")
+        parts, state = [], given["state"]
+        for part in (slice(0, 1), slice(1, 3), slice(3, 20), slice(20, 21), slice(21, 29)):
+            o, state = causal_convolution(**given | {"x": given["x"][:, part], "state": state}, activation="silu")
+            parts.append(o)
+    torch.testing.assert_close(torch.cat(parts, 1), y, atol=1e-6, rtol=1e-6)
+    assert state.equal(last)
+
+
+STEPS = [
+    (kept, channels, rows)
+    for kept in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2)
+    for channels, rows in ((5, 3), (300, 3), (37, 6))
+]
+
+
+@pytest.mark.parametrize(("dtypes", "channels", "rows"), STEPS)
+def test_a_step_is_the_definition(dtypes, channels, rows):
+    """In place too, for states of any strides."""
+    dtype, kept = dtypes
+    for tokens_last, donate, activation in itertools.product((False, True), (False, True), ("silu", None)):
+        given = arguments(1, channels, rows=rows, batch=3, dtype=dtype, bias=not tokens_last)
+        given["state"] = given["state"].to(kept)
+        if tokens_last:
+            given["state"], given["weight"] = (given[t].mT.contiguous().mT for t in ("state", "weight"))
+        with backend("reference"):
+            exact = causal_convolution(**to(given, torch.float64), activation=activation)
+        before = given["state"].clone()
+        with torch.no_grad(), backend("triton"), watch() as seen:
+            y, state = causal_convolution(**given, activation=activation, donate=donate)
+        assert [use.backend for use in seen] == ["triton"]
+        assert y.dtype is dtype
+        assert errors([y], exact[:1])[0] <= (ROUNDED if dtype is torch.float32 else torch.finfo(dtype).eps)
+        assert state.double().equal(exact[1])
+        assert state.dtype is kept
+        assert state.stride() == given["state"].stride()
+        assert (state.data_ptr() == given["state"].data_ptr()) is donate
+        assert donate or given["state"].equal(before)
+
+
+def test_a_step_without_a_state_to_keep():
+    given = arguments(1, 5, 1)
+    with torch.no_grad(), backend("triton"):
+        y, state = causal_convolution(**given)
+    assert errors([y], [given["x"] * given["weight"].mT + given["bias"]])[0] <= ROUNDED
+    assert state.shape == (2, 0, 5)
+
+
+def test_a_donated_state_that_autograd_saved_raises_in_the_backward_pass():
+    given = arguments(1, 5)
+    factor = given["state"].clone().requires_grad_()
+    product = (factor * given["state"]).sum()
+    with torch.no_grad(), backend("triton"):
+        causal_convolution(**given, donate=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_that_can_be_differentiated_are_the_gradients(kind):
+    batch = 1 if kind == "cu_seqlens" else 2
+    packed = packing(kind, 9, batch)
+    given = arguments(9, 3, batch=batch, states=7 if kind == "cu_seqlens" else None)
+    leaves = [t.requires_grad_() for t in given.values()]
+    with backend("triton"):
+        y, state = causal_convolution(*leaves, activation="silu", **packed)
+    loss = y.sin().sum() + state.square().sum()
+    plain = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves, create_graph=True)
+    assert max(errors(again, plain)) <= 2 * ROUNDED
+    curvature = torch.autograd.grad(sum(t.sin().sum() for t in again), leaves)
+    with backend("torch"):
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        y, state = causal_convolution(*exact, activation="silu", **packed)
+    first = torch.autograd.grad(y.sin().sum() + state.square().sum(), exact, create_graph=True)
+    assert max(errors(curvature, torch.autograd.grad(sum(t.sin().sum() for t in first), exact))) <= 1e-5
+
+
+def test_the_backward_pass_keeps_the_inputs_alone():
+    given, kept = arguments(67), []
+    leaves = [t.requires_grad_() for t in given.values()]
+    with backend("triton"), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        causal_convolution(*leaves, activation="silu")
+    assert {t.data_ptr() for t in kept} <= {t.data_ptr() for t in leaves}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_in_one_graph(kind):
+    batch = 1 if kind == "cu_seqlens" else 2
+    packed = packing(kind, 37, batch)
+    given = arguments(37, batch=batch, states=7 if kind == "cu_seqlens" else None)
+
+    def call(*tensors):
+        return causal_convolution(*tensors, activation="silu", **packed)
+
+    def run(function):
+        leaves = [t.detach().requires_grad_() for t in given.values()]
+        with backend("triton"):
+            y, state = function(*leaves)
+        return [y, state, *torch.autograd.grad(y.square().sum() + state.sum(), leaves)]
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
+        found = run(torch.compile(call, fullgraph=True, backend="aot_eager"))
+    for a, b in zip(found, run(call), strict=True):
+        assert a.equal(b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operations_for_the_compiler_are_described_right(kind):
+    """Strides, dtypes and shapes of the fake implementations, and no operand changed."""
+    batch = 1 if kind == "cu_seqlens" else 2
+    packed = packing(kind, 9, batch)
+    given = arguments(9, 5, batch=batch, states=7 if kind == "cu_seqlens" else None, dtype=torch.bfloat16)
+    given["x"] = given["x"].mT.contiguous().mT
+    marks = packed.get("segments"), packed.get("cu_seqlens")
+    checks = ("test_schema", "test_faketensor")
+    with backend("triton"):
+        operands = (*given.values(), True, *marks)
+        torch.library.opcheck(kernels._forward_op, operands, test_utils=checks)
+        grads = torch.randn_like(given["x"]), torch.randn_like(given["state"])
+        torch.library.opcheck(kernels._backward_op, (*grads, *operands), test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"x": torch.zeros(1, 5, 2, dtype=torch.float64)}, "they take float32, bfloat16 or float16"),
+        ({"weight": torch.zeros(2, 9)}, "they take at most 8 taps"),
+        ({"x": torch.zeros(1, 0, 2)}, "there is nothing to compute"),
+    ],
+)
+def test_what_the_kernels_cannot_serve_is_refused(changes, reason):
+    given = {"x": torch.zeros(1, 5, 2), "weight": torch.zeros(2, 4)} | changes
+    given = {name: t.to(DEVICE) for name, t in given.items()}
+    with (
+        backend("triton"),
+        pytest.raises(ValueError, match=f"cannot serve this call of the causal convolution: {reason}"),
+    ):
+        causal_convolution(**given)
+    assert causal_convolution(**given)[0].shape == given["x"].shape
