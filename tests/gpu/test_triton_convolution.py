@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from ahead import LIMITS, compiled_all, request
 
 from longspan import backend, causal_convolution
 from longspan.ops import watch
@@ -320,3 +321,51 @@ def test_what_the_kernels_cannot_serve_is_refused(changes, reason):
     ):
         causal_convolution(**given)
     assert causal_convolution(**given)[0].shape == given["x"].shape
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_without_spilling(capability):
+    """For contiguous operands of 16 bytes, loads are wide: no scalar loads but those of borders."""
+    module = "longspan.ops.triton.convolution"
+    marks = {"ids": "*i64", "offsets": "*i32"}
+    data = dict.fromkeys(("x", "weight", "bias", "state"), "*bf16")
+    options = {"BIAS": True, "SILU": True, "C": 64, "x_c": 1}
+    more = {"grad": "*bf16", "after": "*bf16"}
+    requests = []
+    for taps, kind in ((4, 2), (8, 1)):
+        common = options | {"K": taps, "KIND": kind, "STEPS": 3}
+        forward = common | {"T": 32, "y_c": 1}
+        backward = common | {"T": 16 if taps > 4 else 32, "grad_c": 1, "dx_c": 1}
+        gradients = data | marks | more | {"dx": "*bf16", "sums": "*fp32"}
+        for name, pointers, constants, warps in (
+            ("forward", data | marks | {"y": "*bf16"}, forward, 4),
+            ("backward", gradients, backward, 8),
+        ):
+            requests.append(
+                request(
+                    f"{module}:{name}",
+                    pointers,
+                    constants,
+                    multiples=("_b", "_n", "channels"),
+                    capability=capability,
+                    num_warps=warps,
+                )
+            )
+    constants = options | {"K": 4, "KIND": 2, "T": 8, "grad_c": 1}
+    states = {"x": "*bf16", "state": "*fp32"} | marks
+    for name, pointers, left_out in (
+        ("ends", states | {"last": "*fp32"}, ("BIAS", "SILU", "K", "grad_c")),
+        ("starts", data | states | {"grad": "*bf16", "after": "*fp32", "first": "*fp32"}, ()),
+    ):
+        chosen = {key: value for key, value in constants.items() if key not in left_out}
+        requests.append(request(f"{module}:{name}", pointers, chosen, capability=capability, num_warps=4))
+    constants = options | {"K": 4, "R": 4, "C": 128, "state_c": 1, "after_c": 1, "weight_k": 1, "bias_c": 1}
+    pointers = data | {"y": "*bf16", "after": "*bf16"}
+    requests.append(request(f"{module}:step", pointers, constants, capability=capability, num_warps=4))
+    for built in compiled_all(requests):
+        assert built.stack <= 64, built.kernel
+        assert built.shared <= LIMITS[capability], built.kernel
+        if built.kernel.endswith(("forward", "backward")):
+            assert built.count("ld.global.b16") == 0, built.kernel
+            assert built.count("ld.global.v2.b32") + built.count("ld.global.v4.b32") > 20, built.kernel

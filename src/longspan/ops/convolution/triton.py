@@ -102,12 +102,12 @@ def _forward(
     from ..triton import convolution as kernels
 
     y, end = _result(x), torch.empty_like(state, memory_format=torch.contiguous_format)
-    weight, bias, state, segments, offsets = _contiguous(weight, bias, state, segments, offsets)
+    weight, bias, state, segments, offsets = _contiguous(weight.mT, bias, state, segments, offsets)
     sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
     options = {"KIND": _kind(segments, offsets)}
-    taps = {"K": weight.shape[1], "BIAS": bias is not None, "SILU": silu, "STEPS": _steps(offsets)}
+    taps = {"K": len(weight), "BIAS": bias is not None, "SILU": silu, "STEPS": _steps(offsets)}
     with torch.cuda.device_of(x):
-        tile, grid = _tile(x, backward=False, taps=weight.shape[1])
+        tile, grid = _tile(x, backward=False, taps=len(weight))
         operands = x, y, weight, _or(bias, x), state, *marks
         kernels.forward[grid](*operands, *sizes, *x.stride(), *y.stride(), **options, **taps, **tile)
         if end.numel():
@@ -132,7 +132,7 @@ def _backward(
 
     dtype, count = weight.dtype, weight.shape[1]
     dx, first = _result(x), _result(state, memory_format=torch.contiguous_format)
-    weight, bias, state, segments, offsets = _contiguous(weight, bias, state, segments, offsets)
+    weight, bias, state, segments, offsets = _contiguous(weight.mT, bias, state, segments, offsets)
     grad_end = grad_end.contiguous()
     sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
     options = {"KIND": _kind(segments, offsets), "K": count, "BIAS": bias is not None, "SILU": silu}
@@ -269,14 +269,16 @@ def _power(n: int) -> int:
 def _tile(x: Tensor, *, backward: bool, taps: int) -> tuple[dict[str, int], tuple[int, int]]:
     """Return tokens and channels of a block, which lie along the memory of x, and the grid of programs.
 
-    A thread holds up to 2 K - 1 shifted numbers for each of its own in registers: 16 of its own, or 8 for many taps.
+    For each number of its own, a thread holds up to 2 K - 1 shifted ones in registers: 16 of its own forward, 8
+    backward, or 4 with many taps.
     """
     batch, tokens, channels = x.shape
     long, short = 64, 16 if backward and taps > 4 else 32
     width, height = (short, long) if x.stride(1) == 1 and x.stride(2) != 1 else (long, short)
     # At least two, since blocks of one number are none.
     width, height = min(width, max(_power(channels), 2)), min(height, max(_power(tokens), 2))
-    return {"T": height, "C": width, "num_warps": 4}, (batch * -(-tokens // height), -(-channels // width))
+    tile = {"T": height, "C": width, "num_warps": 8 if backward else 4}
+    return tile, (batch * -(-tokens // height), -(-channels // width))
 
 
 def _state_tile(state: Tensor) -> tuple[dict[str, int], tuple[int, int]]:

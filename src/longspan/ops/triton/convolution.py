@@ -15,7 +15,8 @@ sums are in float32. Gradients of the weights are sums over blocks of tokens, wh
 A block reads up to 2 K - 1 shifted copies of its tokens, all but one from the cache. A block that lies inside of one
 sequence takes a shorter form (``EDGE`` is False) that needs neither borders nor states.
 
-x (B,N,C) has any strides; states (S,R,C), ids of segments (B,N), bias (C,) and weights (C,K) are contiguous.
+x (B,N,C) has any strides; states (S,R,C), ids of segments (B,N), bias (C,) and weights are contiguous. Weights are
+(K,C) for sequences, so that a thread reads those of its channels at once.
 """
 
 import triton
@@ -63,9 +64,9 @@ def _row(
 
 
 @triton.jit
-def _tap(weight, channel, channels, J: tl.constexpr, K: tl.constexpr):
+def _tap(weight, channel, channels, J: tl.constexpr):
     """The weights (C,) of tap J."""
-    return tl.load(weight + channel * K + J, mask=channel < channels, other=0.0).to(tl.float32)
+    return tl.load(weight + J * channels + channel, mask=channel < channels, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def _sum(
             x, state, ids, place + (SHIFT + J - (K - 1)), start, mine, opens, channel, tokens, channels, rows, x_n, x_c,
             KIND, EDGE,
         )  # fmt: skip
-        z += _tap(weight, channel, channels, J, K)[None, :] * row
+        z += _tap(weight, channel, channels, J)[None, :] * row
     return z
 
 
@@ -186,7 +187,7 @@ def forward(
     x += b * x_b
     y += b * y_b
     ids += b * tokens
-    shared, _ = _shared(ids, offsets, first, tokens, sequences, T, K, KIND, STEPS)
+    shared, _last = _shared(ids, offsets, first, tokens, sequences, T, K, KIND, STEPS)
     if shared:
         _outputs(
             x, y, state, ids, weight, bias, t, 0, 0, True, channel, tokens, channels, rows, x_n, x_c, y_n, y_c,
@@ -257,7 +258,7 @@ def _inputs_gradient(
             x, grad, state, ids, weight, bias, place, start, end, mine, opens, channel, tokens, channels, rows,
             x_n, x_c, grad_n, grad_c, ahead, KIND, EDGE, K, BIAS, SILU, T, C,
         )  # fmt: skip
-        found += _tap(weight, channel, channels, K - 1 - ahead, K)[None, :] * slope
+        found += _tap(weight, channel, channels, K - 1 - ahead)[None, :] * slope
     if EDGE:
         row = place - end + rows
         kept = (row >= 0) & (place < end) & closes
