@@ -99,8 +99,7 @@ def _forward(
     offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """y (B,N,C), the last state (S,R,C)."""
-    from ..triton import convolution as kernels
-
+    kernels = _kernels()
     y, end = _result(x), torch.empty_like(state, memory_format=torch.contiguous_format)
     weight, bias, state, segments, offsets = _contiguous(weight.mT, bias, state, segments, offsets)
     sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
@@ -128,8 +127,7 @@ def _backward(
     offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight, bias and the first state from those of y and the last state."""
-    from ..triton import convolution as kernels
-
+    kernels = _kernels()
     dtype, count = weight.dtype, weight.shape[1]
     dx, first = _result(x), _result(state, memory_format=torch.contiguous_format)
     weight, bias, state, segments, offsets = _contiguous(weight.mT, bias, state, segments, offsets)
@@ -180,8 +178,7 @@ def step(
         return None
     if triton.unreadable(x, weight, bias, state):
         return None
-    from ..triton import convolution as kernels
-
+    kernels = _kernels()
     after, y = state if donate else torch.empty_like(state), _result(x, memory_format=torch.contiguous_format)
     x_b, _, x_c = x.stride()
     with torch.cuda.device_of(x):
@@ -232,6 +229,13 @@ def _(
     first = torch.empty_like(state, memory_format=torch.contiguous_format)
     dbias = weight.new_empty(x.shape[-1], dtype=torch.float32 if bias is None else bias.dtype)
     return torch.empty_like(x), weight.new_empty(weight.shape), dbias, first
+
+
+def _kernels() -> Any:
+    """Import the kernels, and with them Triton, on first use."""
+    from ..triton import convolution
+
+    return convolution
 
 
 def _result(like: Tensor, **options: Any) -> Tensor:
